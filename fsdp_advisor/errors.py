@@ -1,0 +1,78 @@
+"""What can go wrong, as one tree.
+
+    AdvisorError              one or two lines for a person: what happened, and a hint
+    +-- UsageError            an option, or options that contradict each other
+    |   +-- UnknownModel
+    |   +-- UnknownGpu
+    +-- UnreadableConfig      a config.json that is not one
+    +-- HubError              the hub did not answer, or refused
+    +-- NotRecordable         a model whose memory is not a polynomial in batch and length
+    +-- MissingExtra          an optional package is needed
+    +-- MeasurementError      a run on real or simulated devices that could not be made
+
+Every error carries a hint: what the reader can do next.
+"""
+
+from __future__ import annotations
+
+
+class AdvisorError(Exception):
+    """Base of all errors a user can cause or meet. ``exit_status`` is the command line's, ``http_status`` the server's."""
+
+    exit_status = 2
+    http_status = 422
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UsageError(AdvisorError):
+    """An option with an impossible value, or options that contradict each other."""
+
+
+class UnknownModel(UsageError):
+    http_status = 404
+
+    def __init__(self, name: str, *, hint: str) -> None:
+        super().__init__(f"unknown model {name!r}", hint=hint)
+        self.name = name
+
+
+class UnknownGpu(UsageError):
+    http_status = 404
+
+    def __init__(self, name: str, *, hint: str) -> None:
+        super().__init__(f"unknown GPU {name!r}", hint=hint)
+        self.name = name
+
+
+class UnreadableConfig(AdvisorError):
+    """A model configuration that cannot be read or does not describe a model."""
+
+
+class HubError(AdvisorError):
+    """The Hugging Face hub could not be reached, or refused."""
+
+    http_status = 502
+
+
+class NotRecordable(AdvisorError):
+    """A model that the recorder cannot run, or whose sizes it cannot express as polynomials."""
+
+
+class MissingExtra(AdvisorError):
+    """An optional package is needed for what was asked."""
+
+    def __init__(self, what: str, *, extra: str = "torch") -> None:
+        super().__init__(what, hint=f"pip install 'fsdp-advisor[{extra}]'")
+
+
+class MeasurementError(AdvisorError):
+    """A validation run that ended without a figure."""
+
+    exit_status = 3

@@ -1,0 +1,231 @@
+"""A model's profile: everything about it that decides memory, as pure data.
+
+A profile is an inventory of parameters, grouped into the units that sharded training gathers, and a set of tapes. A tape is
+the record of one training step of the model on one device: which tensor storages were born and died, in order, with sizes as
+polynomials in the micro-batch B and the sequence length T. Layers of a kind behave alike, so a tape holds a few recorded
+layers and the profile says which recorded layer stands for each real one.
+
+Shapes: B = micro-batch (sequences), T = tokens per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from math import prod
+
+MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
+Polynomial = tuple[int, int, int, int, int, int]
+
+ROOT = -1
+"""The unit index of the root: what no layer holds (embedding, final norm, head)."""
+
+
+def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
+    """The value of a polynomial over ``MONOMIALS`` at micro-batch `b` and `t` tokens.
+
+    >>> evaluate((1, 0, 0, 2, 0, 0), b=3, t=5)
+    31
+    """
+    c1, cb, ct, cbt, cbt2, ct2 = polynomial
+    return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter tensor, tied names counted once. `name` is relative to its unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    tied: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A registered buffer that lives as long as the model. `bytes_per_element` in its own dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_per_element: int
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * self.bytes_per_element
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one all-gather brings together: a layer of some kind, or the root."""
+
+    kind: str
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...] = ()
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(p.elements for p in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`repeats` times the same pattern of recorded layers, in forward order."""
+
+    pattern: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of layers that run one after the other (a decoder; an encoder)."""
+
+    path: str
+    units: tuple[Unit, ...]  # one per recorded layer
+    runs: tuple[Run, ...]  # which recorded layer stands for each real one
+
+    @cached_property
+    def depth(self) -> int:
+        return sum(len(run.pattern) * run.repeats for run in self.runs)
+
+    def layers(self) -> Iterator[Unit]:
+        """Every real layer's unit, in forward order."""
+        for run in self.runs:
+            for _ in range(run.repeats):
+                for recorded in run.pattern:
+                    yield self.units[recorded]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many real layers each recorded layer stands for."""
+        counts = [0] * len(self.units)
+        for run in self.runs:
+            for recorded in run.pattern:
+                counts[recorded] += run.repeats
+        return tuple(counts)
+
+
+class Category(IntEnum):
+    """What a storage on a tape is. The overlay of a strategy adds the rest (states, gathered units, communication)."""
+
+    TEMPORARY = 0  # born and dead inside one phase
+    ACTIVATION = 1  # saved in forward for backward
+    LOSS = 2  # the logits and what the loss makes of them
+    CAST_PARAMETER = 3  # autocast's copy of a weight
+    INPUT = 4  # the batch
+    GRADIENT = 5  # becomes a parameter's gradient
+
+
+class Op(IntEnum):
+    """The kinds of event on a tape, each with two arguments."""
+
+    ALLOC = 0  # (size, category); (size, Category.GRADIENT + parameter) for a gradient
+    FREE = 1  # (segment of birth, index among that segment's births)
+    PRE_FORWARD = 2  # a unit's forward begins: (unit marker, 0)
+    POST_FORWARD = 3
+    PRE_BACKWARD = 4
+    POST_BACKWARD = 5
+    GRAD_READY = 6  # (parameter, 1 if the root's else 0): accumulated into param.grad
+
+
+Event = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What happens between two layer boundaries of the recorded step.
+
+    `phase` is ``forward`` or ``backward``; `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch of root code.
+    `flops` are of matrix products and of attention, `traffic_bytes` what all other operators read and write, `operators` their number.
+    """
+
+    phase: str
+    stack: int
+    layer: int
+    events: tuple[Event, ...]
+    matmul_flops: Polynomial = (0, 0, 0, 0, 0, 0)
+    attention_flops: Polynomial = (0, 0, 0, 0, 0, 0)
+    traffic_bytes: Polynomial = (0, 0, 0, 0, 0, 0)
+    operators: int = 0
+
+
+@dataclass(frozen=True)
+class Tape:
+    """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T."""
+
+    sizes: tuple[Polynomial, ...]
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per segment, (size, category) of each storage born there, in order."""
+        return tuple(tuple((a, b) for op, a, b in s.events if op == Op.ALLOC) for s in self.segments)
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """Which code path a tape was recorded on.
+
+    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``; `precision` as in the request;
+    `single` says that B = 1, which some models treat apart.
+    """
+
+    engine: str
+    precision: str
+    attention: str
+    checkpointing: str
+    single: bool
+
+    @property
+    def key(self) -> str:
+        return "|".join((self.engine, self.precision, self.attention, self.checkpointing, "1" if self.single else "n"))
+
+    @classmethod
+    def from_key(cls, key: str) -> Variant:
+        engine, precision, attention, checkpointing, single = key.split("|")
+        return cls(engine, precision, attention, checkpointing, single == "1")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile."""
+
+    name: str
+    task: str
+    root: Unit
+    stacks: tuple[Stack, ...]
+    order: tuple[int, ...]  # of the root's parameters: how many precede the first stack, then the second ...
+    max_seq_len: int | None
+    config: dict[str, object]
+    versions: dict[str, str]
+    tapes: dict[str, Tape] = field(default_factory=dict, hash=False, compare=False)
+
+    def layers(self) -> Iterator[Unit]:
+        for stack in self.stacks:
+            yield from stack.layers()
+
+    @cached_property
+    def parameters(self) -> int:
+        """Unique parameters, tied ones once."""
+        layers = sum(u.elements * n for s in self.stacks for u, n in zip(s.units, s.counts, strict=True))
+        return self.root.elements + layers
+
+    @cached_property
+    def trainable_parameters(self) -> int:
+        def trainable(unit: Unit) -> int:
+            return sum(p.elements for p in unit.parameters if p.trainable)
+
+        return trainable(self.root) + sum(
+            trainable(u) * n for s in self.stacks for u, n in zip(s.units, s.counts, strict=True)
+        )
+
+    @property
+    def layer_classes(self) -> tuple[str, ...]:
+        """The classes a transformer wrapping policy names, in order of appearance."""
+        return tuple(dict.fromkeys(u.kind for s in self.stacks for u in s.units))

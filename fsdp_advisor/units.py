@@ -1,0 +1,75 @@
+"""Bytes and other quantities as people write and read them. The only place that divides by 2**30."""
+
+from __future__ import annotations
+
+import re
+
+GIB = 2**30
+_SUFFIX = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\+?\d{1,3})?)\s*([a-z]*)\s*$", re.IGNORECASE)
+
+
+def format_gib(n_bytes: int) -> str:
+    """Bytes in GiB (2**30) with two decimals.
+
+    >>> format_gib(24_953_760_072)
+    '23.24 GiB'
+    """
+    return f"{n_bytes / GIB:.2f} GiB"
+
+
+def format_bytes(n_bytes: int) -> str:
+    """Bytes in the largest binary unit that leaves at least one.
+
+    >>> format_bytes(512), format_bytes(3 * 2**20), format_bytes(-2**31)
+    ('512 B', '3.00 MiB', '-2.00 GiB')
+    """
+    size = abs(n_bytes)
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{n_bytes / scale:.2f} {unit}"
+    return f"{n_bytes} B"
+
+
+def parse_bytes(text: str) -> int | None:
+    """A size with a unit: ``24GiB``, ``80 GB`` (10**9), ``512MiB``; None where it is not one.
+
+    >>> parse_bytes("24GiB"), parse_bytes("80 GB"), parse_bytes("H100")
+    (25769803776, 80000000000, None)
+    """
+    match = _NUMBER.match(text)
+    if match is None or match[2].lower() not in _SUFFIX:
+        return None
+    return round(float(match[1]) * _SUFFIX[match[2].lower()])
+
+
+def parse_count(text: str) -> int | None:
+    """A bare number of things: ``7e9``, ``7B``, ``350M``; None where it is not one.
+
+    >>> parse_count("7e9"), parse_count("7B"), parse_count("0.5b"), parse_count("gpt2")
+    (7000000000, 7000000000, 500000000, None)
+    """
+    match = _NUMBER.match(text)
+    if match is None or match[2].lower() not in _COUNT:
+        return None
+    value = float(match[1]) * _COUNT[match[2].lower()]
+    return round(value) if value < 1e18 else None
+
+
+def format_count(n: int) -> str:
+    """A count with three significant digits and the field's suffix.
+
+    >>> format_count(6_738_415_616), format_count(124_439_808), format_count(512)
+    ('6.74B', '124M', '512')
+    """
+    for suffix, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if n >= scale:
+            value = n / scale
+            return f"{value:.2f}{suffix}" if value < 10 else f"{value:.1f}{suffix}" if value < 100 else f"{value:.0f}{suffix}"
+    return str(n)
