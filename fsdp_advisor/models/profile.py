@@ -119,15 +119,16 @@ class Category(IntEnum):
     LOSS = 2  # the logits and what the loss makes of them
     CAST_PARAMETER = 3  # autocast's copy of a weight
     INPUT = 4  # the batch
-    GRADIENT = 5  # becomes a parameter's gradient
+    UNSHARDED_GRADIENT = 5  # a part of a gradient that autograd or FSDP1 sums or concatenates before it is `param.grad`
+    GRADIENT = 6  # becomes `param.grad`: 6 + 2 * index of the parameter in its unit + (1 if the unit is the root)
 
 
 class Op(IntEnum):
     """The kinds of event on a tape, each with two arguments."""
 
-    ALLOC = 0  # (size, category); (size, Category.GRADIENT + parameter) for a gradient
+    ALLOC = 0  # (size, category)
     FREE = 1  # (segment of birth, index among that segment's births)
-    PRE_FORWARD = 2  # a unit's forward begins: (unit marker, 0)
+    PRE_FORWARD = 2  # a unit's forward begins: (1 if the root's else 0, 0)
     POST_FORWARD = 3
     PRE_BACKWARD = 4
     POST_BACKWARD = 5
@@ -155,7 +156,7 @@ class Segment:
     operators: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tape:
     """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T."""
 
@@ -192,7 +193,7 @@ class Variant:
         return cls(engine, precision, attention, checkpointing, single == "1")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Profile:
     """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile."""
 
@@ -204,7 +205,7 @@ class Profile:
     max_seq_len: int | None
     config: dict[str, object]
     versions: dict[str, str]
-    tapes: dict[str, Tape] = field(default_factory=dict, hash=False, compare=False)
+    tapes: dict[str, Tape] = field(default_factory=dict)
 
     def layers(self) -> Iterator[Unit]:
         for stack in self.stacks:

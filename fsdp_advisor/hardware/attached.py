@@ -1,0 +1,96 @@
+"""The GPU of this machine, asked of the driver (NVML) without torch and without making a CUDA context."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.hardware.lookup import lookup
+
+_SOURCE = "NVML on this machine, total less what the driver reserves"
+_DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last: WSL
+
+
+def attached_gpu() -> Gpu | None:
+    """The first GPU that CUDA would use here, with its measured memory; None where there is none or NVML is missing.
+
+    A card the table does not know, and a MIG slice, come back under the driver's name with no rates. AMD's GPUs have
+    no NVML and are not seen. Needs the `pynvml` module of nvidia-ml-py; never raises.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = None if visible is None else visible.split(",")[0].strip()
+    if first in ("", "-1", "NoDevFiles") or not _driver_present():
+        return None
+    try:
+        with _nvml() as nvml:
+            return _describe(nvml, _handle(nvml, first))
+    except Exception:  # noqa: BLE001 - whatever ails the driver, there is no GPU to speak of
+        return None
+
+
+def _driver_present() -> bool:
+    """Whether it is worth importing pynvml, which takes 10 ms. Where the driver's files are unknown, it is."""
+    return (
+        "pynvml" in sys.modules
+        or not sys.platform.startswith("linux")
+        or any(os.path.exists(path) for path in _DRIVER_FILES)
+    )
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    nvml = import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handle(nvml: Any, first: str | None) -> Any:
+    """The device of the first entry of CUDA_VISIBLE_DEVICES: an index, or the UUID of a GPU or of a MIG slice."""
+    if first is not None and not first.isdecimal():
+        return nvml.nvmlDeviceGetHandleByUUID(first)
+    device = nvml.nvmlDeviceGetHandleByIndex(int(first or 0))
+    try:
+        in_slices = nvml.nvmlDeviceGetMigMode(device)[0] == 1
+    except Exception:  # noqa: BLE001 - "not supported" on every card without MIG
+        in_slices = False
+    return nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, 0) if in_slices else device
+
+
+def _describe(nvml: Any, device: Any) -> Gpu | None:
+    name = nvml.nvmlDeviceGetName(device)
+    if isinstance(name, bytes):  # pynvml before 11.5
+        name = name.decode()
+    gpu = lookup(name)
+    memory_bytes = _memory_bytes(nvml, device)
+    if memory_bytes is None:
+        return gpu
+    if gpu is not None:
+        return replace(gpu, memory_bytes=memory_bytes, memory_source=_SOURCE)
+    return Gpu(
+        name=name,
+        full_name=name,
+        memory_bytes=memory_bytes,
+        nominal_memory_bytes=memory_bytes,
+        memory_source=_SOURCE,
+        source="not in the table: nothing but its memory is known",
+    )
+
+
+def _memory_bytes(nvml: Any, device: Any) -> int | None:
+    """What CUDA offers as total. NVML's own total holds some 500 MiB more, which the driver keeps ("reserved")."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
+        usable = int(memory.total) - int(memory.reserved)
+    except Exception:  # noqa: BLE001 - drivers before 510 know no version 2; their total leaves the reserve out
+        try:
+            usable = int(nvml.nvmlDeviceGetMemoryInfo(device).total)
+        except Exception:  # noqa: BLE001 - GPUs that share the host's memory have none of their own
+            return None
+    return usable if usable > 0 else None

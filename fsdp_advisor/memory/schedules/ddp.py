@@ -1,0 +1,120 @@
+"""PyTorch DistributedDataParallel with its defaults, and one GPU alone.
+
+Source: torch.nn.parallel.distributed and torch/csrc/distributed/c10d/reducer.cpp (torch 2.13): buckets of 1 MiB, then 25 MiB,
+over the parameters in reverse order, allocated once; `gradient_as_bucket_view=False` makes them a second copy of the gradients.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fsdp_advisor.memory import optimizers
+from fsdp_advisor.memory.held import NOTHING, Held, States
+from fsdp_advisor.memory.ledger import (
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+    UNSHARDED_GRADIENTS,
+    Ledger,
+)
+from fsdp_advisor.memory.replay import Place
+from fsdp_advisor.memory.schedules.fsdp2 import optimizer_temporaries
+from fsdp_advisor.memory.schedules.units import buffers, total
+from fsdp_advisor.models.profile import Parameter, Profile, Unit
+from fsdp_advisor.plan import Plan
+
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
+
+
+def in_order(profile: Profile) -> list[Parameter]:
+    """All parameters in the order of `model.parameters()`."""
+    parameters: list[Parameter] = []
+    taken = 0
+    for before, stack in zip(profile.order, profile.stacks, strict=True):
+        parameters += profile.root.parameters[taken:before]
+        taken = before
+        for unit in stack.layers():
+            parameters += unit.parameters
+    return parameters + list(profile.root.parameters[taken:])
+
+
+@lru_cache(maxsize=256)
+def buckets(profile: Profile, element_bytes: int) -> Held:
+    """DDP's buckets: parameters in reverse order, a bucket closed as soon as it has reached its limit.
+
+    Source: `compute_bucket_assignment_by_size` in reducer.cpp.
+    """
+    result, filled, limit = NOTHING, 0, FIRST_BUCKET_BYTES
+    for parameter in reversed(in_order(profile)):
+        if not parameter.trainable:
+            continue
+        filled += parameter.elements * element_bytes
+        if filled >= limit:
+            result += Held.of(filled)
+            filled, limit = 0, BUCKET_BYTES
+    return result + Held.of(filled)
+
+
+class DdpSchedule:
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile, self._plan = profile, plan
+        self.grad_marks = plan.gradient_accumulation_steps > 1
+        element = plan.param_bytes
+
+        def parameters(unit: Unit) -> Held:
+            return sum((Held.of(p.elements * element) for p in unit.parameters), NOTHING)
+
+        def gradients(unit: Unit) -> Held:
+            return sum((Held.of(p.elements * element) for p in unit.parameters if p.trainable), NOTHING)
+
+        def optimizer(unit: Unit) -> Held:
+            return sum((optimizers.kept(plan.optim, p.shape, element) for p in unit.parameters if p.trainable), NOTHING)
+
+        self.states = States(
+            parameters=total(profile, parameters),
+            gradients=total(profile, gradients),
+            optimizer=total(profile, optimizer),
+            communication=buckets(profile, element) if plan.world_size > 1 else NOTHING,
+            buffers=buffers(profile),
+        )
+
+    def begin_step(self, ledger: Ledger) -> None:
+        ledger.add(PARAMETERS, self.states.parameters.rounded)
+        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
+        ledger.add(COMMUNICATION, self.states.communication.rounded)
+        ledger.add(OTHER, self.states.buffers.rounded)
+
+    def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
+        self._accumulating = index > 0
+
+    def pre_forward(self, ledger: Ledger, place: Place) -> None:
+        pass
+
+    def post_forward(self, ledger: Ledger, place: Place) -> None:
+        pass
+
+    def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
+        pass
+
+    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+        pass
+
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+        """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and dropped."""
+        ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
+        if not self._accumulating:
+            ledger.add(GRADIENTS, gradient_bytes)
+
+    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+        rest = ledger.live[UNSHARDED_GRADIENTS]
+        ledger.add(UNSHARDED_GRADIENTS, -rest)
+        ledger.add(GRADIENTS, rest)
+
+    def optimizer_step(self, ledger: Ledger) -> None:
+        high = optimizer_temporaries(self._profile, self._plan, lambda p: p.shape)
+        ledger.add(TEMPORARIES, high)
+        ledger.add(TEMPORARIES, -high)

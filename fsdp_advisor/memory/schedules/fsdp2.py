@@ -1,0 +1,250 @@
+"""PyTorch FSDP2 (`fully_shard` on each layer and on the root).
+
+Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_sharded_param` (dim-0 chunks, padded),
+`foreach_all_gather`, `FSDPParamGroup.wait_for_unshard`, `post_backward`, `foreach_reduce`, `FSDPState._post_forward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_advisor.memory import optimizers
+from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
+from fsdp_advisor.memory.ledger import (
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+    UNSHARDED_GRADIENTS,
+    UNSHARDED_PARAMETERS,
+    Ledger,
+)
+from fsdp_advisor.memory.replay import AT_ROOT, Place
+from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, total
+from fsdp_advisor.models.profile import Parameter, Profile, Unit
+from fsdp_advisor.plan import Plan
+
+
+def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """The chunk of a parameter that rank 0 keeps: ceil(dim 0 / shards) rows.
+
+    Source: torch.distributed.tensor._dtensor_spec / `_chunk_with_empty`; rank 0 holds the first, largest chunk.
+    >>> shard_shape((10, 3), 4)
+    (3, 3)
+    """
+    return (-(-shape[0] // shards), *shape[1:]) if shape else (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """One unit's storages on rank 0, bytes each rounded up to 512."""
+
+    parameters: Held
+    optimizer: Held
+    gradients: Held  # one storage: the reduce-scatter's output, of which the sharded gradients are views
+    gather_input: int  # flat copy of the shards in the compute dtype; 0 where the shards are gathered as they are
+    gather_output: int
+    unsharded: int  # the gathered parameters, one storage each, padded
+    reduce_input: int
+    shards: tuple[int, ...]  # elements of each parameter's local shard, for world size 1 and offload
+
+
+class Fsdp2Schedule:
+    grad_marks = False
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile, self._plan = profile, plan
+        self._offload = plan.offload == "parameters"
+        self._reshard = plan.strategy in ("zero3", "hsdp")
+        self._alone = plan.shard_degree == 1
+        self._casts = plan.mixed
+        self._units = per_unit(profile, self._measure)
+        self.states = self._states()
+        self._prefetched = False
+        self._held_output = 0  # forward keeps the last all-gather's output until the next copy-out
+        self._reducing = 0  # the last reduce-scatter's input lives until the next one's
+
+    def _measure(self, unit: Unit) -> UnitBytes:
+        plan, n = self._plan, self._plan.shard_degree
+        shapes = [shard_shape(p.shape, n) for p in unit.parameters]
+        locals_ = [prod(s) for s in shapes]
+        elements = sum(locals_)
+        trainable = [(p, e) for p, e in zip(unit.parameters, locals_, strict=True) if p.trainable]
+        parameters = optimizer = NOTHING
+        for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
+            parameters += Held.of(e * plan.param_bytes)
+            if parameter.trainable:
+                optimizer += optimizers.kept(plan.optim, shape, plan.param_bytes)
+        reduced = sum(e for _, e in trainable)
+        return UnitBytes(
+            parameters=parameters,
+            optimizer=optimizer,
+            gradients=Held.of(reduced * plan.param_bytes),
+            gather_input=round_up(elements * plan.compute_bytes) if self._casts and not self._offload else 0,
+            gather_output=round_up(elements * n * plan.compute_bytes),
+            unsharded=sum(round_up(e * n * plan.compute_bytes) for e in locals_),
+            reduce_input=round_up(reduced * n * plan.param_bytes),
+            shards=tuple(locals_),
+        )
+
+    def _states(self) -> States:
+        def of(what: str) -> Held:
+            result = NOTHING
+            for place, _, count in places(self._profile):
+                result += getattr(self._units[place], what) * count
+            return result
+
+        if self._offload:
+            return States(buffers=buffers(self._profile))
+        return States(
+            parameters=of("parameters"),
+            gradients=of("gradients"),
+            optimizer=of("optimizer"),
+            buffers=buffers(self._profile),
+        )
+
+    # The step
+
+    def begin_step(self, ledger: Ledger) -> None:
+        ledger.add(PARAMETERS, self.states.parameters.rounded)
+        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
+        ledger.add(OTHER, self.states.buffers.rounded)
+        self._prefetched = False
+        self._held_output = self._reducing = 0
+
+    def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
+        self._accumulating = index > 0
+
+    def pre_forward(self, ledger: Ledger, place: Place) -> None:
+        self._gather(ledger, place)
+        self._copy_out(ledger, place, forward=True)
+
+    def post_forward(self, ledger: Ledger, place: Place) -> None:
+        if self._reshard:
+            self._free(ledger, place)
+        if place == AT_ROOT:
+            ledger.add(COMMUNICATION, -self._held_output)
+            self._held_output = 0
+
+    def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
+        if not self._reshard:
+            return
+        if not self._prefetched:
+            self._gather(ledger, place)
+        self._copy_out(ledger, place, forward=False)
+        self._prefetched = following is not None
+        if following is not None:
+            self._gather(ledger, following)
+
+    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+        unit = self._units[place]
+        self._free(ledger, place)
+        ledger.add(COMMUNICATION, -self._reducing)
+        ledger.add(COMMUNICATION, unit.reduce_input)
+        self._reducing = unit.reduce_input
+        ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
+        output = unit.gradients.rounded
+        ledger.add(GRADIENTS, output)
+        if self._accumulating or self._offload:
+            ledger.add(GRADIENTS, -output)
+
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+        pass
+
+    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+        self.post_backward(ledger, AT_ROOT, root_gradient_bytes)
+        ledger.add(COMMUNICATION, -self._reducing)
+        self._reducing = 0
+
+    def optimizer_step(self, ledger: Ledger) -> None:
+        if self._offload:
+            return
+        high = optimizer_temporaries(self._profile, self._plan, lambda p: shard_shape(p.shape, self._plan.shard_degree))
+        ledger.add(TEMPORARIES, high)
+        ledger.add(TEMPORARIES, -high)
+
+    # Gathering
+
+    def _gather(self, ledger: Ledger, place: Place) -> None:
+        """`FSDPParamGroup.unshard`: copy in and all-gather; the output waits for the copy-out."""
+        unit = self._units[place]
+        if self._alone:
+            return
+        inputs = unit.gather_input
+        if self._offload:
+            inputs = self._upload(ledger, unit)
+        else:
+            ledger.add(COMMUNICATION, inputs)
+        ledger.add(COMMUNICATION, unit.gather_output)
+        ledger.add(COMMUNICATION, -inputs)
+
+    def _upload(self, ledger: Ledger, unit: Unit | UnitBytes) -> int:
+        """With offload each shard is copied to the GPU, then cast: all inputs live until the all-gather is issued."""
+        assert isinstance(unit, UnitBytes)
+        held = 0
+        for elements in unit.shards:
+            full = round_up(elements * self._plan.param_bytes)
+            ledger.add(COMMUNICATION, full)
+            held += full
+            if self._casts:
+                cast = round_up(elements * self._plan.compute_bytes)
+                ledger.add(COMMUNICATION, cast)
+                ledger.add(COMMUNICATION, -full)
+                held += cast - full
+        return held
+
+    def _copy_out(self, ledger: Ledger, place: Place, *, forward: bool) -> None:
+        """`FSDPParamGroup.wait_for_unshard`: in forward the all-gather's output is kept until the next unit's copy-out."""
+        unit = self._units[place]
+        if forward:
+            ledger.add(COMMUNICATION, -self._held_output)
+            self._held_output = 0
+        if self._alone:
+            self._copy_alone(ledger, unit)
+            return
+        ledger.add(UNSHARDED_PARAMETERS, unit.unsharded)
+        if forward:
+            self._held_output = unit.gather_output
+        else:
+            ledger.add(COMMUNICATION, -unit.gather_output)
+
+    def _copy_alone(self, ledger: Ledger, unit: UnitBytes) -> None:
+        """World size 1: each parameter is cast and copied; the last cast lives while the next is made."""
+        held = 0
+        for elements in unit.shards:
+            n_bytes = round_up(elements * self._plan.compute_bytes)
+            if self._casts:
+                ledger.add(COMMUNICATION, n_bytes)
+                ledger.add(COMMUNICATION, -held)
+                held = n_bytes
+            ledger.add(UNSHARDED_PARAMETERS, n_bytes)
+        ledger.add(COMMUNICATION, -held)
+
+    def _free(self, ledger: Ledger, place: Place) -> None:
+        ledger.add(UNSHARDED_PARAMETERS, -self._units[place].unsharded)
+
+
+def optimizer_temporaries(profile: Profile, plan: Plan, local: object) -> int:
+    """What the optimizer's step allocates over all local shards of trainable parameters."""
+    shape_of = local
+    assert callable(shape_of)
+    if plan.optim == "adafactor":
+        largest = max(
+            ((shape_of(p)) for _, u, _ in places(profile) for p in u.parameters if p.trainable), key=prod, default=(0,)
+        )
+        return optimizers.step_temporaries(plan.optim, [largest], plan.param_bytes)
+
+    def of(unit: Unit) -> Held:
+        shapes = [shape_of(p) for p in unit.parameters if p.trainable]
+        n_bytes = optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
+        return Held(n_bytes, n_bytes)
+
+    return total(profile, of).rounded
+
+
+def fair_share_excess(parameter: Parameter, shards: int) -> float:
+    """How many times its fair share a rank gathers of a parameter, because dim 0 is split and padded."""
+    return shard_shape(parameter.shape, shards)[0] * shards / max(parameter.shape[0] if parameter.shape else 1, 1)

@@ -1,0 +1,101 @@
+"""What a training engine's hooks do to the autograd graph, in small.
+
+FSDP2 casts a unit's floating-point inputs and puts an autograd function on them; FSDP1 makes every parameter a view of one
+flat parameter, so that a unit's gradients are concatenated before they are reduced; DDP and DeepSpeed leave the graph alone.
+The recorder runs a model under the same hooks, so that lifetimes on the tape are those of the engine.
+Source: torch.distributed.fsdp._fully_shard._fsdp_param_group / _fsdp_state and torch.distributed.fsdp._flat_param (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+class _OnInputGradients(torch.autograd.Function):
+    """FSDP2's RegisterPostBackwardFunction: identity, and a call once the gradients of all its inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return (None, *grads)
+
+
+def watch_input_gradients(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put the identity on every input that requires a gradient."""
+    leaves, spec = tree_flatten((args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if at:
+        outputs = _OnInputGradients.apply(call, *(leaves[i] for i in at))
+        for i, output in zip(at, outputs, strict=True):
+            leaves[i] = output
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor of `tree` in `dtype` (FSDP's `cast_forward_inputs`)."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, tree)
+
+
+class FlatUnit:
+    """FSDP1's flat parameter of one unit, `use_orig_params=True`: parameters are views of it, padded to 16-byte addresses."""
+
+    def __init__(self, owners: list[tuple[nn.Module, str]], parameters: list[nn.Parameter]) -> None:
+        """`owners` are (module, attribute, ...) of each parameter, tied ones after their first; shapes come from `parameters`."""
+        self._shapes = [p.shape for p in parameters]
+        self._places: list[list[tuple[nn.Module, str]]] = [[] for _ in parameters]
+        index = {id(p): i for i, p in enumerate(parameters)}
+        for module, name in owners:
+            parameter = module._parameters.pop(name)
+            self._places[index[id(parameter)]].append((module, name))
+        dtype = parameters[0].dtype
+        self._splits, self._is_padding = aligned_splits([p.numel() for p in parameters], dtype.itemsize)
+        self.flat = nn.Parameter(torch.empty(sum(self._splits), dtype=dtype))
+
+    def use_views(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Set every parameter attribute to a view of the flat parameter, as FSDP1 does before a unit's forward."""
+        splits = torch.split(self.flat, self._splits)
+        views = (split for split, padding in zip(splits, self._is_padding, strict=True) if not padding)
+        for split, shape, places in zip(views, self._shapes, self._places, strict=True):
+            view = split.view(shape)
+            view.register_hook(on_gradient)
+            for module, name in places:
+                setattr(module, name, view)
+
+
+def aligned_splits(numels: list[int], itemsize: int) -> tuple[list[int], list[bool]]:
+    """Element counts of FSDP1's flat parameter with padding between parameters to multiples of 16 bytes.
+
+    Source: FlatParamHandle._init_flat_param_and_metadata, `_get_aligned_numel` (torch 2.13).
+    >>> aligned_splits([3, 8], 4)
+    ([3, 1, 8], [False, True, False])
+    """
+    aligned = 16 // itemsize
+    splits: list[int] = []
+    padding: list[bool] = []
+    total = 0
+    for numel in numels:
+        if gap := -total % aligned:
+            splits.append(gap)
+            padding.append(True)
+            total += gap
+        splits.append(numel)
+        padding.append(False)
+        total += numel
+    return splits, padding

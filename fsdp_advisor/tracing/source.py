@@ -1,0 +1,50 @@
+"""What the recorder needs to know of a model: how to build it, what to feed it, and which modules are units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Layers that run one after the other. `path` is the container's name, or the layer's own for a layer that stands alone."""
+
+    path: str
+    layers: tuple[nn.Module, ...]
+
+
+class Source(Protocol):
+    """A model that can be recorded. Everything is called outside any fake mode; modules are on the meta device."""
+
+    name: str
+    task: str
+    max_seq_len: int | None
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """The whole model in training mode, on the meta device."""
+
+    def stacks(self, module: nn.Module) -> list[LayerStack]:
+        """The units of `module` other than its root, in the order of `module.modules()`."""
+
+    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        """Drop from each stack (by path) all layers but `kept`, in place, such that the model still runs."""
+
+    def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
+        """Choose the code path."""
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One forward to the loss."""
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        """Inputs and labels, created on the current default device."""
+
+    def head(self, module: nn.Module) -> nn.Module | None:
+        """The module whose output are the logits, where the loss chain begins."""
+
+    def config(self) -> dict[str, object]:
+        """What identifies the model, JSON-compatible."""

@@ -1,0 +1,110 @@
+"""Watching tensor storages be born and die, under fake or real tensors.
+
+A dispatch mode sees every operator's outputs; a weak reference tells of a storage's end; `UntypedStorage.resize_`, which FSDP
+uses to free and to allocate and which bypasses dispatch, is watched by patching. DTensor arguments are passed down so that the
+local tensors are what is seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+StorageKey = int
+_DEVICE = torch.ops.prim.device.default
+
+
+class StorageWatch(TorchDispatchMode):
+    """Calls `on_resize(key, old_bytes, new_bytes, operator, args)` at each birth (old 0), resize and death (new 0) of a storage.
+
+    Storages handed to `ignore` are not reported. Keys may be used again after a death.
+    """
+
+    def __init__(self, on_resize: Callable[[StorageKey, int, int, str, tuple[Any, ...]], None]) -> None:
+        super().__init__()
+        self._on_resize = on_resize
+        self._live: dict[StorageKey, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._operator = "start"
+        self._args: tuple[Any, ...] = ()
+        self.on_operator: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        storage = local_tensor(tensor).untyped_storage()
+        self._live[storage._cdata] = (weakref.ref(storage), -1)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Take note of a tensor's storage, if it is new."""
+        storage = local_tensor(tensor).untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = (weakref.ref(storage, lambda _, key=key: self._died(key)), 0)
+        self._resized(key, storage.nbytes())
+
+    def _resized(self, key: StorageKey, n_bytes: int) -> None:
+        reference, before = self._live[key]
+        if before >= 0 and n_bytes != before:
+            self._live[key] = (reference, n_bytes)
+            self._on_resize(key, before, n_bytes, self._operator, self._args)
+
+    def _died(self, key: StorageKey) -> None:
+        _, n_bytes = self._live.pop(key)
+        if n_bytes > 0:
+            self._on_resize(key, n_bytes, 0, self._operator, self._args)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:  # the most frequent by far, and no tensor comes of it
+            return func(*args)
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        self._operator, self._args = func._schema.name, args
+        result = func(*args, **kwargs)
+        self._operator, self._args = func._schema.name, args
+        for tensor in tensors_in(result):
+            self.see(tensor)
+        if self.on_operator is not None:
+            self.on_operator(func, args, kwargs, result)
+        self._args = ()
+        return result
+
+    def __enter__(self) -> StorageWatch:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            result = self._resize(storage, n_bytes)
+            if storage._cdata in self._live:
+                self._operator = "resize_"
+                self._resized(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # no hook exists for it
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # the original again
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results: tensors, and lists or tuples of them."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [t for item in tree for t in tensors_in(item)]
+    return []

@@ -1,0 +1,210 @@
+"""Names as people type them and as drivers print them, sizes, and what is refused."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_advisor.errors import UnknownGpu
+from fsdp_advisor.hardware import GPUS, Gpu, find_gpu, list_gpus
+from fsdp_advisor.hardware.lookup import _key
+
+GIB = 2**30
+
+TYPED = {
+    "H100": "H100-80GB",
+    "H100-80GB": "H100-80GB",
+    "h100_sxm": "H100-80GB",
+    "H100 SXM5 80GB": "H100-80GB",
+    "h100-80g": "H100-80GB",
+    "h100 pcie": "H100-PCIe",
+    "h100nvl": "H100-NVL",
+    "rtx4090": "RTX-4090",
+    "RTX 4090": "RTX-4090",
+    "4090": "RTX-4090",
+    "GeForce RTX 2080Ti": "RTX-2080-Ti",
+    "RTX6000-Ada": "RTX-6000-Ada",
+    "A6000": "RTX-A6000",
+    "A100": "A100-80GB",
+    "a100-40gb": "A100-40GB",
+    "A100 80 GiB PCIe": "A100-80GB-PCIe",
+    "V100": "V100-32GB",
+    "A10": "A10",
+    "a10g": "A10G",
+    "  l40s ": "L40S",
+    "mi300x": "MI300X",
+    "GB200": "GB200",
+}
+
+# What torch.cuda.get_device_name prints.
+PRINTED = {
+    "Tesla T4": "T4",
+    "Tesla V100-SXM2-16GB": "V100-16GB",
+    "Tesla V100-SXM2-32GB": "V100-32GB",
+    "NVIDIA GeForce RTX 2080 Ti": "RTX-2080-Ti",
+    "NVIDIA TITAN RTX": "Titan-RTX",
+    "NVIDIA GeForce RTX 3090": "RTX-3090",
+    "NVIDIA GeForce RTX 4090": "RTX-4090",
+    "NVIDIA GeForce RTX 5090": "RTX-5090",
+    "NVIDIA A10": "A10",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA A30": "A30",
+    "NVIDIA A40": "A40",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA RTX A6000": "RTX-A6000",
+    "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000-Server",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100-PCIE-40GB": "A100-40GB-PCIe",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A100 80GB PCIe": "A100-80GB-PCIe",
+    "NVIDIA A800-SXM4-80GB": "A800-80GB",
+    "NVIDIA H20": "H20",
+    "NVIDIA H100 80GB HBM3": "H100-80GB",
+    "NVIDIA H100 PCIe": "H100-PCIe",
+    "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H800": "H800",
+    "NVIDIA H200": "H200",
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA B200": "B200",
+    "NVIDIA B300 SXM6 AC": "B300",
+    "NVIDIA GB200": "GB200",
+    "AMD Instinct MI210": "MI210",
+    "AMD Instinct MI250X": "MI250X",
+    "AMD Instinct MI250X/MI250": "MI250X",
+    "AMD Instinct MI300X": "MI300X",
+    "AMD Instinct MI325X": "MI325X",
+    "AMD Instinct MI355X": "MI355X",
+}
+
+
+@pytest.mark.parametrize(("typed", "name"), [*TYPED.items(), *PRINTED.items()])
+def test_find_by_name(typed: str, name: str) -> None:
+    assert find_gpu(typed).name == name
+
+
+def test_every_gpu_is_printed_by_some_driver() -> None:
+    assert {gpu.name for gpu in GPUS} == set(PRINTED.values())
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_every_spelling_leads_back(gpu: Gpu) -> None:
+    for name in (gpu.name, gpu.full_name, *gpu.aliases):
+        for spelling in (name, name.lower(), name.upper(), name.replace("-", " "), name.replace("-", "_")):
+            assert find_gpu(spelling) is gpu
+
+
+def test_no_spelling_names_two_gpus() -> None:
+    owners: dict[str, set[str]] = {}
+    for gpu in GPUS:
+        for name in (gpu.name, gpu.full_name, *gpu.aliases):
+            owners.setdefault(_key(name), set()).add(gpu.name)
+    assert {key: names for key, names in owners.items() if len(names) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("size", "memory_bytes"),
+    [
+        ("24GiB", 24 * GIB),
+        ("24gib", 24 * GIB),
+        ("80 GiB", 80 * GIB),
+        ("24GB", 24 * 10**9),
+        ("0.5TB", 500 * 10**9),
+        ("22.5GiB", 45 * GIB // 2),
+        ("81920MiB", 80 * GIB),
+    ],
+)
+def test_a_size_is_an_anonymous_gpu(size: str, memory_bytes: int) -> None:
+    gpu = find_gpu(size)
+    assert (gpu.name, gpu.memory_bytes) == (size, memory_bytes)
+    rates = (gpu.bf16_flops, gpu.fp16_flops, gpu.tf32_flops, gpu.fp32_flops, gpu.memory_bytes_per_s)
+    assert rates == (None,) * 5
+    assert gpu.intra_node is None and gpu.inter_node is None and gpu.gpus_per_node is None
+
+
+@given(
+    n=st.integers(1, 999),
+    unit=st.sampled_from(["GiB", "GB"]),
+    space=st.sampled_from(["", " ", "  "]),
+    change=st.sampled_from([str.lower, str.upper, str.title, str]),
+)
+def test_sizes_are_read_as_written(n: int, unit: str, space: str, change: Callable[[str], str]) -> None:
+    scale = GIB if unit == "GiB" else 10**9
+    text = change(f"{n}{space}{unit}")
+    if n * scale < GIB:  # 1GB
+        with pytest.raises(UnknownGpu):
+            find_gpu(text)
+    else:
+        assert find_gpu(text).memory_bytes == n * scale
+
+
+@given(mib=st.integers(1024, 1024 * 1024))
+def test_fractions_of_a_gib(mib: int) -> None:
+    assert find_gpu(f"{mib / 1024:.10f}GiB").memory_bytes == pytest.approx(mib * 2**20, abs=1)
+
+
+@given(st.text(max_size=40))
+def test_any_text_finds_a_gpu_or_is_refused_with_a_hint(text: str) -> None:
+    try:
+        assert find_gpu(text).memory_bytes >= GIB
+    except UnknownGpu as refusal:
+        assert refusal.hint
+        assert "\n" not in refusal.hint
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["0GiB", "0.0 GB", "-24GiB", "- 24 GiB", "-0GiB", "1MiB", "5TiB", "1e999GiB", "9" * 400 + "GiB", "80", "24 B"],
+)
+def test_absurd_sizes_are_refused(size: str) -> None:
+    with pytest.raises(UnknownGpu) as refusal:
+        find_gpu(size)
+    assert "24GiB" in refusal.value.hint and "1024GiB" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("H10", "H100-80GB"),
+        ("RTX 3090 Ti", "RTX-3090"),
+        ("MI300Z", "MI300X"),
+        ("A1000", "A100-80GB"),
+        ("h100-80gb-pci", "H100-PCIe"),
+        ("A100-SXM4-80GB MIG 1g.10gb", "A100-80GB"),
+        ("rtx pro 6000 max-q", "RTX-PRO-6000"),
+    ],
+)
+def test_an_unknown_name_is_never_guessed_but_hinted(typo: str, meant: str) -> None:
+    with pytest.raises(UnknownGpu) as refusal:
+        find_gpu(typo)
+    assert str(refusal.value) == f"unknown GPU {typo!r}"
+    assert meant in refusal.value.hint
+
+
+@pytest.mark.parametrize("name", ["", "   ", "!?", "nvidia", "toaster", "z" * 100_000])
+def test_names_near_to_nothing_still_get_a_hint(name: str) -> None:
+    with pytest.raises(UnknownGpu) as refusal:
+        find_gpu(name)
+    assert refusal.value.hint == "`fsdp-advisor gpus` lists them all; a size such as 24GiB does too"
+
+
+def test_list_gpus() -> None:
+    assert list_gpus() == GPUS
+    assert [gpu.name for gpu in list_gpus("h100")] == ["H100-80GB", "H100-PCIe", "H100-NVL"]
+    assert [gpu.name for gpu in list_gpus("AMD")] == ["MI210", "MI250X", "MI300X", "MI325X", "MI355X"]
+    assert [gpu.name for gpu in list_gpus("a100-sxm4-40gb")] == ["A100-40GB"]
+    assert list_gpus("toaster") == ()
+
+
+def test_importing_the_room_is_cheap() -> None:
+    code = (
+        "import sys, fsdp_advisor.hardware as h; h.find_gpu('H100')\n"
+        "print([m for m in ('difflib', 'pynvml', 'pydantic', 'torch', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,99 @@
+"""Every row of the GPU table is complete, sourced and within what physics and makers allow."""
+
+import pytest
+
+from fsdp_advisor.hardware import GPUS, LINKS, Gpu, Link
+from fsdp_advisor.hardware.links import ETHERNET_100G, NVLINK_4, PCIE_4_X16
+
+each_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+each_link = pytest.mark.parametrize("link", LINKS, ids=lambda link: link.name)
+
+# ECC on GDDR memory is kept in the memory itself and takes a sixteenth; these cards have it on as delivered.
+ECC_IN_GDDR = {"T4", "A10", "A10G", "A40", "L4", "L40S"}
+
+
+def test_names_are_unique_and_many() -> None:
+    names = [gpu.name for gpu in GPUS]
+    assert len(names) == len(set(names)) >= 35
+
+
+@each_gpu
+def test_memory_is_a_little_less_than_the_box_says(gpu: Gpu) -> None:
+    kept = gpu.memory_bytes / gpu.nominal_memory_bytes
+    if gpu.name in ECC_IN_GDDR:
+        assert 0.90 < kept < 15 / 16
+    else:
+        assert 0.97 < kept < 1
+    assert isinstance(gpu.memory_bytes, int)
+
+
+@each_gpu
+def test_rates_fall_with_precision(gpu: Gpu) -> None:
+    assert gpu.fp16_flops is not None and gpu.fp32_flops is not None and gpu.memory_bytes_per_s is not None
+    if gpu.bf16_flops is not None:
+        assert gpu.bf16_flops == gpu.fp16_flops
+    rates = [rate for rate in (gpu.fp16_flops, gpu.tf32_flops, gpu.fp32_flops) if rate is not None]
+    assert rates == sorted(rates, reverse=True)
+    assert 8e12 <= gpu.fp32_flops <= gpu.fp16_flops <= 3e15
+    assert 3e11 <= gpu.memory_bytes_per_s <= 8e12
+
+
+@each_gpu
+def test_half_precision_is_twice_tf32_where_there_are_tensor_cores_for_it(gpu: Gpu) -> None:
+    if gpu.tf32_flops is not None:
+        assert gpu.fp16_flops == pytest.approx(2 * gpu.tf32_flops, rel=0.02)
+
+
+@each_gpu
+def test_what_an_architecture_can_do(gpu: Gpu) -> None:
+    assert (gpu.bf16_flops is None) == (gpu.architecture in ("volta", "turing"))
+    assert (gpu.tf32_flops is None) == (gpu.architecture in ("volta", "turing", "cdna2", "cdna4"))
+    capability = {
+        "volta": {(7, 0)}, "turing": {(7, 5)}, "ampere": {(8, 0), (8, 6)}, "ada": {(8, 9)}, "hopper": {(9, 0)},
+        "blackwell": {(10, 0), (10, 3), (12, 0)}, "cdna2": {(9, 0)}, "cdna3": {(9, 4)}, "cdna4": {(9, 5)},
+    }  # fmt: skip
+    assert gpu.architecture is not None
+    assert gpu.compute_capability in capability[gpu.architecture]
+
+
+@each_gpu
+def test_every_row_has_its_sources_and_its_links(gpu: Gpu) -> None:
+    assert gpu.source and gpu.memory_source and gpu.node_source
+    assert gpu.intra_node in LINKS
+    assert gpu.inter_node is not None and gpu.gpus_per_node is not None
+    assert gpu.inter_node.kind not in ("nvlink", "pcie", "xgmi")
+    assert gpu.intra_node is not None and gpu.intra_node.kind in ("nvlink", "pcie", "xgmi")
+    assert 1 <= gpu.gpus_per_node <= 8
+    assert gpu.inter_node.bytes_per_s < gpu.intra_node.bytes_per_s
+
+
+@each_gpu
+def test_xgmi_is_amd_and_nvlink_is_not(gpu: Gpu) -> None:
+    assert gpu.intra_node is not None
+    assert gpu.full_name.startswith("AMD") == (gpu.intra_node.kind == "xgmi")
+
+
+@each_link
+def test_every_link_has_a_rate_and_a_source(link: Link) -> None:
+    assert 1e9 < link.bytes_per_s <= 900e9
+    assert link.source
+    assert link.latency_s is None or 1e-6 < link.latency_s < 1e-4
+    assert link.peer_bytes_per_s is None or link.peer_bytes_per_s < link.bytes_per_s
+
+
+def test_link_names_are_unique() -> None:
+    assert len({link.name for link in LINKS}) == len(LINKS)
+
+
+def test_rates_are_of_one_direction() -> None:
+    assert NVLINK_4.bytes_per_s == 450e9
+    assert PCIE_4_X16.bytes_per_s == pytest.approx(31.5e9, rel=0.001)
+
+
+def test_a_shared_adapter_is_divided() -> None:
+    share = ETHERNET_100G.shared_by(8)
+    assert share.bytes_per_s * 8 == ETHERNET_100G.bytes_per_s
+    assert share.name == "Ethernet 100 Gb/s / 8 GPUs"
+    assert ETHERNET_100G.shared_by(1) is ETHERNET_100G
+    with pytest.raises(ValueError, match="0 GPUs"):
+        ETHERNET_100G.shared_by(0)
