@@ -7,7 +7,7 @@ needed again before ``stage3_max_reuse_distance`` elements have gone by. So up t
 defaults, and a model of fewer than about 5e8 is never given back between forward and backward.
 
 Source: zero/partitioned_param_coordinator.py (DeepSpeed 0.19.8); zero/partition_parameters.py, all_gather_coalesced.
-Steady state: the trace of modules is complete from the third micro-batch on. The modules are read off the parameters'
+Steady state: the trace of modules is complete from the second micro-batch on. The modules are read off the parameters'
 names, so modules without parameters (an activation, a dropout), whose hooks prefetch too, are not seen; they only make
 it earlier.
 """

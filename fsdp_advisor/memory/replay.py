@@ -64,9 +64,7 @@ def replay(profile: Profile, score: Score, schedule: Schedule, accumulation: int
     return ledger
 
 
-def _walk(
-    profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger: Ledger, *, backward: bool
-) -> int:
+def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger: Ledger, *, backward: bool) -> int:
     """Walk all parts; returns the root's gradient bytes that are alive."""
     entries = list(_entries(profile, parts, backward))
     following: list[Place | None] = [None] * len(entries)
@@ -120,9 +118,7 @@ def _run_entries(part: Part, run: Run) -> Iterator[tuple[int, int, tuple[Step, .
         yield from once
 
 
-def _play(
-    steps: tuple[Step, ...], schedule: Schedule, ledger: Ledger, place: Place, following: Place | None
-) -> int:
+def _play(steps: tuple[Step, ...], schedule: Schedule, ledger: Ledger, place: Place, following: Place | None) -> int:
     """One segment's steps. Returns the root's gradient bytes born in it."""
     own = root = fresh = 0
     for step in steps:

@@ -49,7 +49,8 @@ class Part:
 @lru_cache(maxsize=512)
 def compile_tape(profile: Profile, tape: Tape, b: int, t: int, *, grad_marks: bool = False) -> Score:
     """The tape at micro-batch `b` and `t` tokens. `grad_marks` keeps the marks at which a parameter's gradient is ready."""
-    sizes = [round_up(evaluate(p, b, t)) for p in tape.sizes]
+    used = {a for births in tape.births for a, category in births if category != Category.SCRATCH}
+    sizes = [round_up(evaluate(p, b, t)) if i in used else 0 for i, p in enumerate(tape.sizes)]
     phases: dict[str, list[Part]] = {"forward": [], "backward": []}
     for segment in tape.segments:
         steps = _fold(profile, tape, segment, sizes, grad_marks)
@@ -79,6 +80,8 @@ def _fold(profile: Profile, tape: Tape, segment: Segment, sizes: list[int], grad
     touched = False
     for op, a, b in segment.events:
         if op == Op.ALLOC:
+            if b == Category.SCRATCH:
+                continue
             n_bytes, category = sizes[a], b
             if category >= Category.GRADIENT:
                 account = UNSHARDED_GRADIENTS
@@ -95,6 +98,8 @@ def _fold(profile: Profile, tape: Tape, segment: Segment, sizes: list[int], grad
                 high_total, high = total, tuple(live)
         elif op == Op.FREE:
             size, category = tape.births[a][b]
+            if category == Category.SCRATCH:
+                continue
             n_bytes = sizes[size] * _deaths(profile, tape.segments[a], segment)
             account = UNSHARDED_GRADIENTS if category >= Category.GRADIENT else _ACCOUNT[Category(category)]
             live[account] -= n_bytes

@@ -120,7 +120,8 @@ class Category(IntEnum):
     CAST_PARAMETER = 3  # autocast's copy of a weight
     INPUT = 4  # the batch
     UNSHARDED_GRADIENT = 5  # a part of a gradient that autograd or FSDP1 sums or concatenates before it is `param.grad`
-    GRADIENT = 6  # becomes `param.grad`: 6 + 2 * index of the parameter in its unit + (1 if the unit is the root)
+    SCRATCH = 6  # a kernel's own working memory: part of what is allocated, not of the tensors
+    GRADIENT = 7  # becomes `param.grad`: 7 + 2 * index of the parameter in its unit + (1 if the unit is the root)
 
 
 class Op(IntEnum):

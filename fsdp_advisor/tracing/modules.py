@@ -55,11 +55,17 @@ class ModuleSource:
                 parent = module.get_submodule(stack.path.rpartition(".")[0])
                 layers = [stack.layers[i] for i in kept[stack.path]]
                 leaf = stack.path.rpartition(".")[2]
-                setattr(parent, leaf, type(container)(layers) if isinstance(container, nn.ModuleList) else nn.Sequential(*layers))
+                setattr(
+                    parent,
+                    leaf,
+                    type(container)(layers) if isinstance(container, nn.ModuleList) else nn.Sequential(*layers),
+                )
 
     def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
         if checkpointing:
-            raise UsageError("activation checkpointing of a plain module is its own affair", hint="checkpoint in its forward")
+            raise UsageError(
+                "activation checkpointing of a plain module is its own affair", hint="checkpoint in its forward"
+            )
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._loss(module, batch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,13 +39,14 @@ from fsdp_advisor.models.profile import (
 from fsdp_advisor.tracing import kinds
 from fsdp_advisor.tracing.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.tracing.fit import fit
+from fsdp_advisor.tracing.flash import in_scratch
 from fsdp_advisor.tracing.operators import Work, work_of
 from fsdp_advisor.tracing.source import LayerStack, Source
 from fsdp_advisor.tracing.storages import StorageWatch
 
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
-CHECK_B, CHECK_T = 5, 5120
+CHECK_B, CHECK_T = 7, 5003  # primes: no size meets another one's by chance
 
 
 class Recorder:
@@ -54,6 +56,8 @@ class Recorder:
         self.source = source
         self._models: dict[torch.dtype, nn.Module] = {}
         self._kept: dict[str, list[int]] = {}
+        self._made: list[tuple[object, Tape]] = []
+        self._warm = False
         full = self._build(torch.float32)
         stacks = source.stacks(full)
         self._kinds = {}
@@ -74,7 +78,15 @@ class Recorder:
         check = (1 if variant.single else CHECK_B, min(CHECK_T, limit))
         points = [(b, t) for b in bs for t in ts]
         try:
-            takes = self._takes(variant, [*points, check])
+            with self._step(variant) as step:
+                if not self._warm:  # what transformers and torch make once and keep is made here
+                    step.run(*points[0])
+                    self._warm = True
+                checked = step.run(*check)
+                corner = step.run(*points[-1])
+                if (known := self._alike({check: checked, points[-1]: corner})) is not None:
+                    return known
+                takes = [step.run(*point) for point in points[:-1]] + [corner]
         except AdvisorError:
             raise
         except Exception as error:
@@ -82,7 +94,20 @@ class Recorder:
                 f"{self.source.name} could not be run to record it: {type(error).__name__}: {str(error)[:200]}",
                 hint="the recorder runs the model's own code under fake tensors; this code cannot run so",
             ) from error
-        return _fit_takes(takes[:-1], takes[-1], bs, ts, check)
+        tape = _fit_takes(takes, checked, bs, ts, check)
+        self._made.append((_structure(corner), tape))
+        return tape
+
+    def _alike(self, takes: dict[tuple[int, int], _Take]) -> Tape | None:
+        """A tape made before that meets these recordings exactly: variants often differ in name only."""
+        structure = _structure(next(iter(takes.values())))
+        for known, tape in self._made:
+            if known == structure and all(
+                [evaluate(tape.sizes[size], *at) for births in tape.births for size, _ in births] == take.sizes
+                for at, take in takes.items()
+            ):
+                return tape
+        return None
 
     # What the model holds
 
@@ -118,7 +143,10 @@ class Recorder:
         starts = tuple(prefixes)
         root = tuple(
             Parameter(
-                n, tuple(p.shape), p.requires_grad, tuple(m for m in names[id(p)] if m != n and not m.startswith(starts))
+                n,
+                tuple(p.shape),
+                p.requires_grad,
+                tuple(m for m in names[id(p)] if m != n and not m.startswith(starts)),
             )
             for n, p in model.named_parameters()
             if id(p) not in seen
@@ -145,16 +173,16 @@ class Recorder:
 
     # One step
 
-    def _takes(self, variant: Variant, points: list[tuple[int, int]]) -> list[_Take]:
+    @contextlib.contextmanager
+    def _step(self, variant: Variant) -> Iterator[_Step]:
+        """The model on fake tensors, ready to take steps of this variant."""
         dtype = torch.bfloat16 if variant.precision == "bf16" else torch.float32
         model = self._model(dtype)
         self.source.configure(model, attention=variant.attention, checkpointing=variant.checkpointing == "full")
         with _steady(), FakeTensorMode(allow_non_fake_inputs=True):
             mixed = variant.precision.endswith("-mixed") and variant.engine != "plain"
             _materialise(model, torch.bfloat16 if mixed else None)
-            step = _Step(self.source, model, variant)
-            step.run(*points[0])
-            return [step.run(*point) for point in points]
+            yield _Step(self.source, model, variant)
 
 
 def record_module(
@@ -204,6 +232,7 @@ def _buffer(name: str, buffer: torch.Tensor) -> Buffer:
 @contextlib.contextmanager
 def _steady() -> Iterator[None]:
     """No cyclic garbage collection in the middle of a step: it would end storages at a moment of its own choosing."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a refusal is raised as well
     gc.collect()
     gc.freeze()  # what is there already need not be looked at again by the collections between steps
     gc.disable()
@@ -314,6 +343,8 @@ class _Step:
         gc.collect()
         with watch:
             batch = self._source.batch(micro_batch_size, seq_len)
+            if self._variant.precision == "bf16":  # a trainer hands pixels and sound over in the model's dtype
+                batch = cast_floating(batch, torch.bfloat16)
             self._reset()
             self._recording = True
             self._inputs(batch)
@@ -352,26 +383,31 @@ class _Step:
             self._sizes.append(after)
             self._born_in.append(self._phase)
             self._died_in.append(None)
-            self._category.append(self._category_at_birth(after, operator, args))
+            self._category.append(self._category_at_birth(operator, args))
             events.append((Op.ALLOC, storage, 0))
 
-    def _category_at_birth(self, n_bytes: int, operator: str, args: tuple[Any, ...]) -> int | None:
-        if operator == "aten::_to_copy" and args and isinstance(args[0], torch.Tensor) and id(args[0]) in self._parameters:
+    def _category_at_birth(self, operator: str, args: tuple[Any, ...]) -> int | None:
+        if in_scratch():
+            return Category.SCRATCH
+        if (
+            operator == "aten::_to_copy"
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and id(args[0]) in self._parameters
+        ):
             return Category.CAST_PARAMETER
-        if self._phase == "backward" and n_bytes in self._tied_bytes:
+        if self._phase == "backward" and _weight_gradient_shape(operator, args) in self._tied_shapes:
             return Category.UNSHARDED_GRADIENT
         return Category.LOSS if self._in_loss else None
 
     @property
-    def _tied_bytes(self) -> set[int]:
-        """Sizes of shared parameters: autograd sums their gradients, which are gradients before they are `param.grad`."""
+    def _tied_shapes(self) -> set[tuple[int, ...]]:
+        """Shapes of shared parameters: autograd sums their gradients, which are gradients before they are `param.grad`."""
         if not hasattr(self, "_tied"):
-            names: dict[int, int] = {}
+            uses: dict[int, int] = {}
             for _, p in self._model.named_parameters(remove_duplicate=False):
-                names[id(p)] = names.get(id(p), 0) + 1
-            self._tied = {
-                p.untyped_storage().nbytes() for p in self._model.parameters() if names[id(p)] > 1 and p.dim() > 1
-            }
+                uses[id(p)] = uses.get(id(p), 0) + 1
+            self._tied = {tuple(p.shape) for p in self._model.parameters() if uses[id(p)] > 1}
         return self._tied
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -465,15 +501,28 @@ class _Step:
         self._in_loss = False
 
 
-def _fit_takes(
-    takes: list[_Take], check: _Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]
-) -> Tape:
+def _weight_gradient_shape(operator: str, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """The shape of what an operator that makes gradients of shared weights has made."""
+    match operator:
+        case "aten::mm":
+            return (args[0].shape[0], args[1].shape[1])
+        case "aten::embedding_dense_backward":
+            return (args[2], args[0].shape[-1])
+        case "aten::_to_copy":
+            return tuple(args[0].shape)
+    return None
+
+
+def _structure(take: _Take) -> object:
+    """All of a take but its sizes."""
+    return take.categories, [(s.phase, s.stack, s.layer, s.events) for s in take.segments]
+
+
+def _fit_takes(takes: list[_Take], check: _Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Tape:
     """One tape from recordings at the grid points; the one at `at` must be met exactly."""
     first = takes[0]
     for take in [*takes[1:], check]:
-        if take.categories != first.categories or [(s.stack, s.layer, s.events) for s in take.segments] != [
-            (s.stack, s.layer, s.events) for s in first.segments
-        ]:
+        if _structure(take) != _structure(first):
             raise NotRecordable(
                 "the order of allocations depends on batch or length", hint="this model cannot be put on a tape"
             )

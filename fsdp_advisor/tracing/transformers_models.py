@@ -37,7 +37,9 @@ class TransformersSource:
         Raises UnreadableConfig where transformers knows no such model or refuses its values.
         """
         self.name = name
-        self._values = {k: v for k, v in config.items() if k not in ("auto_map", "quantization_config", "_name_or_path")}
+        self._values = {
+            k: v for k, v in config.items() if k not in ("auto_map", "quantization_config", "_name_or_path")
+        }
         model_type = self._values.pop("model_type", None)
         if not isinstance(model_type, str):
             raise UnreadableConfig("the configuration names no model_type", hint="is it a transformers config.json?")
@@ -59,7 +61,9 @@ class TransformersSource:
         auto = getattr(transformers, _AUTO[self.task])
         with _errors_explained(self.name), torch.device("meta"), no_init_weights():
             model: nn.Module = auto.from_config(self._configuration(), dtype=dtype)
-            model.tie_weights()
+            model.tie_weights()  # type: ignore[operator]  # of every PreTrainedModel
+            if self._values.get("tie_word_embeddings") is False:
+                _untie_head(model)
         for module in model.modules():
             module._is_hf_initialized = True
         return model.train()
@@ -84,13 +88,23 @@ class TransformersSource:
                 for inner in layers[index].modules():
                     if hasattr(inner, "layer_idx"):
                         inner.layer_idx = position
-            for config in {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values():
+            for config in {
+                id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None
+            }.values():
                 for key, value in list(vars(config).items()):
                     if isinstance(value, list) and len(value) == depth:
                         setattr(config, key, [value[i] for i in indices])
 
     def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
+        from fsdp_advisor.tracing import flash
+
         with _errors_explained(self.name):
+            if attention == "flash_attention_2":
+                if not getattr(module, "_supports_flash_attn", False):
+                    raise UnreadableConfig(
+                        f"{type(module).__name__} has no flash_attention_2", hint="use eager or sdpa"
+                    )
+                attention = flash.NAME
             module.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
             if checkpointing:
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
@@ -116,6 +130,13 @@ class TransformersSource:
     def head(self, module: nn.Module) -> nn.Module | None:
         head = module.get_output_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
         return head if isinstance(head, nn.Module) else None
+
+
+def _untie_head(model: Any) -> None:
+    """T5 classes tie the head whatever the configuration says; loading an untied checkpoint (Flan-T5) unties it."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
 
 
 def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:

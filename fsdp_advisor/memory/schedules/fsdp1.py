@@ -123,12 +123,16 @@ class Fsdp1Schedule:
         ledger.add(PARAMETERS, self.states.parameters.rounded)
         ledger.add(OPTIMIZER, self.states.optimizer.rounded)
         ledger.add(OTHER, self.states.buffers.rounded)
+        ledger.add(GRADIENTS, self.states.gradients.rounded)  # `zero_grad` does not reach the flat gradients ...
+        self._stale = self.states.gradients.rounded
         self._prefetched = False
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
+        ledger.add(GRADIENTS, -self._stale)  # ... the next forward does (`_reset_flat_param_grad_info_if_needed`)
+        self._stale = 0
         self._unshard(ledger, place)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
@@ -149,7 +153,12 @@ class Fsdp1Schedule:
     def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
         unit = self._units[place]
         ledger.add(UNSHARDED_PARAMETERS, -unit.unsharded)
-        if self._reshard and self._plan.backward_prefetch == "post" and place != AT_ROOT and self._following is not None:
+        if (
+            self._reshard
+            and self._plan.backward_prefetch == "post"
+            and place != AT_ROOT
+            and self._following is not None
+        ):
             self._prefetched = True
             self._unshard(ledger, self._following)
         if self._alone and not self._plan.mixed:  # NO_SHARD: the flat gradient itself is kept

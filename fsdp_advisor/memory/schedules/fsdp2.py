@@ -197,16 +197,14 @@ class Fsdp2Schedule:
         return held
 
     def _copy_out(self, ledger: Ledger, place: Place, *, forward: bool) -> None:
-        """`FSDPParamGroup.wait_for_unshard`: in forward the all-gather's output is kept until the next unit's copy-out."""
+        """`FSDPParamGroup.wait_for_unshard`: in forward the all-gather's output is kept until the next unit's copy-out is done."""
         unit = self._units[place]
-        if forward:
-            ledger.add(COMMUNICATION, -self._held_output)
-            self._held_output = 0
         if self._alone:
             self._copy_alone(ledger, unit)
             return
         ledger.add(UNSHARDED_PARAMETERS, unit.unsharded)
         if forward:
+            ledger.add(COMMUNICATION, -self._held_output)
             self._held_output = unit.gather_output
         else:
             ledger.add(COMMUNICATION, -unit.gather_output)

@@ -1,0 +1,78 @@
+"""The shipped profiles: well-known models, recorded from their published architecture numbers.
+
+`catalog.zip` holds `index.json` (one row per model) and one stored profile per model; `tracing.catalog` builds it from
+`architectures.yaml`.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from fsdp_advisor.models.profile import Profile
+from fsdp_advisor.models.store import load
+
+PATH = Path(__file__).with_name("catalog.zip")
+INDEX = "index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model of the catalog."""
+
+    id: str
+    aliases: tuple[str, ...]
+    task: str
+    parameters: int
+    max_seq_len: int | None
+    model_type: str
+    source: str
+    member: str
+
+
+@lru_cache(maxsize=1)
+def entries() -> tuple[Entry, ...]:
+    """All models, in the order of `architectures.yaml`."""
+    with zipfile.ZipFile(PATH) as archive:
+        rows = json.loads(archive.read(INDEX))
+    return tuple(Entry(aliases=tuple(row.pop("aliases")), **row) for row in rows)
+
+
+@lru_cache(maxsize=1)
+def _by_name() -> dict[str, Entry]:
+    names = {name.lower(): e for e in entries() for name in e.aliases}
+    return names | {e.id.lower(): e for e in entries()}
+
+
+def find(name: str) -> Entry | None:
+    """The model of this hub id or alias, without regard to case."""
+    return _by_name().get(name.strip().lower())
+
+
+def nearest(name: str) -> list[str]:
+    """Up to three ids that look like `name`."""
+    import difflib
+
+    known = {e.id.lower(): e.id for e in entries()} | {a.lower(): a for e in entries() for a in e.aliases}
+    wanted = name.strip().lower()
+    found = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
+    if not found:  # the owner may be missing or wrong
+        tails = {k.rpartition("/")[2]: k for k in reversed(known)}
+        found = [tails[t] for t in difflib.get_close_matches(wanted.rpartition("/")[2], tails, n=3, cutoff=0.6)]
+    return [known[f] for f in found]
+
+
+def search(pattern: str | None = None) -> list[Entry]:
+    """Models whose id or alias contains `pattern`, without regard to case."""
+    wanted = (pattern or "").strip().lower()
+    return [e for e in entries() if wanted in e.id.lower() or any(wanted in a.lower() for a in e.aliases)]
+
+
+@lru_cache(maxsize=64)
+def profile(entry: Entry) -> Profile:
+    """The shipped profile of a model."""
+    with zipfile.ZipFile(PATH) as archive:
+        return load(archive.read(entry.member))

@@ -1,0 +1,164 @@
+"""Profiles as bytes: what the catalog ships and the cache keeps.
+
+A stored profile is a zlib stream of a JSON header, a zero byte, and one array of 32-bit little-endian integers that holds the events of all tapes.
+Variants share most of their segments and sizes, so both are pooled. Reading is lazy: a tape's events become objects when the tape
+is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fsdp_advisor.models.profile import Buffer, Parameter, Profile, Run, Segment, Stack, Tape, Unit
+
+FORMAT = 1
+_EVENT = 3
+
+
+class StoredTapes(Mapping[str, Tape]):
+    """The tapes of a stored profile, made when first asked for."""
+
+    def __init__(self, header: dict[str, Any], events: array[int]) -> None:
+        self._header, self._events = header, events
+        self._sizes = tuple(tuple(p) for p in header["sizes"])
+        self._made: dict[str, Tape] = {}
+
+    def __getitem__(self, key: str) -> Tape:
+        if key not in self._made:
+            segments = tuple(self._segment(i) for i in self._header["tapes"][key])
+            self._made[key] = Tape(self._sizes, segments)  # type: ignore[arg-type]  # six integers each
+        return self._made[key]
+
+    def _segment(self, index: int) -> Segment:
+        phase, stack, layer, start, count, matmul, attention, traffic, operators = self._header["segments"][index]
+        flat = self._events[start * _EVENT : (start + count) * _EVENT]
+        events = tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
+        sizes = self._sizes
+        return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._header["tapes"])
+
+    def __len__(self) -> int:
+        return len(self._header["tapes"])
+
+
+def dump(profile: Profile, *, small: bool = False) -> bytes:
+    """The profile with all its tapes. `small` takes longer to write and to read, for what is shipped."""
+    sizes: dict[Any, int] = {}
+    pool: dict[Any, int] = {}
+    table: list[list[Any]] = []
+    events: array[int] = array("i")
+
+    def size(polynomial: Any) -> int:
+        return sizes.setdefault(tuple(polynomial), len(sizes))
+
+    tapes = {}
+    for key in sorted(profile.tapes):
+        tape = profile.tapes[key]
+        indices = []
+        for s in tape.segments:
+            flat = tuple(x for op, a, b in s.events for x in ((op, size(tape.sizes[a]), b) if op == 0 else (op, a, b)))
+            row = (
+                s.phase,
+                s.stack,
+                s.layer,
+                size(s.matmul_flops),
+                size(s.attention_flops),
+                size(s.traffic_bytes),
+                s.operators,
+            )
+            if (row, flat) not in pool:
+                pool[row, flat] = len(table)
+                table.append([*row[:3], len(events) // _EVENT, len(flat) // _EVENT, *row[3:]])
+                events.extend(flat)
+            indices.append(pool[row, flat])
+        tapes[key] = indices
+    header = {
+        "format": FORMAT,
+        "name": profile.name,
+        "task": profile.task,
+        "max_seq_len": profile.max_seq_len,
+        "config": profile.config,
+        "versions": profile.versions,
+        "order": profile.order,
+        "root": _unit_row(profile.root),
+        "stacks": [
+            {"path": s.path, "runs": [[r.pattern, r.repeats] for r in s.runs], **_pooled_units(s.units)}
+            for s in profile.stacks
+        ],
+        "sizes": list(sizes),
+        "segments": table,
+        "tapes": tapes,
+    }
+    if sys.byteorder == "big":
+        events.byteswap()
+    raw = json.dumps(header, separators=(",", ":")).encode() + b"\0" + events.tobytes()
+    return lzma.compress(raw, preset=9) if small else zlib.compress(raw, 6)
+
+
+def load(data: bytes) -> Profile:
+    """The profile that was dumped. Raises ValueError where the bytes are not one."""
+    try:
+        raw = lzma.decompress(data) if data[:6] == b"\xfd7zXZ\0" else zlib.decompress(data)
+        text, _, blob = raw.partition(b"\0")
+        header = json.loads(text)
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']}, not {FORMAT}")
+        events: array[int] = array("i")
+        events.frombytes(blob)
+        if sys.byteorder == "big":
+            events.byteswap()
+        return Profile(
+            name=header["name"],
+            task=header["task"],
+            root=_unit(header["root"]),
+            stacks=tuple(_stack(s) for s in header["stacks"]),
+            order=tuple(header["order"]),
+            max_seq_len=header["max_seq_len"],
+            config=header["config"],
+            versions=header["versions"],
+            tapes=StoredTapes(header, events),
+        )
+    except (KeyError, TypeError, IndexError, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a stored profile: {type(error).__name__}: {error}") from error
+
+
+def _unit_row(unit: Unit) -> list[Any]:
+    return [
+        unit.kind,
+        [[p.name, p.shape, p.trainable, p.tied] for p in unit.parameters],
+        [[b.name, b.shape, b.dtype, b.bytes_per_element] for b in unit.buffers],
+    ]
+
+
+def _pooled_units(units: tuple[Unit, ...]) -> dict[str, Any]:
+    rows: list[Any] = []
+    index = []
+    for unit in units:
+        row = _unit_row(unit)
+        if row not in rows:
+            rows.append(row)
+        index.append(rows.index(row))
+    return {"kinds": rows, "units": index}
+
+
+def _unit(row: list[Any]) -> Unit:
+    kind, parameters, buffers = row
+    return Unit(
+        kind,
+        tuple(Parameter(n, tuple(s), t, tuple(ties)) for n, s, t, ties in parameters),
+        tuple(Buffer(n, tuple(s), d, b) for n, s, d, b in buffers),
+    )
+
+
+def _stack(row: dict[str, Any]) -> Stack:
+    kinds = [_unit(k) for k in row["kinds"]]
+    runs = tuple(Run(tuple(pattern), repeats) for pattern, repeats in row["runs"])
+    return Stack(row["path"], tuple(kinds[i] for i in row["units"]), runs)

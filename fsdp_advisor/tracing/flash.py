@@ -1,0 +1,111 @@
+"""FlashAttention-2 in outline: what the kernel saves, returns and uses as scratch, for recording on a machine that has none.
+
+q, k, v arrive as (B, T, H, D). Forward saves q, k, v, the output and one fp32 log-sum-exp per row and head; backward makes dq,
+dk, dv and, as scratch of the kernel, an fp32 accumulator of dq, one fp32 per row, and dk, dv per query head where heads share keys.
+Source: Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp, `mha_fwd` and `mha_bwd`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import get_target_dtype
+from transformers.masking_utils import flash_attention_mask
+
+NAME = "recorded_fused_attention"  # transformers looks for a kernel package behind any name with "flash" in it
+HEAD_ROUNDING = 32
+
+
+class _Scratch:
+    """Whether what is allocated now is a kernel's scratch, which a library takes and no tensor of the model holds."""
+
+    active = False
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    _Scratch.active = True
+    try:
+        yield
+    finally:
+        _Scratch.active = False
+
+
+def in_scratch() -> bool:
+    return _Scratch.active
+
+
+@torch.library.custom_op("fsdp_advisor::flash_attention", mutates_args=())
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only its shapes are known")
+
+
+@_forward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    b, t, h, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
+
+
+@torch.library.custom_op("fsdp_advisor::flash_attention_backward", mutates_args=())
+def _backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only its shapes are known")
+
+
+@_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = _forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        b, t, h, d = q.shape
+        rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
+        with _scratch():
+            scratch = [
+                q.new_empty((b, t, h, rounded), dtype=torch.float32),
+                q.new_empty((b, h, t), dtype=torch.float32),
+            ]
+            if k.shape[2] != h:
+                scratch += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
+        result = _backward(grads[0].contiguous(), q, k, v, out, lse)
+        del scratch
+        return result
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers.integrations.flash_attention.flash_attention_forward, with the outline in place of the kernel."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    if v_head_dim != head_dim:
+        v = torch.nn.functional.pad(v, [0, head_dim - v_head_dim])
+    if (dtype := get_target_dtype(q, module)) is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    out = _FlashAttention.apply(q, k, v)
+    return (out if v_head_dim == head_dim else out[..., :v_head_dim]), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, flash_attention_mask)

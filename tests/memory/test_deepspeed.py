@@ -1,0 +1,328 @@
+"""DeepSpeed's arithmetic, alone and against DeepSpeed itself in several processes on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.memory.deepspeed import (
+    DEFAULTS,
+    Settings,
+    buffers,
+    flat_elements,
+    in_order,
+    optimizer_states,
+    owned_by_rank0,
+    shard_elements,
+    states,
+    sub_groups,
+)
+from fsdp_advisor.memory.deepspeed_host import host, not_modelled, page_locked
+from fsdp_advisor.memory.deepspeed_zero3 import gathered
+from fsdp_advisor.memory.held import Held, States
+from fsdp_advisor.models.profile import Parameter, Profile, Run, Stack, Unit
+from fsdp_advisor.plan import Plan
+
+HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3
+SMALL = Settings(
+    reduce_bucket_size=1000, prefetch_bucket_size=300, param_persistence_threshold=30, sub_group_size=10**9
+)
+
+
+def odd(*, tied: bool = True, frozen: bool = False) -> Profile:
+    """The worker's model."""
+    layer = Unit(
+        "Block",
+        (
+            Parameter("norm.weight", (HIDDEN,)),
+            Parameter("norm.bias", (HIDDEN,)),
+            Parameter("up.weight", (WIDTH, HIDDEN), not frozen),
+            Parameter("up.bias", (WIDTH,), not frozen),
+            Parameter("down.weight", (HIDDEN, WIDTH)),
+        ),
+    )
+    embedding = Parameter("embed.weight", (VOCABULARY, HIDDEN), True, ("head.weight",) if tied else ())
+    head = () if tied else (Parameter("head.weight", (VOCABULARY, HIDDEN)),)
+    stack = Stack("layers", (layer,), (Run((0,), LAYERS),))
+    return Profile("odd", "causal", Unit("Odd", (embedding, *head)), (stack,), (1,), None, {}, {})
+
+
+def llama(hidden: int, width: int, layers: int, vocabulary: int) -> Profile:
+    square = (hidden, hidden)
+    layer = Unit(
+        "LlamaDecoderLayer",
+        (
+            *(Parameter(f"self_attn.{x}_proj.weight", square) for x in "qkvo"),
+            *(Parameter(f"mlp.{x}_proj.weight", (width, hidden)) for x in ("gate", "up")),
+            Parameter("mlp.down_proj.weight", (hidden, width)),
+            Parameter("input_layernorm.weight", (hidden,)),
+            Parameter("post_attention_layernorm.weight", (hidden,)),
+        ),
+    )
+    root = Unit(
+        "LlamaForCausalLM",
+        (
+            Parameter("model.embed_tokens.weight", (vocabulary, hidden)),
+            Parameter("model.norm.weight", (hidden,)),
+            Parameter("lm_head.weight", (vocabulary, hidden)),
+        ),
+    )
+    stack = Stack("model.layers", (layer,), (Run((0,), layers),))
+    return Profile("llama", "causal", root, (stack,), (1,), None, {}, {})
+
+
+LLAMA_7B = llama(4096, 11008, 32, 32000)
+
+
+def plan(stage: int = 2, ranks: int = 2, **changes: Any) -> Plan:
+    return Plan(**{"strategy": f"zero{stage}", "backend": "deepspeed", "shard_degree": ranks, "seq_len": 16, **changes})
+
+
+def total(held: States) -> Held:
+    return held.parameters + held.gradients + held.optimizer + held.communication + held.buffers
+
+
+def test_padding() -> None:
+    assert flat_elements(1322, 2) == 1324
+    assert flat_elements(1324, 2) == 1324
+    assert [shard_elements(29, n) for n in (1, 2, 3, 29, 30)] == [29, 15, 10, 1, 1]
+
+
+def test_parameters_come_in_the_module_s_order() -> None:
+    names = [p.name for p in in_order(odd(tied=False))]
+    layer = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
+    assert names == ["embed.weight", *(layer * LAYERS), "head.weight"]
+
+
+def test_rank0_keeps_the_parameter_that_crosses_its_end_whole() -> None:
+    profile = odd()
+    assert owned_by_rank0(profile, 481) == (481, 481, 1)
+    assert owned_by_rank0(profile, 500) == (507, 481, 3)
+    assert owned_by_rank0(profile, 100) == (481, 100, 1)
+    everything = profile.parameters
+    assert owned_by_rank0(profile, everything + 1) == (everything, 481, 1 + 5 * LAYERS + 1)
+
+
+def test_sub_groups_close_with_the_parameter_that_fills_them() -> None:
+    settings = Settings(sub_group_size=400)
+    groups = sub_groups(odd(), 2, settings)
+    assert sum(n for n, _ in groups) == sum(shard_elements(p.elements, 2) for p in in_order(odd()))
+    assert sum(n for _, n in groups) == 1 + 5 * LAYERS
+    assert all(n >= 400 for n, _ in groups[:-1])
+    assert sub_groups(odd(), 2) == [(sum(n for n, _ in groups), 1 + 5 * LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("optim", "n_bytes"),
+    [
+        ("adamw_torch_fused", 8004),
+        ("adamw_torch", 8000),
+        ("sgd", 0),
+        ("sgd_momentum", 4000),
+        ("adafactor", 4004),
+        ("adamw_bnb_8bit", 8000),
+    ],
+)
+def test_optimizer_states(optim: str, n_bytes: int) -> None:
+    assert optimizer_states(optim, 1000, 4).exact == n_bytes
+    assert optimizer_states("adamw_bnb_8bit", 5000, 4).exact == 2 * 5000 + 2 * 4 * 20
+    with pytest.raises(ValueError, match="lion"):
+        optimizer_states("lion", 1000, 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_textbook(stage: int) -> None:
+    """7B in fp32 on 4 ranks: the master is a second copy of the weights, which the textbook does not know."""
+    held = states(LLAMA_7B, plan(stage, 4, precision="fp32"))
+    n = LLAMA_7B.parameters
+    whole, part = 4 * n, n
+    expected = {1: whole + 3 * part * 4 / 4, 2: whole + 3 * part * 4 / 4, 3: 4 * (2 + 3) * n / 4 + 2e9}[stage]
+    assert total(held).exact == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_ranks_never_keep_more(stage: int, offload: str, precision: str) -> None:
+    before = None
+    for ranks in (2, 4, 8, 64):
+        now = total(states(LLAMA_7B, plan(stage, ranks, offload=offload, precision=precision)))
+        assert now.rounded >= now.exact
+        assert before is None or now.exact <= before
+        before = now.exact * 1.0001  # padding
+    assert not_modelled(plan(stage, 2, offload=offload, precision=precision))
+
+
+def test_fp16_is_as_bf16_mixed_but_for_the_search_for_overflow() -> None:
+    for stage in (1, 2, 3):
+        half, brain = (plan(stage, 4, precision=p) for p in ("fp16-mixed", "bf16-mixed"))
+        assert states(LLAMA_7B, half) == states(LLAMA_7B, brain)
+        assert buffers(LLAMA_7B, half).moments[1:] == buffers(LLAMA_7B, brain).moments[1:]
+
+
+def test_reduction_copies() -> None:
+    two = buffers(LLAMA_7B, plan(2, 2))
+    owned = two.partition_elements
+    assert two.reduce_copy(((0, 10), (10, 20)), 2) == Held()
+    assert two.reduce_copy(((owned - 10, 30),), 2) == Held.of(60)
+    assert two.reduce_copy(((owned - 10, 10), (owned, 20)), 2) == Held.of(60)
+    three = buffers(LLAMA_7B, plan(3, 2))
+    assert three.reduce_copy(((0, 10),), 2) == Held()
+    assert three.reduce_copy(((0, 11),), 2) == Held.of(24)
+    assert three.reduce_copy(((0, 11), (11, 10)), 2) == Held.of(44)
+
+
+def test_lifetimes() -> None:
+    assert buffers(LLAMA_7B, plan(1)).whole_gradients
+    assert not buffers(LLAMA_7B, plan(2)).whole_gradients
+    assert buffers(LLAMA_7B, plan(1)).bucket == Held.of(2 * DEFAULTS.reduce_bucket_size)
+    assert buffers(LLAMA_7B, plan(3)).bucket == Held()
+    assert buffers(LLAMA_7B, plan(2, gradient_accumulation_steps=4)).accumulators == 2
+    assert buffers(LLAMA_7B, plan(1, gradient_accumulation_steps=4)).accumulators == 1
+    offloaded = buffers(LLAMA_7B, plan(2, offload="optimizer"))
+    assert offloaded.averaged == Held() and offloaded.moments[-1].total == Held()
+    assert offloaded.offload_temporaries(1000) == Held.of(8000)
+    assert buffers(LLAMA_7B, plan(3, offload="optimizer")).offload_temporaries(1000) == Held.of(8000) + Held.of(2000)
+    assert buffers(LLAMA_7B, plan(2)).offload_temporaries(1000) == Held()
+
+
+def test_a_single_piece_is_not_copied() -> None:
+    """64 ranks own less than the embedding each: the gradient is a view, which lives on where it needs no cast."""
+    mixed = {m.name: m for m in buffers(LLAMA_7B, plan(2, 64)).moments}
+    owned = flat_elements(LLAMA_7B.parameters, 64) // 64
+    assert mixed["cast"].temporaries == Held.of(4 * owned)
+    assert mixed["update"].gradients == Held()
+    same = {m.name: m for m in buffers(LLAMA_7B, plan(2, 64, precision="bf16")).moments}
+    assert same["cast"].temporaries == Held()
+    assert same["update"].gradients == Held.of(2 * 4096 * 32000)
+
+
+def test_zero3_gathers_up_to_its_limit() -> None:
+    result = gathered(LLAMA_7B, plan(3, 8))
+    assert len(result.forward) == len(result.backward) == 32 + 2
+    assert 2e9 < result.high_bytes < 2.4e9
+    assert 0.9e9 < result.forward[-1].after_bytes < 2.2e9
+    assert gathered(LLAMA_7B, plan(3, 1)).high_bytes == 0
+    fewer = gathered(LLAMA_7B, plan(3, 8), Settings(max_live_parameters=3 * 10**8, max_reuse_distance=0))
+    assert fewer.high_bytes < 1e9
+    again = gathered(LLAMA_7B, plan(3, 8, activation_checkpointing="full"))
+    assert len(again.backward) == 34
+
+
+def test_host_memory() -> None:
+    nothing = host(LLAMA_7B, plan(2, 8))
+    assert nothing.bytes_per_node == 0
+    assert nothing.loading_bytes_per_node == 8 * 2 * LLAMA_7B.parameters
+    offloaded = host(LLAMA_7B, plan(2, 8, nnodes=2, offload="optimizer"))
+    assert offloaded.ranks_per_node == 4
+    n = flat_elements(LLAMA_7B.parameters, 8) // 8
+    assert offloaded.pinned == (4 * n, 4 * n, 2 * n, 2 * 32000 * 4096)
+    assert offloaded.pageable == (4 * n, 4 * n)
+    assert offloaded.bytes_per_node >= offloaded.pinned_bytes_per_node + offloaded.pageable_bytes_per_node
+    assert page_locked(3 * 2**30) == 4 * 2**30
+    notes = not_modelled(plan(2, offload="parameters", offload_device="nvme", precision="bf16", optim="sgd"))
+    assert len(notes) == 5
+
+
+CASES: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2, "optim": "adamw_torch", "accumulation": 2},
+    {"stage": 2, "precision": "fp32", "frozen": True},
+    {"stage": 2, "precision": "bf16", "optim": "sgd_momentum"},
+    {"stage": 2, "optim": "adafactor"},
+    {"stage": 1, "offload": "optimizer", "accumulation": 2},
+    {"stage": 2, "offload": "optimizer", "accumulation": 2, "frozen": True},
+    {"stage": 3},
+    {"stage": 3, "tied": False, "zero": {"sub_group_size": 400}},
+    {"stage": 3, "precision": "fp32", "optim": "sgd"},
+    {"stage": 3, "precision": "bf16", "optim": "adamw_torch", "frozen": True},
+    {"stage": 3, "tied": False, "zero": {"stage3_max_live_parameters": 1500, "stage3_max_reuse_distance": 1500}},
+    {"stage": 3, "zero": {"stage3_max_live_parameters": 1500, "stage3_max_reuse_distance": 500}},
+    {"stage": 3, "offload": "optimizer", "accumulation": 2},
+    {"stage": 3, "offload": "parameters", "frozen": True},
+]  # fmt: skip
+DEFAULT_CASE: dict[str, Any] = {
+    "precision": "bf16-mixed", "offload": "none", "optim": "adamw_torch_fused", "accumulation": 1, "tied": True,
+    "frozen": False, "zero": {},
+}  # fmt: skip
+KEYS = {
+    "sub_group_size": "sub_group_size",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+}
+
+
+def settings_of(case: dict[str, Any]) -> Settings:
+    small = {name: getattr(SMALL, name) for name in Settings.__slots__}
+    return Settings(**small | {KEYS[key]: value for key, value in case["zero"].items()})
+
+
+def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    knobs = {
+        "reduce_bucket_size": SMALL.reduce_bucket_size,
+        "stage3_prefetch_bucket_size": SMALL.prefetch_bucket_size,
+        "stage3_param_persistence_threshold": SMALL.param_persistence_threshold,
+    }
+    questions, answers = folder / "cases.json", folder / "results.json"
+    questions.write_text(json.dumps([case | {"zero": knobs | case["zero"]} for case in cases]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("deepspeed_worker.py")), str(questions), str(answers)]
+    workers = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    assert all(worker.returncode == 0 for worker in workers), errors[0][-3000:]
+    results: list[dict[str, Any]] = json.loads(answers.read_text())
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_against_deepspeed(ranks: int, tmp_path: Path) -> None:
+    """Every byte that a real run keeps, the highest moment of its step, and what stage 3 gathers in forward."""
+    if not os.environ.get("CI"):
+        pytest.importorskip("deepspeed")
+    cases = [DEFAULT_CASE | case for case in (CASES if ranks == 2 else CASES[::3])]
+    for case, found in zip(cases, measure(ranks, cases, tmp_path), strict=True):
+        profile, settings = odd(tied=case["tied"], frozen=case["frozen"]), settings_of(case)
+        job = plan(
+            case["stage"], ranks, precision=case["precision"], offload=case["offload"], optim=case["optim"],
+            gradient_accumulation_steps=case["accumulation"],
+        )  # fmt: skip
+        expected = states(profile, job, settings)
+        # torch's AdamW for-each keeps its step count on the host, which here is the device as well
+        sub_group_count = len(sub_groups(profile, ranks, settings)) if case["stage"] == 3 else 1
+        steps = 4 * sub_group_count if case["optim"] == "adamw_torch" else 0
+        assert found["unknown"] == [], case
+        for name in ("parameters", "gradients", "communication"):
+            assert sum(found[name]) == getattr(expected, name).exact, (case, name, found[name])
+        assert sum(found["optimizer"]) - steps == expected.optimizer.exact, (case, found["optimizer"])
+        if case["offload"] != "none":
+            memory = host(profile, job, settings)
+            assert found["pinned"] == sorted(memory.pinned), case
+            assert found["pageable"] == sorted(memory.pageable), case
+        step = buffers(profile, job, settings)
+        scalars = found["step_high"] - (max(m.total.exact for m in step.moments) - step.released_at_step.exact)
+        if case["offload"] == "none":
+            assert 0 <= scalars <= 16 * len(list(in_order(profile))) + 64, (case, scalars)
+        if case["stage"] == 3:
+            forward = gathered(profile, job, settings, size=int).forward
+            assert found["gathered"][1] == forward[-1].after_bytes, case
+            if case["offload"] != "parameters":
+                assert found["gathered"][0] == max(visit.high_bytes for visit in forward), case
