@@ -28,7 +28,7 @@ def attached_gpu() -> Gpu | None:
     try:
         with _nvml() as nvml:
             return _describe(nvml, _handle(nvml, first))
-    except Exception:  # noqa: BLE001 - whatever ails the driver, there is no GPU to speak of
+    except Exception:
         return None
 
 
@@ -58,7 +58,7 @@ def _handle(nvml: Any, first: str | None) -> Any:
     device = nvml.nvmlDeviceGetHandleByIndex(int(first or 0))
     try:
         in_slices = nvml.nvmlDeviceGetMigMode(device)[0] == 1
-    except Exception:  # noqa: BLE001 - "not supported" on every card without MIG
+    except Exception:
         in_slices = False
     return nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, 0) if in_slices else device
 
@@ -88,9 +88,9 @@ def _memory_bytes(nvml: Any, device: Any) -> int | None:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
         usable = int(memory.total) - int(memory.reserved)
-    except Exception:  # noqa: BLE001 - drivers before 510 know no version 2; their total leaves the reserve out
+    except Exception:
         try:
             usable = int(nvml.nvmlDeviceGetMemoryInfo(device).total)
-        except Exception:  # noqa: BLE001 - GPUs that share the host's memory have none of their own
+        except Exception:
             return None
     return usable if usable > 0 else None

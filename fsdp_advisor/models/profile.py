@@ -10,7 +10,7 @@ Shapes: B = micro-batch (sequences), T = tokens per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -206,7 +206,7 @@ class Profile:
     max_seq_len: int | None
     config: dict[str, object]
     versions: dict[str, str]
-    tapes: dict[str, Tape] = field(default_factory=dict)
+    tapes: MutableMapping[str, Tape] = field(default_factory=dict)
 
     def layers(self) -> Iterator[Unit]:
         for stack in self.stacks:

@@ -12,7 +12,7 @@ import lzma
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from fsdp_advisor.models.profile import Buffer, Parameter, Profile, Run, Segment, Stack, Tape, Unit
@@ -21,7 +21,7 @@ FORMAT = 1
 _EVENT = 3
 
 
-class StoredTapes(Mapping[str, Tape]):
+class StoredTapes(MutableMapping[str, Tape]):
     """The tapes of a stored profile, made when first asked for."""
 
     def __init__(self, header: dict[str, Any], events: array[int]) -> None:
@@ -32,7 +32,7 @@ class StoredTapes(Mapping[str, Tape]):
     def __getitem__(self, key: str) -> Tape:
         if key not in self._made:
             segments = tuple(self._segment(i) for i in self._header["tapes"][key])
-            self._made[key] = Tape(self._sizes, segments)  # type: ignore[arg-type]  # six integers each
+            self._made[key] = Tape(self._sizes, segments)
         return self._made[key]
 
     def _segment(self, index: int) -> Segment:
@@ -40,13 +40,19 @@ class StoredTapes(Mapping[str, Tape]):
         flat = self._events[start * _EVENT : (start + count) * _EVENT]
         events = tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
         sizes = self._sizes
-        return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)  # type: ignore[arg-type]
+        return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
+
+    def __setitem__(self, key: str, tape: Tape) -> None:
+        self._made[key] = tape
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("a profile keeps its tapes")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._header["tapes"])
+        return iter(dict.fromkeys([*self._header["tapes"], *self._made]))
 
     def __len__(self) -> int:
-        return len(self._header["tapes"])
+        return len(dict.fromkeys([*self._header["tapes"], *self._made]))
 
 
 def dump(profile: Profile, *, small: bool = False) -> bytes:

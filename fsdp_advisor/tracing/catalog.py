@@ -1,7 +1,7 @@
 """Builds the catalog: `python -m fsdp_advisor.tracing.catalog` records every model of `architectures.yaml` in every variant.
 
-Finished models are kept in a work folder, keyed by their configuration, the versions and the recorder's own code, so that a
-second run records only what has changed.
+Finished models are kept in a work folder, keyed by their configuration, the versions and the recorder's `RECORDING`, so
+that a second run records only what has changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.models.catalog import INDEX, PATH
 from fsdp_advisor.models.profile import Variant
 from fsdp_advisor.models.store import dump
-from fsdp_advisor.tracing.recorder import Recorder, versions
+from fsdp_advisor.tracing.recorder import RECORDING, Recorder, versions
 from fsdp_advisor.tracing.transformers_models import TransformersSource
 
 ARCHITECTURES = PATH.with_name("architectures.yaml")
@@ -48,15 +48,14 @@ def record(row: dict[str, Any]) -> tuple[bytes, list[str]]:
     for variant in VARIANTS:
         try:
             recorder.profile.tapes[variant.key] = recorder.tape(variant)
-        except AdvisorError as error:
+        except AdvisorError as error:  # noqa: PERF203  # one refusal must not cost the other variants
             refused.append(f"{variant.key}: {error}")
     return dump(recorder.profile, small=True), refused
 
 
 def _key(row: dict[str, Any]) -> str:
-    code = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")) if p.name != "catalog.py")
-    text = json.dumps([row["config"], row["task"], versions()], sort_keys=True).encode()
-    return hashlib.sha256(text + code).hexdigest()[:24]
+    text = json.dumps([row["config"], row["task"], versions(), RECORDING], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _work(job: tuple[dict[str, Any], Path]) -> tuple[str, list[str]]:

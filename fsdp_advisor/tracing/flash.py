@@ -67,6 +67,7 @@ def _(
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor
         out, lse = _forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -83,7 +84,7 @@ class _FlashAttention(torch.autograd.Function):
             ]
             if k.shape[2] != h:
                 scratch += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
-        result = _backward(grads[0].contiguous(), q, k, v, out, lse)
+        result: tuple[torch.Tensor, ...] = _backward(grads[0].contiguous(), q, k, v, out, lse)
         del scratch
         return result
 

@@ -14,8 +14,8 @@ from fsdp_advisor.tracing.source import LayerStack
 class ModuleSource:
     """A module from a builder, a batch builder and a loss; `wrap` are the classes or dotted names of its units."""
 
-    task = "module"
-    max_seq_len = None
+    task: str = "module"
+    max_seq_len: int | None = None
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ModuleSource:
         name: str | None,
     ) -> None:
         self._builder, self._batch, self._loss, self._wrap = builder, batch, loss, wrap
-        self.name = name or getattr(builder, "__name__", "module")
+        self.name: str = name or str(getattr(builder, "__name__", "module"))
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):

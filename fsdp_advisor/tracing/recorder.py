@@ -44,6 +44,9 @@ from fsdp_advisor.tracing.operators import Work, work_of
 from fsdp_advisor.tracing.source import LayerStack, Source
 from fsdp_advisor.tracing.storages import StorageWatch
 
+RECORDING = 1
+"""To be raised with every change of what a tape holds: stored profiles of another number are recorded again."""
+
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
 CHECK_B, CHECK_T = 7, 5003  # primes: no size meets another one's by chance
@@ -292,8 +295,8 @@ class _Step:
         self._last = {s: i for _, s, i in self._units}
         self._parameters = self._assign()
         self._cast = torch.bfloat16 if variant.precision.endswith("-mixed") else None
-        for module, stack, layer in self._units:
-            self._hook_unit(module, stack, layer)
+        for module, stack_index, layer in self._units:
+            self._hook_unit(module, stack_index, layer)
         if (head := source.head(model)) is not None:
             head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
         self._reset()
@@ -330,7 +333,7 @@ class _Step:
         self._died_in: list[str | None] = []
         self._alive: dict[int, int] = {}
         self._in_loss = False
-        self._ready: set[tuple[int, int]] = set()
+        self._seen: set[tuple[str, int, int]] = set()
 
     def run(self, micro_batch_size: int, seq_len: int) -> _Take:
         """One step: forward, backward, and the gradients dropped."""
@@ -439,14 +442,14 @@ class _Step:
         engine = self._variant.engine
 
         def post_backward() -> None:
-            if (stack, layer) not in self._ready:
-                self._ready.add((stack, layer))
+            if ("post", stack, layer) not in self._seen:
+                self._seen.add(("post", stack, layer))
                 self._mark(Op.POST_BACKWARD, int(root))
 
         def pre_backward(grad: torch.Tensor) -> None:
-            if ("pre", stack, layer) in self._ready:
+            if ("pre", stack, layer) in self._seen:
                 return
-            self._ready.add(("pre", stack, layer))
+            self._seen.add(("pre", stack, layer))
             if not root:
                 self._begin("backward", stack, layer)
             self._mark(Op.PRE_BACKWARD, int(root))
@@ -480,7 +483,7 @@ class _Step:
         module.register_forward_hook(after)
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        stack, layer, index = self._parameters[id(parameter)]
+        stack, _, index = self._parameters[id(parameter)]
         self._mark(Op.GRAD_READY, index, int(stack == ROOT))
         if self._variant.engine == "fsdp1":
             self._mark(Op.POST_BACKWARD, int(stack == ROOT))

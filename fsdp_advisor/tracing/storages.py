@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -44,7 +45,7 @@ class StorageWatch(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
-        self._live[key] = (weakref.ref(storage, lambda _, key=key: self._died(key)), 0)
+        self._live[key] = (weakref.ref(storage, partial(self._died, key)), 0)
         self._resized(key, storage.nbytes())
 
     def _resized(self, key: StorageKey, n_bytes: int) -> None:
@@ -53,7 +54,7 @@ class StorageWatch(TorchDispatchMode):
             self._live[key] = (reference, n_bytes)
             self._on_resize(key, before, n_bytes, self._operator, self._args)
 
-    def _died(self, key: StorageKey) -> None:
+    def _died(self, key: StorageKey, _: object) -> None:
         _, n_bytes = self._live.pop(key)
         if n_bytes > 0:
             self._on_resize(key, n_bytes, 0, self._operator, self._args)

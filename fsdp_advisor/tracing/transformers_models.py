@@ -15,8 +15,8 @@ from fsdp_advisor.errors import AdvisorError, UnreadableConfig
 from fsdp_advisor.tracing.source import LayerStack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a configuration is all there is to load
-import transformers  # noqa: E402  # after the switch above
-from transformers.initialization import no_init_weights  # noqa: E402  # likewise
+import transformers  # after the switch above
+from transformers.initialization import no_init_weights
 
 _AUTO = {
     "causal-lm": "AutoModelForCausalLM",
@@ -65,7 +65,7 @@ class TransformersSource:
             if self._values.get("tie_word_embeddings") is False:
                 _untie_head(model)
         for module in model.modules():
-            module._is_hf_initialized = True
+            setattr(module, "_is_hf_initialized", True)  # noqa: B010  # transformers' own mark, unknown to nn.Module
         return model.train()
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
@@ -87,7 +87,7 @@ class TransformersSource:
             for position, index in enumerate(indices):
                 for inner in layers[index].modules():
                     if hasattr(inner, "layer_idx"):
-                        inner.layer_idx = position
+                        setattr(inner, "layer_idx", position)  # noqa: B010  # likewise
             for config in {
                 id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None
             }.values():
@@ -154,7 +154,7 @@ def _task(config: Any, values: Mapping[str, Any]) -> str:
         "ForConditionalGeneration": "seq2seq-lm",
         "ForCausalLM": "causal-lm",
     }
-    known = [task for task, auto in _AUTO.items() if type(config) in getattr(transformers, auto)._model_mapping.keys()]
+    known = [task for task, auto in _AUTO.items() if type(config) in getattr(transformers, auto)._model_mapping]
     for hint, task in hints.items():
         if hint in named and task in known:
             return task
