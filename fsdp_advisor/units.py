@@ -71,5 +71,11 @@ def format_count(n: int) -> str:
     for suffix, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if n >= scale:
             value = n / scale
-            return f"{value:.2f}{suffix}" if value < 10 else f"{value:.1f}{suffix}" if value < 100 else f"{value:.0f}{suffix}"
+            return (
+                f"{value:.2f}{suffix}"
+                if value < 10
+                else f"{value:.1f}{suffix}"
+                if value < 100
+                else f"{value:.0f}{suffix}"
+            )
     return str(n)

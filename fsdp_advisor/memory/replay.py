@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from fsdp_advisor.memory.held import States
 from fsdp_advisor.memory.ledger import ACTIVATIONS, LOSS, OTHER, TEMPORARIES, Ledger
 from fsdp_advisor.memory.score import Part, Score, Step
 from fsdp_advisor.models.profile import ROOT, Op, Profile, Run
@@ -24,6 +25,7 @@ class Schedule(Protocol):
     """What a training engine does around the units of a step. Every method changes the ledger."""
 
     grad_marks: bool
+    states: States
 
     def begin_step(self, ledger: Ledger) -> None: ...
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None: ...

@@ -47,13 +47,19 @@ class Part:
 
 
 @lru_cache(maxsize=512)
-def compile_tape(profile: Profile, tape: Tape, b: int, t: int, *, grad_marks: bool = False) -> Score:
-    """The tape at micro-batch `b` and `t` tokens. `grad_marks` keeps the marks at which a parameter's gradient is ready."""
-    used = {a for births in tape.births for a, category in births if category != Category.SCRATCH}
+def compile_tape(
+    profile: Profile, tape: Tape, b: int, t: int, *, grad_marks: bool = False, fused_loss: bool = False
+) -> Score:
+    """The tape at micro-batch `b` and `t` tokens.
+
+    `grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes.
+    """
+    left_out = {Category.SCRATCH, Category.LOSS} if fused_loss else {Category.SCRATCH}
+    used = {a for births in tape.births for a, category in births if category not in left_out}
     sizes = [round_up(evaluate(p, b, t)) if i in used else 0 for i, p in enumerate(tape.sizes)]
     phases: dict[str, list[Part]] = {"forward": [], "backward": []}
     for segment in tape.segments:
-        steps = _fold(profile, tape, segment, sizes, grad_marks)
+        steps = _fold(profile, tape, segment, sizes, left_out, grad_marks)
         parts = phases[segment.phase]
         if segment.stack == ROOT or not parts or parts[-1].stack != segment.stack:
             parts.append(Part(segment.stack, {}))
@@ -72,7 +78,9 @@ def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
     return profile.stacks[born.stack].counts[born.layer]
 
 
-def _fold(profile: Profile, tape: Tape, segment: Segment, sizes: list[int], grad_marks: bool) -> tuple[Step, ...]:
+def _fold(
+    profile: Profile, tape: Tape, segment: Segment, sizes: list[int], left_out: set[Category], grad_marks: bool
+) -> tuple[Step, ...]:
     steps: list[Step] = []
     live = [0] * len(ACCOUNTS)
     high: tuple[int, ...] = tuple(live)
@@ -80,7 +88,7 @@ def _fold(profile: Profile, tape: Tape, segment: Segment, sizes: list[int], grad
     touched = False
     for op, a, b in segment.events:
         if op == Op.ALLOC:
-            if b == Category.SCRATCH:
+            if b in left_out:
                 continue
             n_bytes, category = sizes[a], b
             if category >= Category.GRADIENT:
@@ -98,7 +106,7 @@ def _fold(profile: Profile, tape: Tape, segment: Segment, sizes: list[int], grad
                 high_total, high = total, tuple(live)
         elif op == Op.FREE:
             size, category = tape.births[a][b]
-            if category == Category.SCRATCH:
+            if category in left_out:
                 continue
             n_bytes = sizes[size] * _deaths(profile, tape.segments[a], segment)
             account = UNSHARDED_GRADIENTS if category >= Category.GRADIENT else _ACCOUNT[Category(category)]

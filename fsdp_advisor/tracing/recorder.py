@@ -59,7 +59,7 @@ class Recorder:
         self.source = source
         self._models: dict[torch.dtype, nn.Module] = {}
         self._kept: dict[str, list[int]] = {}
-        self._made: list[tuple[object, Tape]] = []
+        self._made: list[tuple[object, _Fitted]] = []
         self._warm = False
         full = self._build(torch.float32)
         stacks = source.stacks(full)
@@ -97,19 +97,17 @@ class Recorder:
                 f"{self.source.name} could not be run to record it: {type(error).__name__}: {str(error)[:200]}",
                 hint="the recorder runs the model's own code under fake tensors; this code cannot run so",
             ) from error
-        tape = _fit_takes(takes, checked, bs, ts, check)
-        self._made.append((_structure(corner), tape))
-        return tape
+        fitted = _fit(takes, checked, bs, ts, check)
+        self._made.append((_storages(corner), fitted))
+        return _tape(corner, fitted)
 
     def _alike(self, takes: dict[tuple[int, int], _Take]) -> Tape | None:
-        """A tape made before that meets these recordings exactly: variants often differ in name only."""
-        structure = _structure(next(iter(takes.values())))
-        for known, tape in self._made:
-            if known == structure and all(
-                [evaluate(tape.sizes[size], *at) for births in tape.births for size, _ in births] == take.sizes
-                for at, take in takes.items()
-            ):
-                return tape
+        """A tape with sizes known from another variant: many differ in nothing, or in the engine's marks alone."""
+        last = list(takes.values())[-1]
+        storages = _storages(last)
+        for known, fitted in self._made:
+            if known == storages and all(fitted.at(*point) == take.totals for point, take in takes.items()):
+                return _tape(last, fitted)
         return None
 
     # What the model holds
@@ -282,6 +280,12 @@ class _Take:
     segments: list[_RawSegment]
     sizes: list[int]  # by storage, in order of birth
     categories: list[int]  # by storage
+
+    @property
+    def totals(self) -> list[int]:
+        """Everything that a polynomial must meet."""
+        work = [s.work for s in self.segments]
+        return self.sizes + [n for w in work for n in (w.matmul_flops, w.attention_flops, w.traffic_bytes)]
 
 
 class _Step:
@@ -516,57 +520,61 @@ def _weight_gradient_shape(operator: str, args: tuple[Any, ...]) -> tuple[int, .
     return None
 
 
-def _structure(take: _Take) -> object:
-    """All of a take but its sizes."""
-    return take.categories, [(s.phase, s.stack, s.layer, s.events) for s in take.segments]
+def _storages(take: _Take) -> object:
+    """A take's storages in order of birth and death, without sizes and without marks."""
+    return take.categories, [
+        (s.phase, s.stack, s.layer, [e for e in s.events if e[0] <= Op.FREE], s.work.operators) for s in take.segments
+    ]
 
 
-def _fit_takes(takes: list[_Take], check: _Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Tape:
-    """One tape from recordings at the grid points; the one at `at` must be met exactly."""
-    first = takes[0]
-    for take in [*takes[1:], check]:
-        if _structure(take) != _structure(first):
+@dataclass(frozen=True)
+class _Fitted:
+    """Polynomials of all storages in order of birth, and of each segment's work."""
+
+    storages: tuple[Polynomial, ...]
+    work: tuple[tuple[Polynomial, Polynomial, Polynomial], ...]
+
+    def at(self, b: int, t: int) -> list[int]:
+        return [evaluate(p, b, t) for p in (*self.storages, *(p for w in self.work for p in w))]
+
+
+def _fit(takes: list[_Take], check: _Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> _Fitted:
+    """Polynomials through recordings at the grid points; the recording at `at` must be met exactly."""
+    for take in [*takes, check]:
+        if _storages(take) != _storages(takes[0]):
             raise NotRecordable(
                 "the order of allocations depends on batch or length", hint="this model cannot be put on a tape"
             )
     t0, t1, t2 = ts
-
-    def polynomial(values: Iterable[int]) -> Polynomial:
-        return fit(bs, (t0, t1, t2), tuple(values))
-
-    fitted = [polynomial(values) for values in zip(*(t.sizes for t in takes), strict=True)]
-    for found, n_bytes in zip(fitted, check.sizes, strict=True):
-        if evaluate(found, *at) != n_bytes:
+    polynomials = [fit(bs, (t0, t1, t2), values) for values in zip(*(t.totals for t in takes), strict=True)]
+    births = len(takes[0].sizes)
+    rest = polynomials[births:]
+    fitted = _Fitted(tuple(polynomials[:births]), tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True)))
+    for expected, found in zip(check.totals, fitted.at(*at), strict=True):
+        if expected != found:
             raise NotRecordable(
-                f"a size of {n_bytes} bytes at B = {at[0]}, T = {at[1]} is not met by {found}",
+                f"{expected} at B = {at[0]}, T = {at[1]} is not met by the polynomial, which gives {found}",
                 hint="this model's tensors depend on batch or length in a way the recorder does not know",
             )
-    table = {p: i for i, p in enumerate(dict.fromkeys(fitted))}
+    return fitted
+
+
+def _tape(take: _Take, fitted: _Fitted) -> Tape:
+    """The events of a take with fitted sizes."""
+    table = {p: i for i, p in enumerate(dict.fromkeys(fitted.storages))}
     home: dict[int, tuple[int, int]] = {}
     segments = []
-    for number, raw in enumerate(first.segments):
+    for number, (raw, work) in enumerate(zip(take.segments, fitted.work, strict=True)):
         events = []
         births = 0
         for op, a, b in raw.events:
             if op == Op.ALLOC:
                 home[a] = (number, births)
                 births += 1
-                events.append((int(op), table[fitted[a]], first.categories[a]))
+                events.append((int(op), table[fitted.storages[a]], take.categories[a]))
             elif op == Op.FREE:
                 events.append((int(op), *home[a]))
             else:
                 events.append((int(op), a, b))
-        work = [t.segments[number].work for t in takes]
-        segments.append(
-            Segment(
-                raw.phase,
-                raw.stack,
-                raw.layer,
-                tuple(events),
-                polynomial(w.matmul_flops for w in work),
-                polynomial(w.attention_flops for w in work),
-                polynomial(w.traffic_bytes for w in work),
-                raw.work.operators,
-            )
-        )
+        segments.append(Segment(raw.phase, raw.stack, raw.layer, tuple(events), *work, raw.work.operators))
     return Tape(tuple(table), tuple(segments))

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from fsdp_advisor.memory import deepspeed_host
 from fsdp_advisor.memory.replay import Schedule
 from fsdp_advisor.memory.schedules.ddp import DdpSchedule
+from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
 from fsdp_advisor.memory.schedules.fsdp1 import Fsdp1Schedule
 from fsdp_advisor.memory.schedules.fsdp2 import Fsdp2Schedule
 from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.plan import Plan
 
+_SCHEDULES: dict[str, Callable[[Profile, Plan], Schedule]] = {
+    "ddp": DdpSchedule,
+    "fsdp2": Fsdp2Schedule,
+    "fsdp1": Fsdp1Schedule,
+    "deepspeed": DeepspeedSchedule,
+}
+
 
 def schedule_for(profile: Profile, plan: Plan) -> Schedule:
     """The schedule of the plan's backend."""
-    match plan.backend:
-        case "ddp":
-            return DdpSchedule(profile, plan)
-        case "fsdp2":
-            return Fsdp2Schedule(profile, plan)
-        case "fsdp1":
-            return Fsdp1Schedule(profile, plan)
-        case _:
-            raise NotImplementedError(plan.backend)
+    return _SCHEDULES[plan.backend](profile, plan)
+
+
+def not_modelled(plan: Plan) -> list[str]:
+    """What the plan's schedule leaves out."""
+    return deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []

@@ -243,6 +243,21 @@ def optimizer_temporaries(profile: Profile, plan: Plan, local: object) -> int:
     return total(profile, of).rounded
 
 
-def fair_share_excess(parameter: Parameter, shards: int) -> float:
-    """How many times its fair share a rank gathers of a parameter, because dim 0 is split and padded."""
-    return shard_shape(parameter.shape, shards)[0] * shards / max(parameter.shape[0] if parameter.shape else 1, 1)
+def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """The parameter that costs every rank far more than its fair share, because FSDP2 splits and pads dim 0 alone."""
+    shards = plan.shard_degree
+    excess = 0
+    worst: Parameter | None = None
+    for _, unit, count in places(profile):
+        for parameter in unit.parameters:
+            more = (prod(shard_shape(parameter.shape, shards)) * shards - parameter.elements) * count
+            if more > excess:
+                excess, worst = more, parameter
+    if worst is None or excess < profile.parameters // 100:
+        return []
+    rows = worst.shape[0] if worst.shape else 1
+    times = -(-rows // shards) * shards / rows
+    return [
+        f"{worst.name} {list(worst.shape)} is split on its dim 0 of {rows} over {shards} ranks: "
+        f"every rank keeps and gathers {times:.1f} times its fair share"
+    ]

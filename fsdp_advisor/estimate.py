@@ -1,0 +1,209 @@
+"""The waist: a request and a profile become a report. Everything below computes, everything above asks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
+from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu
+from fsdp_advisor.memory.host import host_memory
+from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger
+from fsdp_advisor.memory.replay import replay
+from fsdp_advisor.memory.schedules import not_modelled, schedule_for
+from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
+from fsdp_advisor.memory.score import compile_tape
+from fsdp_advisor.memory.textbook import textbook_states
+from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.plans import plans
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.resolve import Resolved, resolve
+
+DEFAULT_GPU = "H100-80GB"
+DEFAULT_SEQ_LEN = 2048
+UNKNOWN_FIGURES = (
+    "peak_allocated_bytes: what cuBLAS and attention kernels take beside tensors",
+    "peak_reserved_bytes: the caching allocator's segments and fragmentation",
+    "peak_device_bytes: CUDA context and NCCL buffers",
+    "tokens_per_second_per_gpu, step_seconds: time is not computed",
+)
+
+
+def estimate(request: EstimateRequest | None = None, /, **options: Any) -> Report:
+    """The report of one job under one strategy or all of them.
+
+    Takes an `EstimateRequest`, or its fields as keywords. Raises AdvisorError with a hint.
+    """
+    request = request or make_request(options)
+    return estimate_resolved(request, resolve(request.model))
+
+
+def make_request(options: dict[str, Any]) -> EstimateRequest:
+    """A request from keywords; pydantic's first complaint becomes a UsageError."""
+    try:
+        return EstimateRequest(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "request"
+        message = first["msg"].removeprefix("Value error, ")
+        if name == "request":
+            raise UsageError(message, hint="each node has the same number of GPUs") from None
+        raise UsageError(f"{name}: {message}, not {first['input']!r}", hint=_hint(name)) from None
+
+
+def _hint(name: str) -> str:
+    field = EstimateRequest.model_fields.get(name)
+    if field is None:
+        import difflib
+
+        near = difflib.get_close_matches(name, EstimateRequest.model_fields, n=1)
+        return f"did you mean {near[0]}?" if near else "see fsdp-advisor estimate --help"
+    return field.description or "see fsdp-advisor estimate --help"
+
+
+def estimate_resolved(request: EstimateRequest, model: Resolved) -> Report:
+    """As `estimate`, for a model that is at hand."""
+    gpu, notes = choose_gpu(request.gpu)
+    limit = model.profile.max_seq_len if model.profile else None
+    seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
+    if limit and seq_len > limit:
+        notes.append(f"seq_len {seq_len} is past the model's maximum of {limit} tokens")
+    rows = plans(request, seq_len=seq_len)
+    if model.profile is None:
+        estimates = tuple(_count_estimate(model.parameters, plan, gpu) for plan in rows)
+    else:
+        estimates = tuple(_estimate(model, model.profile, plan, gpu) for plan in rows)
+    return Report(
+        request=request,
+        seq_len=seq_len,
+        model_name=model.name,
+        model_source=model.source,
+        parameters=model.parameters,
+        trainable_parameters=model.trainable_parameters,
+        gpu_name=gpu.name,
+        gpu_memory_bytes=gpu.memory_bytes,
+        estimates=estimates,
+        notes=(*model.notes, *notes),
+    )
+
+
+def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
+    """The GPU asked for, else the attached one, else the default; and a note where it was not asked for."""
+    if name is not None:
+        return find_gpu(name), []
+    if (gpu := attached_gpu()) is not None:
+        return gpu, [f"GPU: {gpu.name}, the one attached"]
+    return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; say --gpu for another"]
+
+
+def variant_of(plan: Plan, profile: Profile) -> Variant:
+    """Which recording a plan replays."""
+    engine = plan.backend if plan.backend in ("fsdp1", "fsdp2") else "plain"
+    precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
+    if plan.backend == "deepspeed" and plan.mixed:
+        precision = "bf16"
+    attention = plan.attention
+    if attention == "sdpa" and profile.tapes and not any("|sdpa|" in key for key in profile.tapes):
+        attention = "eager"  # what transformers itself falls back to
+    single = plan.micro_batch_size == 1 and attention != "flash_attention_2"
+    return Variant(engine, precision, attention, plan.activation_checkpointing, single)
+
+
+def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> StrategyEstimate:
+    schedule = schedule_for(profile, plan)
+    states = schedule.states
+    kept = {
+        "parameters": states.parameters.exact,
+        "gradients": states.gradients.exact,
+        "optimizer": states.optimizer.exact,
+        "communication": states.communication.exact,
+        "buffers": states.buffers.exact,
+    }
+    host = host_memory(profile, plan)
+    warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
+    variant = variant_of(plan, profile)
+    unknown = [*UNKNOWN_FIGURES, *not_modelled(plan)]
+    if variant.attention != plan.attention:
+        warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
+    loading = {"one_copy": host.loading_one_copy, "every_rank": host.loading_every_rank}
+    try:
+        tape = model.tape(variant)
+    except MissingExtra:
+        raise
+    except AdvisorError as error:
+        total = sum(h.rounded for h in (states.parameters, states.gradients, states.optimizer, states.communication))
+        return StrategyEstimate(
+            plan=plan,
+            fits=False if total > gpu.memory_bytes else None,
+            fits_by="states",
+            peak_tensor_bytes=None,
+            peak_phase=None,
+            peak_where=None,
+            phase_peaks=None,
+            states=kept,
+            at_peak=None,
+            headroom_bytes=None,
+            host_bytes_per_node=host.steady,
+            host_loading_bytes_per_node=loading,
+            fused_loss_peak_bytes=None,
+            warnings=warnings,
+            not_modelled=(f"the peak: {error}", *unknown),
+        )
+    ledger, fused = replayed(profile, tape, plan)
+    return StrategyEstimate(
+        plan=plan,
+        fits=ledger.peak <= gpu.memory_bytes,
+        fits_by="peak_tensor_bytes",
+        peak_tensor_bytes=ledger.peak,
+        peak_phase=ledger.peak_phase,
+        peak_where=ledger.peak_where,
+        phase_peaks=ledger.phase_peaks,
+        states=kept,
+        at_peak=dict(zip(ACCOUNTS, ledger.at_peak, strict=True)),
+        headroom_bytes=gpu.memory_bytes - ledger.peak,
+        host_bytes_per_node=host.steady,
+        host_loading_bytes_per_node=loading,
+        fused_loss_peak_bytes=fused,
+        warnings=warnings,
+        not_modelled=tuple(unknown),
+        timeline=tuple(ledger.timeline),
+    )
+
+
+@lru_cache(maxsize=4096)
+def replayed(profile: Profile, tape: Tape, plan: Plan) -> tuple[Ledger, int]:
+    """A plan's step, and its peak if nothing of the loss were ever whole (a fused or chunked loss)."""
+    b, t, steps = plan.micro_batch_size, plan.seq_len, plan.gradient_accumulation_steps
+    peaks = []
+    for fused_loss in (False, True):
+        schedule = schedule_for(profile, plan)
+        score = compile_tape(profile, tape, b, t, grad_marks=schedule.grad_marks, fused_loss=fused_loss)
+        peaks.append(replay(profile, score, schedule, steps))
+    return peaks[0], peaks[1].peak
+
+
+def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
+    states = textbook_states(parameters, plan)
+    return StrategyEstimate(
+        plan=plan,
+        fits=False if states.total > gpu.memory_bytes else None,
+        fits_by="states",
+        peak_tensor_bytes=None,
+        peak_phase=None,
+        peak_where=None,
+        phase_peaks=None,
+        states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
+        at_peak=None,
+        headroom_bytes=None,
+        host_bytes_per_node=states.host_per_node,
+        host_loading_bytes_per_node=None,
+        fused_loss_peak_bytes=None,
+        not_modelled=(
+            "peaks: a bare parameter count says nothing of activations, logits, gathered units and buckets",
+            *UNKNOWN_FIGURES,
+        ),
+    )

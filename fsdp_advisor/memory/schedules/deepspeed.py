@@ -1,0 +1,2 @@
+class DeepspeedSchedule:
+    def __init__(self, *a): pass
