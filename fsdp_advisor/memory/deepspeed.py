@@ -267,6 +267,36 @@ class Moment:
         return self.gradients + self.temporaries
 
 
+@dataclass(slots=True)
+class Filled:
+    """The gradients that wait for one reduction, as far as bytes go. `first` and `end` are places in the flat buffer.
+
+    `largest_own` is the largest piece of one gradient that rank 0 keeps, `padded` the elements with each gradient padded
+    to the ranks.
+    """
+
+    elements: int = 0
+    count: int = 0
+    padded: int = 0
+    first: int = 0
+    end: int = 0
+    largest_own: int = 0
+
+    def put(self, start: int, elements: int, padded: int, own: int) -> None:
+        if not self.count or start < self.first:
+            self.first = start
+        if start + elements > self.end:
+            self.end = start + elements
+        if own > self.largest_own:
+            self.largest_own = own
+        self.elements += elements
+        self.padded += padded
+        self.count += 1
+
+    def clear(self) -> None:
+        self.elements = self.count = self.padded = self.first = self.end = self.largest_own = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
     """What a step adds to the states on rank 0, and how long it lives.
@@ -301,18 +331,38 @@ class Buffers:
     def reduce_copy(self, gradients: tuple[tuple[int, int], ...], ranks: int) -> Held:
         """The flat copy that a reduction makes of gradients of the given (first element, elements), in the flat
         buffer's order.
+        """
+        filled = Filled()
+        for start, n in gradients:
+            filled.put(start, n, ranks * shard_elements(n, ranks), 0)
+        return Held.of(self.copy_bytes(filled, ranks)) if self.copy_bytes(filled, ranks) else NOTHING
 
-        Stages 1, 2 copy if the gradients belong to several ranks, stage 3 unless a single one divides evenly; padding
-        counts.
-        Source: zero/stage_1_and_2.py, allreduce_bucket; comm/coalesced_collectives.py, reduce_scatter_coalesced.
+    def copy_bytes(self, filled: Filled, ranks: int) -> int:
+        """The flat copy that a reduction makes of what has been filled in. Stage 3 copies unless a single gradient
+        divides evenly; padding counts. Stages 1, 2 copy if the gradients belong to several ranks; one that is larger
+        than the bucket is cut where the ranks meet and reduced in parts, each closed by the slice that fills it.
+
+        Source: zero/stage_1_and_2.py, average_tensor, allreduce_and_scatter, allreduce_bucket;
+        comm/coalesced_collectives.py, reduce_scatter_coalesced.
         """
         if self.sharded:
-            if len(gradients) == 1 and gradients[0][1] % ranks == 0:
-                return NOTHING
-            return Held.of(self.gradient_bytes * sum(ranks * shard_elements(n, ranks) for _, n in gradients))
-        first = min(start for start, _ in gradients) // self.partition_elements
-        last = (max(start + n for start, n in gradients) - 1) // self.partition_elements
-        return NOTHING if first == last else Held.of(self.gradient_bytes * sum(n for _, n in gradients))
+            whole = filled.count == 1 and filled.elements % ranks == 0
+            return 0 if whole else self.gradient_bytes * filled.padded
+        owned = self.partition_elements
+        if not filled.count or filled.first // owned == (filled.end - 1) // owned:
+            return 0
+        if filled.elements <= self.bucket_elements:
+            return self.gradient_bytes * filled.elements
+        largest = part = slices = 0
+        at = filled.first
+        while at < filled.end:
+            end = min((at // owned + 1) * owned, filled.end)
+            part, slices, at = part + end - at, slices + 1, end
+            if slices > 1:  # a single slice is not copied
+                largest = max(largest, part)
+            if part > self.bucket_elements:
+                part = slices = 0
+        return self.gradient_bytes * largest
 
     def offload_temporaries(self, elements: int) -> Held:
         """What moving `elements` of one reduced gradient, rank 0's part, to the host takes on the GPU at its highest.

@@ -2,12 +2,13 @@
 
 Layers that repeat are not walked one by one. Once a pattern of layers has been walked twice, each further repetition moves
 the ledger by the same amount, so its highest point lies in the first or in the last of them: the ones between are one shift.
+A schedule whose own state spans many layers (`WalksEveryLayer`) is shown each of them instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from fsdp_advisor.memory.held import States
 from fsdp_advisor.memory.ledger import ACTIVATIONS, LOSS, OTHER, TEMPORARIES, Ledger
@@ -36,6 +37,19 @@ class Schedule(Protocol):
     def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None: ...
     def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None: ...
     def optimizer_step(self, ledger: Ledger) -> None: ...
+
+
+@runtime_checkable
+class WalksEveryLayer(Protocol):
+    """A schedule for which, in the phases that `walk_all` names, no two repetitions of a layer need be alike.
+
+    `play_layer` plays a whole segment at once where the schedule can; where it returns False, it has done nothing, and the
+    segment is played step by step.
+    """
+
+    walk_all: frozenset[str]
+
+    def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool: ...
 
 
 def replay(profile: Profile, score: Score, schedule: Schedule, accumulation: int) -> Ledger:
@@ -78,7 +92,16 @@ def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger:
     root_gradients = 0
     before: list[list[int]] = []
     last_gradients = 0
-    for (stack, layer, steps, skipped, period), after in zip(entries, following, strict=True):
+    walker = schedule if isinstance(schedule, WalksEveryLayer) and ledger.phase in schedule.walk_all else None
+    for i, ((stack, layer, steps, skipped, period), after) in enumerate(zip(entries, following, strict=True)):
+        if skipped and walker is not None:
+            pattern = [((s, n), _name(profile, (s, n)), own) for s, n, own, _, _ in entries[i - period : i]]
+            for place, name, own in pattern * skipped:
+                ledger.where = name
+                if not walker.play_layer(ledger, place, own):
+                    _play(own, schedule, ledger, place, None)
+                ledger.point(name)
+            continue
         if skipped:
             net = [now - then for now, then in zip(ledger.live, before[-1 - period], strict=True)]
             ledger.shift(net, skipped)

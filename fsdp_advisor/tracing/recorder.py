@@ -182,7 +182,7 @@ class Recorder:
         self.source.configure(model, attention=variant.attention, checkpointing=variant.checkpointing == "full")
         with _steady(), FakeTensorMode(allow_non_fake_inputs=True):
             mixed = variant.precision.endswith("-mixed") and variant.engine != "plain"
-            _materialise(model, torch.bfloat16 if mixed else None)
+            materialise(model, torch.bfloat16 if mixed else None)
             yield _Step(self.source, model, variant)
 
 
@@ -193,20 +193,15 @@ def record_module(
     wrap: Iterable[type[nn.Module] | str] = (),
     *,
     name: str | None = None,
-    variants: Iterable[Variant] = (),
-) -> Profile:
-    """A profile of any module. `wrap` names what becomes a unit: classes, or dotted names of single modules.
+) -> Recorder:
+    """A recorder of any module; its `profile` is the inventory, its `tape(variant)` records a step.
 
-    `builder()` makes the module, `batch(B, T)` its inputs, `loss(module, batch)` one forward to a scalar. A module without
-    sequences ignores T. Tapes are recorded for `variants`; others are recorded when an estimate needs them.
+    `builder()` makes the module, `batch(B, T)` its inputs, `loss(module, batch)` one forward to a scalar; `wrap` names what
+    becomes a unit: classes, or dotted names of single modules. A module without sequences ignores T.
     """
     from fsdp_advisor.tracing.modules import ModuleSource
 
-    recorder = Recorder(ModuleSource(builder, batch, loss, tuple(wrap), name))
-    for variant in variants:
-        recorder.profile.tapes[variant.key] = recorder.tape(variant)
-    object.__setattr__(recorder.profile, "record", recorder.tape)
-    return recorder.profile
+    return Recorder(ModuleSource(builder, batch, loss, tuple(wrap), name))
 
 
 def versions() -> dict[str, str]:
@@ -244,7 +239,7 @@ def _steady() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _materialise(model: nn.Module, parameter_dtype: torch.dtype | None) -> None:
+def materialise(model: nn.Module, parameter_dtype: torch.dtype | None) -> None:
     """Replace meta tensors by fake ones on the CPU, ties kept, floating-point parameters in `parameter_dtype` if given."""
     memo: dict[int, Any] = {}
     for module in model.modules():

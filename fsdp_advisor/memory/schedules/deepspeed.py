@@ -1,2 +1,456 @@
+"""DeepSpeed ZeRO-1, 2 and 3: the timeline of a step, laid over the tape of the plain model.
+
+Stages 1 and 2 leave forward alone. Gradients are moved, as they become ready, into one bucket, and what it holds is reduced
+when the next one does not fit. Stage 3 does the same, and gathers parameters module by module (`memory.deepspeed_zero3`).
+The arithmetic, with its sources, is in `memory.deepspeed`; what happens when was read in zero/stage_1_and_2.py
+(`reduce_independent_p_g_buckets_and_remove_grads`, `reduce_ipg_grads`, `copy_grads_in_partition`,
+`independent_gradient_partition_epilogue`) and zero/stage3.py (`__add_grad_to_ipg_bucket`, `partition_grads`, `step`).
+
+The bucket and what is gathered span many layers, so no layer is jumped over in backward (stages 2, 3) and forward (stage 3).
+Between two reductions a layer does the same as ever, so a layer is folded into one block and a level at each reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fsdp_advisor.memory import deepspeed
+from fsdp_advisor.memory.deepspeed import DEFAULTS, Buffers, Filled, Settings, shard_elements, stage
+from fsdp_advisor.memory.deepspeed_zero3 import Gathered, Visit, gathered
+from fsdp_advisor.memory.held import States, round_up
+from fsdp_advisor.memory.ledger import (
+    ACCOUNTS,
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+    UNSHARDED_GRADIENTS,
+    UNSHARDED_PARAMETERS,
+    Block,
+    Ledger,
+)
+from fsdp_advisor.memory.replay import AT_ROOT, Place
+from fsdp_advisor.memory.score import Step
+from fsdp_advisor.models.profile import ROOT, Op, Parameter, Profile
+from fsdp_advisor.plan import Plan
+
+_STILL = (0,) * len(ACCOUNTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A parameter's gradient: `start` is its place in the flat buffer, from its unit's beginning (the root's: from 0)."""
+
+    start: int
+    elements: int
+    padded: int  # to the ranks
+    n_bytes: int
+    oversized: bool  # larger than the bucket: it stays where autograd put it until it is reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A gradient is ready: what is alive then, relative to the beginning of the layer, that gradient included."""
+
+    gradient: Gradient
+    at_root: bool
+    live: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A layer's segment at once. In `block` gradients are gone once they are in the bucket, oversized ones at the next mark."""
+
+    block: Block
+    marks: tuple[Mark, ...]
+    oversized: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Arithmetic:
+    """What a plan comes to whatever B, T and the kernels are. Computed once per such plan."""
+
+    states: States
+    buffers: Buffers
+    gathered: Gathered
+    gradients: dict[Place, tuple[Gradient, ...]]  # by parameter of the unit
+    starts: tuple[tuple[int, ...], ...]  # by stack and layer: where it begins in the flat buffer
+    boundary: tuple[tuple[int, int], ...]  # stage 1: (account, bytes) once the last backward is over
+
+
+@lru_cache(maxsize=256)
+def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic:
+    buffers = deepspeed.buffers(profile, plan, settings)
+    gradients, starts = _layout(profile, plan, buffers)
+    return _Arithmetic(
+        states=deepspeed.states(profile, plan, settings),
+        buffers=buffers,
+        gathered=gathered(profile, plan, settings) if stage(plan) == 3 else Gathered((), ()),
+        gradients=gradients,
+        starts=starts,
+        boundary=_boundary(profile, plan, buffers) if buffers.whole_gradients else (),
+    )
+
+
+def _layout(
+    profile: Profile, plan: Plan, buffers: Buffers
+) -> tuple[dict[Place, tuple[Gradient, ...]], tuple[tuple[int, ...], ...]]:
+    """The gradients of each unit, and where in the flat buffer each real layer begins."""
+
+    def measure(parameters: tuple[Parameter, ...], at: int) -> tuple[Gradient, ...]:
+        result = []
+        for p in parameters:
+            padded = plan.shard_degree * shard_elements(p.elements, plan.shard_degree)
+            n_bytes = round_up(buffers.gradient_bytes * p.elements)
+            result.append(Gradient(at, p.elements, padded, n_bytes, p.elements > buffers.bucket_elements))
+            at += p.elements if p.trainable else 0
+        return tuple(result)
+
+    gradients: dict[Place, tuple[Gradient, ...]] = {}
+    root: tuple[Gradient, ...] = ()
+    starts = []
+    at = done = 0
+    for s, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=True)):
+        root += measure(profile.root.parameters[done:before], at)
+        at += sum(p.elements for p in profile.root.parameters[done:before] if p.trainable)
+        done = before
+        lengths = []
+        for n, unit in enumerate(stack.units):
+            gradients[s, n] = measure(unit.parameters, 0)
+            lengths.append(sum(p.elements for p in unit.parameters if p.trainable))
+        begins = []
+        for run in stack.runs:
+            for recorded in run.pattern * run.repeats:
+                begins.append(at)
+                at += lengths[recorded]
+        starts.append(tuple(begins))
+    gradients[AT_ROOT] = root + measure(profile.root.parameters[done:], at)
+    return gradients, tuple(starts)
+
+
+def _boundary(profile: Profile, plan: Plan, buffers: Buffers) -> tuple[tuple[int, int], ...]:
+    """Stage 1 when the last backward is over: whole gradients go through the bucket in the order of the parameters."""
+    bucket = _Bucket(buffers, plan.shard_degree)
+    bucket.boundary = bucket.alive = True
+    events = _Events()
+    at = 0
+    for p in deepspeed.in_order(profile):
+        if p.trainable:
+            n_bytes = round_up(buffers.gradient_bytes * p.elements)
+            bucket.take(events, at, Gradient(0, p.elements, 0, n_bytes, p.elements > buffers.bucket_elements))
+            at += p.elements
+    bucket.reduce(events)
+    return tuple(events.changes)
+
+
+class _Events(Ledger):
+    """A ledger that remembers what was added to it; deaths in a row are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[tuple[int, int]] = []
+
+    def add(self, account: int, n_bytes: int) -> None:
+        if not n_bytes:
+            return
+        if n_bytes < 0 and self.changes and self.changes[-1][1] < 0 and self.changes[-1][0] == account:
+            n_bytes += self.changes.pop()[1]
+        self.changes.append((account, n_bytes))
+
+
+class _Bucket:
+    """What gradients are moved into and reduced from. Source: the `ipg_buckets` of both optimizers."""
+
+    def __init__(self, buffers: Buffers, ranks: int) -> None:
+        self.buffers, self._ranks = buffers, ranks
+        self.filled = Filled()
+        self.alive = False  # stages 1, 2: the bucket itself
+        self.boundary = False  # the last micro-batch
+        self.averaged = False  # stages 1, 2: rank 0's own gradients of this micro-batch
+        self.oversized = 0  # the storage of one that did not fit in, bytes
+        self._bucket_bytes = buffers.bucket.rounded
+        self._averaged_bytes = buffers.averaged.rounded
+        self._flushes_empty = not buffers.sharded
+
+    def begin(self, *, boundary: bool) -> None:
+        self.boundary, self.averaged = boundary, False
+
+    def setup(self, ledger: Ledger) -> None:
+        if not self.alive:
+            self.alive = True
+            ledger.add(COMMUNICATION, self._bucket_bytes)
+
+    def release(self, ledger: Ledger) -> None:
+        if self.alive:
+            self.alive = False
+            ledger.add(COMMUNICATION, -self._bucket_bytes)
+
+    def full(self, elements: int) -> bool:
+        """Whether what is filled in must be reduced before a gradient of so many elements is taken."""
+        return self.filled.elements + elements > self.buffers.bucket_elements
+
+    def own(self, start: int, elements: int) -> int:
+        """How much of a gradient rank 0 keeps."""
+        if self.buffers.sharded:
+            return shard_elements(elements, self._ranks)
+        return max(0, min(elements, self.buffers.partition_elements - start))
+
+    def take(self, ledger: Ledger, start: int, gradient: Gradient) -> None:
+        """One gradient, which is alive; it dies here unless it is oversized."""
+        if self.full(gradient.elements):
+            self.reduce(ledger)
+        if gradient.oversized:
+            self.oversized = gradient.n_bytes
+            if not self.buffers.sharded and self.buffers.offload_cast_bytes:  # cloned first
+                ledger.add(UNSHARDED_GRADIENTS, gradient.n_bytes)
+                ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes)
+        else:
+            ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes)
+        self.filled.put(start, gradient.elements, gradient.padded, self.own(start, gradient.elements))
+
+    def transients(self) -> tuple[int, int]:
+        """Bytes that a reduction takes at its highest and gives back: (communication, temporaries)."""
+        copy = round_up(self.buffers.copy_bytes(self.filled, self._ranks))
+        own = self.filled.largest_own
+        if not own or not self.buffers.offload_cast_bytes:
+            return copy, 0
+        if self.boundary:
+            return copy, self.buffers.offload_temporaries(own).rounded
+        # before the last micro-batch stage 3 brings back what is on the host, stages 1, 2 copy in place
+        return copy, round_up(self.buffers.gradient_bytes * own) if self.buffers.sharded else 0
+
+    @property
+    def bears_averaged(self) -> bool:
+        return not self.averaged and self._averaged_bytes > 0
+
+    def reduce(self, ledger: Ledger) -> None:
+        """Reduce what is filled in, and keep rank 0's part."""
+        if not self.filled.count:
+            return
+        copy, temporaries = self.transients()
+        ledger.add(COMMUNICATION, copy)
+        if not self.buffers.sharded:  # the copy is gone before gradients are moved on
+            ledger.add(COMMUNICATION, -copy)
+        ledger.add(TEMPORARIES, temporaries)
+        ledger.add(TEMPORARIES, -temporaries)
+        if self.buffers.sharded:
+            ledger.add(COMMUNICATION, -copy)
+        if self.bears_averaged and self.filled.largest_own:
+            self.averaged = True
+            ledger.add(GRADIENTS, self._averaged_bytes)
+        if not self._kept_until_the_end:
+            ledger.add(UNSHARDED_GRADIENTS, -self.oversized)
+        self.oversized = 0
+        self.filled.clear()
+
+    @property
+    def _kept_until_the_end(self) -> bool:
+        """An oversized gradient that is still `param.grad` after its reduction."""
+        buffers, owned = self.buffers, self.filled.largest_own > 0
+        if buffers.sharded:
+            return False
+        if buffers.whole_gradients:  # stage 1 drops none but its own
+            return not owned
+        return owned and bool(buffers.offload_cast_bytes) and not self.boundary
+
+
 class DeepspeedSchedule:
-    def __init__(self, *a): pass
+    grad_marks = True
+
+    def __init__(self, profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> None:
+        plan = replace(
+            plan, micro_batch_size=1, seq_len=1, attention="sdpa", gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2)
+        )  # fmt: skip
+        self._profile = profile
+        self._last = plan.gradient_accumulation_steps - 1
+        self._stage = stage(plan)
+        self._known = _arithmetic(profile, plan, settings)
+        self.states = self._known.states
+        self.walk_all = frozenset({1: (), 2: ("backward",), 3: ("forward", "backward")}[self._stage])
+        self._offloads = bool(self._known.buffers.offload_cast_bytes)
+        self._bucket = _Bucket(self._known.buffers, plan.shard_degree)
+        self._folded: dict[int, tuple[tuple[Step, ...], Folded | None]] = {}
+
+    # The step
+
+    def begin_step(self, ledger: Ledger) -> None:
+        ledger.add(PARAMETERS, self.states.parameters.rounded)
+        ledger.add(GRADIENTS, self.states.gradients.rounded)
+        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
+        ledger.add(COMMUNICATION, self.states.communication.rounded)
+        ledger.add(OTHER, self.states.buffers.rounded)
+        self._level = 0
+
+    def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
+        self._accumulating = index > 0
+        self._bucket.begin(boundary=index == self._last)
+        self._left = [len(starts) for starts in self._known.starts]
+        self._visits = iter(self._known.gathered.forward)
+        self._upcoming = next(self._visits, None)
+        self._visit: Visit | None = None
+        self._backward = False
+
+    def pre_forward(self, ledger: Ledger, place: Place) -> None:
+        self._enter(ledger, place)
+
+    def post_forward(self, ledger: Ledger, place: Place) -> None:
+        """The root's own modules between and after the stacks have no hook of their own on the tape."""
+        if self._visit is None:
+            return
+        self._set_level(ledger, self._visit.after_bytes)
+        if place != AT_ROOT and self._upcoming is not None and self._upcoming.place[0] == ROOT:
+            self._enter(ledger, AT_ROOT)
+
+    def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
+        if not self._backward:
+            self._backward = True
+            self._visits = iter(self._known.gathered.backward)
+            self._upcoming = next(self._visits, None)
+        if place != AT_ROOT:
+            self._left[place[0]] -= 1
+        self._enter(ledger, place)
+
+    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+        pass
+
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+        gradient = self._known.gradients[place][parameter]
+        self._bucket.setup(ledger)
+        if self._stage == 1:
+            ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes if self._accumulating else 0)
+        else:
+            self._bucket.take(ledger, self._start(place) + gradient.start, gradient)
+
+    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+        while self._upcoming is not None:  # the embedding's turn
+            self._enter(ledger, self._upcoming.place)
+        bucket = self._bucket
+        if self._stage == 1:
+            if not bucket.boundary:
+                return
+            for account, n_bytes in self._known.boundary:
+                ledger.add(account, n_bytes)
+        else:
+            bucket.reduce(ledger)
+        bucket.release(ledger)
+        ledger.add(UNSHARDED_GRADIENTS, -ledger.live[UNSHARDED_GRADIENTS])
+        if self._accumulating and bucket.averaged:  # added to the first one
+            ledger.add(GRADIENTS, -bucket.buffers.averaged.rounded)
+        self._set_level(ledger, 0)
+
+    def optimizer_step(self, ledger: Ledger) -> None:
+        """The moments say what lives beside the states."""
+        released = self._known.buffers.released_at_step.rounded
+        ledger.add(PARAMETERS, -released)
+        for moment in self._known.buffers.moments:
+            kept = self.states.gradients.rounded + moment.gradients.rounded
+            ledger.add(GRADIENTS, kept - ledger.live[GRADIENTS])
+            ledger.add(TEMPORARIES, moment.temporaries.rounded)
+            ledger.add(TEMPORARIES, -moment.temporaries.rounded)
+        ledger.add(GRADIENTS, self.states.gradients.rounded - ledger.live[GRADIENTS])
+        ledger.add(PARAMETERS, released)
+
+    # What is gathered
+
+    def _enter(self, ledger: Ledger, place: Place) -> None:
+        """A unit's turn; the root's turns that no mark announces are passed on the way."""
+        while self._upcoming is not None:
+            visit = self._visit = self._upcoming
+            self._upcoming = next(self._visits, None)
+            self._set_level(ledger, visit.high_bytes)
+            if visit.place == place or (visit.place[0] == ROOT and place == AT_ROOT):
+                return
+
+    def _set_level(self, ledger: Ledger, n_bytes: int) -> None:
+        if n_bytes != self._level:
+            ledger.add(UNSHARDED_PARAMETERS, n_bytes - self._level)
+            self._level = n_bytes
+
+    # A layer at once
+
+    def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool:
+        """The same as the steps one by one, unless something is born or dies that the fold does not know."""
+        known = self._folded.get(id(steps))
+        if known is None:
+            known = self._folded[id(steps)] = (steps, self._fold(place, steps))
+        folded, bucket = known[1], self._bucket
+        if folded is None:
+            return False
+        if not folded.marks:
+            if ledger.phase == "backward":
+                self._left[place[0]] -= 1
+            self._enter(ledger, place)
+            ledger.apply(folded.block)
+            if ledger.phase == "forward":
+                self.post_forward(ledger, place)
+            return True
+        start = self._known.starts[place[0]][self._left[place[0]] - 1]
+        sharded = bucket.buffers.sharded
+        if bucket.oversized or not (bucket.alive or sharded) or (folded.oversized and self._offloads):
+            return False
+        if bucket.bears_averaged and (bucket.filled.largest_own or bucket.own(start, 1)):
+            return False
+        self._left[place[0]] -= 1
+        self._enter(ledger, place)
+        filled = bucket.filled
+        limit = bucket.buffers.bucket_elements
+        for mark in folded.marks:
+            gradient = mark.gradient
+            if filled.elements + gradient.elements > limit:
+                self._candidate(ledger, mark)
+                filled.clear()
+            at = gradient.start if mark.at_root else start + gradient.start
+            filled.put(at, gradient.elements, gradient.padded, bucket.own(at, gradient.elements))
+        ledger.apply(folded.block)
+        return True
+
+    def _candidate(self, ledger: Ledger, mark: Mark) -> None:
+        """A reduction within a layer: its copies are on top of what is alive then, and gone at once."""
+        if not self._bucket.filled.count:
+            return
+        copy, temporaries = self._bucket.transients()
+        if not self._bucket.buffers.sharded and copy and temporaries:  # one after the other
+            copy, temporaries = (copy, 0) if copy > temporaries else (0, temporaries)
+        if not copy and not temporaries:
+            return
+        total = mark.total + copy + temporaries
+        if ledger.total + total > ledger.high:
+            live = list(mark.live)
+            live[COMMUNICATION] += copy
+            live[TEMPORARIES] += temporaries
+            ledger.apply(Block(_STILL, tuple(live), total))
+
+    def _fold(self, place: Place, steps: tuple[Step, ...]) -> Folded | None:
+        """A layer's steps as one block, unless there are marks that are not its own or its last gradient is oversized."""
+        ledger, marks = Ledger(), []
+        high, high_live = 0, list(_STILL)
+        waiting, oversized = 0, False
+        for i, step in enumerate(steps):
+            if not isinstance(step, tuple):
+                if ledger.total + step.high_total > high:
+                    high = ledger.total + step.high_total
+                    high_live = [a + b for a, b in zip(ledger.live, step.high, strict=True)]
+                ledger.shift(step.net)
+                continue
+            op, parameter, at_root = step
+            if op != Op.GRAD_READY:
+                if parameter or (op in (Op.PRE_FORWARD, Op.PRE_BACKWARD) and i):
+                    return None
+                continue
+            gradient = self._known.gradients[AT_ROOT if at_root else place][parameter]
+            marks.append(Mark(gradient, bool(at_root), tuple(ledger.live), ledger.total))
+            dies = waiting + (0 if gradient.oversized else gradient.n_bytes)
+            waiting = gradient.n_bytes if gradient.oversized else 0
+            oversized |= gradient.oversized
+            ledger.live[UNSHARDED_GRADIENTS] -= dies
+            ledger.total -= dies
+        if waiting:
+            return None
+        return Folded(Block(tuple(ledger.live), tuple(high_live), high), tuple(marks), oversized)
+
+    def _start(self, place: Place) -> int:
+        return 0 if place == AT_ROOT else self._known.starts[place[0]][self._left[place[0]]]

@@ -1,0 +1,84 @@
+"""The command line: parse, call, render. `main` is the console script, and the one place where errors become text."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_BAD_USAGE = 2
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_LONGEST = 400  # characters of a message; hostile input is quoted in it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the process's exit status. Nothing that a user can do ends in a traceback."""
+    try:
+        from fsdp_advisor.cli.app import run  # here, so that an interrupted import is caught too
+
+        return run(sys.argv[1:] if argv is None else list(argv))
+    except BrokenPipeError:
+        _forget_stdout()
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _say("interrupted", None, _INTERRUPTED)
+    except Exception as error:
+        if os.environ.get("FSDP_ADVISOR_DEBUG"):
+            raise
+        return _say(*_describe(error))
+
+
+def _describe(error: Exception) -> tuple[str, str | None, int]:
+    """Message, hint and exit status of whatever went wrong."""
+    from fsdp_advisor.errors import AdvisorError
+
+    if isinstance(error, AdvisorError):
+        return error.message, error.hint, error.exit_status
+    if hasattr(error, "format_message"):  # typer's usage errors; their class has moved between typer's versions
+        return _describe_usage(error)
+    if isinstance(error, OSError):
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+        return what, "is the file or folder there, and may you read and write it?", _BAD_USAGE
+    what = f"internal error: {type(error).__name__}: {error}"
+    return what, "please report it; FSDP_ADVISOR_DEBUG=1 shows where it happened", _BAD_USAGE
+
+
+def _describe_usage(error: Exception) -> tuple[str, str, int]:
+    possible: Sequence[str] = getattr(error, "possibilities", None) or ()
+    message = str(getattr(error, "message", "")) if possible else str(error.format_message())  # type: ignore[attr-defined]  # see above
+    message, _, meant = message.partition(" Did you mean ")
+    message = message.strip().removesuffix(".").replace("'--", "--").replace("':", ":")
+    message = message[:-1] if message.endswith("'") and message.count("'") % 2 else message
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "fsdp-advisor"
+    hint = f"see {command} --help"
+    if possible or meant:
+        hint = f"did you mean {meant.rstrip('?') or ' or '.join(possible)}?"
+    return message[:1].lower() + message[1:], hint, _BAD_USAGE
+
+
+def _say(message: str, hint: str | None, status: int) -> int:
+    """One or two lines on standard error."""
+    lines = [f"fsdp-advisor: {_one_line(message)}", *([f"hint: {_one_line(hint)}"] if hint else [])]
+    try:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):  # standard error is closed: there is nobody to tell
+        pass
+    return status
+
+
+def _one_line(text: str) -> str:
+    """Printable, on one line, of bounded length."""
+    flat = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return flat if len(flat) <= _LONGEST else flat[: _LONGEST - 4] + " ..."
+
+
+def _forget_stdout() -> None:
+    """The reader has gone: let the interpreter's last flush go nowhere."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):
+        sys.stdout = None  # type: ignore[assignment]  # a replaced stream without a descriptor

@@ -1,0 +1,192 @@
+"""The commands. Each parses, calls the waist, renders, and returns the exit status."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from fsdp_advisor.cli.options import (
+    ForceOption,
+    Format,
+    FormatOption,
+    JsonOption,
+    OutputOption,
+    QuietOption,
+    takes_request,
+)
+from fsdp_advisor.cli.output import Destination, note
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.request import EstimateRequest
+
+if TYPE_CHECKING:
+    from fsdp_advisor.report import Report
+
+PROGRAM = "fsdp-advisor"
+FITS, NONE_FITS = 0, 1
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Will it fit, under which strategy, how fast, and what to type: memory estimates for sharded training.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+)
+
+PatternArgument = Annotated[
+    Optional[str],  # noqa: UP045  # typer reads this while the module runs
+    typer.Argument(metavar="[PATTERN]", help="Only names that contain this.", show_default=False),
+]
+
+
+def run(arguments: list[str]) -> int:
+    """Parse and run; the exit status. Errors are the caller's."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context(PROGRAM, arguments) as context:
+            return int(command.invoke(context) or 0)
+    except typer.Exit as done:  # --help, --version
+        return done.exit_code
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            number = version(PROGRAM)
+        except PackageNotFoundError:
+            number = "(not installed)"
+        Destination().write(f"{PROGRAM} {number}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@takes_request
+def estimate(
+    request: EstimateRequest,
+    *,
+    format: FormatOption = Format.text,
+    json: JsonOption = False,
+    explain: Annotated[
+        Optional[str],  # noqa: UP045  # typer reads this while the module runs
+        typer.Option(
+            metavar="STRATEGY",
+            help="Show what is alive at the peak, and the step's timeline: zero3, zero3+optimizer, zero3+parameters ...",
+        ),
+    ] = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+) -> int:
+    """Peak memory per GPU under every strategy, what it is made of, host memory, and whether it fits.
+
+    Exit status: 0 at least one strategy shown fits, 1 none fits, 2 bad usage, unknown model, unreadable config or no network.
+    """
+    from fsdp_advisor.estimate import estimate as answer
+
+    destination = Destination(path=output, force=force)
+    form = _format(format, json)
+    destination.check()
+    report = answer(request)
+    destination.write(_render(report, form, explain, destination))
+    for text in report.notes:
+        note(text, quiet=quiet)
+    return FITS if report.any_fits else NONE_FITS
+
+
+def _format(form: Format, json: bool) -> Format:
+    if json and form is Format.markdown:
+        raise UsageError("--json contradicts --format markdown", hint="give one of them")
+    return Format.json if json else form
+
+
+def _render(report: Report, form: Format, explain: str | None, destination: Destination) -> str:
+    """Only what is needed is imported: JSON needs no rich."""
+    from fsdp_advisor.cli.selection import select
+
+    chosen = select(report, explain) if explain is not None else None
+    if form is Format.json:
+        return _json(report.as_dict(timeline=chosen is not None))
+    if form is Format.markdown:
+        from fsdp_advisor.cli.markdown import markdown
+
+        return markdown(report, chosen)
+    from fsdp_advisor.cli.text import text
+
+    return text(report, destination.screen(), chosen)
+
+
+@app.command()
+def models(
+    pattern: PatternArgument = None,
+    json: JsonOption = False,
+    output: OutputOption = None,
+    force: ForceOption = False,
+) -> int:
+    """The models that are known offline."""
+    from dataclasses import asdict
+
+    from fsdp_advisor.models.catalog import search
+
+    destination = Destination(path=output, force=force)
+    destination.check()
+    found = search(pattern)
+    if json:
+        rows = [{k: v for k, v in asdict(entry).items() if k != "member"} for entry in found]
+        destination.write(_json(rows))
+        return 0
+    from fsdp_advisor.cli.listing import models_table
+
+    return _listed(models_table(found, destination.screen()), pattern, destination)
+
+
+@app.command()
+def gpus(
+    pattern: PatternArgument = None,
+    json: JsonOption = False,
+    output: OutputOption = None,
+    force: ForceOption = False,
+) -> int:
+    """The GPUs that are known, with the memory that the driver really offers."""
+    from dataclasses import asdict
+
+    from fsdp_advisor.hardware import list_gpus
+
+    destination = Destination(path=output, force=force)
+    destination.check()
+    found = list_gpus(pattern)
+    if json:
+        destination.write(_json([asdict(gpu) for gpu in found]))
+        return 0
+    from fsdp_advisor.cli.listing import gpus_table
+
+    return _listed(gpus_table(found, destination.screen()), pattern, destination)
+
+
+def _listed(table: str, pattern: str | None, destination: Destination) -> int:
+    if table:
+        destination.write(table)
+    else:
+        note(f"nothing is called {pattern!r}")
+    return 0
+
+
+def _json(value: Any) -> str:
+    import json
+
+    return json.dumps(value, indent=2)

@@ -1,0 +1,103 @@
+"""The options of every command that takes a job, made from the fields of `EstimateRequest`: one word, declared once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin
+
+import typer
+
+from fsdp_advisor.request import EstimateRequest
+
+ALIASES: dict[str, tuple[str, ...]] = {"micro_batch_size": ("--per-device-train-batch-size",)}
+
+HELP: dict[str, str] = {
+    "model": "Catalogued or hub id, a directory or config.json, or a bare parameter count (7e9, 7B).",
+    "gpus": "Total ranks, one GPU each.",
+    "nnodes": "Nodes.",
+    "gpu": "A name that `fsdp-advisor gpus` lists (H100, rtx4090), or a size such as 24GiB. [default: the attached GPU, else H100-80GB]",
+    "strategy": "Strategy, or all of them.",
+    "backend": "What shards. auto: ddp for ddp; deepspeed for zero1 and for optimizer offload; else fsdp2.",
+    "offload": "What is kept in host memory; parameters means parameters, gradients and optimizer state.",
+    "offload_device": "Where offload goes.",
+    "precision": "Of weights and computation.",
+    "optim": "Optimizer, by its Hugging Face name.",
+    "micro_batch_size": "Sequences per rank per forward.",
+    "seq_len": "Tokens per sequence. [default: 2048, or the model's maximum if smaller]",
+    "gradient_accumulation_steps": "Micro-batches per optimizer step.",
+    "activation_checkpointing": "Recompute each layer in backward.",
+    "attention": "Attention implementation.",
+    "backward_prefetch": "FSDP1's BackwardPrefetch.",
+}
+
+
+class Format(str, Enum):
+    """How an answer is written."""
+
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="How the answer is written.", case_sensitive=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
+OutputOption = Annotated[
+    Optional[Path],  # noqa: UP045  # typer reads this while the module runs
+    typer.Option("--output", "-o", metavar="FILE", help="Write to FILE, which must not exist yet."),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Let -o overwrite FILE.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No notes on standard error.")]
+
+
+def dashed(field: str) -> str:
+    """The option of a field.
+
+    >>> dashed("micro_batch_size")
+    '--micro-batch-size'
+    """
+    return "--" + field.replace("_", "-")
+
+
+def takes_request(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` an option per field of EstimateRequest; it is called with the request and its own options.
+
+    Values stay text until pydantic reads them, so that every face refuses a bad value with the same words.
+    """
+    hints = inspect.get_annotations(command, eval_str=True)
+    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
+
+    @wraps(command)
+    def wrapper(**values: Any) -> Any:
+        from fsdp_advisor.estimate import make_request
+
+        given = {name: values.pop(name) for name in EstimateRequest.model_fields}
+        return command(make_request({name: v for name, v in given.items() if v is not None}), **values)
+
+    signature = inspect.Signature([*_parameters(), *own[1:]])
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+    wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    del wrapper.__wrapped__  # type: ignore[attr-defined]  # typer would look through it
+    return wrapper
+
+
+def _parameters() -> list[inspect.Parameter]:
+    result = []
+    for name, field in EstimateRequest.model_fields.items():
+        text = HELP.get(name, field.description or "")
+        if field.default is not None and not field.is_required():
+            text += f" [default: {field.default}]"
+        option = typer.Option(dashed(name), *ALIASES.get(name, ()), metavar=_metavar(field.annotation), help=text)
+        annotation: Any = Annotated[str, option] if field.is_required() else Annotated[Optional[str], option]  # noqa: UP045  # a value, not a hint
+        default = inspect.Parameter.empty if field.is_required() else None
+        result.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    return result
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "[" + "|".join(get_args(annotation)) + "]"
+    return "N" if annotation is int or int in get_args(annotation) else "TEXT"

@@ -1,0 +1,88 @@
+"""Where an answer goes: standard output or a file, as wide, as coloured and in the characters that it takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_advisor.errors import UsageError
+
+PIPE_WIDTH = 120
+"""Columns where there is no terminal to ask and COLUMNS is not set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """What a text view is drawn for."""
+
+    width: int = PIPE_WIDTH
+    colour: bool = False
+    unicode: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """Standard output, or the file of `-o`."""
+
+    path: Path | None = None
+    force: bool = False
+
+    def check(self) -> None:
+        """Refuse before anything is computed what could not be written after."""
+        path = self.path
+        if path is None:
+            return
+        if path.is_dir():
+            raise UsageError(f"cannot write {path}: it is a directory", hint="give the name of a file")
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no directory {path.parent}", hint="make it first")
+        if path.is_file() and not self.force:
+            raise UsageError(f"{path} exists", hint="--force overwrites it")
+
+    def screen(self) -> Screen:
+        columns = shutil.get_terminal_size(fallback=(PIPE_WIDTH, 50)).columns
+        if self.path is not None:
+            return Screen(width=columns if "COLUMNS" in os.environ else PIPE_WIDTH)
+        stream = sys.stdout
+        terminal = stream is not None and stream.isatty()
+        colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        if not terminal and "COLUMNS" not in os.environ:
+            columns = PIPE_WIDTH
+        return Screen(width=max(columns, 20), colour=colour, unicode=_takes_unicode())
+
+    def write(self, text: str) -> None:
+        """The whole text, with one newline at its end."""
+        text = text.rstrip("\n") + "\n"
+        if self.path is not None:
+            try:
+                self.path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            except OSError as error:
+                raise UsageError(f"cannot write {self.path}: {error.strerror}", hint="choose another file") from None
+            return
+        if sys.stdout is None:
+            raise UsageError("standard output is closed", hint="-o FILE writes to a file")
+        encoding = sys.stdout.encoding or "utf-8"
+        try:
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UsageError(f"cannot write standard output: {error.strerror}", hint="-o FILE writes to a file") from None
+
+
+def note(text: str, *, quiet: bool = False) -> None:
+    """Something to know that is not data."""
+    if not quiet and sys.stderr is not None:
+        print(f"note: {text}", file=sys.stderr)
+
+
+def _takes_unicode() -> bool:
+    try:
+        "█▓▒░▚·".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -1,0 +1,25 @@
+"""Which row `--explain` means."""
+
+from __future__ import annotations
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.report import Report, StrategyEstimate
+
+
+def row_name(estimate: StrategyEstimate) -> str:
+    """How `--explain` names a row: `zero3`, `zero3+optimizer`."""
+    plan = estimate.plan
+    return plan.strategy if plan.offload == "none" else f"{plan.strategy}+{plan.offload}"
+
+
+def select(report: Report, name: str) -> StrategyEstimate:
+    """The row of that name; a strategy alone means its first row."""
+    wanted = name.strip().lower()
+    for estimate in report.estimates:
+        if wanted in (row_name(estimate), f"{estimate.plan.strategy}+{estimate.plan.offload}"):
+            return estimate
+    for estimate in report.estimates:
+        if wanted == estimate.plan.strategy:
+            return estimate
+    shown = ", ".join(row_name(e) for e in report.estimates)
+    raise UsageError(f"--explain {name}: no such row in the answer", hint=f"the rows are {shown}")

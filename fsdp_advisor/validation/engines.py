@@ -1,0 +1,154 @@
+"""A model wrapped by PyTorch's own DDP, FSDP1 or FSDP2 as a plan says, on rank 0 of a process group of any size.
+
+The fake process group's collectives allocate what real ones do and move nothing, so one process stands for a world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_advisor.errors import MeasurementError
+from fsdp_advisor.plan import Plan
+
+_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Rank 0 of `world_size` ranks that exist in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise MeasurementError("a process group is already there", hint="simulate in a process of its own")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(plan: Plan, device: str) -> DeviceMesh:
+    """One dimension to shard over; two, replicas outermost, for HSDP."""
+    if plan.strategy == "hsdp":
+        return init_device_mesh(device, (plan.replica_degree, plan.shard_degree), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, (plan.shard_degree,))
+
+
+def wrap(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, device: str) -> nn.Module:
+    """`model` under the plan's engine; each of `layers` and the root are units."""
+    match plan.backend:
+        case "ddp":
+            return _ddp(model) if plan.world_size > 1 else model
+        case "fsdp1":
+            return _fsdp1(model, layers, plan, mesh, device)
+        case "fsdp2":
+            return _fsdp2(model, layers, plan, mesh)
+    raise MeasurementError(f"{plan.backend} is not one of PyTorch's engines", hint="fsdp2, fsdp1 or ddp")
+
+
+class _FixedBuckets:
+    """DDP's reducer, which would look into gradients' memory to rebuild its buckets after the first step."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    """DDP with its defaults; the fake group needs a communication hook that returns the bucket as it is."""
+    wrapped = DistributedDataParallel(model, init_sync=False)
+
+    def reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    reduced.__annotations__ = {}  # DDP compares them with classes, and here they are strings
+    wrapped.register_comm_hook(None, reduced)
+    wrapped.reducer = _FixedBuckets(wrapped.reducer)
+    return wrapped
+
+
+def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> nn.Module:
+    kwargs: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if plan.mixed
+        else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if plan.offload == "parameters" else OffloadPolicy(),
+    }
+    for layer in layers:
+        fully_shard(layer, **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def _fsdp1(
+    model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, device: str
+) -> nn.Module:
+    units = {id(layer) for layer in layers}
+    reshard = plan.strategy in ("zero3", "hsdp")
+    if plan.strategy == "hsdp":
+        sharding = ShardingStrategy.HYBRID_SHARD
+    else:
+        sharding = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    return FullyShardedDataParallel(
+        model,
+        use_orig_params=True,
+        device_id=torch.device(device),
+        device_mesh=mesh if plan.strategy == "hsdp" else None,
+        auto_wrap_policy=CustomPolicy(functools.partial(_is_unit, units)),
+        mixed_precision=bf16 if plan.mixed else None,
+        sharding_strategy=sharding,
+        backward_prefetch=_PREFETCH[plan.backward_prefetch],
+        cpu_offload=CPUOffload(offload_params=plan.offload == "parameters"),
+    )
+
+
+def _is_unit(units: set[int], module: nn.Module) -> bool:
+    return id(module) in units
+
+
+def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+    """The plan's optimizer over the wrapped model's parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    match plan.optim:
+        case "adamw_torch_fused":
+            return torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+        case "adamw_torch":
+            return torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=1e-6, foreach=True)
+        case "sgd_momentum":
+            return torch.optim.SGD(parameters, lr=1e-6, momentum=0.9, foreach=True)
+        case "adafactor":
+            return torch.optim.Adafactor(parameters, lr=1e-6, foreach=True)
+    raise MeasurementError(f"optimizer {plan.optim} cannot be measured here", hint="it needs a package of its own")

@@ -1,0 +1,75 @@
+"""One rank of a real run over gloo: a tiny model with shapes that do not divide, one step, and the bytes it keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.tracing import TransformersSource
+from fsdp_advisor.tracing.recorder import materialise
+from fsdp_advisor.tracing.storages import local_tensor
+from fsdp_advisor.validation.engines import mesh_of, optimizer_for, wrap
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "vocab_size": 101,
+    "tie_word_embeddings": True,
+}
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    storages = {s._cdata: s.nbytes() for t in tensors if (s := local_tensor(t).untyped_storage()).nbytes()}
+    return sum(storages.values())
+
+
+def main() -> None:
+    """Each line of standard input is a plan; each line of rank 0's output is what that plan keeps."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for line in json.loads(sys.argv[1]):
+        plan = Plan(**line)
+        source = TransformersSource(CONFIG, name="odd")
+        model = source.build(torch.bfloat16 if plan.precision == "bf16" else torch.float32)
+        layers = [layer for stack in source.stacks(model) for layer in stack.layers]
+        materialise(model, None)  # real tensors, ties kept
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.02)
+        wrapped = wrap(model, layers, plan, mesh_of(plan, "cpu") if plan.backend != "ddp" else None, "cpu")
+        optimizer = optimizer_for(wrapped, plan)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=plan.backend == "ddp" and plan.mixed)
+        with autocast:
+            loss = source.loss(wrapped, source.batch(plan.micro_batch_size, plan.seq_len))
+        loss.backward()
+        optimizer.step()
+        parameters = list(wrapped.parameters())
+        states = [
+            value
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and (key != "step" or plan.optim == "adamw_torch_fused")
+        ]
+        kept = {
+            "parameters": storage_bytes(parameters),
+            "gradients": storage_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer": storage_bytes(states),
+        }
+        if dist.get_rank() == 0:
+            print(json.dumps(kept), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The bytes that rank 0 keeps, against real runs over gloo, to the byte, for shapes that do not divide."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fsdp_advisor.memory.schedules import schedule_for  # noqa: E402  # after the check for torch
+from fsdp_advisor.plan import Plan  # noqa: E402
+from fsdp_advisor.tracing import Recorder, TransformersSource  # noqa: E402
+
+WORKER = Path(__file__).with_name("states_worker.py")
+sys.path.insert(0, str(WORKER.parent))
+from states_worker import CONFIG  # noqa: E402  # the worker's own model
+
+BACKENDS = (("ddp", "ddp"), ("fsdp1", "zero3"), ("fsdp1", "zero2"), ("fsdp2", "zero3"), ("fsdp2", "zero2"))
+
+
+def _plans(world: int) -> list[Plan]:
+    return [
+        Plan(
+            strategy=strategy,
+            backend=backend,
+            shard_degree=1 if backend == "ddp" else world,
+            replica_degree=world if backend == "ddp" else 1,
+            precision=precision,
+            optim=optim,
+            seq_len=8,
+            micro_batch_size=2,
+        )
+        for (backend, strategy), precision, optim in itertools.product(
+            BACKENDS, ("fp32", "bf16", "bf16-mixed"), ("adamw_torch_fused", "adamw_torch", "sgd_momentum")
+        )
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_states_are_what_a_real_run_keeps(world: int) -> None:
+    plans = _plans(world)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(WORKER)]
+        + [json.dumps([asdict(p) for p in plans])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(plans), run.stderr[:3000]
+    profile = Recorder(TransformersSource(CONFIG, name="odd")).profile
+    for plan, line in zip(plans, lines, strict=True):
+        states = schedule_for(profile, plan).states
+        assert {
+            "parameters": states.parameters.exact,
+            "gradients": states.gradients.exact,
+            "optimizer": states.optimizer.exact,
+        } == json.loads(line), plan
