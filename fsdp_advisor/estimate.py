@@ -17,8 +17,7 @@ from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.score import compile_tape
 from fsdp_advisor.memory.textbook import textbook_states
 from fsdp_advisor.models.profile import Profile, Tape, Variant
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.plans import plans
+from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.resolve import Resolved, resolve

@@ -140,7 +140,7 @@ def _counted(wanted: str) -> Resolved:
     count = parse_count(wanted)
     if count is None or not MIN_COUNT <= count <= MAX_COUNT:
         raise UsageError(
-            f"{wanted[:80]} is no number of parameters that a model has",
+            f"a model cannot have {wanted[:80]} parameters",
             hint="from 1000 to 1e15, such as 7e9, 7B or 350M",
         )
     return Resolved(wanted, "count", None, count, count)

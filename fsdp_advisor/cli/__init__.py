@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -47,16 +48,18 @@ def _describe(error: Exception) -> tuple[str, str | None, int]:
 
 
 def _describe_usage(error: Exception) -> tuple[str, str, int]:
+    """Typer's complaint in this program's shape: lower case, no quotes around options, the suggestion as the hint."""
     possible: Sequence[str] = getattr(error, "possibilities", None) or ()
+    context = getattr(error, "ctx", None)
+    at_root = context is not None and context.parent is None
     message = str(getattr(error, "message", "")) if possible else str(error.format_message())  # type: ignore[attr-defined]  # see above
     message, _, meant = message.partition(" Did you mean ")
-    message = message.strip().removesuffix(".").replace("'--", "--").replace("':", ":")
-    message = message[:-1] if message.endswith("'") and message.count("'") % 2 else message
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "fsdp-advisor"
-    hint = f"see {command} --help"
-    if possible or meant:
+    message = re.sub(r"'(--?[\w-]+)'", r"\1", message.replace("Value error, ", "").strip().removesuffix("."))
+    hint = f"see {context.command_path if context else 'fsdp-advisor'} --help"
+    if meant or (possible and not at_root):
         hint = f"did you mean {meant.rstrip('?') or ' or '.join(possible)}?"
+    elif at_root and hasattr(error, "option_name"):
+        hint = "options come after the command, as in: fsdp-advisor estimate --model MODEL --gpus N"
     return message[:1].lower() + message[1:], hint, _BAD_USAGE
 
 

@@ -103,9 +103,10 @@ def estimate(
     form = _format(format, json)
     destination.check()
     report = answer(request)
-    destination.write(_render(report, form, explain, destination))
-    for text in report.notes:
-        note(text, quiet=quiet)
+    text = _render(report, form, explain, destination)
+    for remark in report.notes:
+        note(remark, quiet=quiet)
+    destination.write(text)
     return FITS if report.any_fits else NONE_FITS
 
 

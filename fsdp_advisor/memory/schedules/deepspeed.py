@@ -205,7 +205,7 @@ class _Bucket:
             self.reduce(ledger)
         if gradient.oversized:
             self.oversized = gradient.n_bytes
-            if not self.buffers.sharded and self.buffers.offload_cast_bytes:  # cloned first
+            if self.clones_oversized:
                 ledger.add(UNSHARDED_GRADIENTS, gradient.n_bytes)
                 ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes)
         else:
@@ -222,6 +222,11 @@ class _Bucket:
             return copy, self.buffers.offload_temporaries(own).rounded
         # before the last micro-batch stage 3 brings back what is on the host, stages 1, 2 copy in place
         return copy, round_up(self.buffers.gradient_bytes * own) if self.buffers.sharded else 0
+
+    @property
+    def clones_oversized(self) -> bool:
+        """Stages 1 and 2 with offload give an oversized gradient a storage of its own."""
+        return not self.buffers.sharded and self.buffers.offload_cast_bytes > 0
 
     @property
     def bears_averaged(self) -> bool:
@@ -390,21 +395,24 @@ class DeepspeedSchedule:
             return True
         start = self._known.starts[place[0]][self._left[place[0]] - 1]
         sharded = bucket.buffers.sharded
-        if bucket.oversized or not (bucket.alive or sharded) or (folded.oversized and self._offloads):
+        if bucket.oversized or not (bucket.alive or sharded):
             return False
-        if bucket.bears_averaged and (bucket.filled.largest_own or bucket.own(start, 1)):
+        own = bucket.filled.largest_own > 0 or bucket.own(start, 1) > 0
+        if own and not sharded and (bucket.bears_averaged or (folded.oversized and self._offloads)):
             return False
         self._left[place[0]] -= 1
         self._enter(ledger, place)
         filled = bucket.filled
-        limit = bucket.buffers.bucket_elements
+        room = bucket.buffers.bucket_elements - filled.elements
         for mark in folded.marks:
             gradient = mark.gradient
-            if filled.elements + gradient.elements > limit:
+            if gradient.elements > room:
                 self._candidate(ledger, mark)
                 filled.clear()
+                room = bucket.buffers.bucket_elements
+            room -= gradient.elements
             at = gradient.start if mark.at_root else start + gradient.start
-            filled.put(at, gradient.elements, gradient.padded, bucket.own(at, gradient.elements))
+            filled.put(at, gradient.elements, gradient.padded, bucket.own(at, gradient.elements) if own else 0)
         ledger.apply(folded.block)
         return True
 
@@ -448,6 +456,9 @@ class DeepspeedSchedule:
             oversized |= gradient.oversized
             ledger.live[UNSHARDED_GRADIENTS] -= dies
             ledger.total -= dies
+            if waiting and self._bucket.clones_oversized and ledger.total + waiting > high:
+                high, high_live = ledger.total + waiting, list(ledger.live)
+                high_live[UNSHARDED_GRADIENTS] += waiting
         if waiting:
             return None
         return Folded(Block(tuple(ledger.live), tuple(high_live), high), tuple(marks), oversized)

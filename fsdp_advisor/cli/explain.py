@@ -1,0 +1,81 @@
+"""`--explain`: what is alive at the peak of one strategy, and the step as a timeline."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from fsdp_advisor.cli.drawing import Column, bar, draw, widths, wrap
+from fsdp_advisor.cli.figures import ACCOUNT_MEANING, PARTS, Sizes, host_lines, kept, loss_line, reasons
+from fsdp_advisor.cli.output import Screen
+from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.report import Report, StrategyEstimate
+
+_STATES = PARTS[0]
+_BAR_WIDTHS = (10, 40)
+
+
+def explanation(report: Report, estimate: StrategyEstimate, screen: Screen) -> str:
+    """The explanation of one row, without a final newline."""
+    sizes = Sizes.of(report)
+    states = ", ".join(f"{name} {sizes.near(n)}" for name, n in estimate.states.items() if n)
+    blocks = [f"{estimate.label} ({estimate.plan.backend})"]
+    if estimate.peak_tensor_bytes is None:
+        blocks[0] += ": the peak is unknown"
+    else:
+        at = f"in {estimate.peak_phase}, at {estimate.peak_where}"
+        phases = ", ".join(f"{phase} {sizes.full(n)}" for phase, n in (estimate.phase_peaks or {}).items())
+        blocks[0] = wrap(f"{blocks[0]}: peak {sizes.full(estimate.peak_tensor_bytes)} {at}", screen)
+        blocks[0] += "\n" + wrap(f"highest by phase: {phases}", screen, indent="  ")
+        blocks.append(_live_set(estimate, sizes, screen))
+    lines = [f"kept from step to step: {sizes.near(kept(estimate))} ({states})" if states else "nothing is kept"]
+    lines = [*([line] if (line := loss_line(estimate)) else []), *lines, *host_lines(estimate, sizes)]
+    lines += [f"not in these figures: {'; '.join(reasons(estimate))}"]
+    blocks.append("\n".join(wrap(line, screen, indent="  ") for line in lines))
+    if estimate.timeline:
+        blocks.append(timeline(estimate.timeline, report.gpu_memory_bytes, sizes, screen))
+    return "\n\n".join(blocks)
+
+
+def _live_set(estimate: StrategyEstimate, sizes: Sizes, screen: Screen) -> str:
+    """Every account that holds anything; the loss last, since it is what a different loss would change."""
+    live = estimate.at_peak or {}
+    total = sum(live.values())
+    rows = sorted(((n, name) for name, n in live.items() if n and name != "loss"), reverse=True)
+    rows += [(live["loss"], "loss")] if live.get("loss") else []
+    rows.append((total, "sum"))
+    return draw(
+        [
+            Column("alive at the peak", [name.replace("_", " ") for _, name in rows]),
+            Column(sizes.unit, [sizes.bare(n) for n, _ in rows], right=True),
+            Column("share", [f"{100 * n / total:.1f} %" for n, _ in rows], right=True),
+            Column("what it is", [ACCOUNT_MEANING.get(name, "") for _, name in rows]),
+        ],
+        screen,
+    )
+
+
+def timeline(points: tuple[Point, ...], whole: int, sizes: Sizes, screen: Screen) -> str:
+    """One line per stretch of the step; repetitions that were not walked stand as one line."""
+    phases, places, live, high = [], [], [], []
+    for before, point in zip((None, *points), points, strict=False):
+        phases.append(point.phase if before is None or before.phase != point.phase else "")
+        folded = point.repeats > 1
+        places.append(f"  x {point.repeats} more" if folded else point.where)
+        live.append(sizes.bare(point.live_bytes))
+        high.append("" if folded else sizes.bare(point.high_bytes))
+    columns = [
+        Column("phase", phases),
+        Column("where", places),
+        Column("live", live, right=True),
+        Column("high", high, right=True),
+    ]
+    narrow, wide = _BAR_WIDTHS
+    room = screen.width - widths(columns) - 2
+    if room >= narrow:
+        width = min(room, wide)
+        bars = [
+            Text("") if p.repeats > 1 else bar([(_STATES, p.high_bytes)], whole, width, screen) for p in points
+        ]
+        columns.append(Column("of the GPU", bars))
+    caption = f"the step, in {sizes.unit}: live at the end of each stretch, and the highest within it"
+    return wrap(caption, screen) + "\n" + draw(columns, screen)

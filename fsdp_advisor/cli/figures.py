@@ -1,0 +1,174 @@
+"""The figures that every view shows of an estimate, and the words for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_advisor.cli.selection import row_name
+from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.units import format_bytes, format_count, format_gib
+
+NONE = "-"
+UNKNOWN = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Accounts that are shown as one: a name, how a bar draws it, in colour and without, and in ASCII."""
+
+    name: str
+    meaning: str
+    accounts: tuple[str, ...]
+    colour: str
+    glyph: str
+    letter: str
+
+    def of(self, live: dict[str, int]) -> int:
+        return sum(live[account] for account in self.accounts)
+
+
+PARTS = (
+    Part("states", "states", ("parameters", "gradients", "optimizer"), "blue", "█", "S"),
+    Part(
+        "gathered",
+        "gathered units + communication",
+        ("unsharded_parameters", "unsharded_gradients", "communication"),
+        "magenta",
+        "▓",
+        "G",
+    ),
+    Part("activ.", "activations", ("activations",), "cyan", "▒", "A"),
+    Part("loss", "loss", ("loss",), "yellow", "░", "L"),
+    Part("other", "other", ("temporaries", "other"), "white", "▚", "O"),
+)
+"""Together all accounts, so that the parts sum to the peak."""
+assert sorted(a for part in PARTS for a in part.accounts) == sorted(ACCOUNTS)
+
+ACCOUNT_MEANING = {
+    "parameters": "weights kept from step to step",
+    "gradients": "gradients kept until the optimizer step",
+    "optimizer": "optimizer state, master weights included",
+    "unsharded_parameters": "gathered layers; autocast's casts",
+    "unsharded_gradients": "whole gradients, not yet reduced",
+    "communication": "buckets and buffers of collectives",
+    "activations": "saved in forward for backward",
+    "loss": "logits and what the loss makes of them",
+    "temporaries": "born and dead within one phase",
+    "other": "the batch, buffers",
+}
+
+
+def decimal_gb(n_bytes: int) -> str:
+    """Bytes in GB (10**9), as the textbook's tables have them.
+
+    >>> decimal_gb(28_000_000_000)
+    '28.00 GB'
+    """
+    return f"{n_bytes / 10**9:.2f} GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How a report writes bytes: GiB, or decimal GB for the textbook's states of a bare count."""
+
+    decimal: bool
+
+    @classmethod
+    def of(cls, report: Report) -> Sizes:
+        return cls(decimal=report.model_source == "count")
+
+    @property
+    def unit(self) -> str:
+        return "GB (10^9 bytes)" if self.decimal else "GiB"
+
+    def full(self, n_bytes: int) -> str:
+        return decimal_gb(n_bytes) if self.decimal else format_gib(n_bytes)
+
+    def near(self, n_bytes: int) -> str:
+        """In the unit that suits the size, for what may be small."""
+        return decimal_gb(n_bytes) if self.decimal else format_bytes(n_bytes)
+
+    def bare(self, n_bytes: int) -> str:
+        """Without the unit, for a column that says it."""
+        return self.full(n_bytes).split()[0]
+
+
+def assumed(report: Report, sizes: Sizes) -> str:
+    """The one line that says what the figures are of."""
+    request = report.request
+    nodes = f" on {request.nnodes} nodes" if request.nnodes > 1 else ""
+    where = f"{request.gpus} x {report.gpu_name} ({sizes.full(report.gpu_memory_bytes)} each){nodes}"
+    model = f"{report.model_name} ({format_count(report.parameters)} parameters)"
+    if report.trainable_parameters != report.parameters:
+        model = model[:-1] + f", {format_count(report.trainable_parameters)} trainable)"
+    job = [f"{request.precision}", request.optim]
+    if report.model_source != "count":
+        job = [f"micro-batch {request.micro_batch_size}", f"{report.seq_len} tokens", *job, request.attention]
+        steps, checkpointing = request.gradient_accumulation_steps, request.activation_checkpointing
+        job += [f"accumulation {steps}"] if steps > 1 else []
+        job += [f"{checkpointing if checkpointing != 'none' else 'no'} activation checkpointing"]
+    if request.offload != "none" and request.offload_device != "cpu":
+        job += [f"offload to {request.offload_device}"]
+    return f"{model} on {where}: {', '.join(job)}"
+
+
+def kept(estimate: StrategyEstimate) -> int:
+    """What stays on the GPU from step to step."""
+    return sum(estimate.states.values())
+
+
+def verdict(report: Report, estimate: StrategyEstimate, sizes: Sizes) -> str:
+    """Whether it fits, and by how much."""
+    if estimate.peak_tensor_bytes is not None:
+        room = report.gpu_memory_bytes - estimate.peak_tensor_bytes
+        return f"fits, {sizes.full(room)} free" if estimate.fits else f"needs {sizes.full(-room)} more"
+    if estimate.fits is False:
+        return f"states alone need {sizes.full(kept(estimate) - report.gpu_memory_bytes)} more"
+    return "peak unknown"
+
+
+def warnings(report: Report) -> list[str]:
+    """Each warning once, with the rows it is about."""
+    rows: dict[str, list[str]] = {}
+    for estimate in report.estimates:
+        for warning in estimate.warnings:
+            rows.setdefault(warning, []).append(estimate.label)
+    everywhere = len(report.estimates)
+    return [w if len(names) == everywhere else f"{', '.join(names)}: {w}" for w, names in rows.items()]
+
+
+def left_out(report: Report) -> str:
+    """What no figure holds, in one line. What is left out of some rows only is named by `--explain`."""
+    every = [reasons(e) for e in report.estimates]
+    common = [what for what in every[0] if all(what in row for row in every)]
+    more = [row_name(e) for e, row in zip(report.estimates, every, strict=True) if len(row) > len(common)]
+    return "; ".join([*common, *([f"more for {', '.join(more)}, see --explain"] if more else [])])
+
+
+def reasons(estimate: StrategyEstimate) -> list[str]:
+    """What the row's figures do not hold, without the names of the JSON keys."""
+    return [item.partition(": ")[2] or item for item in estimate.not_modelled]
+
+
+def loss_line(estimate: StrategyEstimate) -> str:
+    """What the loss chain costs, and what a loss that never makes it whole would save."""
+    if estimate.at_peak is None or estimate.peak_tensor_bytes is None or estimate.fused_loss_peak_bytes is None:
+        return ""
+    saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes
+    chain = f"loss chain (logits and what the loss makes of them): {format_bytes(estimate.at_peak['loss'])} at the peak"
+    if saved * 1000 < estimate.peak_tensor_bytes:
+        return f"{chain}; it does not set the peak, so a fused or chunked loss would save nothing"
+    after = format_gib(estimate.fused_loss_peak_bytes)
+    return f"{chain}; a fused or chunked loss would save {format_bytes(saved)}: a peak of {after}"
+
+
+def host_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
+    """Host memory per node, in the steady state and while loading."""
+    steady = sizes.full(estimate.host_bytes_per_node) if estimate.host_bytes_per_node else "nothing is kept there"
+    lines = [f"host memory per node: {steady}"]
+    loading = estimate.host_loading_bytes_per_node
+    if loading is not None:
+        one, every = sizes.full(loading["one_copy"]), sizes.full(loading["every_rank"])
+        lines.append(f"loading the weights, per node: {one} with one copy, {every} if every rank loads its own")
+    return lines

@@ -1,0 +1,48 @@
+"""An estimate as a Markdown table, to paste into an issue."""
+
+from __future__ import annotations
+
+from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, Sizes, assumed, kept, left_out, verdict, warnings
+from fsdp_advisor.report import Report, StrategyEstimate
+
+
+def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
+    """The whole answer, without a final newline."""
+    sizes = Sizes.of(report)
+    known = any(e.peak_tensor_bytes is not None for e in report.estimates)
+    header = ["strategy", "backend", *(["peak", *(p.meaning for p in PARTS)] if known else ["states"])]
+    header += ["host per node", "verdict"]
+    rows = []
+    for e in report.estimates:
+        peak = UNKNOWN if e.peak_tensor_bytes is None else sizes.full(e.peak_tensor_bytes)
+        if not known:
+            figures = [sizes.full(kept(e))]
+        elif e.at_peak is None:
+            figures = [peak, sizes.full(kept(e)), *[UNKNOWN] * (len(PARTS) - 1)]
+        else:
+            figures = [peak, *(sizes.full(p.of(e.at_peak)) for p in PARTS)]
+        host = sizes.full(e.host_bytes_per_node) if e.host_bytes_per_node else NONE
+        rows.append([e.label, e.plan.backend, *figures, host, verdict(report, e, sizes)])
+    blocks = [
+        _escape(assumed(report, sizes)),
+        "\n".join([_row(header), _row(["---", "---", *["---:"] * (len(header) - 3), "---"]), *map(_row, rows)]),
+        *(f"Warning: {_escape(warning)}" for warning in warnings(report)),
+        f"Not in these figures: {_escape(left_out(report))}.",
+    ]
+    if explained is not None:
+        from fsdp_advisor.cli.explain import explanation  # rich is not needed without it
+        from fsdp_advisor.cli.output import Screen
+
+        blocks.append(f"```text\n{explanation(report, explained, Screen())}\n```")
+    return "\n\n".join(blocks)
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _escape(text: str) -> str:
+    """Names are shown as they are: no emphasis, no tags."""
+    for character in "\\`*_<":
+        text = text.replace(character, "\\" + character)
+    return text

@@ -1,0 +1,127 @@
+"""The text view of an estimate: what is assumed, a row per strategy, what is left out."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from fsdp_advisor.cli.drawing import Column, bar, draw, fitting, legend, paint, widths, wrap
+from fsdp_advisor.cli.explain import explanation
+from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, Part, Sizes, assumed, kept, left_out, verdict, warnings
+from fsdp_advisor.cli.output import Screen
+from fsdp_advisor.cli.selection import row_name
+from fsdp_advisor.report import Report, StrategyEstimate
+
+BAR_WIDTHS = (8, 24)
+"""The narrowest bar that tells anything, and the widest that tells more."""
+_STATES = PARTS[0]
+_STYLE = {True: "green", False: "red", None: "yellow"}
+
+
+def text(report: Report, screen: Screen, explained: StrategyEstimate | None = None) -> str:
+    """The whole answer as text, without a final newline."""
+    sizes = Sizes.of(report)
+    columns = _columns(report, sizes)
+    table = fitting(columns, screen.width - BAR_WIDTHS[0] - 2)
+    if widths(table) + BAR_WIDTHS[0] + 2 <= screen.width:
+        body = _table(report, table, screen)
+    else:
+        body = _cards(report, sizes, screen)
+    blocks = [wrap(assumed(report, sizes), screen), body, _below(report, sizes, screen)]
+    if explained is not None:
+        blocks.append(explanation(report, explained, screen))
+    return "\n\n".join(blocks)
+
+
+def _columns(report: Report, sizes: Sizes) -> list[Column]:
+    """All but the bar."""
+    estimates = report.estimates
+    columns = [
+        Column("strategy", [e.label.partition(" ")[0] for e in estimates]),
+        Column("offload", [e.plan.offload.replace("none", NONE) for e in estimates]),
+        Column("backend", [e.plan.backend for e in estimates]),
+    ]
+    if not any(e.plan.offload != "none" for e in estimates):
+        del columns[1]
+    if any(e.peak_tensor_bytes is not None for e in estimates):
+        columns.append(Column("peak", [_or_unknown(e.peak_tensor_bytes, sizes) for e in estimates], right=True))
+        columns += [
+            Column(p.name, [_part(p, e, sizes) for e in estimates], right=True, rank=1 if p is _STATES else 2)
+            for p in PARTS
+        ]
+    else:
+        columns += [
+            Column(name, [sizes.bare(e.states[name]) for e in estimates], right=True, rank=2)
+            for name in ("parameters", "gradients", "optimizer")
+        ]
+        columns.append(Column("states", [sizes.bare(kept(e)) for e in estimates], right=True))
+    host = [sizes.bare(e.host_bytes_per_node) if e.host_bytes_per_node else NONE for e in estimates]
+    if any(cell != NONE for cell in host):
+        columns.append(Column("host", host, right=True))
+    verdicts = [Text(verdict(report, e, sizes), style=_STYLE[e.fits]) for e in estimates]
+    return [*columns, Column("verdict", verdicts)]
+
+
+def _or_unknown(n_bytes: int | None, sizes: Sizes) -> str:
+    return UNKNOWN if n_bytes is None else sizes.bare(n_bytes)
+
+
+def _part(part: Part, estimate: StrategyEstimate, sizes: Sizes) -> str:
+    if estimate.at_peak is not None:
+        return sizes.bare(part.of(estimate.at_peak))
+    return sizes.bare(kept(estimate)) if part is _STATES else UNKNOWN
+
+
+def _table(report: Report, columns: list[Column], screen: Screen) -> str:
+    narrow, wide = BAR_WIDTHS
+    width = max(narrow, min(wide, screen.width - widths(columns) - 2))
+    bars = Column("of the GPU", [_bar(report, e, width, screen) for e in report.estimates])
+    if width < len(bars.header):
+        bars = Column("", bars.cells)
+    at = next(i for i, c in enumerate(columns) if c.header in ("host", "verdict"))
+    return draw([*columns[:at], bars, *columns[at:]], screen)
+
+
+def _bar(report: Report, estimate: StrategyEstimate, width: int, screen: Screen) -> Text:
+    if estimate.at_peak is None:
+        parts = [(_STATES, kept(estimate))]
+    else:
+        parts = [(part, part.of(estimate.at_peak)) for part in PARTS]
+    return bar(parts, report.gpu_memory_bytes, width, screen)
+
+
+def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
+    """Three lines a row, for a screen that no table fits."""
+    cards = []
+    for e in report.estimates:
+        live = e.at_peak
+        if live is not None:
+            made = ", ".join(f"{p.meaning.partition(',')[0]} {sizes.bare(p.of(live))}" for p in PARTS)
+        else:
+            made = ", ".join(f"{name} {sizes.bare(n)}" for name, n in e.states.items() if n)
+        peak = e.peak_tensor_bytes
+        head = f"peak {sizes.full(peak)}" if peak is not None else f"states alone {sizes.full(kept(e))}"
+        host = f"; host {sizes.full(e.host_bytes_per_node)} per node" if e.host_bytes_per_node else ""
+        judged = Text(wrap(f"{e.label}: {verdict(report, e, sizes)}", screen), style=_STYLE[e.fits])
+        lines = [
+            paint(judged, screen),
+            paint(Text("  ") + _bar(report, e, min(screen.width - 2, 2 * BAR_WIDTHS[1]), screen), screen),
+            wrap(f"{head}{host} ({e.plan.backend})", screen, first="  ", indent="  "),
+            wrap(made, screen, first="  ", indent="  "),
+        ]
+        cards.append("\n".join(line for line in lines if line))
+    return "\n".join(cards)
+
+
+def _below(report: Report, sizes: Sizes, screen: Screen) -> str:
+    known = next((e for e in report.estimates if e.at_peak is not None), None)
+    what = "Peak per GPU, counting tensors" if known else "States per GPU, by the textbook"
+    lines = [
+        legend(PARTS if known else [_STATES], screen),
+        wrap(f"{what}, in {sizes.unit}; host memory per node.", screen),
+        *(wrap(f"warning: {warning}", screen, indent="  ") for warning in warnings(report)),
+        wrap(f"Not in these figures: {left_out(report)}.", screen, indent="  "),
+    ]
+    if known:
+        example = next((e for e in report.estimates if e.fits), known)
+        lines.append(wrap(f"What is alive at the peak, and when: --explain {row_name(example)}", screen))
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""How long an answer takes. Run with `pytest tests/benchmarks --benchmark-enable`; nothing here fails for being slow.
+
+Cold starts are whole processes; compare `cold estimate` with `cold libraries`, in the same run, as a ratio.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from fsdp_advisor import estimate
+from fsdp_advisor.estimate import replayed
+from fsdp_advisor.memory.score import compile_tape
+
+COLD = {
+    "cold libraries": ["-c", "import pydantic, typer, rich"],
+    "cold estimate": ["-m", "fsdp_advisor", "estimate", "--json", "-q", "--gpu", "H100", "--gpus", "4", "--model", "meta-llama/Llama-2-7b-hf"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", COLD)
+def test_cold(benchmark: BenchmarkFixture, what: str) -> None:
+    def run() -> int:
+        return subprocess.run([sys.executable, *COLD[what]], stdout=subprocess.DEVNULL).returncode
+
+    assert benchmark(run) in (0, 1)
+
+
+DEPTHS = {"24 layers": "bigscience/bloom-560m", "32 layers": "meta-llama/Llama-2-7b-hf", "126 layers": "meta-llama/Llama-3.1-405B"}
+STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", "deepspeed"), ("zero3", "deepspeed")]
+
+
+@pytest.mark.parametrize(("strategy", "backend"), STRATEGIES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_warm(benchmark: BenchmarkFixture, depth: str, strategy: str, backend: str) -> None:
+    """A replay each time: what is remembered of the last answer is dropped."""
+
+    def answer() -> None:
+        replayed.cache_clear()
+        estimate(model=DEPTHS[depth], gpus=8, gpu="H100", strategy=strategy, backend=backend)
+
+    answer()
+    benchmark(answer)
+
+
+def test_new_batch_and_length(benchmark: BenchmarkFixture) -> None:
+    """A point that has not been asked for before: sizes are evaluated and blocks folded anew."""
+
+    def answer() -> None:
+        replayed.cache_clear()
+        compile_tape.cache_clear()
+        estimate(model="meta-llama/Llama-2-7b-hf", gpus=8, gpu="H100", strategy="zero3")
+
+    answer()
+    benchmark(answer)

@@ -1,0 +1,178 @@
+"""Properties of estimates, and figures that documents state."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_advisor import estimate
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.report import StrategyEstimate
+
+MODELS = st.sampled_from(["meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google-t5/t5-small"])
+STRATEGIES = st.sampled_from([("ddp", "ddp"), ("zero2", "fsdp2"), ("zero3", "fsdp2"), ("zero2", "fsdp1"), ("zero3", "fsdp1")])
+PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16-mixed"])
+
+
+def one(**options: object) -> StrategyEstimate:
+    (result,) = estimate(gpu="H100", **options).estimates
+    return result
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    model=MODELS,
+    strategy=STRATEGIES,
+    precision=PRECISIONS,
+    gpus=st.integers(1, 512),
+    micro_batch_size=st.integers(1, 16),
+    seq_len=st.integers(1, 512),
+    checkpointing=st.sampled_from(["none", "full"]),
+    accumulation=st.integers(1, 4),
+)
+def test_the_live_set_sums_to_the_peak(
+    model: str,
+    strategy: tuple[str, str],
+    precision: str,
+    gpus: int,
+    micro_batch_size: int,
+    seq_len: int,
+    checkpointing: str,
+    accumulation: int,
+) -> None:
+    result = one(
+        model=model,
+        strategy=strategy[0],
+        backend=strategy[1],
+        precision=precision,
+        gpus=gpus,
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        activation_checkpointing=checkpointing,
+        gradient_accumulation_steps=accumulation,
+    )
+    assert result.at_peak is not None and result.phase_peaks is not None
+    assert tuple(result.at_peak) == ACCOUNTS
+    assert all(n >= 0 for n in result.at_peak.values())
+    assert sum(result.at_peak.values()) == result.peak_tensor_bytes == max(result.phase_peaks.values())
+    assert result.phase_peaks[result.peak_phase or ""] == result.peak_tensor_bytes
+    assert result.fused_loss_peak_bytes is not None and result.fused_loss_peak_bytes <= result.peak_tensor_bytes
+    assert all(point.live_bytes >= 0 for point in result.timeline)
+
+
+@settings(deadline=None, max_examples=40)
+@given(model=MODELS, strategy=STRATEGIES, precision=PRECISIONS, gpus=st.integers(1, 300), more=st.integers(1, 50))
+def test_more_shards_never_cost_more_state(
+    model: str, strategy: tuple[str, str], precision: str, gpus: int, more: int
+) -> None:
+    def states(ranks: int) -> dict[str, int]:
+        return one(
+            model=model, strategy=strategy[0], backend=strategy[1], precision=precision, gpus=ranks, optim="adamw_torch"
+        ).states
+
+    few, many = states(gpus), states(gpus + more)
+    for what in ("parameters", "gradients", "optimizer"):
+        assert many[what] <= few[what]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    model=MODELS,
+    strategy=STRATEGIES,
+    seq_len=st.integers(2, 256),
+    longer=st.integers(1, 256),
+    micro_batch_size=st.integers(2, 8),
+    more=st.integers(1, 8),
+)
+def test_more_tokens_never_take_less_memory(
+    model: str, strategy: tuple[str, str], seq_len: int, longer: int, micro_batch_size: int, more: int
+) -> None:
+    def peak(b: int, t: int) -> int:
+        options = {"model": model, "strategy": strategy[0], "backend": strategy[1], "gpus": 4}
+        return one(**options, micro_batch_size=b, seq_len=t).peak_tensor_bytes or 0
+
+    least = peak(micro_batch_size, seq_len)
+    assert least <= peak(micro_batch_size, seq_len + longer)
+    assert least <= peak(micro_batch_size + more, seq_len)
+
+
+TEXTBOOK = [
+    # 7B parameters, fp32 AdamW, 4 GPUs, decimal GB: 28 + 28 + 56 divided as each strategy divides them.
+    # Source: arXiv:1910.02054 section 3, and every tutorial since.
+    ("ddp", "none", 112_000_000_000),
+    ("zero1", "none", 70_000_000_000),
+    ("zero2", "none", 49_000_000_000),
+    ("zero3", "none", 28_000_000_000),
+    ("zero3", "parameters", 0),
+]
+
+
+@pytest.mark.parametrize(("strategy", "offload", "n_bytes"), TEXTBOOK)
+def test_a_bare_count_is_the_textbook(strategy: str, offload: str, n_bytes: int) -> None:
+    result = one(model="7e9", gpus=4, precision="fp32", strategy=strategy, offload=offload)
+    assert sum(result.states.values()) == n_bytes
+    assert result.peak_tensor_bytes is None and result.at_peak is None and result.phase_peaks is None
+    assert result.fits is (False if n_bytes > 80 * 2**30 else None)
+    assert any("bare parameter count" in reason for reason in result.not_modelled)
+
+
+def test_the_json_has_the_contracts_keys() -> None:
+    report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB").as_dict()
+    assert {"schema_version", "model", "request", "gpu", "estimates", "recommendation"} <= set(report)
+    assert set(report["model"]) >= {"name", "source", "parameters", "trainable_parameters"}
+    assert report["model"]["parameters"] == 6_738_415_616
+    assert [(e["strategy"], e["offload"]) for e in report["estimates"]] == [
+        ("ddp", "none"),
+        ("zero1", "none"),
+        ("zero2", "none"),
+        ("zero3", "none"),
+        ("zero2", "optimizer"),
+        ("zero3", "optimizer"),
+        ("zero3", "parameters"),
+    ]
+    for row in report["estimates"]:
+        assert {
+            "strategy", "backend", "offload", "fits", "peak_tensor_bytes", "peak_allocated_bytes",
+            "peak_reserved_bytes", "peak_device_bytes", "peak_phase", "phase_peaks", "states", "at_peak",
+            "host_bytes_per_node", "tokens_per_second_per_gpu", "step_seconds", "not_modelled",
+        } <= set(row)  # fmt: skip
+        for unknown in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_seconds"):
+            assert row[unknown] is None
+            assert any(unknown in reason for reason in row["not_modelled"])
+        assert set(row["at_peak"]) == set(ACCOUNTS)
+
+
+REFUSED = [
+    ({"strategy": "ddp", "offload": "parameters"}, "strategy ddp cannot offload parameters"),
+    ({"strategy": "zero1", "backend": "fsdp2"}, "backend fsdp2 has no strategy zero1"),
+    ({"strategy": "zero3", "offload": "optimizer", "backend": "fsdp1"}, "backend fsdp1 has no strategy zero3 with offload optimizer"),
+    ({"gpus": 6, "nnodes": 4}, "gpus 6 is not divisible by nnodes 4"),
+    ({"gpus": 0}, "gpus: Input should be greater than or equal to 1, not 0"),
+    ({"micro_batch_size": -1}, "micro_batch_size: Input should be greater than or equal to 1, not -1"),
+    ({"precision": "fp8"}, "precision: Input should be 'fp32', 'bf16', 'bf16-mixed' or 'fp16-mixed', not 'fp8'"),
+    ({"colour": "red"}, "colour: Extra inputs are not permitted, not 'red'"),
+    ({"gpu": "H9000"}, "unknown GPU 'H9000'"),
+    ({"strategy": "zero3", "offload": "parameters", "offload_device": "nvme"}, "backend fsdp2 cannot offload to nvme"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda x: str(x)[:40])
+def test_what_cannot_be_is_refused_in_one_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        estimate(model="meta-llama/Llama-2-7b-hf", **options)
+    assert error.value.message == message
+    assert error.value.hint and "\n" not in error.value.message + error.value.hint
+
+
+def test_a_long_sequence_is_noted() -> None:
+    report = estimate(model="openai-community/gpt2", seq_len=2048, gpu="T4", strategy="ddp")
+    assert "seq_len 2048 is past the model's maximum of 1024 tokens" in report.notes
+
+
+def test_fsdp2_padding_is_named() -> None:
+    """A fused tensor of 8 experts over 64 ranks: every rank keeps one expert in eight instead of one in 64."""
+    result = one(model="mistralai/Mixtral-8x7B-v0.1", gpus=64, strategy="zero3")
+    assert any("experts" in w and "8.0 times its fair share" in w for w in result.warnings)
+    assert not one(model="mistralai/Mixtral-8x7B-v0.1", gpus=8, strategy="zero3").warnings
