@@ -21,9 +21,11 @@ from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.resolve import Resolved, resolve
+from fsdp_advisor.units import format_gib
 
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
+MASK_WORTH_A_WORD = 0.02
 UNKNOWN_FIGURES = (
     "peak_allocated_bytes: what cuBLAS and attention kernels take beside tensors",
     "peak_reserved_bytes: the caching allocator's segments and fragmentation",
@@ -153,6 +155,12 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Strate
             not_modelled=(f"the peak: {error}", *unknown),
         )
     ledger, fused = replayed(profile, tape, plan)
+    unmasked = _without_mask(profile, variant, plan)
+    if unmasked is not None and ledger.peak - unmasked > MASK_WORTH_A_WORD * ledger.peak:
+        warnings += (
+            f"{format_gib(ledger.peak - unmasked)} of the peak are attention masks that transformers builds for sdpa when "
+            f"it runs on fake or traced tensors; a GPU's flash kernel needs none: about {format_gib(unmasked)} there",
+        )
     return StrategyEstimate(
         plan=plan,
         fits=ledger.peak <= gpu.memory_bytes,
@@ -183,6 +191,14 @@ def replayed(profile: Profile, tape: Tape, plan: Plan) -> tuple[Ledger, int]:
         score = compile_tape(profile, tape, b, t, grad_marks=schedule.grad_marks, fused_loss=fused_loss)
         peaks.append(replay(profile, score, schedule, steps))
     return peaks[0], peaks[1].peak
+
+
+def _without_mask(profile: Profile, variant: Variant, plan: Plan) -> int | None:
+    """The peak with attention that takes no mask, where that is on tape: what sdpa's flash kernel comes to on a GPU."""
+    flash = Variant(variant.engine, variant.precision, "flash_attention_2", variant.checkpointing, False)
+    if variant.attention != "sdpa" or flash.key not in profile.tapes:
+        return None
+    return replayed(profile, profile.tapes[flash.key], plan)[0].peak
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:

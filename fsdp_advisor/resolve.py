@@ -531,18 +531,21 @@ def _hub() -> str:
 
 @contextlib.contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """No progress bar for a kilobyte, no log lines beside our own."""
+    """No progress bar for a kilobyte, no log lines beside our own, and no request but for the file."""
+    from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     logger, bars = logging.getLogger("huggingface_hub"), "huggingface_hub.http_get"
-    level = logger.level
+    level, telemetry = logger.level, constants.HF_HUB_DISABLE_TELEMETRY
     silence = not are_progress_bars_disabled(bars) and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
     logger.setLevel(logging.CRITICAL)
+    constants.HF_HUB_DISABLE_TELEMETRY = True
     if silence:
         disable_progress_bars(bars)
     try:
         yield
     finally:
         logger.setLevel(level)
+        constants.HF_HUB_DISABLE_TELEMETRY = telemetry
         if silence:
             enable_progress_bars(bars)

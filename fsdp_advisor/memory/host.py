@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.memory import deepspeed_host, optimizers
+from fsdp_advisor.memory.held import NOTHING, Held
 from fsdp_advisor.memory.schedules.fsdp2 import shard_shape
 from fsdp_advisor.memory.schedules.units import total
-from fsdp_advisor.memory.held import NOTHING, Held
 from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 

@@ -1,4 +1,4 @@
-"""PyTorch FSDP2 (`fully_shard` on each layer and on the root).
+"""PyTorch FSDP2: `fully_shard` on each layer and on the root, `reshard_after_forward` the same for all of them.
 
 Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_sharded_param` (dim-0 chunks, padded),
 `foreach_all_gather`, `FSDPParamGroup.wait_for_unshard`, `post_backward`, `foreach_reduce`, `FSDPState._post_forward`.
@@ -6,6 +6,7 @@ Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_shard
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -181,9 +182,8 @@ class Fsdp2Schedule:
         ledger.add(COMMUNICATION, unit.gather_output)
         ledger.add(COMMUNICATION, -inputs)
 
-    def _upload(self, ledger: Ledger, unit: Unit | UnitBytes) -> int:
+    def _upload(self, ledger: Ledger, unit: UnitBytes) -> int:
         """With offload each shard is copied to the GPU, then cast: all inputs live until the all-gather is issued."""
-        assert isinstance(unit, UnitBytes)
         held = 0
         for elements in unit.shards:
             full = round_up(elements * self._plan.param_bytes)
@@ -210,14 +210,19 @@ class Fsdp2Schedule:
             ledger.add(COMMUNICATION, -unit.gather_output)
 
     def _copy_alone(self, ledger: Ledger, unit: UnitBytes) -> None:
-        """World size 1: each parameter is cast and copied; the last cast lives while the next is made."""
+        """World size 1: each parameter is brought to the GPU, cast and copied; the last cast lives while the next is made."""
         held = 0
         for elements in unit.shards:
             n_bytes = round_up(elements * self._plan.compute_bytes)
+            full = round_up(elements * self._plan.param_bytes) if self._offload else 0
+            ledger.add(COMMUNICATION, full)
             if self._casts:
                 ledger.add(COMMUNICATION, n_bytes)
-                ledger.add(COMMUNICATION, -held)
+                ledger.add(COMMUNICATION, -held - full)
                 held = n_bytes
+            elif full:
+                ledger.add(COMMUNICATION, -held)
+                held = full
             ledger.add(UNSHARDED_PARAMETERS, n_bytes)
         ledger.add(COMMUNICATION, -held)
 
@@ -225,13 +230,11 @@ class Fsdp2Schedule:
         ledger.add(UNSHARDED_PARAMETERS, -self._units[place].unsharded)
 
 
-def optimizer_temporaries(profile: Profile, plan: Plan, local: object) -> int:
-    """What the optimizer's step allocates over all local shards of trainable parameters."""
-    shape_of = local
-    assert callable(shape_of)
+def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> int:
+    """What the optimizer's step allocates over all trainable parameters, `shape_of` each on this rank."""
     if plan.optim == "adafactor":
         largest = max(
-            ((shape_of(p)) for _, u, _ in places(profile) for p in u.parameters if p.trainable), key=prod, default=(0,)
+            (shape_of(p) for _, u, _ in places(profile) for p in u.parameters if p.trainable), key=prod, default=(0,)
         )
         return optimizers.step_temporaries(plan.optim, [largest], plan.param_bytes)
 
