@@ -11,8 +11,12 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import StrategyEstimate
 
-MODELS = st.sampled_from(["meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google-t5/t5-small"])
-STRATEGIES = st.sampled_from([("ddp", "ddp"), ("zero2", "fsdp2"), ("zero3", "fsdp2"), ("zero2", "fsdp1"), ("zero3", "fsdp1")])
+MODELS = st.sampled_from(
+    ["meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google-t5/t5-small"]
+)
+STRATEGIES = st.sampled_from(
+    [("ddp", "ddp"), ("zero2", "fsdp2"), ("zero3", "fsdp2"), ("zero2", "fsdp1"), ("zero3", "fsdp1")]
+)
 PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16-mixed"])
 
 

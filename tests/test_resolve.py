@@ -150,7 +150,7 @@ def test_a_catalogued_model_needs_no_heavy_import() -> None:
         "import sys\nfrom fsdp_advisor.resolve import resolve\n"
         "resolve('tiny').tape(__import__('fsdp_advisor').models.profile.Variant.from_key("
         f"{SHIPPED.key!r}))\n"
-        "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
 
@@ -663,7 +663,7 @@ def test_the_hub_is_asked_once_when_it_fails(hub: Hub) -> None:
             "the hub has no such repository (if it is private, set HF_TOKEN)",
         ),
         (
-            "acme/none", (401, None), UnknownModel, "unknown model 'acme/none'",
+            "acme/none", (401, "RepoNotFound"), UnknownModel, "unknown model 'acme/none'",
             "the hub has no such repository (if it is private, set HF_TOKEN)",
         ),
         (
@@ -794,7 +794,6 @@ def test_the_environment_is_honoured(hub: Hub, home: Path) -> None:
     there = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "other"), "NO_PROXY": "127.0.0.1"}
     ran = _python(code, **there, HF_TOKEN="hf_abc")
     assert (ran.stdout, ran.stderr) == (f"{PARAMETERS} False\n", "")
-    print(hub.asked)
     assert {token for _, _, token in hub.asked} == {"Bearer hf_abc"}
     assert (home / "other" / "hub" / "models--acme--model").is_dir()
     hub.asked.clear()
@@ -827,10 +826,9 @@ def test_recording_does_not_switch_the_hub_off(hub: Hub, home: Path) -> None:
 # The cache
 
 
-def test_the_number_of_the_recording_is_the_recorders() -> None:
+def test_the_installed_versions_are_the_recorders() -> None:
     from fsdp_advisor.tracing import recorder
 
-    assert cache.RECORDING == recorder.RECORDING
     assert cache.installed_versions() == recorder.versions()
 
 
@@ -907,7 +905,7 @@ def test_two_processes_write_at_once(home: Path, recorded: Profile) -> None:
         f"whole = load(Path({str(home / 'whole')!r}).read_bytes())\n"
         "for _ in range(60):\n"
         "    assert cache.keep(replace(whole, tapes={KEY: whole.tapes[KEY]}), None)\n"
-        "    assert KEY in cache.fetch(whole.config, None).tapes or True\n"
+        "    assert cache.fetch(whole.config, None) is not None\n"
     )
     ran: list[subprocess.CompletedProcess[str]] = []
     threads = [

@@ -20,10 +20,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from fsdp_advisor.models.profile import Profile
-from fsdp_advisor.models.store import FORMAT, dump, load
-
-RECORDING = 1
-"""`tracing.recorder.RECORDING`, repeated since that module imports torch; a test holds the two equal."""
+from fsdp_advisor.models.store import FORMAT, RECORDING, dump, load
 
 
 def folder() -> Path | None:

@@ -1,6 +1,6 @@
 """Builds the catalog: `python -m fsdp_advisor.tracing.catalog` records every model of `architectures.yaml` in every variant.
 
-Finished models are kept in a work folder, keyed by their configuration, the versions and the recorder's `RECORDING`, so
+Finished models are kept in a work folder, keyed by their configuration, the versions and `RECORDING`, so
 that a second run records only what has changed.
 """
 
@@ -21,8 +21,8 @@ import yaml
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.models.catalog import INDEX, PATH
 from fsdp_advisor.models.profile import Variant
-from fsdp_advisor.models.store import dump
-from fsdp_advisor.tracing.recorder import RECORDING, Recorder, versions
+from fsdp_advisor.models.store import RECORDING, dump
+from fsdp_advisor.tracing.recorder import Recorder, versions
 from fsdp_advisor.tracing.transformers_models import TransformersSource
 
 ARCHITECTURES = PATH.with_name("architectures.yaml")

@@ -37,7 +37,7 @@ def watch_input_gradients(
     leaves, spec = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if at:
-        outputs = _OnInputGradients.apply(call, *(leaves[i] for i in at))
+        outputs = _OnInputGradients.apply(call, *(leaves[i] for i in at))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for i, output in zip(at, outputs, strict=True):
             leaves[i] = output
     args, kwargs = tree_unflatten(leaves, spec)

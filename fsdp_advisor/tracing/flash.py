@@ -104,7 +104,7 @@ def _attention(
         v = torch.nn.functional.pad(v, [0, head_dim - v_head_dim])
     if (dtype := get_target_dtype(q, module)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out = _FlashAttention.apply(q, k, v)
+    out = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return (out if v_head_dim == head_dim else out[..., :v_head_dim]), None
 
 

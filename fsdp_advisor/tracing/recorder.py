@@ -44,9 +44,6 @@ from fsdp_advisor.tracing.operators import Work, work_of
 from fsdp_advisor.tracing.source import LayerStack, Source
 from fsdp_advisor.tracing.storages import StorageWatch
 
-RECORDING = 1
-"""To be raised with every change of what a tape holds: stored profiles of another number are recorded again."""
-
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
 CHECK_B, CHECK_T = 7, 5003  # primes: no size meets another one's by chance

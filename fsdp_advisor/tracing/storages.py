@@ -28,7 +28,7 @@ class StorageWatch(TorchDispatchMode):
     """
 
     def __init__(self, on_resize: Callable[[StorageKey, int, int, str, tuple[Any, ...]], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._on_resize = on_resize
         self._live: dict[StorageKey, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._operator = "start"
@@ -88,13 +88,13 @@ class StorageWatch(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # no hook exists for it
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # likewise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # likewise
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # the original again
 
 

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import huggingface_hub.constants  # noqa: F401  # it reads the environment here, before the switch below
 import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, UnreadableConfig
 from fsdp_advisor.tracing.source import LayerStack
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a configuration is all there is to load
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
 import transformers  # after the switch above
 from transformers.initialization import no_init_weights
 
@@ -160,7 +161,11 @@ def _task(config: Any, values: Mapping[str, Any]) -> str:
             return task
     if config.is_encoder_decoder:
         known.sort(key=lambda task: "seq2seq" not in task)
-    elif named and "CausalLM" not in named and "LMHead" not in named and "masked-lm" in known:
+    elif (
+        "masked-lm" in known
+        and not getattr(config, "is_decoder", False)
+        and not any(head in named for head in ("CausalLM", "LMHead"))
+    ):
         return "masked-lm"
     if not known:
         raise UnreadableConfig(
