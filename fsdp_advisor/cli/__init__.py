@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 __all__ = ["main"]
 
@@ -17,6 +19,8 @@ _LONGEST = 400  # characters of a message; hostile input is quoted in it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the process's exit status. Nothing that a user can do ends in a traceback."""
+    if argv is None:
+        gc.set_threshold(50_000, 20, 20)  # a process of a tenth of a second: collecting costs it a twentieth
     try:
         from fsdp_advisor.cli.app import run  # here, so that an interrupted import is caught too
 
@@ -66,10 +70,8 @@ def _describe_usage(error: Exception) -> tuple[str, str, int]:
 def _say(message: str, hint: str | None, status: int) -> int:
     """One or two lines on standard error."""
     lines = [f"fsdp-advisor: {_one_line(message)}", *([f"hint: {_one_line(hint)}"] if hint else [])]
-    try:
+    with suppress(OSError, ValueError, AttributeError):  # standard error is closed: there is nobody to tell
         print("\n".join(lines), file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):  # standard error is closed: there is nobody to tell
-        pass
     return status
 
 
@@ -84,4 +86,4 @@ def _forget_stdout() -> None:
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, AttributeError):
-        sys.stdout = None  # type: ignore[assignment]  # a replaced stream without a descriptor
+        sys.stdout = None  # a replaced stream without a descriptor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from fsdp_advisor.cli.drawing import Column, bar, draw, widths, wrap
-from fsdp_advisor.cli.figures import ACCOUNT_MEANING, PARTS, Sizes, host_lines, kept, loss_line, reasons
+from fsdp_advisor.cli.figures import ACCOUNT_MEANING, PARTS, Sizes, host_lines, kept, left_out_besides, loss_line
 from fsdp_advisor.cli.output import Screen
 from fsdp_advisor.memory.ledger import Point
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -25,11 +25,14 @@ def explanation(report: Report, estimate: StrategyEstimate, screen: Screen) -> s
         at = f"in {estimate.peak_phase}, at {estimate.peak_where}"
         phases = ", ".join(f"{phase} {sizes.full(n)}" for phase, n in (estimate.phase_peaks or {}).items())
         blocks[0] = wrap(f"{blocks[0]}: peak {sizes.full(estimate.peak_tensor_bytes)} {at}", screen)
-        blocks[0] += "\n" + wrap(f"highest by phase: {phases}", screen, indent="  ")
+        blocks[0] += "\n" + wrap(f"Highest by phase: {phases}", screen, indent="  ")
         blocks.append(_live_set(estimate, sizes, screen))
-    lines = [f"kept from step to step: {sizes.near(kept(estimate))} ({states})" if states else "nothing is kept"]
+    lines = [
+        f"Kept from step to step: {sizes.near(kept(estimate))} ({states})" if states else "Nothing is kept on the GPU"
+    ]
     lines = [*([line] if (line := loss_line(estimate)) else []), *lines, *host_lines(estimate, sizes)]
-    lines += [f"not in these figures: {'; '.join(reasons(estimate))}"]
+    if besides := left_out_besides(report, estimate):
+        lines.append(f"Not in this row's figures either: {'; '.join(besides)}")
     blocks.append("\n".join(wrap(line, screen, indent="  ") for line in lines))
     if estimate.timeline:
         blocks.append(timeline(estimate.timeline, report.gpu_memory_bytes, sizes, screen))
@@ -57,8 +60,11 @@ def _live_set(estimate: StrategyEstimate, sizes: Sizes, screen: Screen) -> str:
 def timeline(points: tuple[Point, ...], whole: int, sizes: Sizes, screen: Screen) -> str:
     """One line per stretch of the step; repetitions that were not walked stand as one line."""
     phases, places, live, high = [], [], [], []
+    forwards = 0
     for before, point in zip((None, *points), points, strict=False):
-        phases.append(point.phase if before is None or before.phase != point.phase else "")
+        begins = before is None or before.phase != point.phase
+        forwards += begins and point.phase == "forward"
+        phases.append(point.phase if begins else "")
         folded = point.repeats > 1
         places.append(f"  x {point.repeats} more" if folded else point.where)
         live.append(sizes.bare(point.live_bytes))
@@ -73,9 +79,9 @@ def timeline(points: tuple[Point, ...], whole: int, sizes: Sizes, screen: Screen
     room = screen.width - widths(columns) - 2
     if room >= narrow:
         width = min(room, wide)
-        bars = [
-            Text("") if p.repeats > 1 else bar([(_STATES, p.high_bytes)], whole, width, screen) for p in points
-        ]
+        bars = [Text("") if p.repeats > 1 else bar([(_STATES, p.high_bytes)], whole, width, screen) for p in points]
         columns.append(Column("of the GPU", bars))
-    caption = f"the step, in {sizes.unit}: live at the end of each stretch, and the highest within it"
+    caption = f"The step, in {sizes.unit}: live at the end of each stretch, and the highest within it."
+    if forwards > 1:
+        caption += " Two micro-batches: those that follow are like the second."
     return wrap(caption, screen) + "\n" + draw(columns, screen)

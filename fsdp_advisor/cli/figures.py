@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fsdp_advisor.cli.selection import row_name
@@ -129,21 +130,37 @@ def verdict(report: Report, estimate: StrategyEstimate, sizes: Sizes) -> str:
 
 
 def warnings(report: Report) -> list[str]:
-    """Each warning once, with the rows it is about."""
-    rows: dict[str, list[str]] = {}
+    """Each warning once, with the rows it is about; those that differ in their figures only stand as one."""
+    alike: dict[str, list[tuple[str, str]]] = {}
     for estimate in report.estimates:
         for warning in estimate.warnings:
-            rows.setdefault(warning, []).append(estimate.label)
-    everywhere = len(report.estimates)
-    return [w if len(names) == everywhere else f"{', '.join(names)}: {w}" for w, names in rows.items()]
+            alike.setdefault(re.sub(r"\d+(\.\d+)?", "#", warning), []).append((estimate.label, warning))
+    lines = []
+    for rows in alike.values():
+        (first, warning), others = rows[0], [label for label, _ in rows[1:]]
+        if len({w for _, w in rows}) == 1 and len(rows) == len(report.estimates):
+            lines.append(warning)
+        else:
+            lines.append(f"{first}: {warning}" + (f" (likewise {', '.join(others)})" if others else ""))
+    return lines
 
 
 def left_out(report: Report) -> str:
     """What no figure holds, in one line. What is left out of some rows only is named by `--explain`."""
-    every = [reasons(e) for e in report.estimates]
-    common = [what for what in every[0] if all(what in row for row in every)]
-    more = [row_name(e) for e, row in zip(report.estimates, every, strict=True) if len(row) > len(common)]
+    common = _common(report)
+    more = [row_name(e) for e in report.estimates if len(reasons(e)) > len(common)]
     return "; ".join([*common, *([f"more for {', '.join(more)}, see --explain"] if more else [])])
+
+
+def left_out_besides(report: Report, estimate: StrategyEstimate) -> list[str]:
+    """What this row's figures leave out and others' do not."""
+    common = _common(report)
+    return [what for what in reasons(estimate) if what not in common]
+
+
+def _common(report: Report) -> list[str]:
+    first, *others = (reasons(e) for e in report.estimates)
+    return [what for what in first if all(what in row for row in others)]
 
 
 def reasons(estimate: StrategyEstimate) -> list[str]:
@@ -156,7 +173,7 @@ def loss_line(estimate: StrategyEstimate) -> str:
     if estimate.at_peak is None or estimate.peak_tensor_bytes is None or estimate.fused_loss_peak_bytes is None:
         return ""
     saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes
-    chain = f"loss chain (logits and what the loss makes of them): {format_bytes(estimate.at_peak['loss'])} at the peak"
+    chain = f"Loss chain (logits and what the loss makes of them): {format_bytes(estimate.at_peak['loss'])} at the peak"
     if saved * 1000 < estimate.peak_tensor_bytes:
         return f"{chain}; it does not set the peak, so a fused or chunked loss would save nothing"
     after = format_gib(estimate.fused_loss_peak_bytes)
@@ -166,9 +183,9 @@ def loss_line(estimate: StrategyEstimate) -> str:
 def host_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
     """Host memory per node, in the steady state and while loading."""
     steady = sizes.full(estimate.host_bytes_per_node) if estimate.host_bytes_per_node else "nothing is kept there"
-    lines = [f"host memory per node: {steady}"]
+    lines = [f"Host memory per node: {steady}"]
     loading = estimate.host_loading_bytes_per_node
     if loading is not None:
         one, every = sizes.full(loading["one_copy"]), sizes.full(loading["every_rank"])
-        lines.append(f"loading the weights, per node: {one} with one copy, {every} if every rank loads its own")
+        lines.append(f"Loading the weights, per node: {one} with one copy, {every} if every rank loads its own")
     return lines

@@ -43,7 +43,16 @@ class Format(str, Enum):
     markdown = "markdown"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="How the answer is written.", case_sensitive=False)]
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="How the answer is written. [default: text]",
+        metavar="[" + "|".join(Format) + "]",
+        case_sensitive=False,
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
 OutputOption = Annotated[
     Optional[Path],  # noqa: UP045  # typer reads this while the module runs
@@ -80,7 +89,7 @@ def takes_request(command: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.Signature([*_parameters(), *own[1:]])
     wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
     wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    del wrapper.__wrapped__  # type: ignore[attr-defined]  # typer would look through it
+    del wrapper.__wrapped__  # typer would look through it
     return wrapper
 
 

@@ -71,7 +71,9 @@ class Destination:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise UsageError(f"cannot write standard output: {error.strerror}", hint="-o FILE writes to a file") from None
+            raise UsageError(
+                f"cannot write standard output: {error.strerror}", hint="-o FILE writes to a file"
+            ) from None
 
 
 def note(text: str, *, quiet: bool = False) -> None:

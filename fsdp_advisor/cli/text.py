@@ -95,7 +95,7 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
     for e in report.estimates:
         live = e.at_peak
         if live is not None:
-            made = ", ".join(f"{p.meaning.partition(',')[0]} {sizes.bare(p.of(live))}" for p in PARTS)
+            made = ", ".join(f"{p.meaning} {sizes.bare(p.of(live))}" for p in PARTS)
         else:
             made = ", ".join(f"{name} {sizes.bare(n)}" for name, n in e.states.items() if n)
         peak = e.peak_tensor_bytes
@@ -114,7 +114,8 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
 
 def _below(report: Report, sizes: Sizes, screen: Screen) -> str:
     known = next((e for e in report.estimates if e.at_peak is not None), None)
-    what = "Peak per GPU, counting tensors" if known else "States per GPU, by the textbook"
+    states = "States per GPU" + (", by the textbook" if sizes.decimal else "")
+    what = "Peak per GPU, counting tensors" if known else states
     lines = [
         legend(PARTS if known else [_STATES], screen),
         wrap(f"{what}, in {sizes.unit}; host memory per node.", screen),

@@ -226,8 +226,7 @@ def _buffer(name: str, buffer: torch.Tensor) -> Buffer:
 def _steady() -> Iterator[None]:
     """No cyclic garbage collection in the middle of a step: it would end storages at a moment of its own choosing."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a refusal is raised as well
-    gc.collect()
-    gc.freeze()  # what is there already need not be looked at again by the collections between steps
+    gc.freeze()  # what is there already need not be looked at by the collections between steps
     gc.disable()
     try:
         yield

@@ -1,0 +1,56 @@
+"""`pytest tests/cli --update-golden` rewrites the golden files with what the command line prints now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fsdp_advisor.cli import main
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/cli/golden")
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run a command line in this process, at a fixed width and with no network; returns its status and what it wrote."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "FSDP_ADVISOR_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*arguments: str, columns: int = 120) -> Ran:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        return Ran(status, out, err)
+
+    return run
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare with a file of `golden/`, or rewrite it."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden", default=False):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare

@@ -1,0 +1,339 @@
+"""What the command line accepts, refuses and returns."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fsdp_advisor.cli import app as commands
+from fsdp_advisor.cli import main
+from fsdp_advisor.cli.options import HELP, dashed
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.models.profile import Tape, Variant
+from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.resolve import Resolved
+
+MODEL = ("--model", "meta-llama/Llama-2-7b-hf", "--gpu", "H100")
+CONTRACT = [
+    "--model",
+    "--gpus",
+    "--nnodes",
+    "--gpu",
+    "--strategy",
+    "--backend",
+    "--offload",
+    "--offload-device",
+    "--precision",
+    "--optim",
+    "--micro-batch-size",
+    "--per-device-train-batch-size",
+    "--seq-len",
+    "--gradient-accumulation-steps",
+    "--activation-checkpointing",
+    "--attention",
+    "--backward-prefetch",
+    "--format",
+    "--json",
+    "-o",
+    "-q",
+    "--explain",
+    "--force",
+]
+
+SEE = "see fsdp-advisor estimate --help"
+REFUSED: list[tuple[tuple[str, ...], str, str]] = [
+    # arguments, message, hint
+    ((), "missing command", "see fsdp-advisor --help"),
+    (("estimat",), "no such command 'estimat'", "did you mean 'estimate'?"),
+    (("estimate",), "missing option --model", SEE),
+    (
+        ("--model", "gpt2"),
+        "no such option: --model",
+        "options come after the command, as in: fsdp-advisor estimate --model MODEL --gpus N",
+    ),
+    (("estimate", *MODEL, "--gpus", "0"), "gpus: Input should be greater than or equal to 1, not '0'", "total ranks"),
+    (("estimate", *MODEL, "--gpus", "-3"), "gpus: Input should be greater than or equal to 1, not '-3'", "total ranks"),
+    (
+        ("estimate", *MODEL, "--gpus", "abc"),
+        "gpus: Input should be a valid integer, unable to parse string as an integer, not 'abc'",
+        "total ranks",
+    ),
+    (
+        ("estimate", *MODEL, "--gpus", "99999999"),
+        "gpus: Input should be less than or equal to 65536, not '99999999'",
+        "total ranks",
+    ),
+    (
+        ("estimate", *MODEL, "--gpus", "3", "--nnodes", "2"),
+        "gpus 3 is not divisible by nnodes 2",
+        "each node has the same number of GPUs",
+    ),
+    (
+        ("estimate", *MODEL, "--seq-len", "-1"),
+        "seq_len: Input should be greater than or equal to 1, not '-1'",
+        "tokens per sequence",
+    ),
+    (
+        ("estimate", *MODEL, "--strategy", "zero4"),
+        "strategy: Input should be 'ddp', 'zero1', 'zero2', 'zero3', 'hsdp' or 'all', not 'zero4'",
+        SEE,
+    ),
+    (
+        ("estimate", *MODEL, "--strategy", "zero1", "--backend", "fsdp2"),
+        "backend fsdp2 has no strategy zero1",
+        "strategy zero1: deepspeed",
+    ),
+    (("estimate", *MODEL, "--gpus"), "option --gpus requires an argument", "see fsdp-advisor --help"),
+    (("estimate", *MODEL, "--sequence", "3"), "no such option: --sequence", "did you mean --seq-len?"),
+    (("estimate", *MODEL, "more"), "got unexpected extra argument(s) (more)", SEE),
+    (
+        ("estimate", *MODEL, "--format", "xml"),
+        "invalid value for --format: 'xml' is not one of 'text', 'json', 'markdown'",
+        SEE,
+    ),
+    (
+        ("estimate", *MODEL, "--json", "--format", "markdown"),
+        "--json contradicts --format markdown",
+        "give one of them",
+    ),
+    (
+        ("estimate", *MODEL, "--explain", "zero9"),
+        "--explain zero9: no such row in the answer",
+        "the rows are ddp, zero1, zero2, zero3, zero2+optimizer, zero3+optimizer, zero3+parameters",
+    ),
+    (
+        ("estimate", *MODEL, "-o", "/no/such/directory/x.json"),
+        "cannot write /no/such/directory/x.json: there is no directory /no/such/directory",
+        "make it first",
+    ),
+    (("estimate", *MODEL, "-o", "/"), "cannot write /: it is a directory", "give the name of a file"),
+    (
+        ("estimate", *MODEL, "--gpu", "voodoo"),
+        "unknown GPU 'voodoo'",
+        "`fsdp-advisor gpus` lists them all; a size such as 24GiB does too",
+    ),
+    (
+        ("estimate", "--model", "./no/such/config.json"),
+        "unknown model './no/such/config.json'",
+        "there is no such file or directory",
+    ),
+    (("estimate", "--model", " "), "model: must not be empty, not ' '", SEE),
+    (("validate",), "no such command 'validate'", "see fsdp-advisor --help"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"), REFUSED, ids=lambda v: " ".join(v) if type(v) is tuple else ""
+)
+def test_bad_usage_is_two_lines_and_status_2(
+    arguments: tuple[str, ...], message: str, hint: str, cli: Callable[..., Any]
+) -> None:
+    ran = cli(*arguments)
+    assert (ran.status, ran.out, ran.err) == (2, "", f"fsdp-advisor: {message}\nhint: {hint}\n")
+
+
+@pytest.mark.parametrize(
+    "model", ["a\n\x1b[31mb", "\udcff", "9" * 5000, "x" * 5000, "[/red]", "nobody/nothing", "../../etc/passwd", "-5"]
+)
+def test_hostile_names_stay_on_their_line(model: str, cli: Callable[..., Any]) -> None:
+    ran = cli("estimate", "--model", model)
+    assert ran.status == 2
+    assert ran.out == ""
+    lines = ran.err.splitlines()
+    assert len(lines) == 2
+    assert all(line.isprintable() and len(line) < 500 for line in lines)
+
+
+def test_a_bug_is_no_traceback(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("one\ntwo")
+
+    monkeypatch.setattr("fsdp_advisor.cli.app._render", broken)
+    ran = cli("estimate", *MODEL)
+    assert ran.status == 2
+    assert ran.err.startswith("fsdp-advisor: internal error: RuntimeError: one two\nhint: ")
+
+
+def test_an_interrupt_is_130(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fsdp_advisor.cli.app._render", interrupted)
+    ran = cli("estimate", *MODEL)
+    assert (ran.status, ran.out, ran.err) == (130, "", "fsdp-advisor: interrupted\n")
+
+
+def test_exit_status_follows_what_is_shown(cli: Callable[..., Any]) -> None:
+    assert cli("estimate", *MODEL, "--gpus", "4").status == 0
+    assert cli("estimate", *MODEL, "--gpus", "4", "--strategy", "ddp").status == 1
+    assert cli("estimate", "--model", "7e9", "--gpu", "H100", "--strategy", "zero3", "--gpus", "64").status == 1
+
+
+def test_underscores_are_dashes(cli: Callable[..., Any]) -> None:
+    dashes = (
+        "--seq-len",
+        "512",
+        "--micro-batch-size=2",
+        "--activation-checkpointing",
+        "full",
+        "--offload-device",
+        "cpu",
+    )
+    expected = cli("estimate", *MODEL, *dashes, "--json")
+    underscored = [a.replace("-", "_").replace("__", "--", 1) if a.startswith("--") else a for a in dashes]
+    assert "--seq_len" in underscored
+    assert "--micro_batch_size=2" in underscored
+    assert cli("estimate", *MODEL, *underscored, "--json") == expected
+    alias = [a.replace("--micro-batch-size", "--per_device_train_batch_size") for a in dashes]
+    assert cli("estimate", *MODEL, *alias, "--json") == expected
+
+
+def test_json_is_the_python_answer(cli: Callable[..., Any]) -> None:
+    from fsdp_advisor import estimate
+
+    ran = cli("estimate", *MODEL, "--gpus", "4", "--format", "json")
+    assert json.loads(ran.out) == estimate(model="meta-llama/Llama-2-7b-hf", gpu="H100", gpus=4).as_dict()
+    assert "timeline" not in ran.out
+
+
+@pytest.mark.parametrize(
+    "row", ["ddp", "zero1", "zero2", "zero3", "hsdp", "ZERO3+optimizer", "zero3+parameters", "zero3+none"]
+)
+def test_every_row_can_be_explained(row: str, cli: Callable[..., Any]) -> None:
+    job = ("estimate", *MODEL, "--gpus", "8", "--nnodes", "2", "--explain", row)
+    ran = cli(*job)
+    assert ran.status == 0
+    assert "alive at the peak" in ran.out
+    assert "Loss chain" in ran.out
+    assert re.search(r"^optimizer +optimizer step", ran.out, re.MULTILINE)
+    assert all(e["timeline"] for e in json.loads(cli(*job, "--json").out)["estimates"])
+    assert "```text\n" in cli(*job, "--format", "markdown").out
+
+
+def test_a_strategy_explains_its_only_row(cli: Callable[..., Any]) -> None:
+    ran = cli("estimate", *MODEL, "--gpus", "8", "--offload", "parameters", "--explain", "zero3")
+    assert "ZeRO-3 + full offload (fsdp2): peak" in ran.out
+
+
+@pytest.mark.parametrize("refused", ["plain", "fsdp2 plain"])
+def test_a_peak_that_is_unknown_is_said_to_be(
+    refused: str, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose code refuses a variant: its states are known, its peak is not."""
+    recorded = Resolved.tape
+
+    def tape(self: Resolved, variant: Variant) -> Tape:
+        if variant.engine in refused.split():
+            raise NotRecordable("it refuses", hint="none")
+        return recorded(self, variant)
+
+    monkeypatch.setattr(Resolved, "tape", tape)
+    job = ("estimate", *MODEL, "--gpus", "2", "--explain", "ddp")
+    for columns in (60, 120):
+        text = cli(*job, columns=columns).out
+        assert "peak unknown" in text
+        assert "DDP (ddp): the peak is unknown" in text
+        assert "it refuses" in " ".join(text.split())
+        assert "textbook" not in text
+        assert ("Peak per GPU" in text) == (refused == "plain")
+    markdown = cli(*job, "--format", "markdown").out
+    assert "| DDP | ddp | " + ("? | " if refused == "plain" else "") in markdown
+    fits = {(e["strategy"], e["offload"]): e["fits"] for e in json.loads(cli(*job, "--json").out)["estimates"]}
+    assert fits["zero1", "none"] is None
+
+
+def test_notes_go_to_stderr_unless_quiet(cli: Callable[..., Any]) -> None:
+    long = ("estimate", *MODEL, "--gpus", "8", "--seq-len", "8192")
+    loud, quiet = cli(*long), cli(*long, "-q")
+    assert loud.err == "note: seq_len 8192 is past the model's maximum of 4096 tokens\n"
+    assert quiet.err == ""
+    assert loud.out == quiet.out
+
+
+def test_output_file(cli: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "answer.json"
+    job = ("estimate", *MODEL, "--json", "-o", str(path))
+    ran = cli(*job)
+    assert ran.out == ""
+    first = path.read_text()
+    assert json.loads(first)["schema_version"] == 1
+    refused = cli(*job, "--gpus", "8")
+    assert (refused.status, refused.err) == (2, f"fsdp-advisor: {path} exists\nhint: --force overwrites it\n")
+    assert path.read_text() == first
+    assert cli(*job, "--gpus", "8", "--force").status == 0
+    assert json.loads(path.read_text())["request"]["gpus"] == 8
+
+
+def test_nothing_is_written_for_a_bad_job(cli: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "answer.json"
+    assert cli("estimate", *MODEL, "--gpus", "0", "-o", str(path)).status == 2
+    assert cli("estimate", *MODEL, "--explain", "nothing", "-o", str(path)).status == 2
+    assert not path.exists()
+
+
+def test_models(cli: Callable[..., Any]) -> None:
+    everything = json.loads(cli("models", "--json").out)
+    (found,) = json.loads(cli("models", "llama-2-7b-HF", "--json").out)
+    assert found in everything
+    assert {"id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source"} == set(found)
+    assert (found["id"], found["parameters"]) == ("meta-llama/Llama-2-7b-hf", 6_738_415_616)
+    for columns in (40, 60, 120):
+        text = cli("models", columns=columns).out.replace("\n", "")
+        assert all(row["id"] in text for row in everything) or columns == 40
+    nothing = cli("models", "no such model")
+    assert (nothing.status, nothing.out, nothing.err) == (0, "", "note: nothing is called 'no such model'\n")
+    assert json.loads(cli("models", "no such model", "--json").out) == []
+
+
+def test_gpus(cli: Callable[..., Any]) -> None:
+    rows = json.loads(cli("gpus", "--json").out)
+    assert len(rows) > 20
+    assert all(row["memory_bytes"] > 0 and row["source"] for row in rows)
+    (row,) = json.loads(cli("gpus", "4090", "--json").out)
+    assert row["name"] == "RTX-4090"
+
+
+def test_version(cli: Callable[..., Any]) -> None:
+    ran = cli("--version")
+    assert ran.status == 0
+    assert re.fullmatch(r"fsdp-advisor \S.*\n", ran.out)
+
+
+def test_help_lists_every_option_of_the_contract(cli: Callable[..., Any]) -> None:
+    ran = cli("estimate", "--help", columns=100)
+    assert ran.status == 0
+    listed = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ran.out))
+    assert set(CONTRACT) <= listed
+
+
+def test_every_field_of_the_request_is_an_option_with_help() -> None:
+    command: Any = typer.main.get_command(commands.app)
+    declared = {opt for p in command.commands["estimate"].params for opt in p.opts}
+    assert {dashed(name) for name in EstimateRequest.model_fields} <= declared
+    assert set(HELP) == set(EstimateRequest.model_fields)
+
+
+def test_every_estimate_help_text_names_its_default(cli: Callable[..., Any]) -> None:
+    text = " ".join(cli("estimate", "--help").out.split())
+    for name, field in EstimateRequest.model_fields.items():
+        if field.default is not None and not field.is_required():
+            assert f"[default: {field.default}]" in text, name
+
+
+def test_main_returns_the_status_in_process() -> None:
+    assert main(["--version"]) == 0
+
+
+def test_python_dash_m() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "fsdp_advisor", "--version"], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.startswith("fsdp-advisor ")
