@@ -34,13 +34,14 @@ UNKNOWN_FIGURES = (
 )
 
 
-def estimate(request: EstimateRequest | None = None, /, **options: Any) -> Report:
+def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords. Raises AdvisorError with a hint.
+    Takes an `EstimateRequest`, or its fields as keywords. `explain` adds what only an explanation needs: the peak with a
+    fused loss. Raises AdvisorError with a hint.
     """
     request = request or make_request(options)
-    return estimate_resolved(request, resolve(request.model))
+    return estimate_resolved(request, resolve(request.model), explain=explain)
 
 
 def make_request(options: dict[str, Any]) -> EstimateRequest:
@@ -66,7 +67,7 @@ def _hint(name: str) -> str:
     return field.description or "see fsdp-advisor estimate --help"
 
 
-def estimate_resolved(request: EstimateRequest, model: Resolved) -> Report:
+def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """As `estimate`, for a model that is at hand."""
     gpu, notes = choose_gpu(request.gpu)
     limit = model.profile.max_seq_len if model.profile else None
@@ -77,7 +78,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved) -> Report:
     if model.profile is None:
         estimates = tuple(_count_estimate(model.parameters, plan, gpu) for plan in rows)
     else:
-        estimates = tuple(_estimate(model, model.profile, plan, gpu) for plan in rows)
+        estimates = tuple(_estimate(model, model.profile, plan, gpu, explain) for plan in rows)
     return Report(
         request=request,
         seq_len=seq_len,
@@ -114,7 +115,7 @@ def variant_of(plan: Plan, profile: Profile) -> Variant:
     return Variant(engine, precision, attention, plan.activation_checkpointing, single)
 
 
-def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> StrategyEstimate:
+def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool) -> StrategyEstimate:
     schedule = schedule_for(profile, plan)
     states = schedule.states
     kept = {
@@ -154,12 +155,12 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Strate
             warnings=warnings,
             not_modelled=(f"the peak: {error}", *unknown),
         )
-    ledger, fused = replayed(profile, tape, plan)
+    ledger = replayed(profile, tape, plan)
     unmasked = _without_mask(profile, variant, plan)
     if unmasked is not None and ledger.peak - unmasked > MASK_WORTH_A_WORD * ledger.peak:
         warnings += (
-            f"{format_gib(ledger.peak - unmasked)} of the peak are attention masks that transformers builds for sdpa when "
-            f"it runs on fake or traced tensors; a GPU's flash kernel needs none: about {format_gib(unmasked)} there",
+            f"{format_gib(ledger.peak - unmasked)} of the peak are attention masks and repeated key and value heads, which "
+            f"transformers makes for sdpa on fake or traced tensors; a GPU's flash kernel needs none: {format_gib(unmasked)} there",
         )
     return StrategyEstimate(
         plan=plan,
@@ -174,7 +175,7 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Strate
         headroom_bytes=gpu.memory_bytes - ledger.peak,
         host_bytes_per_node=host.steady,
         host_loading_bytes_per_node=loading,
-        fused_loss_peak_bytes=fused,
+        fused_loss_peak_bytes=replayed(profile, tape, plan, fused_loss=True).peak if explain else None,
         warnings=warnings,
         not_modelled=tuple(unknown),
         timeline=tuple(ledger.timeline),
@@ -182,15 +183,18 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Strate
 
 
 @lru_cache(maxsize=4096)
-def replayed(profile: Profile, tape: Tape, plan: Plan) -> tuple[Ledger, int]:
-    """A plan's step, and its peak if nothing of the loss were ever whole (a fused or chunked loss)."""
-    b, t, steps = plan.micro_batch_size, plan.seq_len, plan.gradient_accumulation_steps
-    peaks = []
-    for fused_loss in (False, True):
-        schedule = schedule_for(profile, plan)
-        score = compile_tape(profile, tape, b, t, grad_marks=schedule.grad_marks, fused_loss=fused_loss)
-        peaks.append(replay(profile, score, schedule, steps))
-    return peaks[0], peaks[1].peak
+def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> Ledger:
+    """A plan's step; `fused_loss` as if nothing of the loss were ever whole (a fused or chunked loss)."""
+    schedule = schedule_for(profile, plan)
+    score = compile_tape(
+        profile,
+        tape,
+        plan.micro_batch_size,
+        plan.seq_len,
+        grad_marks=schedule.grad_marks,
+        fused_loss=fused_loss,
+    )
+    return replay(profile, score, schedule, plan.gradient_accumulation_steps)
 
 
 def _without_mask(profile: Profile, variant: Variant, plan: Plan) -> int | None:
@@ -198,7 +202,7 @@ def _without_mask(profile: Profile, variant: Variant, plan: Plan) -> int | None:
     flash = Variant(variant.engine, variant.precision, "flash_attention_2", variant.checkpointing, False)
     if variant.attention != "sdpa" or flash.key not in profile.tapes:
         return None
-    return replayed(profile, profile.tapes[flash.key], plan)[0].peak
+    return replayed(profile, profile.tapes[flash.key], plan).peak
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:

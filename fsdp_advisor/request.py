@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
@@ -21,38 +21,38 @@ MAX_BATCH = 1_048_576
 MAX_SEQ_LEN = 16_777_216
 
 
-def _forgiving(value: object) -> object:
-    """Options are matched without regard to case, and dashes stand for underscores where the word has them."""
-    return value.strip().lower() if isinstance(value, str) else value
-
-
-def _not_blank(value: str) -> str:
-    if not value.strip():
-        raise ValueError("must not be empty")
-    return value.strip()
-
-
 class EstimateRequest(BaseModel):
     """One job, or one job under every strategy. Field names are the command line's options with underscores."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: Annotated[str, Field(max_length=4096), AfterValidator(_not_blank)]
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS, description="total ranks")] = 1
     nnodes: Annotated[int, Field(ge=1, le=MAX_GPUS, description="nodes")] = 1
     gpu: Annotated[str | None, Field(max_length=128, description="a name, or a size such as 24GiB")] = None
-    strategy: Annotated[Literal[Strategy, "all"], BeforeValidator(_forgiving)] = "all"
-    backend: Annotated[Literal[Backend, "auto"], BeforeValidator(_forgiving)] = "auto"
-    offload: Annotated[Offload, BeforeValidator(_forgiving)] = "none"
-    offload_device: Annotated[Literal["cpu", "nvme"], BeforeValidator(_forgiving)] = "cpu"
-    precision: Annotated[Precision, BeforeValidator(_forgiving)] = "bf16-mixed"
-    optim: Annotated[Optimizer, BeforeValidator(_forgiving)] = "adamw_torch_fused"
+    strategy: Literal[Strategy, "all"] = "all"
+    backend: Literal[Backend, "auto"] = "auto"
+    offload: Offload = "none"
+    offload_device: Literal["cpu", "nvme"] = "cpu"
+    precision: Precision = "bf16-mixed"
+    optim: Optimizer = "adamw_torch_fused"
     micro_batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH, description="sequences per rank per forward")] = 1
     seq_len: Annotated[int | None, Field(ge=1, le=MAX_SEQ_LEN, description="tokens per sequence")] = None
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 1
-    activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_forgiving)] = "none"
-    attention: Annotated[Attention, BeforeValidator(_forgiving)] = "sdpa"
-    backward_prefetch: Annotated[Literal["pre", "post", "none"], BeforeValidator(_forgiving)] = "pre"
+    activation_checkpointing: Checkpointing = "none"
+    attention: Attention = "sdpa"
+    backward_prefetch: Literal["pre", "post", "none"] = "pre"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forgive(cls, values: Any) -> Any:
+        """Words are taken without regard to case and to blanks around them."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: (value.strip() if name in ("model", "gpu") else value.strip().lower()) if isinstance(value, str) else value
+            for name, value in values.items()
+        }
 
     @model_validator(mode="after")
     def _ranks_fill_nodes(self) -> EstimateRequest:

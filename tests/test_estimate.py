@@ -21,7 +21,7 @@ PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16-mixed"])
 
 
 def one(**options: object) -> StrategyEstimate:
-    (result,) = estimate(gpu="H100", **options).estimates
+    (result,) = estimate(gpu="H100", explain=True, **options).estimates
     return result
 
 

@@ -102,7 +102,7 @@ def estimate(
     destination = Destination(path=output, force=force)
     form = _format(format, json)
     destination.check()
-    report = answer(request)
+    report = answer(request, explain=explain is not None)
     text = _render(report, form, explain, destination)
     for remark in report.notes:
         note(remark, quiet=quiet)

@@ -18,7 +18,7 @@ from fsdp_advisor.memory.ledger import (
 )
 from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape, evaluate
 
-_ACCOUNT = {
+_ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every event
     Category.TEMPORARY: TEMPORARIES,
     Category.ACTIVATION: ACTIVATIONS,
     Category.LOSS: LOSS,
@@ -26,6 +26,8 @@ _ACCOUNT = {
     Category.INPUT: OTHER,
     Category.UNSHARDED_GRADIENT: UNSHARDED_GRADIENTS,
 }
+
+_ALLOC, _FREE, _GRAD_READY, _GRADIENT = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD_READY), int(Category.GRADIENT)
 
 Step = Block | tuple[int, int, int]
 
@@ -54,7 +56,7 @@ def compile_tape(
 
     `grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes.
     """
-    left_out = {Category.SCRATCH, Category.LOSS} if fused_loss else {Category.SCRATCH}
+    left_out = frozenset({int(Category.SCRATCH), int(Category.LOSS)} if fused_loss else {int(Category.SCRATCH)})
     used = {a for births in tape.births for a, category in births if category not in left_out}
     sizes = [round_up(evaluate(p, b, t)) if i in used else 0 for i, p in enumerate(tape.sizes)]
     phases: dict[str, list[Part]] = {"forward": [], "backward": []}
@@ -79,41 +81,41 @@ def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
 
 
 def _fold(
-    profile: Profile, tape: Tape, segment: Segment, sizes: list[int], left_out: set[Category], grad_marks: bool
+    profile: Profile, tape: Tape, segment: Segment, sizes: list[int], left_out: frozenset[int], grad_marks: bool
 ) -> tuple[Step, ...]:
     steps: list[Step] = []
+    births = tape.births
     live = [0] * len(ACCOUNTS)
     high: tuple[int, ...] = tuple(live)
     total = high_total = layer_gradients = root_gradients = 0
     touched = False
     for op, a, b in segment.events:
-        if op == Op.ALLOC:
+        if op == _ALLOC:
             if b in left_out:
                 continue
-            n_bytes, category = sizes[a], b
-            if category >= Category.GRADIENT:
+            n_bytes = sizes[a]
+            if b >= _GRADIENT:
                 account = UNSHARDED_GRADIENTS
-                if (category - Category.GRADIENT) & 1:
+                if (b - _GRADIENT) & 1:
                     root_gradients += n_bytes
                 else:
                     layer_gradients += n_bytes
             else:
-                account = _ACCOUNT[Category(category)]
+                account = _ACCOUNT[b]
             live[account] += n_bytes
             total += n_bytes
             touched = True
             if total > high_total:
                 high_total, high = total, tuple(live)
-        elif op == Op.FREE:
-            size, category = tape.births[a][b]
+        elif op == _FREE:
+            size, category = births[a][b]
             if category in left_out:
                 continue
             n_bytes = sizes[size] * _deaths(profile, tape.segments[a], segment)
-            account = UNSHARDED_GRADIENTS if category >= Category.GRADIENT else _ACCOUNT[Category(category)]
-            live[account] -= n_bytes
+            live[UNSHARDED_GRADIENTS if category >= _GRADIENT else _ACCOUNT[category]] -= n_bytes
             total -= n_bytes
             touched = True
-        elif op != Op.GRAD_READY or grad_marks:
+        elif op != _GRAD_READY or grad_marks:
             if touched:
                 steps.append(Block(tuple(live), high, high_total, layer_gradients, root_gradients))
                 live = [0] * len(ACCOUNTS)

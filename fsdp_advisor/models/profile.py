@@ -167,7 +167,7 @@ class Tape:
     @cached_property
     def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per segment, (size, category) of each storage born there, in order."""
-        return tuple(tuple((a, b) for op, a, b in s.events if op == Op.ALLOC) for s in self.segments)
+        return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0
 
 
 @dataclass(frozen=True, order=True)

@@ -125,7 +125,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "unknown model './no/such/config.json'",
         "there is no such file or directory",
     ),
-    (("estimate", "--model", " "), "model: must not be empty, not ' '", SEE),
+    (("estimate", "--model", " "), "model: String should have at least 1 character, not ''", SEE),
     (("validate",), "no such command 'validate'", "see fsdp-advisor --help"),
 ]
 

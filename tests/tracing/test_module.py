@@ -64,7 +64,7 @@ def _peak(wrap: tuple[str, ...], backend: str, world: int) -> int:
         seq_len=1,
     )
     variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
-    ledger, _ = replayed(recorder.profile, recorder.tape(variant), plan)
+    ledger = replayed(recorder.profile, recorder.tape(variant), plan)
     found = simulate(recorder.source, plan)
     assert ledger.phase_peaks == found.phase_peaks
     return ledger.peak

@@ -115,7 +115,7 @@ def test_predicted_peak_is_what_pytorch_does(case: Case) -> None:
     model = resolve(case.model)
     profile = model.profile
     assert profile is not None
-    ledger, _ = replayed(profile, model.tape(variant_of(plan, profile)), plan)
+    ledger = replayed(profile, model.tape(variant_of(plan, profile)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     layers = sum(len(u.parameters) for u in profile.layers()) + len(profile.root.parameters)
     host_steps = 512 * layers if case.optim == "adamw_torch" else 0

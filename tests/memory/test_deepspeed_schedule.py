@@ -1,0 +1,333 @@
+"""DeepSpeed's timeline: against itself walked step by step, and against real steps of DeepSpeed in two processes on the CPU.
+
+Run as a program (``test_deepspeed_schedule.py CASES OUT``), this file is one of those processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from fsdp_advisor.memory import replay as replaying
+from fsdp_advisor.memory.deepspeed import Filled, Settings, buffers
+from fsdp_advisor.memory.held import round_up
+from fsdp_advisor.memory.ledger import ACCOUNTS, UNSHARDED_GRADIENTS, Ledger
+from fsdp_advisor.memory.replay import Place, replay
+from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
+from fsdp_advisor.memory.score import Step, compile_tape
+from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.tracing.recorder import Recorder
+from fsdp_advisor.tracing.storages import StorageWatch
+from fsdp_advisor.tracing.transformers_models import TransformersSource
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 12,
+              "num_attention_heads": 4, "vocab_size": 1000},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 12, "n_head": 4, "vocab_size": 1000},  # a tied head
+    "mixtral": {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "num_local_experts": 4},
+}  # fmt: skip
+REAL: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 1000,
+}  # fmt: skip
+KEPT = [n for n, account in enumerate(ACCOUNTS) if account not in ("activations", "loss", "other")]
+
+
+class Recorded:
+    """A model's profile, and its tapes by checkpointing."""
+
+    def __init__(self, config: dict[str, Any], attention: str) -> None:
+        recorder = Recorder(TransformersSource(config, name="small"))
+        self.profile: Profile = recorder.profile
+        self.tapes: dict[str, Tape] = {
+            checkpointing: recorder.tape(Variant("plain", "bf16", attention, checkpointing, False))
+            for checkpointing in ("none", "full")
+        }
+
+    def replay(self, schedule: type[DeepspeedSchedule], plan: Plan, settings: Settings) -> tuple[Ledger, Ledger]:
+        """The step, and the ledger as it was at its beginning."""
+        tape = self.tapes[plan.activation_checkpointing]
+        score = compile_tape(self.profile, tape, plan.micro_batch_size, plan.seq_len, grad_marks=True)
+        begin = Ledger()
+        schedule(self.profile, plan, settings).begin_step(begin)
+        step = schedule(self.profile, plan, settings)
+        return replay(self.profile, score, step, plan.gradient_accumulation_steps), begin
+
+
+class StepByStep(DeepspeedSchedule):
+    """Plays no layer at once, and sees that no gradient dies that has not been born."""
+
+    def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool:
+        return False
+
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+        super().gradient_ready(ledger, place, parameter, gradient_bytes)
+        assert ledger.live[UNSHARDED_GRADIENTS] >= 0
+
+    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+        if self._stage == 2:
+            self._bucket.reduce(ledger)
+            assert ledger.live[UNSHARDED_GRADIENTS] == 0 or (self._offloads and self._last and not self._accumulating)
+        super().end_backward(ledger, root_gradient_bytes)
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    return Recorded(CONFIGS[request.param], "sdpa")
+
+
+def plan(stage: int, ranks: int, **changes: Any) -> Plan:
+    values = {"strategy": f"zero{stage}", "backend": "deepspeed", "shard_degree": ranks, "seq_len": 32}
+    return Plan(**{**values, "micro_batch_size": 2, **changes})
+
+
+def zero_settings(bucket: int) -> Settings:
+    return Settings(
+        reduce_bucket_size=bucket,
+        prefetch_bucket_size=3000,
+        param_persistence_threshold=100,
+        max_live_parameters=50_000,
+        max_reuse_distance=50_000,
+    )
+
+
+JOBS = [
+    (plan(stage, ranks, offload=offload, gradient_accumulation_steps=accumulation, activation_checkpointing=again), bucket)
+    for stage, ranks, offload, accumulation, again, bucket in itertools.product(
+        (1, 2, 3), (1, 7), ("none", "optimizer", "parameters"), (1, 3), ("none", "full"), (5 * 10**8, 70_000, 9_000, 2_000)
+    )
+]  # fmt: skip
+
+
+def test_a_layer_at_once_is_a_layer_step_by_step(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is folded or jumped over hides a peak: as if every layer were walked by its hooks alone."""
+    for job, bucket in JOBS:
+        at_once, _ = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
+        with monkeypatch.context() as patched:
+            patched.setattr(replaying, "WALKED_AT_EACH_END", 10**6)
+            one_by_one, _ = recorded.replay(StepByStep, job, zero_settings(bucket))
+        for name in ("peak", "at_peak", "phase_peaks", "live"):
+            assert getattr(at_once, name) == getattr(one_by_one, name), (name, job, bucket)
+
+
+def test_a_step_leaves_nothing_behind(recorded: Recorded) -> None:
+    """But for the batch and the loss, which the next forward replaces."""
+    for job, bucket in JOBS:
+        ledger, begin = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
+        assert [ledger.live[n] for n in KEPT] == [begin.live[n] for n in KEPT], (job, bucket)
+        assert sum(ledger.at_peak) == ledger.peak == max(ledger.phase_peaks.values())
+        assert min(ledger.at_peak) >= 0
+
+
+def test_an_oversized_gradient_is_cut_where_ranks_meet() -> None:
+    profile = Recorded(CONFIGS["llama"], "sdpa").profile
+    step = buffers(profile, plan(2, 64), Settings(reduce_bucket_size=20_000))
+    owned = step.partition_elements
+    filled = Filled()
+    filled.put(0, 64_000, 64_000, 0)
+    assert owned < 20_000
+    slices = -(-20_001 // owned)
+    assert step.copy_bytes(filled, 64) == 2 * slices * owned
+    alone = buffers(profile, plan(2, 8), Settings(reduce_bucket_size=20_000))
+    assert alone.partition_elements > 64_000
+    assert alone.copy_bytes(filled, 8) == 0
+
+
+# Against DeepSpeed
+
+BUCKETS = {
+    "reduce_bucket_size": "reduce_bucket_size",
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+}
+REAL_SETTINGS = Settings(
+    reduce_bucket_size=400_000,
+    prefetch_bucket_size=100_000,
+    param_persistence_threshold=300,
+    max_live_parameters=1_500_000,
+    max_reuse_distance=1_500_000,
+)
+CASES: list[dict[str, Any]] = [
+    {"stage": 1, "t": 4},
+    {"stage": 2, "t": 4, "accumulation": 2},
+    {"stage": 2, "t": 4, "bucket": 150_000},
+    {"stage": 2, "t": 64, "again": True},
+    {"stage": 2, "t": 4, "offload": "optimizer"},
+    {"stage": 3, "t": 64},
+    {"stage": 3, "t": 4, "within": 0.06},
+    {"stage": 3, "t": 64, "again": True, "within": 0.05},
+]
+DEFAULT_CASE: dict[str, Any] = {
+    "accumulation": 1, "offload": "none", "again": False, "bucket": 400_000, "within": 0.0,
+}  # fmt: skip
+SCALARS = 16 * 1024
+"""Scaled losses and the single numbers that norms are made of: not on the ledger."""
+
+
+def case_settings(case: dict[str, Any]) -> Settings:
+    known = {name: getattr(REAL_SETTINGS, name) for name in Settings.__slots__}
+    return Settings(**known | {"reduce_bucket_size": case["bucket"]})
+
+
+def test_against_deepspeed(tmp_path: Path) -> None:
+    """The highest moment of backward and of the optimizer step, in bytes above the states.
+
+    Stages 1, 2 to the byte but for scalars; stage 3 as far as the loss is the peak. Elsewhere stage 3's gathered parameters
+    are taken at the highest within a layer, wherever in it the tape is at its highest (``within``: relative to the step).
+    """
+    if not os.environ.get("CI"):
+        pytest.importorskip("deepspeed")
+    cases = [DEFAULT_CASE | case for case in CASES]
+    recorded = Recorded(REAL, "eager")
+    for case, found in zip(cases, measure(2, cases, tmp_path), strict=True):
+        job = plan(
+            case["stage"], 2, seq_len=case["t"], offload=case["offload"],
+            gradient_accumulation_steps=case["accumulation"],
+            activation_checkpointing="full" if case["again"] else "none",
+        )  # fmt: skip
+        ledger, begin = recorded.replay(DeepspeedSchedule, job, case_settings(case))
+        expected = {phase: high - begin.total for phase, high in ledger.phase_peaks.items()}
+        assert found["left"] == 0, case
+        phases = ("backward", "optimizer") if case["offload"] == "none" else ("backward",)  # it steps on the host
+        for phase in phases:
+            error = found[phase] - expected[phase]
+            if case["within"] and phase == "backward":
+                assert -case["within"] * found[phase] - SCALARS <= error <= 0.005 * found[phase], (case, phase, error)
+            else:
+                assert 0 <= error <= SCALARS, (case, phase, error)
+
+
+def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    questions, answers = folder / "cases.json", folder / "results.json"
+    questions.write_text(json.dumps(cases))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(ranks)]
+    workers = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as file:
+            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
+            command = [sys.executable, __file__, str(questions), str(answers)]
+            workers.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
+    try:
+        assert all(worker.wait(timeout=120) == 0 for worker in workers), logs[0].read_text()[-3000:]
+    finally:
+        for worker in workers:
+            worker.kill()
+    results: list[dict[str, Any]] = json.loads(answers.read_text())
+    return results
+
+
+class Meter:
+    """Bytes of live storages, each rounded up to 512, from the moment the model is made."""
+
+    def __init__(self) -> None:
+        self.live = self.high = 0
+        self._foreign: set[int] = set()
+        self.watch = StorageWatch(self._changed)
+
+    def _changed(self, key: int, before: int, after: int, operator: str, args: tuple[Any, ...]) -> None:
+        if not before and operator == "aten::split":  # gloo's own copy of what it reduces, first seen through a view
+            self._foreign.add(key)
+        elif key in self._foreign:
+            self._foreign.discard(key)
+        else:
+            self.live += round_up(after) - round_up(before)
+            self.high = max(self.high, self.live)
+
+    def lap(self) -> int:
+        high, self.high = self.high, self.live
+        return high
+
+
+def run(case: dict[str, Any]) -> dict[str, int]:
+    import deepspeed
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    zero: dict[str, Any] = {key: getattr(case_settings(case), name) for key, name in BUCKETS.items()}
+    zero["stage"] = case["stage"]
+    if case["offload"] != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case["accumulation"],
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    shape = LlamaConfig(**{k: v for k, v in REAL.items() if k != "model_type"}, use_cache=False)
+    shape._attn_implementation = "eager"
+    meter = Meter()
+    found: list[dict[str, int]] = []
+    with meter.watch:
+        model = LlamaForCausalLM(shape).bfloat16().train()
+        if case["again"]:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+        for _ in range(4):
+            gc.collect()
+            time.sleep(0.05)  # gloo's threads hold on to the tensors of a collective for a moment
+            base = meter.live
+            highs = {"backward": 0, "optimizer": 0}
+            for _ in range(case["accumulation"]):
+                ids = torch.randint(0, shape.vocab_size, (2, case["t"]))
+                batch = {"input_ids": ids, "labels": ids.clone()}
+                loss = engine(**batch).loss
+                meter.lap()
+                engine.backward(loss)
+                highs["backward"] = max(highs["backward"], meter.lap() - base)
+                del loss
+                time.sleep(0.02)
+                meter.lap()
+                engine.step()
+                highs["optimizer"] = max(highs["optimizer"], meter.lap() - base)
+                del ids, batch
+            found.append({**highs, "left": meter.live - base})
+    engine.destroy()
+    # the first steps make the optimizer's states and record the trace of modules; what gloo lets go of late only adds
+    return {name: min(step[name] for step in found[2:]) for name in found[0]}
+
+
+def main() -> None:
+    import logging
+
+    import deepspeed
+    import torch
+
+    logging.disable(logging.WARNING)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    gc.collect()
+    gc.freeze()  # what the imports left is not looked at again
+    results = [run(case) for case in cases]
+    if torch.distributed.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

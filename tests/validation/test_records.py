@@ -1,0 +1,131 @@
+"""Records survive what happens to files, and say what a run was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.validation.failures import describe_exit, is_out_of_memory, read_out_of_memory
+from fsdp_advisor.validation.records import Record, append, case_key, done_keys, read
+
+REQUEST: dict[str, Any] = {
+    "model": "m",
+    "gpus": 8,
+    "gpu": "H100-80GB",
+    "strategy": "zero3",
+    "backend": "fsdp2",
+    "precision": "bf16",
+    "micro_batch_size": 1,
+    "seq_len": 8,
+}
+
+
+def record(**changes: Any) -> Record:
+    values = {
+        "request": REQUEST,
+        "rung": "simulate",
+        "device": "cpu",
+        "outcome": "ok",
+        "measured": {"peak_tensor_bytes": 1000, "phase_peaks": {"forward": 800, "backward": 1000}, "step_seconds": 2.0},
+        "predicted": {
+            "peak_tensor_bytes": 990,
+            "phase_peaks": {"forward": 800, "backward": 1010},
+            "peak_allocated_bytes": None,
+        },
+    }
+    return Record(**{**values, **changes})
+
+
+def test_errors_are_signed_and_only_of_what_both_sides_know() -> None:
+    assert record().errors == pytest.approx(
+        {"peak_tensor_bytes": -0.01, "phase_peaks.forward": 0.0, "phase_peaks.backward": 0.01}
+    )
+    assert record(measured={}).errors == {}
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    written = [record(), record(outcome="oom", detail={"asked_bytes": 5}, fits_really=False)]
+    for one in written:
+        append(path, one)
+    assert read(path) == (written, [])
+    assert json.loads(path.read_text().splitlines()[0])["errors"]["peak_tensor_bytes"] == -0.01
+
+
+def test_a_torn_last_line_is_skipped_with_a_note_and_ended_by_the_next_record(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    append(path, record())
+    whole = path.read_text()
+    path.write_text(whole + whole[:40])
+    records, notes = read(path)
+    assert len(records) == 1 and len(notes) == 1 and "torn" in notes[0]
+    append(path, record(outcome="oom"))
+    records, notes = read(path)
+    assert [r.outcome for r in records] == ["ok", "oom"] and "line 2" in notes[0]
+
+
+@pytest.mark.parametrize("line", ["[]", "null", "{}", '{"request":3}', "\x00\xff", '{"request":{},"rung":"simulate","outcome":"ok"}'])
+def test_a_foreign_line_is_skipped(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(line + "\n")
+    append(path, record())
+    records, notes = read(path)
+    assert len(records) == 1 and len(notes) == 1 and "line 1" in notes[0]
+
+
+def test_a_disk_that_fills_leaves_earlier_records_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    append(path, record())
+    before = path.read_bytes()
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:100]))  # what a nearly full disk takes
+    with pytest.raises(UsageError, match="No space left"):
+        append(path, record())
+    assert path.read_bytes() == before
+
+    def refuse(handle: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(UsageError, match="No space left"):
+        append(path, record())
+    assert path.read_bytes() == before and len(read(path)[0]) == 1
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read"):
+        read(tmp_path / "none.jsonl")
+    with pytest.raises(UsageError, match="cannot write"):
+        append(tmp_path / "no" / "such.jsonl", record())
+
+
+def test_a_case_is_known_again_whatever_the_gpu_is_called() -> None:
+    assert case_key(REQUEST, "stand-in", "cuda") == case_key({**REQUEST, "gpu": None}, "stand-in", "cuda:0")
+    assert case_key(REQUEST, "stand-in", "cuda") != case_key({**REQUEST, "seq_len": 9}, "stand-in", "cuda")
+    assert case_key(REQUEST, "stand-in", "cuda") != case_key(REQUEST, "measure", "cuda")
+    outcomes = ("ok", "oom", "crash", "timeout", "interrupted", "error")
+    many = [record(outcome=o, request={**REQUEST, "seq_len": i + 1}) for i, o in enumerate(outcomes)]
+    assert done_keys(many) == {r.key for r in many[:4]}
+
+
+def test_out_of_memory_messages_are_read() -> None:
+    message = (
+        "CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has a total capacity of 79.11 GiB of which 890.19 MiB is "
+        "free. Process 17 has 78.22 GiB memory in use. Of the allocated memory 75.02 GiB is allocated by PyTorch, and "
+        "2.41 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting ..."
+    )
+    found = read_out_of_memory(message)
+    assert found["asked_bytes"] == round(7.83 * 2**30) and found["free_bytes"] == round(890.19 * 2**20)
+    assert {*found} == {"asked_bytes", "total_bytes", "free_bytes", "allocated_bytes", "unallocated_bytes"}
+    assert read_out_of_memory("Tried to allocate 20 bytes") == {"asked_bytes": 20}
+    cpu = RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes. Error code 12")
+    assert is_out_of_memory(cpu) and read_out_of_memory(str(cpu)) == {"asked_bytes": 4096}
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shape"))
+    assert read_out_of_memory("nothing of the kind") == {}
+    assert "host" in describe_exit(-9) and describe_exit(-15) == "killed by SIGTERM"
