@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tiny_llama import LLAMA, OTHER, PARAMETERS, SHIPPED, with_tapes
+
+from fsdp_advisor.models import cache, catalog
+from fsdp_advisor.models.profile import Profile
+from fsdp_advisor.models.store import dump
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -15,3 +24,44 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         for report in skipped:
             reporter.write_line(f"skipped, which CI does not allow: {report.nodeid}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def recorded() -> Profile:
+    """A tiny llama with two tapes."""
+    from fsdp_advisor.tracing import Recorder, TransformersSource
+
+    recorder = Recorder(TransformersSource(LLAMA, name="tiny-org/Tiny-Llama", task="causal-lm"))
+    for variant in (SHIPPED, OTHER):
+        recorder.profile.tapes[variant.key] = recorder.tape(variant)
+    return recorder.profile
+
+
+@pytest.fixture(scope="session")
+def catalog_zip(recorded: Profile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("catalog") / "catalog.zip"
+    shipped = {SHIPPED.key: recorded.tapes[SHIPPED.key]}
+    row = {
+        "id": recorded.name, "aliases": ["tiny", "tiny-org/Tiny-Llama-chat"], "task": recorded.task,
+        "parameters": PARAMETERS, "max_seq_len": 256, "model_type": "llama", "source": "this test", "member": "tiny.profile",
+    }  # fmt: skip
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("tiny.profile", dump(with_tapes(recorded, shipped), small=True))
+        archive.writestr(catalog.INDEX, json.dumps([row]))
+    return path
+
+
+@pytest.fixture
+def home(catalog_zip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A catalog of one model, an empty cache, and nothing remembered from another test."""
+
+    def forget() -> None:
+        for memory in (catalog.entries, catalog._by_name, catalog.profile, cache.installed_versions):
+            getattr(memory, "cache_clear", lambda: None)()
+
+    monkeypatch.setattr(catalog, "PATH", catalog_zip)
+    monkeypatch.setenv("FSDP_ADVISOR_CACHE", str(tmp_path / "cache"))
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
+    forget()

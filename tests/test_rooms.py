@@ -20,6 +20,7 @@ ROOMS = (
     "hardware",
     "models",
     "tracing",
+    "hub",
     "resolve",
     "memory",
     "report",

@@ -1,7 +1,8 @@
 """Predicted peaks against PyTorch's own FSDP2, FSDP1 and DDP, run whole under fake tensors: equal to the byte.
 
-One allowance: foreach AdamW keeps its step counts on the host, one 512-byte storage per parameter, which a run on fake CPU
-tensors counts and a GPU does not hold.
+Two allowances. foreach AdamW keeps its step counts on the host, one 512-byte storage per parameter, which a run on fake CPU
+tensors counts and a GPU does not hold. FSDP1 under mixed precision casts buffers as well, which spares Gemma the cast of its
+embedding scale: one scalar, 512 bytes.
 """
 
 from __future__ import annotations
@@ -119,9 +120,10 @@ def test_predicted_peak_is_what_pytorch_does(case: Case) -> None:
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     layers = sum(len(u.parameters) for u in profile.layers()) + len(profile.root.parameters)
     host_steps = 512 * layers if case.optim == "adamw_torch" else 0
+    spared = 512 if case.backend == "fsdp1" and "gemma" in case.model else 0
     for phase, n_bytes in found.phase_peaks.items():
         short = n_bytes - ledger.phase_peaks[phase]
-        assert 0 <= short <= host_steps, (phase, n_bytes, ledger.phase_peaks[phase])
+        assert -spared <= short <= host_steps, (phase, n_bytes, ledger.phase_peaks[phase])
     assert ledger.peak == pytest.approx(found.peak_tensor_bytes, rel=0.005)
 
 

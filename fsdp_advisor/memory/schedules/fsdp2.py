@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_advisor.memory import optimizers
-from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
+from fsdp_advisor.memory.held import ALIGNMENT, NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
     COMMUNICATION,
     GRADIENTS,
+    LOSS,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
@@ -156,7 +157,9 @@ class Fsdp2Schedule:
         pass
 
     def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+        ledger.add(LOSS, ALIGNMENT)  # the root's turn is a final callback of autograd, which still holds the loss's gradient
         self.post_backward(ledger, AT_ROOT, root_gradient_bytes)
+        ledger.add(LOSS, -ALIGNMENT)
         ledger.add(COMMUNICATION, -self._reducing)
         self._reducing = 0
 

@@ -1,0 +1,70 @@
+"""A model that is recorded in a moment, and what the tests of finding models do with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_advisor.models import cache, catalog
+from fsdp_advisor.models.profile import Profile, Tape, Variant
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 176,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176 + 2 * 64
+PARAMETERS = 2 * 1000 * 64 + 64 + LAYER
+SHIPPED = Variant("plain", "bf16", "sdpa", "none", False)
+OTHER = Variant("plain", "bf16", "eager", "none", True)
+CONFIG_HINT = "a model is described by the config.json that transformers saves with it"
+NAMES_HINT = (
+    "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
+)
+NETWORK_HINT = "check the network and HF_ENDPOINT, or name a directory that holds the model's config.json"
+
+
+def with_tapes(profile: Profile, tapes: dict) -> Profile:
+    return replace(profile, tapes=tapes)
+
+
+def keep(profile: Profile, variant: Variant, task: str | None = None) -> None:
+    """Put one of the profile's tapes into the cache, as if it had been recorded before."""
+    assert cache.keep(with_tapes(profile, {variant.key: profile.tapes[variant.key]}), task)
+
+
+def flat(tape: Tape) -> list[object]:
+    """What a tape says, wherever it keeps its sizes."""
+    return [
+        (s.phase, s.stack, s.layer, s.matmul_flops, [(op, tape.sizes[a] if op == 0 else a, b) for op, a, b in s.events])
+        for s in tape.segments
+    ]
+
+
+def write(path: Path, config: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(config))
+    return path
+
+
+def written(folder: Path) -> list[Path]:
+    return sorted(p for p in (folder / "cache").rglob("*") if p.is_file())
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter with the test's catalog, cache and whatever else."""
+    first = f"from pathlib import Path; from fsdp_advisor.models import catalog; catalog.PATH = Path({str(catalog.PATH)!r})\n"
+    dropped = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
+    kept = {k: v for k, v in os.environ.items() if k.upper() not in dropped}
+    return subprocess.run(
+        [sys.executable, "-c", first + code],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
