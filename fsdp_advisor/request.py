@@ -50,7 +50,9 @@ class EstimateRequest(BaseModel):
         if not isinstance(values, dict):
             return values
         return {
-            name: (value.strip() if name in ("model", "gpu") else value.strip().lower()) if isinstance(value, str) else value
+            name: (value.strip() if name in ("model", "gpu") else value.strip().lower())
+            if isinstance(value, str)
+            else value
             for name, value in values.items()
         }
 

@@ -16,6 +16,10 @@ from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.models.store import dump
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/cli/golden and the README's outputs")
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("CI") != "true" or reporter is None or exitstatus != pytest.ExitCode.OK:

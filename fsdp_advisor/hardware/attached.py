@@ -37,7 +37,7 @@ def _driver_present() -> bool:
     return (
         "pynvml" in sys.modules
         or not sys.platform.startswith("linux")
-        or any(os.path.exists(path) for path in _DRIVER_FILES)
+        or any(os.path.exists(path) for path in _DRIVER_FILES)  # noqa: PTH110  # pathlib would cost the start more than the whole look-up
     )
 
 

@@ -58,6 +58,7 @@ def replay(profile: Profile, score: Score, schedule: Schedule, accumulation: int
     schedule.begin_step(ledger)
     ledger.begin("forward")
     base = list(ledger.live)
+    walker = schedule if isinstance(schedule, WalksEveryLayer) else None
     for index in range(min(accumulation, 2)):
         leftover = [0] * len(base)
         if index:  # the tape brings its batch again; the last loss is dropped once there is another
@@ -66,10 +67,10 @@ def replay(profile: Profile, score: Score, schedule: Schedule, accumulation: int
             ledger.add(OTHER, base[OTHER] - ledger.live[OTHER])
         schedule.begin_micro_batch(ledger, index)
         ledger.begin("forward")
-        _walk(profile, score.forward, schedule, ledger, backward=False)
+        _walk(profile, score.forward, schedule, walker, ledger, backward=False)
         ledger.shift(leftover)
         ledger.begin("backward")
-        gradients = _walk(profile, score.backward, schedule, ledger, backward=True)
+        gradients = _walk(profile, score.backward, schedule, walker, ledger, backward=True)
         ledger.where = "end of backward"
         schedule.end_backward(ledger, gradients)
         ledger.point("end of backward")
@@ -80,7 +81,15 @@ def replay(profile: Profile, score: Score, schedule: Schedule, accumulation: int
     return ledger
 
 
-def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger: Ledger, *, backward: bool) -> int:
+def _walk(
+    profile: Profile,
+    parts: tuple[Part, ...],
+    schedule: Schedule,
+    walker: WalksEveryLayer | None,
+    ledger: Ledger,
+    *,
+    backward: bool,
+) -> int:
     """Walk all parts; returns the root's gradient bytes that are alive."""
     entries = list(_entries(profile, parts, backward))
     following: list[Place | None] = [None] * len(entries)
@@ -92,7 +101,8 @@ def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger:
     root_gradients = 0
     before: list[list[int]] = []
     last_gradients = 0
-    walker = schedule if isinstance(schedule, WalksEveryLayer) and ledger.phase in schedule.walk_all else None
+    if walker is not None and ledger.phase not in walker.walk_all:
+        walker = None
     for i, ((stack, layer, steps, skipped, period), after) in enumerate(zip(entries, following, strict=True)):
         if skipped and walker is not None:
             pattern = [((s, n), _name(profile, (s, n)), own) for s, n, own, _, _ in entries[i - period : i]]

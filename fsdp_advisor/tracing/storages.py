@@ -37,7 +37,8 @@ class StorageWatch(TorchDispatchMode):
 
     def ignore(self, tensor: torch.Tensor) -> None:
         storage = local_tensor(tensor).untyped_storage()
-        self._live[storage._cdata] = (weakref.ref(storage), -1)
+        key = storage._cdata
+        self._live[key] = (weakref.ref(storage, partial(self._died, key)), -1)
 
     def see(self, tensor: torch.Tensor) -> None:
         """Take note of a tensor's storage, if it is new."""

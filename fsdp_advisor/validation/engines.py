@@ -1,13 +1,14 @@
 """A model wrapped by PyTorch's own DDP, FSDP1 or FSDP2 as a plan says, on rank 0 of a process group of any size.
 
-The fake process group's collectives allocate what real ones do and move nothing, so one process stands for a world.
+The fake process group's collectives allocate what real ones do and move nothing, so one process stands for a world. The same
+code wraps on real ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.plan import Plan
+from fsdp_advisor.validation.records import Rung
 
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
@@ -55,15 +57,37 @@ def mesh_of(plan: Plan, device: str) -> DeviceMesh:
     return init_device_mesh(device, (plan.shard_degree,))
 
 
-def wrap(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, device: str) -> nn.Module:
-    """`model` under the plan's engine; each of `layers` and the root are units."""
+def half(plan: Plan) -> torch.dtype:
+    """The dtype in which a mixed plan computes."""
+    return torch.float16 if plan.precision.startswith("fp16") else torch.bfloat16
+
+
+def weight_dtype(plan: Plan) -> torch.dtype:
+    """The dtype in which PyTorch's engines are handed the model."""
+    return torch.bfloat16 if plan.precision == "bf16" else torch.float32
+
+
+def wrap(
+    model: nn.Module,
+    layers: list[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    device: str,
+    *,
+    rung: Rung = "simulate",
+    materialise: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """`model` under the plan's engine; each of `layers` and the root are units.
+
+    `rung` tells DDP how real its group and its tensors are; `materialise` makes FSDP1's modules real one unit at a time.
+    """
     match plan.backend:
         case "ddp":
-            return _ddp(model) if plan.world_size > 1 else model
+            return _ddp(model, rung) if plan.world_size > 1 else model
         case "fsdp1":
-            return _fsdp1(model, layers, plan, mesh, device)
+            return _fsdp1(model, layers, plan, mesh, device, materialise)
         case "fsdp2":
-            return _fsdp2(model, layers, plan, mesh)
+            return _fsdp2(model, layers, plan, mesh, rung)
     raise MeasurementError(f"{plan.backend} is not one of PyTorch's engines", hint="fsdp2, fsdp1 or ddp")
 
 
@@ -80,29 +104,34 @@ class _FixedBuckets:
         return False
 
 
-def _ddp(model: nn.Module) -> nn.Module:
+def _ddp(model: nn.Module, rung: Rung) -> nn.Module:
     """DDP with its defaults; the fake group needs a communication hook that returns the bucket as it is."""
+    if rung == "measure":
+        return DistributedDataParallel(model)
     wrapped = DistributedDataParallel(model, init_sync=False)
 
-    def reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduced(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
     reduced.__annotations__ = {}  # DDP compares them with classes, and here they are strings
     wrapped.register_comm_hook(None, reduced)
-    wrapped.reducer = _FixedBuckets(wrapped.reducer)
+    if rung == "simulate":
+        wrapped.reducer = _FixedBuckets(wrapped.reducer)  # type: ignore[assignment]  # it stands in for one
     return wrapped
 
 
-def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> nn.Module:
+def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, rung: Rung) -> nn.Module:
     kwargs: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        "mp_policy": MixedPrecisionPolicy(param_dtype=half(plan), reduce_dtype=torch.float32)
         if plan.mixed
         else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if plan.offload == "parameters" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=rung != "simulate")
+        if plan.offload == "parameters"
+        else OffloadPolicy(),
     }
     for layer in layers:
         fully_shard(layer, **kwargs)
@@ -111,7 +140,12 @@ def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMe
 
 
 def _fsdp1(
-    model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, device: str
+    model: nn.Module,
+    layers: list[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    device: str,
+    materialise: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
     units = {id(layer) for layer in layers}
     reshard = plan.strategy in ("zero3", "hsdp")
@@ -119,14 +153,15 @@ def _fsdp1(
         sharding = ShardingStrategy.HYBRID_SHARD
     else:
         sharding = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
-    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    mixed = MixedPrecision(param_dtype=half(plan), reduce_dtype=torch.float32, buffer_dtype=half(plan))
     return FullyShardedDataParallel(
         model,
         use_orig_params=True,
         device_id=torch.device(device),
         device_mesh=mesh if plan.strategy == "hsdp" else None,
         auto_wrap_policy=CustomPolicy(functools.partial(_is_unit, units)),
-        mixed_precision=bf16 if plan.mixed else None,
+        mixed_precision=mixed if plan.mixed else None,
+        param_init_fn=materialise,
         sharding_strategy=sharding,
         backward_prefetch=_PREFETCH[plan.backward_prefetch],
         cpu_offload=CPUOffload(offload_params=plan.offload == "parameters"),

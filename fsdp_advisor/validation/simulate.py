@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.tracing.recorder import materialise
 from fsdp_advisor.tracing.source import Source
-from fsdp_advisor.tracing.storages import StorageWatch
-from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, wrap
+from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
+from fsdp_advisor.validation.failures import NotHere
+from fsdp_advisor.validation.meter import Ids, StorageMeter
+from fsdp_advisor.validation.steps import PHASES, TorchTrainer, autocast_of, batch_of, layers_of, take_step
 
 STEPS = 2
 """The second step is the steady one: the first has no optimizer states before its last phase."""
@@ -25,10 +27,16 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """Bytes of live tensor storages, each rounded up to 512, in a steady-state step."""
+    """Bytes of live tensor storages, each rounded up to 512, in a steady-state step.
+
+    `at_peak` divides the highest moment's live set: `parameters`, `gradients` (what `param.grad` holds when backward is done)
+    and `optimizer` by their owners, `kept` for whatever else stood before the step (buffers, the batch, DDP's buckets),
+    `step` for the rest.
+    """
 
     phase_peaks: dict[str, int]
     between_steps: int
+    at_peak: dict[str, int] = field(default_factory=dict)
     timeline: tuple[tuple[str, str, int], ...] = ()
     """(phase, operator, bytes alive) at each birth and death, where asked for."""
 
@@ -37,83 +45,76 @@ class Simulated:
         return max(self.phase_peaks.values())
 
 
-class _Meter:
-    """Adds up what a `StorageWatch` reports."""
-
-    def __init__(self, timeline: bool) -> None:
-        self.live = self.high = 0
-        self.phase = "build"
-        self._timeline: list[tuple[str, str, int]] | None = [] if timeline else None
-
-    def __call__(self, key: int, before: int, after: int, operator: str, args: tuple[Any, ...]) -> None:
-        self.live += round_up(after) - round_up(before)
-        self.high = max(self.high, self.live)
-        if self._timeline is not None:
-            self._timeline.append((self.phase, operator, self.live))
-
-    def begin(self, phase: str) -> None:
-        self.phase, self.high = phase, self.live
-
-    def forget(self) -> None:
-        if self._timeline is not None:
-            self._timeline.clear()
-
-    @property
-    def timeline(self) -> tuple[tuple[str, str, int], ...]:
-        return tuple(self._timeline or ())
+def check(plan: Plan) -> None:
+    """Raises NotHere for a plan that a CPU cannot tell the truth about."""
+    if plan.offload != "none":
+        raise NotHere(
+            f"offload {plan.offload} cannot be simulated: without a GPU, host and device tensors look the same",
+            hint="--rung stand-in or measure on a machine with a GPU",
+        )
+    if plan.backend == "deepspeed":
+        raise NotHere(
+            "deepspeed is not one of PyTorch's engines, which are what is simulated",
+            hint="--rung measure runs DeepSpeed itself; --backend fsdp2, fsdp1 or ddp can be simulated",
+        )
 
 
 def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated:
     """One steady-state step of the plan, as PyTorch runs it on rank 0.
 
-    Raises MeasurementError for a backend that is not PyTorch's.
+    Raises MeasurementError for a backend that is not PyTorch's, and for offload.
     """
-    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    model = source.build(dtype)
+    check(plan)
+    model = source.build(weight_dtype(plan))
     source.configure(model, attention=plan.attention, checkpointing=plan.activation_checkpointing == "full")
-    layers = [layer for stack in source.stacks(model) for layer in stack.layers]
-    meter = _Meter(timeline)
-    watch = StorageWatch(meter)
+    layers = layers_of(source.stacks(model))
+    meter = StorageMeter(timeline=timeline)
     with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = mesh_of(plan, "cpu") if plan.backend != "ddp" else None
-        with FakeTensorMode(allow_non_fake_inputs=True), watch:
+        if (ranks := mesh.mesh if mesh is not None else None) is not None:
+            meter.ignore(ranks)  # the ranks' numbers, always on the host; slices of a mesh are views of them
+        with FakeTensorMode(allow_non_fake_inputs=True), meter:
             materialise(model, None)
             wrapped = wrap(model, layers, plan, mesh, "cpu")
             optimizer = optimizer_for(wrapped, plan)
-            autocast = torch.autocast("cpu", torch.bfloat16, enabled=plan.backend == "ddp" and plan.mixed)
-            batch = source.batch(plan.micro_batch_size, plan.seq_len)
-            if plan.precision == "bf16":
-                batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+            batch = batch_of(source, plan, model, real=False)
+            trainer = TorchTrainer(source, wrapped, optimizer, batch, autocast_of(plan, "cpu"))
+            gradients: list[Ids] = []
             gc.collect()
-            peaks: dict[str, int] = {}
             for _ in range(STEPS):
-                peaks = dict.fromkeys(("forward", "backward", "optimizer"), 0)
-                meter.forget()
-                for _ in range(plan.gradient_accumulation_steps):
-                    meter.begin("forward")
-                    with autocast:
-                        loss = source.loss(wrapped, batch)
-                    peaks["forward"] = max(peaks["forward"], meter.high)
-                    meter.begin("backward")
-                    loss.backward()
-                    peaks["backward"] = max(peaks["backward"], meter.high)
-                meter.begin("optimizer")
-                optimizer.step()
-                peaks["optimizer"] = meter.high
-                optimizer.zero_grad()
-                del loss
-            return Simulated(phase_peaks=peaks, between_steps=meter.live, timeline=meter.timeline)
+                meter.begin_step()
+                gradients.clear()
+                phases = take_step(
+                    trainer,
+                    meter,
+                    plan.gradient_accumulation_steps,
+                    lambda: gradients.append(
+                        meter.numbers_of(p.grad for p in wrapped.parameters() if p.grad is not None)
+                    ),
+                )
+            accounts = {
+                "parameters": meter.numbers_of(wrapped.parameters()),
+                "gradients": gradients[0],
+                "optimizer": meter.numbers_of(
+                    t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+                ),
+            }
+            return Simulated(
+                phase_peaks={phase: phases[phase].peaks["tensor_bytes"] for phase in PHASES},
+                between_steps=meter.live,
+                at_peak=meter.at_peak(accounts),
+                timeline=tuple(meter.timeline),
+            )
 
 
 @contextmanager
 def _fsdp1_on_fake_storages() -> Iterator[None]:
     """FSDP1 asks whether a storage has an address; a fake one has a size only."""
-    from torch.distributed.fsdp import _flat_param
-
-    original = _flat_param._data_ptr_allocated
-    _flat_param._data_ptr_allocated = lambda tensor: tensor.untyped_storage().size() > 0
+    flat_param: Any = importlib.import_module("torch.distributed.fsdp._flat_param")
+    original = flat_param._data_ptr_allocated
+    flat_param._data_ptr_allocated = lambda tensor: tensor.untyped_storage().size() > 0
     try:
         yield
     finally:
-        _flat_param._data_ptr_allocated = original
+        flat_param._data_ptr_allocated = original

@@ -29,7 +29,11 @@ def test_cold(benchmark: BenchmarkFixture, what: str) -> None:
     assert benchmark(run) in (0, 1)
 
 
-DEPTHS = {"24 layers": "bigscience/bloom-560m", "32 layers": "meta-llama/Llama-2-7b-hf", "126 layers": "meta-llama/Llama-3.1-405B"}
+DEPTHS = {
+    "24 layers": "bigscience/bloom-560m",
+    "32 layers": "meta-llama/Llama-2-7b-hf",
+    "126 layers": "meta-llama/Llama-3.1-405B",
+}
 STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", "deepspeed"), ("zero3", "deepspeed")]
 
 

@@ -1,4 +1,4 @@
-"""`pytest tests/cli --update-golden` rewrites the golden files with what the command line prints now."""
+"""`pytest --update-golden` rewrites the golden files with what the command line prints now."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ import pytest
 from fsdp_advisor.cli import main
 
 GOLDEN = Path(__file__).with_name("golden")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/cli/golden")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -69,7 +70,7 @@ def storages() -> dict[int, int]:
                 for tensor in (thing, thing.grad, thing._base):
                     if tensor is not None and (storage := tensor.untyped_storage()).nbytes():
                         found[storage._cdata] = storage.nbytes()
-        except (ReferenceError, RuntimeError, NotImplementedError):
+        except (ReferenceError, RuntimeError, NotImplementedError):  # noqa: PERF203  # what the collector holds may be half dead
             continue
     return found
 
@@ -94,7 +95,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if key not in self.known:
             frame, ours = sys._getframe(2), False
             while frame is not None and not ours:
-                ours = os.path.join("deepspeed", "runtime", "zero", "part") in frame.f_code.co_filename
+                ours = "/deepspeed/runtime/zero/part" in frame.f_code.co_filename
                 frame = frame.f_back  # type: ignore[assignment]
             self.known[key] = (weakref.ref(storage, functools.partial(self.dead, key)), storage.nbytes(), ours)
             self.add(storage.nbytes(), ours)
@@ -247,15 +248,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    with open(sys.argv[1]) as file:
-        cases = json.load(file)
+    cases = json.loads(Path(sys.argv[1]).read_text())
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     gc.collect()
     gc.freeze()  # what the imports left is not looked at again
     results = [run(case) for case in cases]
     if torch.distributed.get_rank() == 0:
-        with open(sys.argv[2], "w") as file:
-            json.dump(results, file)
+        Path(sys.argv[2]).write_text(json.dumps(results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -42,8 +42,18 @@ class Case:
 
 TINY, L1B, L7B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"
 QWEN2, QWEN3 = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
-MISTRAL, GEMMA, GEMMA2, GEMMA3 = "mistralai/Mistral-7B-v0.1", "google/gemma-2b", "google/gemma-2-2b", "google/gemma-3-1b-pt"
-PHI3, GPT2, NEOX, OPT = "microsoft/Phi-3-mini-4k-instruct", "openai-community/gpt2", "EleutherAI/pythia-410m", "facebook/opt-125m"
+MISTRAL, GEMMA, GEMMA2, GEMMA3 = (
+    "mistralai/Mistral-7B-v0.1",
+    "google/gemma-2b",
+    "google/gemma-2-2b",
+    "google/gemma-3-1b-pt",
+)
+PHI3, GPT2, NEOX, OPT = (
+    "microsoft/Phi-3-mini-4k-instruct",
+    "openai-community/gpt2",
+    "EleutherAI/pythia-410m",
+    "facebook/opt-125m",
+)
 BLOOM, BERT, T5 = "bigscience/bloom-560m", "google-bert/bert-base-uncased", "google-t5/t5-small"
 MIXTRAL, VIT, WHISPER = "mistralai/Mixtral-8x7B-v0.1", "google/vit-base-patch16-224", "openai/whisper-tiny"
 

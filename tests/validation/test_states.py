@@ -47,8 +47,15 @@ def _plans(world: int) -> list[Plan]:
 def test_states_are_what_a_real_run_keeps(world: int) -> None:
     plans = _plans(world)
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(WORKER)]
-        + [json.dumps([asdict(p) for p in plans])],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={world}",
+            str(WORKER),
+            json.dumps([asdict(p) for p in plans]),
+        ],
         capture_output=True,
         text=True,
         timeout=300,

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from fsdp_advisor.memory import deepspeed
 from fsdp_advisor.memory.deepspeed import DEFAULTS, Buffers, Filled, Settings, shard_elements, stage
-from fsdp_advisor.memory.deepspeed_zero3 import Gathered, Visit, gathered
+from fsdp_advisor.memory.deepspeed_zero3 import Gathered, gathered
 from fsdp_advisor.memory.held import States, round_up
 from fsdp_advisor.memory.ledger import (
     ACCOUNTS,
@@ -28,13 +28,13 @@ from fsdp_advisor.memory.ledger import (
     PARAMETERS,
     TEMPORARIES,
     UNSHARDED_GRADIENTS,
-    UNSHARDED_PARAMETERS,
     Block,
     Ledger,
 )
 from fsdp_advisor.memory.replay import AT_ROOT, Place
+from fsdp_advisor.memory.schedules.deepspeed_zero3 import Gathering
 from fsdp_advisor.memory.score import Step
-from fsdp_advisor.models.profile import ROOT, Op, Parameter, Profile
+from fsdp_advisor.models.profile import Op, Parameter, Profile
 from fsdp_advisor.plan import Plan
 
 _STILL = (0,) * len(ACCOUNTS)
@@ -56,7 +56,6 @@ class Mark:
     """A gradient is ready: what is alive then, relative to the beginning of the layer, that gradient included."""
 
     gradient: Gradient
-    at_root: bool
     live: tuple[int, ...]
     total: int
 
@@ -174,7 +173,7 @@ class _Bucket:
         self.oversized = 0  # the storage of one that did not fit in, bytes
         self._bucket_bytes = buffers.bucket.rounded
         self._averaged_bytes = buffers.averaged.rounded
-        self._flushes_empty = not buffers.sharded
+        self._offloading: dict[tuple[int, bool], int] = {}
 
     def begin(self, *, boundary: bool) -> None:
         self.boundary, self.averaged = boundary, False
@@ -214,14 +213,22 @@ class _Bucket:
 
     def transients(self) -> tuple[int, int]:
         """Bytes that a reduction takes at its highest and gives back: (communication, temporaries)."""
+        if not self.filled.count:
+            return 0, 0
         copy = round_up(self.buffers.copy_bytes(self.filled, self._ranks))
         own = self.filled.largest_own
         if not own or not self.buffers.offload_cast_bytes:
             return copy, 0
+        known = self._offloading.get((own, self.boundary))
+        if known is None:
+            known = self._offloading[own, self.boundary] = self._offload_bytes(own)
+        return copy, known
+
+    def _offload_bytes(self, own: int) -> int:
+        """Before the last micro-batch stage 3 brings back what is on the host; stages 1, 2 copy in place."""
         if self.boundary:
-            return copy, self.buffers.offload_temporaries(own).rounded
-        # before the last micro-batch stage 3 brings back what is on the host, stages 1, 2 copy in place
-        return copy, round_up(self.buffers.gradient_bytes * own) if self.buffers.sharded else 0
+            return self.buffers.offload_temporaries(own).rounded
+        return round_up(self.buffers.gradient_bytes * own) if self.buffers.sharded else 0
 
     @property
     def clones_oversized(self) -> bool:
@@ -278,6 +285,7 @@ class DeepspeedSchedule:
         self.walk_all = frozenset({1: (), 2: ("backward",), 3: ("forward", "backward")}[self._stage])
         self._offloads = bool(self._known.buffers.offload_cast_bytes)
         self._bucket = _Bucket(self._known.buffers, plan.shard_degree)
+        self._gathering = Gathering(self._known.gathered)
         self._folded: dict[int, tuple[tuple[Step, ...], Folded | None]] = {}
 
     # The step
@@ -288,42 +296,34 @@ class DeepspeedSchedule:
         ledger.add(OPTIMIZER, self.states.optimizer.rounded)
         ledger.add(COMMUNICATION, self.states.communication.rounded)
         ledger.add(OTHER, self.states.buffers.rounded)
-        self._level = 0
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0
         self._bucket.begin(boundary=index == self._last)
         self._left = [len(starts) for starts in self._known.starts]
-        self._visits = iter(self._known.gathered.forward)
-        self._upcoming = next(self._visits, None)
-        self._visit: Visit | None = None
+        self._gathering.begin_forward()
         self._backward = False
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
-        self._enter(ledger, place)
+        self._gathering.enter(ledger, place)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        """The root's own modules between and after the stacks have no hook of their own on the tape."""
-        if self._visit is None:
-            return
-        self._set_level(ledger, self._visit.after_bytes)
-        if place != AT_ROOT and self._upcoming is not None and self._upcoming.place[0] == ROOT:
-            self._enter(ledger, AT_ROOT)
+        self._gathering.leave(ledger, place)
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         if not self._backward:
             self._backward = True
-            self._visits = iter(self._known.gathered.backward)
-            self._upcoming = next(self._visits, None)
-        if place != AT_ROOT:
+            self._gathering.begin_backward()
+        if place != AT_ROOT:  # the root's hook comes before the loss's backward, its head's after it
             self._left[place[0]] -= 1
-        self._enter(ledger, place)
+            self._gathering.enter(ledger, place)
 
     def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
         pass
 
     def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
         gradient = self._known.gradients[place][parameter]
+        self._gathering.enter_head(ledger)
         self._bucket.setup(ledger)
         if self._stage == 1:
             ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes if self._accumulating else 0)
@@ -331,8 +331,7 @@ class DeepspeedSchedule:
             self._bucket.take(ledger, self._start(place) + gradient.start, gradient)
 
     def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
-        while self._upcoming is not None:  # the embedding's turn
-            self._enter(ledger, self._upcoming.place)
+        self._gathering.end(ledger)
         bucket = self._bucket
         if self._stage == 1:
             if not bucket.boundary:
@@ -345,7 +344,7 @@ class DeepspeedSchedule:
         ledger.add(UNSHARDED_GRADIENTS, -ledger.live[UNSHARDED_GRADIENTS])
         if self._accumulating and bucket.averaged:  # added to the first one
             ledger.add(GRADIENTS, -bucket.buffers.averaged.rounded)
-        self._set_level(ledger, 0)
+        self._gathering.drop(ledger)
 
     def optimizer_step(self, ledger: Ledger) -> None:
         """The moments say what lives beside the states."""
@@ -358,22 +357,6 @@ class DeepspeedSchedule:
             ledger.add(TEMPORARIES, -moment.temporaries.rounded)
         ledger.add(GRADIENTS, self.states.gradients.rounded - ledger.live[GRADIENTS])
         ledger.add(PARAMETERS, released)
-
-    # What is gathered
-
-    def _enter(self, ledger: Ledger, place: Place) -> None:
-        """A unit's turn; the root's turns that no mark announces are passed on the way."""
-        while self._upcoming is not None:
-            visit = self._visit = self._upcoming
-            self._upcoming = next(self._visits, None)
-            self._set_level(ledger, visit.high_bytes)
-            if visit.place == place or (visit.place[0] == ROOT and place == AT_ROOT):
-                return
-
-    def _set_level(self, ledger: Ledger, n_bytes: int) -> None:
-        if n_bytes != self._level:
-            ledger.add(UNSHARDED_PARAMETERS, n_bytes - self._level)
-            self._level = n_bytes
 
     # A layer at once
 
@@ -388,10 +371,10 @@ class DeepspeedSchedule:
         if not folded.marks:
             if ledger.phase == "backward":
                 self._left[place[0]] -= 1
-            self._enter(ledger, place)
+            self._gathering.enter(ledger, place)
             ledger.apply(folded.block)
             if ledger.phase == "forward":
-                self.post_forward(ledger, place)
+                self._gathering.leave(ledger, place)
             return True
         start = self._known.starts[place[0]][self._left[place[0]] - 1]
         sharded = bucket.buffers.sharded
@@ -401,36 +384,35 @@ class DeepspeedSchedule:
         if own and not sharded and (bucket.bears_averaged or (folded.oversized and self._offloads)):
             return False
         self._left[place[0]] -= 1
-        self._enter(ledger, place)
+        self._gathering.enter(ledger, place)
         filled = bucket.filled
         room = bucket.buffers.bucket_elements - filled.elements
+        highest = (0, 0, 0, folded.marks[0])
         for mark in folded.marks:
             gradient = mark.gradient
             if gradient.elements > room:
-                self._candidate(ledger, mark)
+                copy, temporaries = bucket.transients()
+                extra = copy + temporaries if sharded else max(copy, temporaries)  # else one after the other
+                if extra and mark.total + extra > highest[0]:
+                    highest = (mark.total + extra, copy, temporaries, mark)
                 filled.clear()
                 room = bucket.buffers.bucket_elements
             room -= gradient.elements
-            at = gradient.start if mark.at_root else start + gradient.start
+            at = start + gradient.start
             filled.put(at, gradient.elements, gradient.padded, bucket.own(at, gradient.elements) if own else 0)
+        if highest[0]:
+            ledger.apply(self._reduction(*highest))
         ledger.apply(folded.block)
         return True
 
-    def _candidate(self, ledger: Ledger, mark: Mark) -> None:
+    def _reduction(self, total: int, copy: int, temporaries: int, mark: Mark) -> Block:
         """A reduction within a layer: its copies are on top of what is alive then, and gone at once."""
-        if not self._bucket.filled.count:
-            return
-        copy, temporaries = self._bucket.transients()
-        if not self._bucket.buffers.sharded and copy and temporaries:  # one after the other
-            copy, temporaries = (copy, 0) if copy > temporaries else (0, temporaries)
-        if not copy and not temporaries:
-            return
-        total = mark.total + copy + temporaries
-        if ledger.total + total > ledger.high:
-            live = list(mark.live)
-            live[COMMUNICATION] += copy
-            live[TEMPORARIES] += temporaries
-            ledger.apply(Block(_STILL, tuple(live), total))
+        if not self._bucket.buffers.sharded:
+            copy, temporaries = (copy, 0) if copy >= temporaries else (0, temporaries)
+        live = list(mark.live)
+        live[COMMUNICATION] += copy
+        live[TEMPORARIES] += temporaries
+        return Block(_STILL, tuple(live), total)
 
     def _fold(self, place: Place, steps: tuple[Step, ...]) -> Folded | None:
         """A layer's steps as one block, unless there are marks that are not its own or its last gradient is oversized."""
@@ -449,8 +431,10 @@ class DeepspeedSchedule:
                 if parameter or (op in (Op.PRE_FORWARD, Op.PRE_BACKWARD) and i):
                     return None
                 continue
-            gradient = self._known.gradients[AT_ROOT if at_root else place][parameter]
-            marks.append(Mark(gradient, bool(at_root), tuple(ledger.live), ledger.total))
+            if at_root:
+                return None
+            gradient = self._known.gradients[place][parameter]
+            marks.append(Mark(gradient, tuple(ledger.live), ledger.total))
             dies = waiting + (0 if gradient.oversized else gradient.n_bytes)
             waiting = gradient.n_bytes if gradient.oversized else 0
             oversized |= gradient.oversized

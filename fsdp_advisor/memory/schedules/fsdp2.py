@@ -157,7 +157,9 @@ class Fsdp2Schedule:
         pass
 
     def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
-        ledger.add(LOSS, ALIGNMENT)  # the root's turn is a final callback of autograd, which still holds the loss's gradient
+        ledger.add(
+            LOSS, ALIGNMENT
+        )  # the root's turn is a final callback of autograd, which still holds the loss's gradient
         self.post_backward(ledger, AT_ROOT, root_gradient_bytes)
         ledger.add(LOSS, -ALIGNMENT)
         ledger.add(COMMUNICATION, -self._reducing)

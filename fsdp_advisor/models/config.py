@@ -1,0 +1,216 @@
+"""A config.json: where it is on disk, what is in it, and what of it is trained.
+
+Configurations are hostile until shown otherwise: they are bounded and checked here, before torch is imported to build the
+model.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdp_advisor.errors import UnreadableConfig
+
+Config = dict[str, Any]
+
+MAX_CONFIG_BYTES = 2**20
+MAX_DEPTH = 32
+MAX_INTEGER = 10**12
+MAX_MODULES = 200_000
+
+CONFIG_HINT = "a model is described by the config.json that transformers saves with it"
+
+_LAYERS = re.compile(r"n_layers?|num_(hidden_|encoder_|decoder_)?layers|(encoder|decoder)_layers")
+_EXPERTS = re.compile(r"num_experts|num_local_experts|n_routed_experts|moe_num_experts")
+_STRICT = (  # key, lowest, highest, whether a list will do: null, or an integer between them
+    (_LAYERS, 1, 1024, False),
+    (re.compile(r"hidden_size|n_embd|d_model"), 1, 10**6, False),
+    (re.compile(r"hidden_dim|embed_dim|dim"), 1, 10**6, True),
+    (re.compile(r"vocab_size"), 1, 10**8, False),
+    (re.compile(r"(num|n|encoder|decoder)_(attention_|key_value_|kv_)?heads?"), 1, 10**5, True),
+    (_EXPERTS, 0, 4096, False),
+)
+_LOOSE = (  # key, highest, if it is an integer: of what is made one by one when the model is built
+    (re.compile(r".*(param|token|step|position|ctx).*"), MAX_INTEGER),
+    (re.compile(r".*layers"), 1024),
+    (re.compile(r".*experts"), 4096),
+    (re.compile(r"(num|n)_.*"), 10**6),
+)
+_TOKEN = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
+_SHOWN_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NOT_SHAPES = (
+    "_name_or_path", "auto_map", "quantization_config", "transformers_version", "torch_dtype", "dtype", "use_cache",
+)  # fmt: skip
+
+
+def parse_config(data: bytes, name: str) -> Config:
+    """The JSON object in `data`, with nothing in it that could hurt. Raises UnreadableConfig, naming the key."""
+
+    def refuse(what: str, hint: str = CONFIG_HINT) -> NoReturn:
+        raise UnreadableConfig(f"{name}: {what}", hint=hint)
+
+    if len(data) > MAX_CONFIG_BYTES:
+        refuse("larger than 1 MiB, so no config.json")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        refuse(f"not UTF-8 text (byte {error.start})")
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+        if depth > MAX_DEPTH:
+            refuse(f"nested deeper than {MAX_DEPTH} levels")
+    try:
+        config = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
+    except (ValueError, RecursionError) as error:
+        where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        refuse(f"not valid JSON{where}", "is the file whole? " + CONFIG_HINT)
+    if not isinstance(config, dict):
+        refuse(f"{_json_type(config)}, not an object")
+    for keys, problem in _problems(config, ()):
+        refuse(f"{'.'.join(map(_shown, keys))} {problem}")
+    return config
+
+
+def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
+    """What of a checked configuration is built and trained, and notes on what is left out."""
+    notes: tuple[str, ...] = ()
+    quantized = config.get("quantization_config")
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and inner:
+        outer_type = config.get("model_type")
+        guessed = f"{outer_type}_text" if isinstance(outer_type, str) else None
+        tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+        config = {**tied, "model_type": guessed, **inner}
+        quantized = quantized or config.get("quantization_config")
+        notes += (f"only the text part ({_shown(str(config['model_type']))}) of a multimodal model is estimated",)
+    if quantized:
+        notes += ("the configuration's quantization is left out: training keeps whole weights",)
+    config = {k: v for k, v in config.items() if k not in _NOT_SHAPES}
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not _SHOWN_KEY.fullmatch(model_type):
+        missing = "no model_type" if model_type is None else "a model_type that is no name"
+        raise UnreadableConfig(f"{name}: the configuration has {missing}", hint=CONFIG_HINT)
+    architectures = config.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
+    ):
+        raise UnreadableConfig(f"{name}: architectures must be a list of names", hint=CONFIG_HINT)
+    layers = max([1, *(v for k, v in config.items() if type(v) is int and _LAYERS.fullmatch(k))])
+    experts = max([1, *(v for k, v in config.items() if type(v) is int and _EXPERTS.fullmatch(k))])
+    if layers * experts > MAX_MODULES:
+        raise UnreadableConfig(
+            f"{name}: {layers} layers x {experts} experts = {layers * experts}, more than {MAX_MODULES}",
+            hint=CONFIG_HINT,
+        )
+    return config, notes
+
+
+def _problems(value: Config | list[Any], keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every value that cannot be, with the keys that lead to it."""
+    for key, item in value.items() if isinstance(value, dict) else ((None, item) for item in value):
+        here = keys if key is None else (*keys, key)
+        if isinstance(item, (dict, list)):
+            bounds = _bounds(key or "")
+            if bounds is not None and not (bounds[2] and isinstance(item, list)):
+                yield here, f"must be an integer, not {_json_type(item)}"
+            yield from _problems(item, here)
+        elif problem := _problem(here[-1] if here else "", item):
+            yield here, problem
+
+
+def _problem(key: str, item: object) -> str | None:
+    if isinstance(item, float) and not math.isfinite(item):
+        return "is not a finite number"
+    if isinstance(item, int) and abs(item) > MAX_INTEGER:
+        return f"is beyond {MAX_INTEGER:.0e}"
+    if len(key) > 64:
+        return None
+    if (bounds := _bounds(key)) is not None and item is not None:
+        low, high, _ = bounds
+        if type(item) is not int:
+            shown = json.dumps(item)
+            return f"must be an integer, not {shown if len(shown) < 40 else _json_type(item)}"
+        if not low <= item <= high:
+            return f"is {item}, not between {low} and {high}"
+    elif type(item) is int and (limit := _limit(key)) is not None and item > limit:
+        return f"is {item}, more than {limit}"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _bounds(key: str) -> tuple[int, int, bool] | None:
+    return next(((low, high, many) for pattern, low, high, many in _STRICT if pattern.fullmatch(key)), None)
+
+
+@lru_cache(maxsize=4096)
+def _limit(key: str) -> int | None:
+    return next((high for pattern, high in _LOOSE if pattern.fullmatch(key)), None)
+
+
+def _shown(key: str) -> str:
+    return key if _SHOWN_KEY.fullmatch(key) else ascii(key[:40])
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+# Files
+
+
+def config_path(wanted: str) -> Path | None:
+    """The file that `wanted` names on disk, directly or as its directory; None where nothing of that name is there.
+
+    A `~` or `~user` that it begins with is a home directory.
+    """
+    path = Path(os.path.expanduser(wanted))  # noqa: PTH111  # Path.expanduser raises where there is no such user
+    mode = _mode(path, wanted)
+    if mode is None:
+        return None
+    if stat.S_ISDIR(mode):
+        inside = path / "config.json"
+        if _mode(inside, wanted) is None:
+            hint = "save the model's config.json there"
+            if (path / "adapter_config.json").is_file():
+                hint = "it holds an adapter: name its base model"
+            raise UnreadableConfig(f"{wanted}: a directory without a config.json", hint=hint)
+        return inside
+    if path.suffix.lower() != ".json":
+        raise UnreadableConfig(f"{wanted}: neither a directory nor a .json file", hint=CONFIG_HINT)
+    return path
+
+
+def _mode(path: Path, wanted: str) -> int | None:
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise _unreadable(wanted, error) from error
+        return None
+    except ValueError:  # a name that no file can have
+        return None
+
+
+def read_config(path: Path, wanted: str) -> bytes:
+    """At most one byte more than is allowed, of a regular file."""
+    try:
+        if not path.is_file():
+            raise UnreadableConfig(f"{wanted}: not a regular file", hint=CONFIG_HINT)
+        with path.open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(wanted, error) from error
+
+
+def _unreadable(wanted: str, error: OSError) -> UnreadableConfig:
+    return UnreadableConfig(f"{wanted}: cannot be read: {error.strerror}", hint="check the file and its permissions")

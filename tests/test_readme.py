@@ -1,0 +1,80 @@
+"""The README cannot drift: its commands are run, its outputs are compared, its options are those of `--help`.
+
+`pytest tests/test_readme.py --update-golden` writes the true outputs into it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_advisor.request import EstimateRequest
+
+README = Path(__file__).parents[1] / "README.md"
+CONSOLE = re.compile(r"```console\n\$ (fsdp-advisor [^\n]*)\n(.*?)```", re.DOTALL)
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = command.split("#")[0].split()
+    assert words[0] == "fsdp-advisor"
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "FSDP_ADVISOR_CACHE": str(folder / "cache")}
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp_advisor", *words[1:]],
+        capture_output=True, text=True, cwd=folder, env=environment, encoding="utf-8",
+    )  # fmt: skip
+
+
+def test_outputs_are_true(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    text = README.read_text()
+    shown = CONSOLE.findall(text)
+    assert shown
+    for command, output in shown:
+        run = _run(command, tmp_path)
+        assert run.returncode in (0, 1), run.stderr
+        if request.config.getoption("--update-golden"):
+            text = text.replace(f"$ {command}\n{output}```", f"$ {command}\n{run.stdout}```")
+        else:
+            assert run.stdout == output
+    if request.config.getoption("--update-golden"):
+        README.write_text(text)
+
+
+COMMANDS = re.findall(r"^(fsdp-advisor [^\n]*)", README.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command: str, tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(SMALL))
+    run = _run(command, tmp_path)
+    assert run.returncode in (0, 1), run.stderr
+    assert run.stdout
+
+
+def test_the_python_example_runs() -> None:
+    for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
+        exec(compile(block, str(README), "exec"), {})
+
+
+def test_every_option_is_in_the_table() -> None:
+    text = README.read_text()
+    for name in EstimateRequest.model_fields:
+        if name != "backward_prefetch":
+            assert f"`--{name.replace('_', '-')}`" in text, name
+
+
+def test_the_test_command_is_there_for_ci() -> None:
+    assert re.search(r"<!-- the test command -->\n```sh\n[^\n]*pytest[^\n]*\n```", README.read_text())
