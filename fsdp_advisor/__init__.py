@@ -10,22 +10,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimate import estimate
-from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.request import EstimateRequest
-
 if TYPE_CHECKING:
+    from fsdp_advisor.errors import AdvisorError
+    from fsdp_advisor.estimator import estimate
+    from fsdp_advisor.report import Report, StrategyEstimate
+    from fsdp_advisor.request import EstimateRequest
     from fsdp_advisor.tracing import record_module
 
 __version__ = "0.1.0"
 __all__ = ["AdvisorError", "EstimateRequest", "Report", "StrategyEstimate", "estimate", "record_module"]
 
+_HOME = {
+    "AdvisorError": "errors",
+    "EstimateRequest": "request",
+    "Report": "report",
+    "StrategyEstimate": "report",
+    "estimate": "estimator",
+    "record_module": "tracing",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`record_module` needs torch, so it is imported when it is asked for."""
-    if name == "record_module":
-        from fsdp_advisor.tracing import record_module
+    """Public names are imported when first used, so that a command starts with what it needs and torch stays away."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return record_module
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -7,6 +7,7 @@
     +-- UnreadableConfig      a config.json that is not one
     +-- HubError              the hub did not answer, or refused
     +-- NotRecordable         a model whose memory is not a polynomial in batch and length
+    |   +-- NoSuchAttention   an attention implementation that the model does not have
     +-- MissingExtra          an optional package is needed
     +-- MeasurementError      a run on real or simulated devices that could not be made
 
@@ -63,6 +64,13 @@ class HubError(AdvisorError):
 
 class NotRecordable(AdvisorError):
     """A model that the recorder cannot run, or whose sizes it cannot express as polynomials."""
+
+
+class NoSuchAttention(NotRecordable):
+    """The model has no such attention implementation."""
+
+    def __init__(self, model: str, attention: str) -> None:
+        super().__init__(f"{model} has no {attention} attention", hint="--attention eager works for every model")
 
 
 class MissingExtra(AdvisorError):

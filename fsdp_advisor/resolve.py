@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from fsdp_advisor import hub
 from fsdp_advisor.errors import (
     AdvisorError,
     MissingExtra,
@@ -21,13 +20,15 @@ from fsdp_advisor.errors import (
     UnreadableConfig,
     UsageError,
 )
-from fsdp_advisor.models import cache, catalog
-from fsdp_advisor.models.config import Config, config_path, parse_config, read_config, trained_part
+from fsdp_advisor.models import catalog
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.units import parse_count
 
 if TYPE_CHECKING:
+    from fsdp_advisor.models.config import Config
     from fsdp_advisor.tracing import Recorder
+
+# The cache, the hub and the reading of configurations are imported where they are needed: a catalogued model needs none of them.
 
 MIN_COUNT, MAX_COUNT = 1000, 10**15
 
@@ -65,11 +66,15 @@ class Resolved:
         return self.profile.task if self.profile and self.source == "catalog" else None  # others' task is derived
 
     def _kept(self, variant: Variant) -> Tape | None:
+        from fsdp_advisor.models import cache
+
         assert self.profile is not None
         kept = cache.fetch(self.profile.config, self._task)
         return kept.tapes.get(variant.key) if kept and _same_inventory(kept, self.profile) else None
 
     def _recorded(self, variant: Variant) -> Tape:
+        from fsdp_advisor.models import cache
+
         assert self.profile is not None
         where = "catalog" if self.source == "catalog" else "cache"
         what = f"{self.name}: {_described(variant)} is not in the {where}"
@@ -96,6 +101,9 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True) -> R
         raise UnknownModel(wanted[:80], hint=_NAMES_HINT)
     if (entry := catalog.find(wanted)) is not None:
         return _catalogued(entry, wanted)
+    from fsdp_advisor import hub
+    from fsdp_advisor.models.config import config_path, read_config
+
     if allow_paths and (path := config_path(wanted)) is not None:
         return _configured(read_config(path, wanted), wanted, "config")
     if _NUMBER_SHAPED.fullmatch(wanted) or parse_count(wanted) is not None:
@@ -128,6 +136,9 @@ def _counted(wanted: str) -> Resolved:
 
 def _configured(data: bytes, name: str, source: Literal["config", "hub"], notes: tuple[str, ...] = ()) -> Resolved:
     """The model that a config.json describes: kept from before, or its inventory recorded now."""
+    from fsdp_advisor.models import cache
+    from fsdp_advisor.models.config import parse_config, trained_part
+
     config, more = trained_part(parse_config(data, name), name)
     notes += more
     kept = cache.fetch(config, None)
@@ -154,6 +165,8 @@ _RECORDING = threading.RLock()
 
 def _recorder_of(config: Config, name: str, task: str | None, what: str, *, own_code: bool = False) -> Recorder:
     """A recorder of the configuration. `what` begins the sentence that says why one is needed."""
+    from fsdp_advisor.models import cache
+
     if cache.installed_versions() is None:
         raise MissingExtra(f"{what}, and recording it needs torch and transformers")
     try:

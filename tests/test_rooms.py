@@ -24,7 +24,7 @@ ROOMS = (
     "resolve",
     "memory",
     "report",
-    "estimate",
+    "estimator",
     "validation",
     "cli",
 )

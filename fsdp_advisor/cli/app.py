@@ -97,7 +97,7 @@ def estimate(
 
     Exit status: 0 at least one strategy shown fits, 1 none fits, 2 bad usage, unknown model, unreadable config or no network.
     """
-    from fsdp_advisor.estimate import estimate as answer
+    from fsdp_advisor.estimator import estimate as answer
 
     destination = Destination(path=output, force=force)
     form = _format(format, json)

@@ -81,7 +81,7 @@ def takes_request(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def wrapper(**values: Any) -> Any:
-        from fsdp_advisor.estimate import make_request
+        from fsdp_advisor.estimator import make_request
 
         given = {name: values.pop(name) for name in EstimateRequest.model_fields}
         return command(make_request({name: v for name, v in given.items() if v is not None}), **values)

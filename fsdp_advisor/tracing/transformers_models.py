@@ -12,7 +12,7 @@ import huggingface_hub.constants  # noqa: F401  # it reads the environment here,
 import torch
 from torch import nn
 
-from fsdp_advisor.errors import AdvisorError, UnreadableConfig
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
 from fsdp_advisor.tracing.source import LayerStack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
@@ -100,11 +100,10 @@ class TransformersSource:
         from fsdp_advisor.tracing import flash
 
         with _errors_explained(self.name):
+            needed = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(attention)
+            if needed is not None and not getattr(module, needed, False):
+                raise NoSuchAttention(type(module).__name__, attention)
             if attention == "flash_attention_2":
-                if not getattr(module, "_supports_flash_attn", False):
-                    raise UnreadableConfig(
-                        f"{type(module).__name__} has no flash_attention_2", hint="use eager or sdpa"
-                    )
                 attention = flash.NAME
             module.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
             if checkpointing:

@@ -12,7 +12,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import estimate
-from fsdp_advisor.estimate import replayed
+from fsdp_advisor.estimator import replayed
 from fsdp_advisor.memory.score import compile_tape
 
 COLD = {

@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402  # after the check for torch
 from torch.nn import functional  # noqa: E402
 
 from fsdp_advisor.errors import UsageError  # noqa: E402
-from fsdp_advisor.estimate import replayed  # noqa: E402
+from fsdp_advisor.estimator import replayed  # noqa: E402
 from fsdp_advisor.models.profile import Variant  # noqa: E402
 from fsdp_advisor.plan import Plan  # noqa: E402
 from fsdp_advisor.tracing import record_module  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.estimate import make_request, replayed, variant_of  # noqa: E402  # after the check for torch
+from fsdp_advisor.estimator import make_request, replayed, variant_of  # noqa: E402  # after the check for torch
 from fsdp_advisor.plan import Plan, plans  # noqa: E402
 from fsdp_advisor.resolve import resolve  # noqa: E402
 from fsdp_advisor.tracing import TransformersSource  # noqa: E402

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 
-from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger
@@ -129,11 +130,17 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
     warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
     variant = variant_of(plan, profile)
     unknown = [*UNKNOWN_FIGURES, *not_modelled(plan)]
-    if variant.attention != plan.attention:
-        warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     loading = {"one_copy": host.loading_one_copy, "every_rank": host.loading_every_rank}
     try:
-        tape = model.tape(variant)
+        try:
+            tape = model.tape(variant)
+        except NoSuchAttention:
+            if plan.attention != "sdpa":
+                raise
+            variant = replace(variant, attention="eager", single=plan.micro_batch_size == 1)
+            tape = model.tape(variant)
+        if variant.attention != plan.attention:  # as transformers itself does
+            warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     except MissingExtra:
         raise
     except AdvisorError as error:

@@ -1,0 +1,104 @@
+"""DeepSpeed itself as a trainer, with its defaults, as the estimate assumes it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.tracing.engines import cast_floating
+from fsdp_advisor.tracing.source import Source
+from fsdp_advisor.validation import weights
+from fsdp_advisor.validation.engines import optimizer_for
+from fsdp_advisor.validation.failures import NotHere
+from fsdp_advisor.validation.records import Rung
+from fsdp_advisor.validation.steps import batch_of
+
+
+@dataclass
+class DeepspeedTrainer:
+    """A DeepSpeed engine; it clears gradients by itself."""
+
+    source: Source
+    engine: Any
+    batch: dict[str, torch.Tensor]
+    accumulation: int
+
+    def forward(self) -> torch.Tensor:
+        return self.source.loss(self.engine, self.batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+        if self.engine.is_gradient_accumulation_boundary():
+            return
+        self.engine.step()  # between micro-batches it only counts
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def config_of(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's configuration of a plan; whatever is not named keeps DeepSpeed's default."""
+    zero: dict[str, Any] = {"stage": int(plan.strategy[-1])}
+    if plan.offload != "none":
+        zero["offload_optimizer"] = {"device": plan.offload_device}
+    if plan.offload == "parameters":
+        zero["offload_param"] = {"device": plan.offload_device}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    match plan.precision:
+        case "bf16":
+            config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        case "bf16-mixed":
+            config["bf16"] = {"enabled": True}
+        case "fp16-mixed":
+            config["fp16"] = {"enabled": True}
+    return config
+
+
+def deepspeed_trainer(source: Source, plan: Plan, device: str, rung: Rung) -> DeepspeedTrainer:
+    """The model under DeepSpeed on this rank. Weights are made on the host; stage 3 brings shards alone to the device."""
+    if rung != "measure":
+        raise NotHere(
+            f"deepspeed looks into what other ranks sent, so that no {rung} can be made of it",
+            hint="--rung measure with as many GPUs as --gpus",
+        )
+    if not installed():
+        raise NotHere(
+            "DeepSpeed is not installed",
+            hint="pip install deepspeed; or --zero1 torch measures torch's ZeroRedundancyOptimizer",
+        )
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed: Any = importlib.import_module("deepspeed")
+    deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
+    config = config_of(plan)
+    dtype = {"fp32": torch.float32, "fp16-mixed": torch.float16}.get(plan.precision, torch.bfloat16)
+    model = source.build(torch.float32 if plan.mixed else dtype)
+    source.configure(model, attention=plan.attention, checkpointing=plan.activation_checkpointing == "full")
+    weights.Materialiser("cpu").whole(model)
+    optimizer = optimizer_for(model, plan)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    with torch.device(device):
+        batch = batch_of(source, plan, model, real=True)
+    batch = {name: cast_floating(tensor, dtype) for name, tensor in batch.items()}
+    return DeepspeedTrainer(source, engine, batch, plan.gradient_accumulation_steps)

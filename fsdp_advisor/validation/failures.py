@@ -1,0 +1,65 @@
+"""What can go wrong with a run, and how it is told: an out-of-memory message read, an exit status named. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from fsdp_advisor.errors import MeasurementError
+from fsdp_advisor.units import parse_bytes
+
+
+class NotHere(MeasurementError):
+    """A rung that this machine cannot climb: no GPU, too few of them, a package missing."""
+
+    exit_status = 2
+
+
+_SIZE = r"([\d.]+ (?:bytes|[KMGT]iB))"
+_CUDA = {
+    "asked_bytes": re.compile(rf"Tried to allocate {_SIZE}"),
+    "total_bytes": re.compile(rf"total capacity of {_SIZE}"),
+    "free_bytes": re.compile(rf"of which {_SIZE} is free"),
+    "allocated_bytes": re.compile(rf"{_SIZE} is allocated by PyTorch"),
+    "unallocated_bytes": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+_CPU = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch.OutOfMemoryError, or what PyTorch's CPU allocator and Python itself raise instead."""
+    return type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or bool(_CPU.search(str(error)))
+
+
+def read_out_of_memory(message: str) -> dict[str, int]:
+    """What an out-of-memory message tells, in bytes: asked for, free, the GPU's total, held by PyTorch and idle in its cache.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, c10/core/impl/alloc_cpu.cpp (torch 2.13).
+    >>> read_out_of_memory("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    ... "which 1.50 GiB is free.")
+    {'asked_bytes': 2147483648, 'total_bytes': 84943716483, 'free_bytes': 1610612736}
+    """
+    if match := _CPU.search(message):
+        return {"asked_bytes": int(match[1])}
+    found = {}
+    for name, pattern in _CUDA.items():
+        if match := pattern.search(message):
+            n_bytes = parse_bytes(match[1].replace("bytes", "B"))
+            if n_bytes is not None:
+                found[name] = n_bytes
+    return found
+
+
+def describe_exit(status: int) -> str:
+    """A process's exit status in words; negative for a signal, as `subprocess` has it.
+
+    >>> describe_exit(3), describe_exit(-11)
+    ('exit status 3', 'killed by SIGSEGV')
+    """
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"killed by {name}" + (", as the kernel does when the host's memory runs out" if name == "SIGKILL" else "")

@@ -1,0 +1,111 @@
+"""What a case's own process does, and the record that comes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.validation import launch, machine
+from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.launch import Ended, Tell
+from fsdp_advisor.validation.predict import Prediction, predict
+from fsdp_advisor.validation.records import Record, thinned
+
+_SAME = 0.97
+"""A GPU's memory in an error message is rounded, and in a table may be another driver's."""
+
+
+def run(case: Case) -> tuple[Record, Ended]:
+    """One case in a process of its own (or in one per rank), as a record; never raises for what the case does.
+
+    The record of a case that was interrupted says so: it is the caller's to stop there.
+    """
+    if case.rung == "measure":
+        from fsdp_advisor.validation.measure import launch_ranks
+
+        ended = launch_ranks(case)
+    else:
+        launch.warm_up()
+        ended = launch.forked(lambda tell: work(case, tell), timeout_seconds=case.timeout_seconds)
+    return record_of(case, ended), ended
+
+
+def work(case: Case, tell: Tell) -> None:
+    """Predict, then simulate or stand in; each is told as soon as it is known."""
+    cuda = case.device == "cuda" and case.rung != "simulate"
+    tell("versions", machine.versions(deepspeed=case.request.backend == "deepspeed"))
+    prediction = predict(case.request)
+    tell("prediction", prediction.as_dict())
+    if case.rung == "simulate":
+        from fsdp_advisor.validation.simulate import simulate
+
+        found = simulate(prediction.source(), prediction.plan, timeline=True)
+        alive = {phase: [n for at, _, n in found.timeline if at == phase] for phase in found.phase_peaks}
+        measured: dict[str, Any] = {
+            "peak_tensor_bytes": found.peak_tensor_bytes,
+            "phase_peaks": found.phase_peaks,
+            "at_peak": found.at_peak,
+            "timeline": {phase: thinned(values) for phase, values in alive.items()},
+        }
+    else:
+        from fsdp_advisor.validation.stand_in import stand_in
+
+        if cuda:
+            tell("versions", machine.versions(cuda=machine.gpu_count() > 0))
+        meter = None
+        if not cuda:
+            import torch
+
+            from fsdp_advisor.validation.meter import StorageMeter
+
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+            meter = StorageMeter()
+        measured = stand_in(
+            prediction.source(), prediction.plan, device=case.device, meter=meter, snapshot=case.snapshot
+        )
+    tell("measured", measured)
+
+
+def record_of(case: Case, ended: Ended) -> Record:
+    """All that is known of a case. Where not even a prediction came about, the request is as it was asked."""
+    told = dict(ended.told)
+    values = told.get("prediction")
+    prediction = Prediction.from_dict(values) if values is not None else None
+    measured: dict[str, Any] = told.get("measured", {})
+    predicted = prediction.predicted if prediction else {}
+    fits = prediction.fits if prediction else None
+    detail = dict(ended.detail)
+    if prediction and prediction.plan.strategy == "zero1" and case.zero1 == "torch":
+        predicted, fits = {}, None
+        detail["engine"] = "torch.distributed.optim.ZeroRedundancyOptimizer, which the estimate does not model"
+    asked = case.request.model_dump()
+    return Record(
+        request=prediction.request if prediction else asked,
+        rung=case.rung,
+        device=case.device if case.rung != "simulate" else "cpu",
+        outcome=ended.outcome,
+        versions=told.get("versions", {}),
+        measured=measured,
+        predicted=predicted,
+        fits_predicted=fits,
+        fits_really=really_fits(ended, measured, prediction),
+        message=ended.message,
+        detail=detail,
+        seconds=ended.seconds,
+    )
+
+
+def really_fits(ended: Ended, measured: dict[str, Any], prediction: Prediction | None) -> bool | None:
+    """Out of memory did not fit, unless the GPU that ran out is smaller than the one asked about.
+
+    What ended well fits where the strongest figure of the worst rank is within the GPU's memory.
+    """
+    if ended.outcome == "oom":
+        smaller = prediction and ended.detail.get("total_bytes", prediction.gpu_memory_bytes) < _SAME * prediction.gpu_memory_bytes
+        return None if smaller else False
+    measured = {**measured, **measured.get("largest", {})}
+    strongest = measured.get("peak_device_bytes", measured.get("peak_reserved_bytes", measured.get("peak_tensor_bytes")))
+    if ended.outcome != "ok" or prediction is None or strongest is None:
+        return None
+    return bool(strongest <= prediction.gpu_memory_bytes)
+
+
