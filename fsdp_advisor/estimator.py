@@ -141,9 +141,9 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
             tape = model.tape(variant)
         if variant.attention != plan.attention:  # as transformers itself does
             warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
-    except MissingExtra:
-        raise
     except AdvisorError as error:
+        if isinstance(error, MissingExtra) and model.source != "catalog":
+            raise  # nothing can be said; of a catalogued model the other strategies can
         total = sum(h.rounded for h in (states.parameters, states.gradients, states.optimizer, states.communication))
         return StrategyEstimate(
             plan=plan,

@@ -180,3 +180,13 @@ def test_fsdp2_padding_is_named() -> None:
     result = one(model="mistralai/Mixtral-8x7B-v0.1", gpus=64, strategy="zero3")
     assert any("experts" in w and "8.0 times its fair share" in w for w in result.warnings)
     assert not one(model="mistralai/Mixtral-8x7B-v0.1", gpus=8, strategy="zero3").warnings
+
+
+def test_a_path_that_a_models_code_refuses_costs_that_row_alone() -> None:
+    """Under autocast Mixtral's experts multiply fp32 by bf16 on fake tensors, which grouped products refuse."""
+    report = estimate(model="mistralai/Mixtral-8x7B-v0.1", gpus=8, gpu="H100")
+    peaks = {(e.plan.strategy, e.plan.offload): e.peak_tensor_bytes for e in report.estimates}
+    assert peaks["ddp", "none"] is None and peaks["zero3", "none"] is not None
+    ddp = report.estimates[0]
+    assert ddp.fits is False and ddp.fits_by == "states"
+    assert any(reason.startswith("the peak: ") for reason in ddp.not_modelled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,7 @@ class TransformersSource:
         self.max_seq_len = _max_seq_len(self._config)
 
     def _configuration(self) -> Any:
-        config = transformers.AutoConfig.for_model(self._model_type, **self._values)
+        config = transformers.AutoConfig.for_model(self._model_type, **copy.deepcopy(self._values))  # it writes into dicts
         config.use_cache = False
         return config
 

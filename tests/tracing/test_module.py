@@ -87,3 +87,28 @@ def test_wrapping_the_large_layer_saves_memory() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(UsageError, match="no module is named 'fc9'"):
         record_module(Net, _batch, _loss, ("fc9",))
+
+
+def _frozen() -> Net:
+    net = Net()
+    net.conv1.requires_grad_(False)
+    net.fc2.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(("backend", "wrap"), [("ddp", ()), ("fsdp2", ()), ("fsdp2", ("fc1",))])
+def test_frozen_parameters_have_no_gradients_and_no_states(backend: str, wrap: tuple[str, ...]) -> None:
+    recorder = record_module(_frozen, _batch, _loss, wrap)
+    profile = recorder.profile
+    assert profile.trainable_parameters == profile.parameters - (32 * 9 + 32) - (128 * 10 + 10)
+    plan = Plan(
+        strategy="ddp" if backend == "ddp" else "zero3",
+        backend=backend,
+        shard_degree=1 if backend == "ddp" else 4,
+        replica_degree=4 if backend == "ddp" else 1,
+        precision="fp32",
+        micro_batch_size=64,
+        seq_len=1,
+    )
+    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    assert replayed(profile, recorder.tape(variant), plan).phase_peaks == simulate(recorder.source, plan).phase_peaks

@@ -130,3 +130,17 @@ def test_an_unrecordable_variant_says_why() -> None:
     config = {"model_type": "mixtral", **SMALL, "num_hidden_layers": 2}
     with pytest.raises(NotRecordable, match="could not be run to record it"):
         Recorder(TransformersSource(config, name="x")).tape(Variant("plain", "fp32", "sdpa", "none", False))
+
+
+def test_a_configuration_is_not_changed_by_building_it() -> None:
+    """transformers writes into the dictionaries it is given; what identifies a model must stay as it was."""
+    config = {
+        "model_type": "llama",
+        **SMALL,
+        "num_hidden_layers": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    source = TransformersSource(config, name="x")
+    source.build(torch.float32)
+    assert source.config() == config
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
