@@ -103,17 +103,28 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
     return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; say --gpu for another"]
 
 
-def variant_of(plan: Plan, profile: Profile) -> Variant:
+def variant_of(plan: Plan) -> Variant:
     """Which recording a plan replays."""
     engine = plan.backend if plan.backend in ("fsdp1", "fsdp2") else "plain"
     precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"
-    attention = plan.attention
-    if attention == "sdpa" and profile.tapes and not any("|sdpa|" in key for key in profile.tapes):
-        attention = "eager"  # what transformers itself falls back to
-    single = plan.micro_batch_size == 1 and attention != "flash_attention_2"
-    return Variant(engine, precision, attention, plan.activation_checkpointing, single)
+    single = plan.micro_batch_size == 1 and plan.attention != "flash_attention_2"
+    return Variant(engine, precision, plan.attention, plan.activation_checkpointing, single)
+
+
+def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]:
+    """The plan's tape; eager attention's where the model has no sdpa, as transformers itself does."""
+    variant = variant_of(plan)
+    eager = replace(variant, attention="eager")
+    if plan.attention != "sdpa":
+        return variant, model.tape(variant)
+    if model.source == "catalog" and variant.key not in profile.tapes and eager.key in profile.tapes:
+        return eager, profile.tapes[eager.key]
+    try:
+        return variant, model.tape(variant)
+    except NoSuchAttention:
+        return eager, model.tape(eager)
 
 
 def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool) -> StrategyEstimate:
@@ -128,19 +139,10 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
     }
     host = host_memory(profile, plan)
     warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
-    variant = variant_of(plan, profile)
     unknown = [*UNKNOWN_FIGURES, *not_modelled(plan)]
     loading = {"one_copy": host.loading_one_copy, "every_rank": host.loading_every_rank}
     try:
-        try:
-            tape = model.tape(variant)
-        except NoSuchAttention:
-            if plan.attention != "sdpa":
-                raise
-            variant = replace(variant, attention="eager", single=plan.micro_batch_size == 1)
-            tape = model.tape(variant)
-        if variant.attention != plan.attention:  # as transformers itself does
-            warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
+        variant, tape = _taped(model, profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # nothing can be said; of a catalogued model the other strategies can
@@ -162,6 +164,8 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
             warnings=warnings,
             not_modelled=(f"the peak: {error}", *unknown),
         )
+    if variant.attention != plan.attention:
+        warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     ledger = replayed(profile, tape, plan)
     unmasked = _without_mask(profile, variant, plan)
     if unmasked is not None and ledger.peak - unmasked > MASK_WORTH_A_WORD * ledger.peak:

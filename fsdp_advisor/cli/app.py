@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from fsdp_advisor.cli import validate
 from fsdp_advisor.cli.options import (
     ForceOption,
     Format,
@@ -191,3 +192,6 @@ def _json(value: Any) -> str:
     import json
 
     return json.dumps(value, indent=2)
+
+
+validate.register(app)

@@ -138,7 +138,9 @@ def validate(
     records: RecordsOption = None,
     snapshot: SnapshotOption = None,
     timeout: TimeoutOption = None,
-    zero1: Annotated[Zero1Name, typer.Option(help="Who does ZeRO-1: torch is its ZeroRedundancyOptimizer.")] = Zero1Name.deepspeed,
+    zero1: Annotated[
+        Zero1Name, typer.Option(help="Who does ZeRO-1: torch is its ZeroRedundancyOptimizer.")
+    ] = Zero1Name.deepspeed,
     rdzv_endpoint: EndpointOption = None,
     sbatch: Annotated[bool, typer.Option("--sbatch", help="Print a batch script for Slurm, and run nothing.")] = False,
     format: FormatOption = Format.text,
@@ -162,14 +164,18 @@ def validate(
     if campaign is not None:
         return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, snapshot)
     if "model" not in given:
-        raise UsageError("nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE")
+        raise UsageError(
+            "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
+        )
     request = ask(**{**dict.fromkeys(EstimateRequest.model_fields), **given})
     if sbatch:
         from fsdp_advisor.validation.measure import sbatch_example
 
         destination.write(sbatch_example(request))
         return FITS
-    cases = _cases([request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1.value, rdzv_endpoint=rdzv_endpoint)
+    cases = _cases(
+        [request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1.value, rdzv_endpoint=rdzv_endpoint
+    )
     if snapshot is not None and len(cases) > 1:
         raise UsageError("--snapshot is of one case", hint="give one --strategy")
     return _run(cases, records, destination, form, quiet)
@@ -214,7 +220,10 @@ def _run(cases: list[Case], path: Path | None, destination: Destination, form: s
     found: list[tuple[Record, Ended]] = []
     for number, case in enumerate(cases, 1):
         if len(cases) > 1:
-            note(f"{number}/{len(cases)} {case.request.strategy} {case.request.backend} {case.request.offload}", quiet=quiet)
+            note(
+                f"{number}/{len(cases)} {case.request.strategy} {case.request.backend} {case.request.offload}",
+                quiet=quiet,
+            )
         if case.rung == "measure" and started_rank() is not None:
             from fsdp_advisor.validation.rank import as_rank
 

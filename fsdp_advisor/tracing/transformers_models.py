@@ -52,7 +52,9 @@ class TransformersSource:
         self.max_seq_len = _max_seq_len(self._config)
 
     def _configuration(self) -> Any:
-        config = transformers.AutoConfig.for_model(self._model_type, **copy.deepcopy(self._values))  # it writes into dicts
+        config = transformers.AutoConfig.for_model(
+            self._model_type, **copy.deepcopy(self._values)
+        )  # it writes into dicts
         config.use_cache = False
         return config
 

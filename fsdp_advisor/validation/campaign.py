@@ -36,7 +36,9 @@ def load(name: str, **overrides: Any) -> list[EstimateRequest]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         known = ", ".join(shipped())
-        raise UsageError(f"cannot read the campaign {name}: {error}", hint=f"shipped are {known}; or name a file") from None
+        raise UsageError(
+            f"cannot read the campaign {name}: {error}", hint=f"shipped are {known}; or name a file"
+        ) from None
     requests = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -46,13 +48,17 @@ def load(name: str, **overrides: Any) -> list[EstimateRequest]:
         except ValueError as error:
             raise UsageError(f"{path}, line {number}: {error}", hint="each line is one JSON object") from None
         if not isinstance(values, dict):
-            raise UsageError(f"{path}, line {number}: no JSON object", hint='as in {"model": "gpt2", "strategy": "ddp"}')
+            raise UsageError(
+                f"{path}, line {number}: no JSON object", hint='as in {"model": "gpt2", "strategy": "ddp"}'
+            )
         try:
             request = make_request({**values, **overrides})
         except AdvisorError as error:
             raise UsageError(f"{path}, line {number}: {error.message}", hint=error.hint) from None
         if request.strategy == "all":
-            raise UsageError(f"{path}, line {number}: no strategy", hint="a case is one strategy: ddp, zero2, zero3 ...")
+            raise UsageError(
+                f"{path}, line {number}: no strategy", hint="a case is one strategy: ddp, zero2, zero3 ..."
+            )
         requests.append(request)
     if not requests:
         raise UsageError(f"{path}: no cases", hint="each line is one JSON object")
@@ -60,9 +66,7 @@ def load(name: str, **overrides: Any) -> list[EstimateRequest]:
 
 
 def case_of(request: EstimateRequest, rung: Rung, device: Device, timeout_seconds: float | None = None) -> Case:
-    return Case(
-        request=request, rung=rung, device=device, timeout_seconds=timeout_seconds or TIMEOUT_SECONDS[rung]
-    )
+    return Case(request=request, rung=rung, device=device, timeout_seconds=timeout_seconds or TIMEOUT_SECONDS[rung])
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ def read_out_of_memory(message: str) -> dict[str, int]:
     """What an out-of-memory message tells, in bytes: asked for, free, the GPU's total, held by PyTorch and idle in its cache.
 
     Source: c10/cuda/CUDACachingAllocator.cpp, c10/core/impl/alloc_cpu.cpp (torch 2.13).
-    >>> read_out_of_memory("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    >>> read_out_of_memory("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of "
     ... "which 1.50 GiB is free.")
-    {'asked_bytes': 2147483648, 'total_bytes': 84943716483, 'free_bytes': 1610612736}
+    {'asked_bytes': 2147483648, 'total_bytes': 85899345920, 'free_bytes': 1610612736}
     """
     if match := _CPU.search(message):
         return {"asked_bytes": int(match[1])}

@@ -31,12 +31,16 @@ def best_rung(gpus: int, backend: str, *, gpus_here: int) -> Choice:
     ('stand-in', 'measure', 'simulate')
     """
     if gpus_here == 0:
-        return Choice("simulate", "cpu", "simulate: this machine has no GPU, so PyTorch's own code runs on fake tensors")
+        return Choice(
+            "simulate", "cpu", "simulate: this machine has no GPU, so PyTorch's own code runs on fake tensors"
+        )
     many = f"{gpus_here} GPU{'s' if gpus_here > 1 else ''}"
     if gpus_here >= gpus:
         return Choice("measure", "cuda", f"measure: this machine has {many}, enough for {gpus} real ranks")
     if backend == "deepspeed":
-        return Choice("measure", "cuda", f"measure: nothing can stand in for DeepSpeed's ranks, though there are but {many}")
+        return Choice(
+            "measure", "cuda", f"measure: nothing can stand in for DeepSpeed's ranks, though there are but {many}"
+        )
     return Choice("stand-in", "cuda", f"stand-in: this machine has {many}; one plays rank 0 of {gpus}")
 
 
@@ -85,5 +89,3 @@ def beside(
         yield found
         if found[0].outcome == "interrupted":
             raise KeyboardInterrupt
-
-

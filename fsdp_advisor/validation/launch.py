@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,18 @@ from fsdp_advisor.validation.records import Outcome
 Tell = Callable[[str, Any], None]
 """What a worker calls with a name and a plain value as soon as it knows something; what it has told outlives it."""
 
+_NEEDED = (
+    "fsdp_advisor.tracing",
+    "fsdp_advisor.validation.simulate",
+    "fsdp_advisor.validation.stand_in",
+    "torch.testing._internal.distributed.fake_pg",
+    "transformers.modeling_utils",
+)
 _PR_SET_PDEATHSIG = 1
 _MESSAGE = 600
+_LOOK_SECONDS = 0.2
+_GONE_SECONDS = 10
+"""A killed process with a GPU takes a moment to give it back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +68,9 @@ class Ended:
 
 def warm_up() -> None:
     """Import all that a forked worker needs."""
+    for name in _NEEDED:
+        importlib.import_module(name)
     import torch
-
-    import fsdp_advisor.tracing
-    import fsdp_advisor.validation.simulate
-    import fsdp_advisor.validation.stand_in
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # for its import alone
 
     if torch.cuda.is_initialized():
         raise MeasurementError(
@@ -85,15 +94,13 @@ def forked(function: Callable[[Tell], None], *, timeout_seconds: float) -> Ended
     try:
         process.start()
         theirs.close()
-        outcome = _listen(ours, told, began + timeout_seconds)
+        outcome = _listen(ours, process, told, began + timeout_seconds)
     except KeyboardInterrupt:
         outcome = "interrupted"
     finally:
         with undisturbed():
-            if outcome in ("timeout", "interrupted") and process.pid is not None:
-                kill_tree(process.pid)
             if process.pid is not None:
-                process.join()
+                _finish(process, outcome)
             ours.close()
             os.close(handle)
     failure = told.pop("failure", None)
@@ -112,7 +119,9 @@ def forked(function: Callable[[Tell], None], *, timeout_seconds: float) -> Ended
     message = {
         "timeout": f"no end after {timeout_seconds:g} s",
         "interrupted": "interrupted",
-        "crash": f"the worker was {describe_exit(exit_code)}" if exit_code < 0 else f"the worker ended with {describe_exit(exit_code)}",
+        "crash": f"the worker was {describe_exit(exit_code)}"
+        if exit_code < 0
+        else f"the worker ended with {describe_exit(exit_code)}",
     }[outcome]
     if not log.stat().st_size:
         log.unlink()
@@ -120,11 +129,28 @@ def forked(function: Callable[[Tell], None], *, timeout_seconds: float) -> Ended
     return Ended(outcome=outcome, told=told, message=message, detail=detail, seconds=seconds)
 
 
-def _listen(pipe: Connection, told: dict[str, Any], deadline: float) -> Outcome:
-    """Gather what the child tells until it says that it is done, closes the pipe, or time is up."""
+def _finish(process: BaseProcess, outcome: Outcome) -> None:
+    """Wait for the child's end, and see to it unless it is ending by itself; its own children go with it."""
+    assert process.pid is not None
+    if outcome in ("ok", "crash"):
+        process.join(_GONE_SECONDS)
+    if process.exitcode is None:
+        kill_tree(process.pid)
+    process.join()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _listen(pipe: Connection, process: BaseProcess, told: dict[str, Any], deadline: float) -> Outcome:
+    """Gather what the child tells until it says that it is done, has ended, or time is up."""
     while True:
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
-            return "timeout"
+        ended = process.exitcode is not None  # asked first: what it told before it ended is still in the pipe
+        if not pipe.poll(0 if ended else max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if ended:  # its own children may keep the pipe open
+                return "crash"
+            if time.monotonic() >= deadline:
+                return "timeout"
+            continue
         try:
             name, value = pipe.recv()
         except EOFError:
@@ -159,7 +185,13 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     """An exception as fields of `Ended`."""
     message = " ".join(str(error).split())[:_MESSAGE]
     if isinstance(error, AdvisorError):
-        return {"outcome": "error", "message": error.message, "hint": error.hint, "exit_status": error.exit_status, "detail": {}}
+        return {
+            "outcome": "error",
+            "message": error.message,
+            "hint": error.hint,
+            "exit_status": error.exit_status,
+            "detail": {},
+        }
     if is_out_of_memory(error):
         return {"outcome": "oom", "message": message or "out of memory", "detail": read_out_of_memory(str(error))}
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -177,10 +209,33 @@ def die_with_parent(parent: int) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """End a process and all that came of it, sessions of their own included."""
-    for one in [*descendants(pid), pid]:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(one, signal.SIGKILL)
+    """End a process and all that came of it, sessions of their own included; back when they have gone.
+
+    All are halted before any is ended, so that none starts another meanwhile, and none is orphaned out of sight.
+    """
+    halted: set[int] = set()
+    while fresh := {pid, *descendants(pid)} - halted:
+        for one in fresh:
+            _signal(one, signal.SIGSTOP)
+        halted |= fresh
+    for one in halted:
+        _signal(one, signal.SIGKILL)
+    until = time.monotonic() + _GONE_SECONDS
+    while any(map(_alive, halted)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def descendants(pid: int) -> list[int]:

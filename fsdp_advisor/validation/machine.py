@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import platform
 import re
@@ -18,10 +19,8 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 def require_torch() -> None:
     """Raises MissingExtra where torch or transformers is not there to run anything."""
     for name in ("torch", "transformers"):
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
-            raise MissingExtra(f"validation runs the model, which needs {name}") from None
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtra(f"validation runs the model, which needs {name}")
 
 
 def gpu_count() -> int:

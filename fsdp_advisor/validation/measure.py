@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.request import EstimateRequest

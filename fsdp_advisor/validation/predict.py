@@ -81,15 +81,14 @@ def resolve_here(name: str) -> Resolved:
     if profile is None:
         raise UsageError(f"{name} is a bare parameter count: it cannot be run", hint="name a model or its config.json")
     if profile.versions == cache.installed_versions():
-        # what was kept of a variant is found again by its name; which others were kept must not decide the attention
-        return model if model.source == "catalog" else replace(model, profile=replace(profile, tapes={}))
+        return model
     task = profile.task if model.source == "catalog" else None
     kept = cache.fetch(profile.config, task)
     if kept is None:
         from fsdp_advisor.tracing import Recorder, TransformersSource
 
         kept = Recorder(TransformersSource(profile.config, name=model.name, task=task)).profile
-    return replace(model, profile=replace(kept, tapes={}))
+    return replace(model, profile=kept)
 
 
 def _timeline(one: StrategyEstimate) -> dict[str, Any]:

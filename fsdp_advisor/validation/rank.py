@@ -25,10 +25,10 @@ def main(folder: Path) -> None:
     try:
         job = json.loads((folder / "job.json").read_text())
         device: str = job["device"]
-        with_group(device)
+        context = with_group(device)
         prediction = Prediction.from_dict(job["prediction"])
         snapshot = Path(job["snapshot"]) if job["snapshot"] and rank == 0 else None
-        told = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot)
+        told = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, context=context)
         if rank == 0:
             (folder / "result.json").write_text(json.dumps(told))
     except BaseException as error:
@@ -54,7 +54,7 @@ def as_rank(case: Case) -> tuple[Record, Ended] | None:
         raise UsageError(f"gpus {case.request.gpus}, not the {world} ranks that were started", hint=f"--gpus {world}")
     os.environ.update(adopt_slurm(dict(os.environ)))
     try:
-        with_group(case.device)
+        context = with_group(case.device)
         import torch.distributed as dist
 
         told: list[Any] = [None]
@@ -67,7 +67,8 @@ def as_rank(case: Case) -> tuple[Record, Ended] | None:
         if "outcome" in told[0]:
             raise Ended(**told[0]).error()
         prediction = Prediction.from_dict(told[0])
-        found = measure(prediction, case.device, zero1=case.zero1, snapshot=case.snapshot if rank == 0 else None)
+        snapshot = case.snapshot if rank == 0 else None
+        found = measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, context=context)
         end_group()
     except AdvisorError:
         raise
@@ -85,18 +86,21 @@ def _current(device: str) -> Any:
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
 
-def with_group(device: str) -> None:
-    """Join the ranks; on GPUs the local rank's own is made the current one first."""
+def with_group(device: str) -> int | None:
+    """Join the ranks; on GPUs the local rank's own is made the current one first. The size of its CUDA context."""
     import torch
     import torch.distributed as dist
+
+    from fsdp_advisor.validation.stand_in import context_bytes
 
     if device == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        return
+        return None
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(local)
+    context = context_bytes(local)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    return context
 
 
 def end_group() -> None:
@@ -107,7 +111,14 @@ def end_group() -> None:
     dist.destroy_process_group()
 
 
-def measure(prediction: Prediction, device: str, *, zero1: Any = "deepspeed", snapshot: Path | None = None) -> dict[str, Any]:
+def measure(
+    prediction: Prediction,
+    device: str,
+    *,
+    zero1: Any = "deepspeed",
+    snapshot: Path | None = None,
+    context: int | None = None,
+) -> dict[str, Any]:
     """This rank's steady step, and on rank 0 everybody's; needs the process group. What comes back is as a worker tells it."""
     import torch
     import torch.distributed as dist
@@ -115,13 +126,12 @@ def measure(prediction: Prediction, device: str, *, zero1: Any = "deepspeed", sn
     from fsdp_advisor.validation import machine
     from fsdp_advisor.validation.meter import CudaMeter, Meter, StorageMeter
     from fsdp_advisor.validation.real import assemble, figures, mesh_for, steady_step
-    from fsdp_advisor.validation.stand_in import context_bytes, device_figures, memory_history
+    from fsdp_advisor.validation.stand_in import device_figures, memory_history
 
     plan = prediction.plan
     gossip = dist.new_group(backend="gloo")  # figures travel on the host
     cuda = device == "cuda"
     index = torch.cuda.current_device() if cuda else 0
-    context = context_bytes(index) if cuda else None
     meter: Meter = CudaMeter(index) if cuda else StorageMeter()
     with memory_history(snapshot):
         mesh = mesh_for(plan, device, meter)

@@ -142,10 +142,7 @@ def figures(phases: dict[str, Phase], *, communicates: bool) -> dict[str, object
     Where the allocator was asked, `phases` has all it said; where storages were counted, `phase_peaks` has their bytes.
     """
     names = list(phases[PHASES[0]].peaks)
-    result: dict[str, object] = {
-        f"peak_{name}": max(phases[phase].peaks[name] for phase in PHASES)
-        for name in names
-    }
+    result: dict[str, object] = {f"peak_{name}": max(phases[phase].peaks[name] for phase in PHASES) for name in names}
     if names == ["tensor_bytes"]:
         result["phase_peaks"] = {phase: phases[phase].peaks["tensor_bytes"] for phase in PHASES}
     else:

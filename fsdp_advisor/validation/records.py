@@ -7,6 +7,7 @@ names; what a rung cannot measure is absent.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -86,10 +87,14 @@ class Record:
         """Keys that are unknown are a newer version's and left out. Raises ValueError where values are no record."""
         known = {f.name for f in fields(cls)}
         given = {k: v for k, v in values.items() if k in known}
-        mappings = all(isinstance(given.get(k, {}), dict) for k in ("request", "versions", "measured", "predicted", "detail"))
+        mappings = all(
+            isinstance(given.get(k, {}), dict) for k in ("request", "versions", "measured", "predicted", "detail")
+        )
         if not mappings or given.get("rung") not in RUNGS or given.get("outcome") not in OUTCOMES:
             raise ValueError("no record")
-        missing = {"model", "strategy", "backend", "gpus", "micro_batch_size", "seq_len", "precision"} - {*given["request"]}
+        missing = {"model", "strategy", "backend", "gpus", "micro_batch_size", "seq_len", "precision"} - {
+            *given["request"]
+        }
         if missing:
             raise ValueError(f"its request lacks {', '.join(sorted(missing))}")
         return cls(**given)
@@ -146,7 +151,9 @@ def read(path: Path) -> tuple[list[Record], list[str]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", hint="name a file that --records has written") from error
+        raise UsageError(
+            f"cannot read {path}: {error.strerror}", hint="name a file that --records has written"
+        ) from error
     records, notes = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -172,4 +179,4 @@ def thinned(highs: list[int], points: int = 100) -> list[int]:
     if len(highs) <= points:
         return highs
     edges = [i * len(highs) // points for i in range(points + 1)]
-    return [max(highs[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [max(highs[a:b]) for a, b in itertools.pairwise(edges)]

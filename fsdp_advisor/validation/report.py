@@ -72,7 +72,9 @@ def spreads(records: Iterable[Record]) -> list[Spread]:
             p95=percentile(sorted(errors, key=abs), 95, ordered=True),
             worst=max(errors, key=abs),
         )
-        for (rung, strategy, figure), errors in sorted(groups.items(), key=lambda item: (item[0][0], item[0][2], item[0][1]))
+        for (rung, strategy, figure), errors in sorted(
+            groups.items(), key=lambda item: (item[0][0], item[0][2], item[0][1])
+        )
     ]
 
 
@@ -162,13 +164,23 @@ def render(records: Sequence[Record], form: str) -> str:
     if not records:
         return "no records"
     parts = [table(CASE_COLUMNS, [_case_row(r) for r in records], 1)]
-    rows = [[s.rung, s.strategy, s.figure, str(s.cases), *map(signed_percent, (s.median, s.p95, s.worst))] for s in spreads(records) if _worth_a_row(s)]
+    rows = [
+        [s.rung, s.strategy, s.figure, str(s.cases), *map(signed_percent, (s.median, s.p95, s.worst))]
+        for s in spreads(records)
+        if _worth_a_row(s)
+    ]
     if rows:
         parts.append(table(("rung", "strategy", "figure", "cases", "median", "p95", "worst"), rows, 3))
     parts.append("\n".join(_verdict_lines(records)))
     devices = sorted({r.versions["gpu"] for r in records if "gpu" in r.versions})
-    made = sorted({f"torch {r.versions['torch']}, transformers {r.versions['transformers']}" for r in records if "torch" in r.versions})
-    parts.append("\n".join(f"made with: {', '.join(devices + [one])}" for one in made))
+    made = sorted(
+        {
+            f"torch {r.versions['torch']}, transformers {r.versions['transformers']}"
+            for r in records
+            if "torch" in r.versions
+        }
+    )
+    parts.append("\n".join(f"made with: {', '.join([*devices, one])}" for one in made))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -190,8 +202,14 @@ def render_case(record: Record, form: str) -> str:
     parts.append(table(("figure", "predicted", "measured", "error", "predicted bytes", "measured bytes"), rows, 1))
     if len(ranks := record.measured.get("by_rank", {})):
         name, values = list(ranks.items())[-1]
-        parts.append(f"{name} over {len(values)} ranks: largest {max(values):,}, rank 0 {values[0]:,}, spread {max(values) - min(values):,}")
-    seconds = [f"{name.replace('_', ' ')}: {record.measured[name]:.4f}" for name in record.measured if name.startswith("step_seconds")]
+        parts.append(
+            f"{name} over {len(values)} ranks: largest {max(values):,}, rank 0 {values[0]:,}, spread {max(values) - min(values):,}"
+        )
+    seconds = [
+        f"{name.replace('_', ' ')}: {record.measured[name]:.4f}"
+        for name in record.measured
+        if name.startswith("step_seconds")
+    ]
     verdict = f"fits: {_yes_no(record.fits_predicted)} said, {_yes_no(record.fits_really)} {'did' if record.device == 'cuda' else 'found'}"
     return "\n\n".join([*parts, "\n".join([*seconds, verdict])])
 
@@ -244,7 +262,11 @@ def _verdict_lines(records: Sequence[Record]) -> list[str]:
         )
     lines += [f"{r.outcome}: {r.label}: {r.message}" for r in records if r.outcome not in ("ok", "oom")]
     for record in records:
-        if record.fits_predicted is not None and record.fits_really is not None and record.fits_predicted != record.fits_really:
+        if (
+            record.fits_predicted is not None
+            and record.fits_really is not None
+            and record.fits_predicted != record.fits_really
+        ):
             lines.append(f"wrong verdict: {record.label}" + (", close to full" if near_full(record) else ""))
     return lines
 
@@ -274,7 +296,9 @@ def _text(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> s
     """Columns wide enough for their cells; the first `left` and words to the left, figures to the right."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     aligned: list[Callable[[str, int], str]] = [
-        str.rjust if any(row[i][-1:] in "B%?" or row[i].replace(",", "").isdigit() for row in rows) and i >= left else str.ljust
+        str.rjust
+        if any(row[i][-1:] in "B%?" or row[i].replace(",", "").isdigit() for row in rows) and i >= left
+        else str.ljust
         for i in range(len(columns))
     ]
     lines = [
@@ -286,7 +310,9 @@ def _text(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> s
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     rule = ["---" if i < left else "---:" for i in range(len(columns))]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, rule, *rows))
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, rule, *rows)
+    )
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
@@ -294,7 +320,11 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
     The file's ending says what it is. Raises MissingExtra without matplotlib, UsageError where no case has both figures.
     """
-    points = [(r.rung, r.measured[f] / GIB, r.predicted[f] / GIB) for r in records if (f := main_figure(r)) and f in r.predicted and f in r.measured]
+    points = [
+        (r.rung, r.measured[f] / GIB, r.predicted[f] / GIB)
+        for r in records
+        if (f := main_figure(r)) and f in r.predicted and f in r.measured
+    ]
     if not points:
         raise UsageError("no record has a figure both predicted and measured", hint="run a campaign first")
     try:
@@ -304,7 +334,9 @@ def plot(records: Sequence[Record], path: Path) -> None:
     except ImportError:
         raise MissingExtra("a plot needs matplotlib", extra="plot") from None
     timed = next((r for r in reversed(records) if r.measured.get("timeline") and r.predicted.get("timeline")), None)
-    figure, axes = pyplot.subplots(1, 2 if timed else 1, figsize=(13 if timed else 6.5, 6), layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, 2 if timed else 1, figsize=(13 if timed else 6.5, 6), layout="constrained", squeeze=False
+    )
     scatter = axes[0][0]
     for rung in sorted({rung for rung, _, _ in points}):
         xs, ys = [x for r, x, _ in points if r == rung], [y for r, _, y in points if r == rung]

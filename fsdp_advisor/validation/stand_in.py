@@ -24,11 +24,18 @@ SNAPSHOT_ENTRIES = 1_000_000
 
 
 def stand_in(
-    source: Source, plan: Plan, *, device: str = "cuda", meter: Meter | None = None, snapshot: Path | None = None
+    source: Source,
+    plan: Plan,
+    *,
+    device: str = "cuda",
+    meter: Meter | None = None,
+    snapshot: Path | None = None,
+    context: int | None = None,
 ) -> dict[str, Any]:
     """The figures of a steady-state step of rank 0, measured on this machine's first GPU (or under `meter`).
 
-    Raises NotHere without a GPU, or for DeepSpeed, which needs real ranks.
+    `context` is the CUDA context's size where the caller has made it (`context_bytes`). Raises NotHere without a GPU, or for
+    DeepSpeed, which needs real ranks.
     """
     check(plan, device)
     if plan.backend == "deepspeed":
@@ -40,15 +47,14 @@ def stand_in(
         raise NotHere("no GPU is at hand, and a stand-in needs one", hint="--rung simulate needs none")
     if snapshot is not None and device != "cuda":
         raise NotHere("PyTorch keeps a memory history of GPUs alone", hint="leave --snapshot out")
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    context = context_bytes(0) if device == "cuda" else None
+    if device == "cuda" and context is None:
+        context = context_bytes(0)
     watch: Meter = meter or CudaMeter(0)
     with memory_history(snapshot), fake_process_group(plan.world_size):
         mesh = mesh_for(plan, device, watch)
         with watch:
             trainer = assemble(source, plan, device, mesh, rung="stand-in")
-            phases = steady_step(trainer, watch, plan.gradient_accumulation_steps)
+            phases = steady_step(trainer, watch, plan.gradient_accumulation_steps, steady=2)
         found: dict[str, Any] = figures(phases, communicates=plan.world_size == 1)
         if device == "cuda":
             found |= device_figures(0, found["peak_reserved_bytes"])
@@ -60,9 +66,10 @@ def stand_in(
 def context_bytes(index: int) -> int:
     """Makes the CUDA context and tells its size: what the driver gave out meanwhile (NVML), or else all it has given out.
 
-    The second figure holds other processes' memory too, where there are any.
+    To be called before anything else touches the GPU. The second figure holds other processes' memory too, where there are any.
     """
     before = _used(index)
+    torch.cuda.set_device(index)
     torch.zeros(1, device=f"cuda:{index}")
     torch.cuda.synchronize(index)
     after = _used(index)

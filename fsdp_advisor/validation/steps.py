@@ -74,7 +74,9 @@ def batch_of(source: Source, plan: Plan, model: nn.Module, *, real: bool) -> dic
         generator = torch.Generator().manual_seed(0)
         for name in ("input_ids", "labels"):
             if name in batch and batch[name].ndim == 2:
-                batch[name].copy_(torch.randint(0, vocabulary, tuple(batch[name].shape), generator=generator, device="cpu"))
+                batch[name].copy_(
+                    torch.randint(0, vocabulary, tuple(batch[name].shape), generator=generator, device="cpu")
+                )
     return batch
 
 

@@ -47,10 +47,12 @@ def work(case: Case, tell: Tell) -> None:
             "timeline": {phase: thinned(values) for phase, values in alive.items()},
         }
     else:
-        from fsdp_advisor.validation.stand_in import stand_in
+        from fsdp_advisor.validation.stand_in import context_bytes, stand_in
 
-        if cuda:
-            tell("versions", machine.versions(cuda=machine.gpu_count() > 0))
+        context = None
+        if cuda and machine.gpu_count():
+            context = context_bytes(0)
+            tell("versions", machine.versions(cuda=True))
         meter = None
         if not cuda:
             import torch
@@ -60,7 +62,12 @@ def work(case: Case, tell: Tell) -> None:
             torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             meter = StorageMeter()
         measured = stand_in(
-            prediction.source(), prediction.plan, device=case.device, meter=meter, snapshot=case.snapshot
+            prediction.source(),
+            prediction.plan,
+            device=case.device,
+            meter=meter,
+            snapshot=case.snapshot,
+            context=context,
         )
     tell("measured", measured)
 
@@ -100,12 +107,15 @@ def really_fits(ended: Ended, measured: dict[str, Any], prediction: Prediction |
     What ended well fits where the strongest figure of the worst rank is within the GPU's memory.
     """
     if ended.outcome == "oom":
-        smaller = prediction and ended.detail.get("total_bytes", prediction.gpu_memory_bytes) < _SAME * prediction.gpu_memory_bytes
+        smaller = (
+            prediction
+            and ended.detail.get("total_bytes", prediction.gpu_memory_bytes) < _SAME * prediction.gpu_memory_bytes
+        )
         return None if smaller else False
     measured = {**measured, **measured.get("largest", {})}
-    strongest = measured.get("peak_device_bytes", measured.get("peak_reserved_bytes", measured.get("peak_tensor_bytes")))
+    strongest = measured.get(
+        "peak_device_bytes", measured.get("peak_reserved_bytes", measured.get("peak_tensor_bytes"))
+    )
     if ended.outcome != "ok" or prediction is None or strongest is None:
         return None
     return bool(strongest <= prediction.gpu_memory_bytes)
-
-

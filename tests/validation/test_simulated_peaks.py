@@ -100,7 +100,7 @@ CASES = [
     Case(OPT, "ddp", "ddp", 2, 2, 1024, "fp32", optim="adamw_torch"),
     Case(OPT, "fsdp1", "zero3", 1, 2, 256, "fp32"),
     Case(BLOOM, "fsdp2", "zero3", 4, 2, 1024, attention="eager"),
-    Case(BLOOM, "fsdp2", "zero2", 256, 4, 512, "bf16"),
+    Case(BLOOM, "fsdp2", "zero2", 256, 4, 512, "bf16", attention="eager"),
     Case(BERT, "fsdp2", "zero3", 4, 16, 512),
     Case(BERT, "ddp", "ddp", 4, 32, 128, "fp32"),
     Case(T5, "fsdp2", "zero3", 8, 8, 512),
@@ -126,7 +126,7 @@ def test_predicted_peak_is_what_pytorch_does(case: Case) -> None:
     model = resolve(case.model)
     profile = model.profile
     assert profile is not None
-    ledger = replayed(profile, model.tape(variant_of(plan, profile)), plan)
+    ledger = replayed(profile, model.tape(variant_of(plan)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     layers = sum(len(u.parameters) for u in profile.layers()) + len(profile.root.parameters)
     host_steps = 512 * layers if case.optim == "adamw_torch" else 0

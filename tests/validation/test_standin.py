@@ -186,7 +186,21 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_crash_ends_the_case_alone() -> None:
+def test_a_crash_ends_the_case_alone_and_what_it_had_started() -> None:
+    def crash(tell: launch.Tell) -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        tell("child", child)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ended = launch.forked(crash, timeout_seconds=30)
+    assert ended.outcome == "crash" and "SIGKILL" in ended.message
+    time.sleep(0.1)
+    assert not alive(ended.told["child"])
+
+
+def test_what_was_told_outlives_a_crash() -> None:
     ended = launch.forked(lambda tell: (tell("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=30)  # type: ignore[func-returns-value]
     assert ended.outcome == "crash" and "SIGKILL" in ended.message and ended.told == {"seen": 1}
 

@@ -1,0 +1,226 @@
+"""Campaigns are resumed where they stopped, and those that are shipped cover what they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import estimate, make_request
+from fsdp_advisor.models.catalog import find, profile
+from fsdp_advisor.validation import campaign, ladder, records
+from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.records import Record
+
+BASE: dict[str, Any] = {"model": "openai-community/gpt2", "strategy": "zero3", "gpus": 8}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+}
+
+
+def cases(count: int) -> list[Case]:
+    requests = [make_request({**BASE, "micro_batch_size": n}) for n in range(1, count + 1)]
+    return [campaign.case_of(request, "simulate", "cpu") for request in requests]
+
+
+class Runner:
+    """Stands for the worker: each case ends as it is told."""
+
+    def __init__(self, *outcomes: str) -> None:
+        self.outcomes = list(outcomes)
+        self.ran: list[int] = []
+
+    def __call__(self, case: Case) -> Record:
+        self.ran.append(case.request.micro_batch_size)
+        request = {**case.request.model_dump(), "backend": "fsdp2", "seq_len": 1024, "gpu": "H100-80GB"}
+        return Record(request=request, rung=case.rung, device="cpu", outcome=self.outcomes.pop(0))  # type: ignore[arg-type]
+
+
+def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    first = Runner("ok", "error", "oom", "interrupted")
+    events = campaign.run(cases(5), path, first)
+    assert next(events).total == 5
+    with pytest.raises(KeyboardInterrupt):
+        list(events)
+    assert [r.outcome for r in records.read(path)[0]] == ["ok", "error", "oom", "interrupted"]
+    second = Runner("ok", "timeout", "ok")
+    found = list(campaign.run(cases(5), path, second))
+    assert second.ran == [2, 4, 5]  # what failed to run or was interrupted, and the rest
+    assert [e.done for e in found] == [2, 3, 4, 5]
+    assert list(campaign.run(cases(5), path, Runner()))[-1].done == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2"),
+        ("[]", "no JSON object"),
+        ('{"model": "gpt2", "gpus": 0, "strategy": "ddp"}', "gpus"),
+        ('{"model": "gpt2"}', "no strategy"),
+        ('{"model": "gpt2", "nonsense": 1}', "nonsense"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(f"# a comment\n{line}\n")
+    with pytest.raises(UsageError, match=said) as caught:
+        campaign.load(str(path))
+    assert "line 2" in caught.value.message and caught.value.hint
+
+
+def test_files_that_are_no_campaign(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read") as caught:
+        campaign.load("nothing-like-it")
+    assert "full" in caught.value.hint and "quick" in caught.value.hint
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UsageError, match="no cases"):
+        campaign.load(str(tmp_path / "empty.jsonl"))
+
+
+def test_options_given_beside_a_campaign_replace_its_own() -> None:
+    assert {r.gpu for r in campaign.load("quick", gpu="24GiB")} == {"24GiB"}
+
+
+# What is shipped
+
+
+def test_the_full_campaign_covers_what_it_must() -> None:
+    requests = campaign.load("full")
+    assert len(requests) >= 60 and len({json.dumps(r.model_dump()) for r in requests}) == len(requests)
+    families = {str(profile(entry).config["model_type"]) for r in requests if (entry := find(r.model))}
+    assert all(find(r.model) for r in requests) and len(families) >= 8
+    assert {r.backend for r in requests} >= {"ddp", "fsdp1", "fsdp2"}
+    assert {(r.backend, r.strategy) for r in requests} >= {
+        (b, s) for b in ("fsdp1", "fsdp2") for s in ("zero2", "zero3")
+    }
+    assert {r.gpus for r in requests} >= {1, 2, 8, 64}
+    assert {r.precision for r in requests} >= {"fp32", "bf16", "bf16-mixed"}
+    assert {r.activation_checkpointing for r in requests} == {"none", "full"}
+    assert {r.attention for r in requests} == {"sdpa", "eager"}
+    assert {r.optim for r in requests} == {"adamw_torch_fused", "adamw_torch"}
+
+
+def _filled(name: str, gpu: str) -> list[float]:
+    """The predicted tensor peak of each case, as a share of the GPU's memory."""
+    shares = []
+    for request in campaign.load(name, gpu=gpu):
+        report = estimate(request)
+        assert report.estimates[0].peak_tensor_bytes is not None
+        shares.append(report.estimates[0].peak_tensor_bytes / report.gpu_memory_bytes)
+    return shares
+
+
+def test_the_full_campaign_goes_from_small_to_beyond_an_80_gb_gpu() -> None:
+    shares = _filled("full", "H100-80GB")
+    assert sum(share > 1.1 for share in shares) >= 12
+    assert sum(0.8 < share < 0.95 for share in shares) >= 5 and sum(share < 0.3 for share in shares) >= 15
+
+
+def test_the_quick_campaign_is_for_a_24_gb_gpu() -> None:
+    shares = _filled("quick", "24GB")
+    assert 10 <= len(shares) <= 20 and sum(share > 1 for share in shares) >= 2
+    assert all(share < 0.8 or share > 1.1 for share in shares)
+
+
+# Which rung
+
+
+def test_the_best_rung_of_a_machine() -> None:
+    assert ladder.best_rung(8, "fsdp2", gpus_here=0).rung == "simulate"
+    assert ladder.best_rung(8, "fsdp2", gpus_here=4).rung == "stand-in"
+    assert ladder.best_rung(8, "deepspeed", gpus_here=4).rung == "measure"
+    assert ladder.best_rung(4, "fsdp2", gpus_here=4).rung == "measure"
+    assert all(ladder.best_rung(2, "ddp", gpus_here=n).why for n in (0, 1, 2))
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+PROGRAM = """
+import sys
+from fsdp_advisor.cli import app, main
+from fsdp_advisor.cli.validate import register
+if not any(group.name == "validate" for group in app.app.registered_groups):
+    register(app.app)
+sys.exit(main())
+"""
+
+
+def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, "validate", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def test_a_campaign_from_the_command_line(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path, out = tmp_path / "c.jsonl", tmp_path / "r.jsonl"
+    rows = [
+        {"model": model, "strategy": s, "gpus": 4, "micro_batch_size": 2, "seq_len": 16}
+        for s in ("ddp", "zero3", "zero1")
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--campaign", str(path), "--rung", "simulate", "--records", str(out))
+    first = program(*arguments, "--gpu", "24GiB")
+    assert first.returncode == 0, first.stderr
+    assert "3/3" in first.stderr and "deepspeed is not one of PyTorch's engines" in first.stdout
+    made, _ = records.read(out)
+    assert [r.outcome for r in made] == ["ok", "ok", "error"]
+    assert all(r.errors["peak_tensor_bytes"] == 0 and r.fits_really for r in made[:2])
+    again = program(*arguments, "--gpu", "24GiB")
+    assert "2/3 starting" in again.stderr and len(records.read(out)[0]) == 4  # what could not be run is tried again
+    summed = program("report", str(out), "--json")
+    data = json.loads(summed.stdout)
+    assert summed.returncode == 0 and data["outcomes"] == {"ok": 2, "error": 1}
+
+
+def test_one_case_from_the_command_line_and_its_record(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job = ("--model", model, "--gpus", "4", "--strategy", "zero3", "--seq-len", "16", "--micro-batch-size", "2")
+    done = program(*job, "--rung", "simulate", "--format", "json", "--records", str(tmp_path / "r.jsonl"))
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["errors"]["peak_tensor_bytes"] == 0 and shown["rung"] == "simulate" and "simulate" in done.stderr
+    assert json.loads((tmp_path / "r.jsonl").read_text()) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ((), 2, "nothing to validate"),
+        (("--model", "7B", "--strategy", "ddp", "--rung", "simulate"), 2, "bare parameter count"),
+        (("--campaign", "quick"), 2, "--records"),
+        (("report", "nowhere.jsonl"), 2, "cannot read"),
+        (("--model", "gpt2", "--gpus", "4", "--strategy", "zero1", "--rung", "simulate"), 2, "deepspeed"),
+    ],
+    ids=str,
+)
+def test_refusals_are_two_lines(arguments: tuple[str, ...], status: int, said: str) -> None:
+    done = program(*arguments)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+    assert done.returncode == status and said in lines[0] and len(lines) <= 2 and not done.stdout
