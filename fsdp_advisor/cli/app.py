@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from fsdp_advisor.cli import validate
+from fsdp_advisor.cli import validate as validation
 from fsdp_advisor.cli.options import (
     ForceOption,
     Format,
@@ -22,6 +22,7 @@ from fsdp_advisor.request import EstimateRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.report import Report
+    from fsdp_advisor.validation.records import Record
 
 PROGRAM = "fsdp-advisor"
 FITS, NONE_FITS = 0, 1
@@ -90,6 +91,12 @@ def estimate(
             help="Show what is alive at the peak, and the step's timeline: zero3, zero3+optimizer, zero3+parameters ...",
         ),
     ] = None,
+    validate: Annotated[
+        bool,
+        typer.Option(
+            "--validate", help="Also run each strategy on the best rung this machine has, and show the error."
+        ),
+    ] = False,
     output: OutputOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
@@ -104,9 +111,14 @@ def estimate(
     form = _format(format, json)
     destination.check()
     report = answer(request, explain=explain is not None)
-    text = _render(report, form, explain, destination)
     for remark in report.notes:
         note(remark, quiet=quiet)
+    records = None
+    if validate:
+        from fsdp_advisor.cli.beside import run_beside
+
+        records = run_beside(report, quiet=quiet)
+    text = _render(report, form, explain, destination, records)
     destination.write(text)
     return FITS if report.any_fits else NONE_FITS
 
@@ -117,20 +129,32 @@ def _format(form: Format, json: bool) -> Format:
     return Format.json if json else form
 
 
-def _render(report: Report, form: Format, explain: str | None, destination: Destination) -> str:
+def _render(
+    report: Report, form: Format, explain: str | None, destination: Destination, records: list[Record] | None
+) -> str:
     """Only what is needed is imported: JSON needs no rich."""
     from fsdp_advisor.cli.selection import select
 
     chosen = select(report, explain) if explain is not None else None
     if form is Format.json:
-        return _json(report.as_dict(timeline=chosen is not None))
+        document = report.as_dict(timeline=chosen is not None)
+        if records is not None:
+            from fsdp_advisor.cli.beside import into_json
+
+            into_json(document, records)
+        return _json(document)
+    beside = ""
+    if records is not None:
+        from fsdp_advisor.cli.beside import as_lines
+
+        beside = "\n".join(["", *as_lines(report, records)])
     if form is Format.markdown:
         from fsdp_advisor.cli.markdown import markdown
 
-        return markdown(report, chosen)
+        return markdown(report, chosen) + (f"\n\n```{beside}\n```" if beside else "")
     from fsdp_advisor.cli.text import text
 
-    return text(report, destination.screen(), chosen)
+    return text(report, destination.screen(), chosen) + (f"\n{beside}" if beside else "")
 
 
 @app.command()
@@ -194,4 +218,4 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2)
 
 
-validate.register(app)
+validation.register(app)

@@ -126,7 +126,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "there is no such file or directory",
     ),
     (("estimate", "--model", " "), "model: String should have at least 1 character, not ''", SEE),
-    (("validate",), "no such command 'validate'", "see fsdp-advisor --help"),
+    (("recommend",), "no such command 'recommend'", "see fsdp-advisor --help"),
 ]
 
 

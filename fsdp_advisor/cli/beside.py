@@ -1,0 +1,70 @@
+"""`estimate --validate`: what a run found, beside what was predicted. The best rung this machine has is taken."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_advisor.cli.output import note
+from fsdp_advisor.units import format_gib
+
+if TYPE_CHECKING:
+    from fsdp_advisor.report import Report
+    from fsdp_advisor.validation.ladder import Choice
+    from fsdp_advisor.validation.records import Record
+
+SHOWN = (
+    ("peak_allocated_bytes", "allocated"),
+    ("peak_reserved_bytes", "reserved"),
+    ("peak_tensor_bytes", "tensors"),
+)
+"""The figures a rung may find, the most telling first."""
+
+
+def run_beside(report: Report, *, quiet: bool) -> list[Record]:
+    """One record per estimate of the report, in its order. Raises MissingExtra without torch."""
+    from fsdp_advisor.validation.ladder import beside
+
+    def began(index: int, total: int, choice: Choice) -> None:
+        note(f"run {index + 1} of {total}: {choice.why}", quiet=quiet)
+
+    return [record for record, _ in beside(report, began=began)]
+
+
+def as_lines(report: Report, records: list[Record]) -> list[str]:
+    """A small table of text: strategy, predicted, measured, error. What could not be run says why."""
+    rows = [("strategy", "backend", "rung", "figure", "predicted", "measured", "error")]
+    reasons = []
+    for one, record in zip(report.estimates, records, strict=True):
+        found = [(name, word) for name, word in SHOWN if record.measured.get(name) is not None]
+        if record.outcome != "ok" or not found:
+            what = "not run" if record.outcome == "error" else record.outcome
+            rows.append((one.label, one.plan.backend, record.rung, what, "-", "-", "-"))
+            reasons.append(f"{one.label}: {record.message or record.outcome}")
+            continue
+        for name, word in found:
+            predicted, error = record.predicted.get(name), record.errors.get(name)
+            rows.append(
+                (
+                    one.label, one.plan.backend, record.rung, word,
+                    "-" if predicted is None else format_gib(predicted),
+                    format_gib(record.measured[name]),
+                    "-" if error is None else f"{error:+.3%}",
+                )
+            )  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["predicted and found by a run:", *lines, *(f"not run: {reason}" for reason in reasons)]
+
+
+def into_json(document: dict[str, Any], records: list[Record]) -> None:
+    """Add `measured` to each of the document's estimates."""
+    for row, record in zip(document["estimates"], records, strict=True):
+        row["measured"] = {
+            "rung": record.rung,
+            "device": record.device,
+            "outcome": record.outcome,
+            "message": record.message,
+            "figures": record.measured,
+            "errors": record.errors,
+            "versions": record.versions,
+        }

@@ -1,0 +1,43 @@
+"""`estimate --validate`: on a machine without a GPU PyTorch's own code is simulated, and found to agree to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+TINY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 500, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "config.json").write_text(json.dumps(TINY))
+    command = ["estimate", "--model", str(folder), "--gpus", "4", "--gpu", "T4", "--validate", *arguments]
+    return subprocess.run([sys.executable, "-m", "fsdp_advisor", *command], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(pytest.importorskip("torch").cuda.is_available(), reason="a better rung than simulation is here")
+def test_json_has_what_the_run_found(tmp_path: Path) -> None:
+    run = _run(tmp_path, "--json", "-q", "--strategy", "zero3")
+    assert run.returncode == 0, run.stderr
+    (row,) = json.loads(run.stdout)["estimates"]
+    assert row["measured"]["rung"] == "simulate" and row["measured"]["outcome"] == "ok"
+    assert row["measured"]["figures"]["peak_tensor_bytes"] == row["peak_tensor_bytes"]
+    assert set(row["measured"]["errors"].values()) == {0.0}
+
+
+@pytest.mark.skipif(pytest.importorskip("torch").cuda.is_available(), reason="a better rung than simulation is here")
+def test_text_shows_both_and_says_what_was_not_run(tmp_path: Path) -> None:
+    run = _run(tmp_path, "--backend", "fsdp2")
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout[run.stdout.index("predicted and found by a run:") :].splitlines()
+    assert sum(line.endswith("+0.000%") for line in lines) == 2  # zero2 and zero3
+    assert any("not run: ZeRO-3 + full offload: offload parameters cannot be simulated" in line for line in lines)
+    assert "simulate: this machine has no GPU" in run.stderr
