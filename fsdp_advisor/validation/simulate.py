@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.recorder import materialise
 from fsdp_advisor.tracing.source import Source
+from fsdp_advisor.tracing.step import materialise
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.meter import Ids, StorageMeter

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.tracing import TransformersSource
-from fsdp_advisor.tracing.recorder import materialise
+from fsdp_advisor.tracing.step import materialise
 from fsdp_advisor.tracing.storages import local_tensor
 from fsdp_advisor.validation.engines import mesh_of, optimizer_for, wrap
 
