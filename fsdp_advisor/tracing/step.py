@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -197,6 +198,8 @@ class Step:
             if category is None:
                 category = Category.TEMPORARY if born == died else Category.ACTIVATION
             categories.append(int(category))
+        for segment in self._segments:
+            segment.events = _deaths_in_order(segment.events)
         return Take(self._segments, self._sizes, categories)
 
     # Boundaries
@@ -272,6 +275,14 @@ class Step:
 
     def _loss_ends(self, grad: torch.Tensor) -> None:
         self._in_loss = False
+
+
+def _deaths_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Storages that die together, in order of birth: autocast drops its cache in the order of memory addresses."""
+    ordered: list[tuple[int, int, int]] = []
+    for together, group in itertools.groupby(events, key=lambda event: event[0] == Op.FREE):
+        ordered += sorted(group) if together else group
+    return ordered
 
 
 def _weight_gradient_shape(operator: str, args: tuple[Any, ...]) -> tuple[int, ...] | None:
