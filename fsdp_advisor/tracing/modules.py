@@ -16,6 +16,7 @@ class ModuleSource:
 
     task: str = "module"
     max_seq_len: int | None = None
+    alike_up_to: int | None = None
 
     def __init__(
         self,

@@ -58,14 +58,15 @@ class Recorder:
 
     def tape(self, variant: Variant) -> Tape:
         """The tape of one variant, recorded now."""
-        limit = self.source.max_seq_len or CHECK_T
+        limit = min(self.source.max_seq_len or CHECK_T, self.source.alike_up_to or CHECK_T)
         ts = GRID_T if limit >= max(GRID_T) else (max(1, limit // 4), max(2, limit // 2), max(3, limit))
         bs = (1,) if variant.single else GRID_B
         check = (1 if variant.single else CHECK_B, min(CHECK_T, limit))
         points = [(b, t) for b in bs for t in ts]
         try:
             with self._step(variant) as step:
-                if not self._warm:  # what transformers and torch make once and keep is made here
+                # what torch and transformers make once and keep is made here; a rope that adapts makes its tables per model
+                if not self._warm or self.source.alike_up_to:
                     step.run(*points[0])
                     self._warm = True
                 checked = step.run(*check)

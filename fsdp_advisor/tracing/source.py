@@ -24,6 +24,8 @@ class Source(Protocol):
     name: str
     task: str
     max_seq_len: int | None
+    alike_up_to: int | None
+    """Tokens beyond which the model runs other code, a little; recordings are made below."""
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The whole model in training mode, on the meta device."""

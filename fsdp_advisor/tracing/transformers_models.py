@@ -50,6 +50,7 @@ class TransformersSource:
             self._config = self._configuration()
         self.task = task or _task(self._config, self._values)
         self.max_seq_len = _max_seq_len(self._config)
+        self.alike_up_to: int | None = _original_max_seq_len(self._config)
 
     def _configuration(self) -> Any:
         config = transformers.AutoConfig.for_model(
@@ -183,6 +184,13 @@ def _max_seq_len(config: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def _original_max_seq_len(config: Any) -> int | None:
+    """Where longrope changes its frequencies: past it a step makes one more table of a few kilobytes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    value = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+    return value if isinstance(value, int) and value > 0 else None
 
 
 @contextlib.contextmanager

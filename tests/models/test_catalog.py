@@ -1,0 +1,90 @@
+"""What the shipped catalog holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_advisor.models import catalog
+
+MUST = [
+    "meta-llama/Llama-2-7b-hf",
+    "meta-llama/Llama-2-13b-hf",
+    "meta-llama/Llama-2-70b-hf",
+    "meta-llama/Meta-Llama-3-8B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-70B",
+    "meta-llama/Llama-3.1-405B",
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-3B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mistral-7B-v0.3",
+    "mistralai/Mistral-Nemo-Base-2407",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "mistralai/Mixtral-8x22B-v0.1",
+    "Qwen/Qwen2-7B",
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen2.5-72B",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+    "google/gemma-2b",
+    "google/gemma-2-9b",
+    "google/gemma-3-27b-pt",
+    "microsoft/phi-2",
+    "microsoft/Phi-3-mini-4k-instruct",
+    "microsoft/phi-4",
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "EleutherAI/pythia-12b",
+    "EleutherAI/gpt-neox-20b",
+    "EleutherAI/gpt-j-6b",
+    "facebook/opt-125m",
+    "facebook/opt-66b",
+    "bigscience/bloom-560m",
+    "bigscience/bloom",
+    "tiiuae/falcon-7b",
+    "tiiuae/falcon-40b",
+    "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-ai/DeepSeek-V3",
+    "openai/gpt-oss-20b",
+    "openai/gpt-oss-120b",
+    "HuggingFaceTB/SmolLM2-1.7B",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "allenai/OLMo-2-1124-7B",
+    "01-ai/Yi-34B",
+    "ibm-granite/granite-3.3-8b-instruct",
+    "bigcode/starcoder2-15b",
+    "google-bert/bert-base-uncased",
+    "FacebookAI/roberta-large",
+    "google-t5/t5-11b",
+    "google/flan-t5-xxl",
+    "google/vit-large-patch16-224",
+    "openai/whisper-large-v3",
+]
+
+
+@pytest.mark.parametrize("name", MUST)
+def test_a_model_that_must_be_there(name: str) -> None:
+    assert catalog.find(name) is not None
+    assert catalog.find(name.upper()) is catalog.find(name)
+
+
+def test_size() -> None:
+    assert len(catalog.entries()) >= 80
+    assert catalog.PATH.stat().st_size < 5_000_000
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
+def test_every_profile_is_whole(entry: catalog.Entry) -> None:
+    """The total that is listed, and a step of FSDP2, which every model's code can take."""
+    profile = catalog.profile(entry)
+    assert profile.parameters == entry.parameters
+    assert entry.source
+    for checkpointing in ("none", "full"):
+        for batch in ("n", "1"):
+            assert f"fsdp2|bf16-mixed|eager|{checkpointing}|{batch}" in profile.tapes
+            assert f"fsdp2|bf16|eager|{checkpointing}|{batch}" in profile.tapes
