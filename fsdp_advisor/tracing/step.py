@@ -281,7 +281,8 @@ def _deaths_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int,
     """Storages that die together, in order of birth: autocast drops its cache in the order of memory addresses."""
     ordered: list[tuple[int, int, int]] = []
     for together, group in itertools.groupby(events, key=lambda event: event[0] == Op.FREE):
-        ordered += sorted(group) if together else group
+        events_together = list(group)
+        ordered += sorted(events_together) if together else events_together
     return ordered
 
 
