@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_advisor.memory.held import NOTHING, Held, States
-from fsdp_advisor.models.profile import Parameter, Profile, Unit
+from fsdp_advisor.models.profile import Parameter, Profile
 from fsdp_advisor.plan import Plan
 
 NORM_BYTES = 8
@@ -65,27 +65,10 @@ def master_bytes(plan: Plan) -> int:
     return 2 if plan.precision == "bf16" else 4
 
 
-def _units(profile: Profile) -> Iterator[tuple[Unit, int]]:
-    yield profile.root, 1
-    for stack in profile.stacks:
-        yield from zip(stack.units, stack.counts, strict=True)
-
-
 def _all(profile: Profile) -> Iterator[tuple[Parameter, int]]:
-    for unit, count in _units(profile):
+    for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             yield parameter, count
-
-
-def in_order(profile: Profile) -> Iterator[Parameter]:
-    """Every real parameter, in the order of ``module.parameters()``."""
-    root, done = profile.root.parameters, 0
-    for stack, before in zip(profile.stacks, profile.order, strict=False):
-        yield from root[done:before]
-        done = before
-        for unit in stack.layers():
-            yield from unit.parameters
-    yield from root[done:]
 
 
 def flat_elements(trainable: int, ranks: int) -> int:
@@ -125,7 +108,7 @@ def sub_groups(profile: Profile, ranks: int, settings: Settings = DEFAULTS) -> l
     if total <= settings.sub_group_size:
         return [(total, sum(n for p, n in _all(profile) if p.trainable))]
     groups, elements, count = [], 0, 0
-    for parameter in in_order(profile):
+    for parameter in profile.in_order():
         if parameter.trainable:
             elements, count = elements + shard_elements(parameter.elements, ranks), count + 1
             if elements >= settings.sub_group_size:
@@ -205,7 +188,7 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
     """
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
     offloaded = offloads_optimizer(plan)
-    buffers = sum((Held.of(b.n_bytes, n) for unit, n in _units(profile) for b in unit.buffers), NOTHING)
+    buffers = sum((Held.of(b.n_bytes, n) for unit, n in profile.counted_units() for b in unit.buffers), NOTHING)
     tables = Held.of(1024, 2) if plan.optim == "adamw_bnb_8bit" and not offloaded else NOTHING
     if stage(plan) < 3:
         flat = flat_elements(profile.trainable_parameters, ranks)
@@ -245,7 +228,7 @@ def owned_by_rank0(profile: Profile, partition_elements: int) -> tuple[int, int,
     Source: zero/stage_1_and_2.py, get_partition_info, copy_grads_in_partition.
     """
     start = largest = pieces = 0
-    for parameter in in_order(profile):
+    for parameter in profile.in_order():
         if start >= partition_elements:
             break
         if parameter.trainable:

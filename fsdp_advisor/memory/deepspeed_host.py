@@ -12,7 +12,6 @@ from fsdp_advisor.memory.deepspeed import (
     DEFAULTS,
     Settings,
     flat_elements,
-    in_order,
     master_bytes,
     offloads_optimizer,
     offloads_parameters,
@@ -98,12 +97,12 @@ def host(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> HostByt
     pageable: list[int] = []
     if stage(plan) < 3:
         owned = flat_elements(profile.trainable_parameters, ranks) // ranks
-        largest = max(p.elements for p in in_order(profile) if p.trainable)
+        largest = max(p.elements for p in profile.in_order() if p.trainable)
         pinned = [m * owned, m * owned, c * owned, c * largest]
         # low-precision masters accumulate in their own gradient (async_accumulate_grad_in_cpu_via_gpu)
         if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 and m == 4:
             pieces = owned_by_rank0(profile, owned)[2]
-            trainable = (p.elements for p in in_order(profile) if p.trainable)
+            trainable = (p.elements for p in profile.in_order() if p.trainable)
             pinned += [c * n for _, n in zip(range(pieces), trainable, strict=False)]
         pageable = [*_cpu_states(plan, owned)]
     else:
@@ -112,7 +111,7 @@ def host(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> HostByt
         pageable = [m * n for n in groups] + [n for g in groups for n in _cpu_states(plan, g)]
         if offloads_parameters(plan):
             pinned.append(c * sum(groups))
-            pinned += [c * shard_elements(p.elements, ranks) for p in in_order(profile) if not p.trainable]
+            pinned += [c * shard_elements(p.elements, ranks) for p in profile.in_order() if not p.trainable]
     return HostBytes(
         ranks_per_node=plan.ranks_per_node, pinned=tuple(pinned), pageable=tuple(pageable), loaded_bytes=loaded
     )

@@ -7,6 +7,7 @@ in host memory, parameters and gradients pinned; DeepSpeed's part is `deepspeed_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from fsdp_advisor.memory import deepspeed_host, optimizers
 from fsdp_advisor.memory.held import NOTHING, Held
@@ -75,7 +76,4 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
 
 
 def _elements(shape: tuple[int, ...], plan: Plan) -> int:
-    product = 1
-    for n in shard_shape(shape, plan.shard_degree):
-        product *= n
-    return product
+    return prod(shard_shape(shape, plan.shard_degree))

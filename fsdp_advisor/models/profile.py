@@ -212,20 +212,30 @@ class Profile:
         for stack in self.stacks:
             yield from stack.layers()
 
+    def counted_units(self) -> Iterator[tuple[Unit, int]]:
+        """The root, then each recorded layer's unit, with the number of real ones it stands for."""
+        yield self.root, 1
+        for stack in self.stacks:
+            yield from zip(stack.units, stack.counts, strict=True)
+
+    def in_order(self) -> Iterator[Parameter]:
+        """Every real parameter, in the order of `model.parameters()`."""
+        done = 0
+        for before, stack in zip(self.order, self.stacks, strict=True):
+            yield from self.root.parameters[done:before]
+            done = before
+            for unit in stack.layers():
+                yield from unit.parameters
+        yield from self.root.parameters[done:]
+
     @cached_property
     def parameters(self) -> int:
         """Unique parameters, tied ones once."""
-        layers = sum(u.elements * n for s in self.stacks for u, n in zip(s.units, s.counts, strict=True))
-        return self.root.elements + layers
+        return sum(unit.elements * count for unit, count in self.counted_units())
 
     @cached_property
     def trainable_parameters(self) -> int:
-        def trainable(unit: Unit) -> int:
-            return sum(p.elements for p in unit.parameters if p.trainable)
-
-        return trainable(self.root) + sum(
-            trainable(u) * n for s in self.stacks for u, n in zip(s.units, s.counts, strict=True)
-        )
+        return sum(p.elements * count for unit, count in self.counted_units() for p in unit.parameters if p.trainable)
 
     @property
     def layer_classes(self) -> tuple[str, ...]:

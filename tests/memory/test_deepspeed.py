@@ -17,7 +17,6 @@ from fsdp_advisor.memory.deepspeed import (
     Settings,
     buffers,
     flat_elements,
-    in_order,
     optimizer_states,
     owned_by_rank0,
     shard_elements,
@@ -96,7 +95,7 @@ def test_padding() -> None:
 
 
 def test_parameters_come_in_the_module_s_order() -> None:
-    names = [p.name for p in in_order(odd(tied=False))]
+    names = [p.name for p in odd(tied=False).in_order()]
     layer = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
     assert names == ["embed.weight", *(layer * LAYERS), "head.weight"]
 
@@ -113,7 +112,7 @@ def test_rank0_keeps_the_parameter_that_crosses_its_end_whole() -> None:
 def test_sub_groups_close_with_the_parameter_that_fills_them() -> None:
     settings = Settings(sub_group_size=400)
     groups = sub_groups(odd(), 2, settings)
-    assert sum(n for n, _ in groups) == sum(shard_elements(p.elements, 2) for p in in_order(odd()))
+    assert sum(n for n, _ in groups) == sum(shard_elements(p.elements, 2) for p in odd().in_order())
     assert sum(n for _, n in groups) == 1 + 5 * LAYERS
     assert all(n >= 400 for n, _ in groups[:-1])
     assert sub_groups(odd(), 2) == [(sum(n for n, _ in groups), 1 + 5 * LAYERS)]
@@ -320,7 +319,7 @@ def test_against_deepspeed(ranks: int, tmp_path: Path) -> None:
         step = buffers(profile, job, settings)
         scalars = found["step_high"] - (max(m.total.exact for m in step.moments) - step.released_at_step.exact)
         if case["offload"] == "none":
-            assert 0 <= scalars <= 16 * len(list(in_order(profile))) + 64, (case, scalars)
+            assert 0 <= scalars <= 16 * len(list(profile.in_order())) + 64, (case, scalars)
         if case["stage"] == 3:
             forward = gathered(profile, job, settings, size=int).forward
             assert found["gathered"][1] == forward[-1].after_bytes, case

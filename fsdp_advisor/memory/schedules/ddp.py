@@ -23,23 +23,11 @@ from fsdp_advisor.memory.ledger import (
 from fsdp_advisor.memory.replay import Place
 from fsdp_advisor.memory.schedules.fsdp2 import optimizer_temporaries
 from fsdp_advisor.memory.schedules.units import buffers, total
-from fsdp_advisor.models.profile import Parameter, Profile, Unit
+from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
-
-
-def in_order(profile: Profile) -> list[Parameter]:
-    """All parameters in the order of `model.parameters()`."""
-    parameters: list[Parameter] = []
-    taken = 0
-    for before, stack in zip(profile.order, profile.stacks, strict=True):
-        parameters += profile.root.parameters[taken:before]
-        taken = before
-        for unit in stack.layers():
-            parameters += unit.parameters
-    return parameters + list(profile.root.parameters[taken:])
 
 
 @lru_cache(maxsize=256)
@@ -49,7 +37,7 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
     Source: `compute_bucket_assignment_by_size` in reducer.cpp.
     """
     result, filled, limit = NOTHING, 0, FIRST_BUCKET_BYTES
-    for parameter in reversed(in_order(profile)):
+    for parameter in reversed(list(profile.in_order())):
         if not parameter.trainable:
             continue
         filled += parameter.elements * element_bytes

@@ -137,7 +137,7 @@ def _boundary(profile: Profile, plan: Plan, buffers: Buffers) -> tuple[tuple[int
     bucket.boundary = bucket.alive = True
     events = _Events()
     at = 0
-    for p in deepspeed.in_order(profile):
+    for p in profile.in_order():
         if p.trainable:
             n_bytes = round_up(buffers.gradient_bytes * p.elements)
             bucket.take(events, at, Gradient(0, p.elements, 0, n_bytes, p.elements > buffers.bucket_elements))

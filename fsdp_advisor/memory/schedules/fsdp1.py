@@ -22,7 +22,7 @@ from fsdp_advisor.memory.ledger import (
     Ledger,
 )
 from fsdp_advisor.memory.replay import AT_ROOT, Place
-from fsdp_advisor.memory.schedules.units import buffers, per_unit, places
+from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed
 from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -103,19 +103,13 @@ class Fsdp1Schedule:
             gradients=Held.of(local * plan.param_bytes),
         )
 
-    def _sum(self, what: str) -> Held:
-        result = NOTHING
-        for place, _, count in places(self._profile):
-            result += getattr(self._units[place], what) * count
-        return result
-
     def _states(self) -> States:
         if self._offload:
             return States(buffers=buffers(self._profile))
         return States(
-            parameters=self._sum("shard"),
-            gradients=self._sum("gradients"),
-            optimizer=self._sum("optimizer"),
+            parameters=summed(self._profile, self._units, "shard"),
+            gradients=summed(self._profile, self._units, "gradients"),
+            optimizer=summed(self._profile, self._units, "optimizer"),
             buffers=buffers(self._profile),
         )
 

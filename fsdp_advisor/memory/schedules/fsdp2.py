@@ -25,7 +25,7 @@ from fsdp_advisor.memory.ledger import (
     Ledger,
 )
 from fsdp_advisor.memory.replay import AT_ROOT, Place
-from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, total
+from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
 from fsdp_advisor.models.profile import Parameter, Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -93,18 +93,12 @@ class Fsdp2Schedule:
         )
 
     def _states(self) -> States:
-        def of(what: str) -> Held:
-            result = NOTHING
-            for place, _, count in places(self._profile):
-                result += getattr(self._units[place], what) * count
-            return result
-
         if self._offload:
             return States(buffers=buffers(self._profile))
         return States(
-            parameters=of("parameters"),
-            gradients=of("gradients"),
-            optimizer=of("optimizer"),
+            parameters=summed(self._profile, self._units, "parameters"),
+            gradients=summed(self._profile, self._units, "gradients"),
+            optimizer=summed(self._profile, self._units, "optimizer"),
             buffers=buffers(self._profile),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from fsdp_advisor.memory.held import NOTHING, Held
@@ -37,6 +37,14 @@ def total(profile: Profile, held: Callable[[Unit], Held]) -> Held:
     by_place = per_unit(profile, held)
     for place, _, count in places(profile):
         result += by_place[place] * count
+    return result
+
+
+def summed(profile: Profile, by_place: Mapping[Place, object], what: str) -> Held:
+    """One `Held` attribute of what was computed per unit, over all real units."""
+    result = NOTHING
+    for place, _, count in places(profile):
+        result += getattr(by_place[place], what) * count
     return result
 
 
