@@ -23,16 +23,21 @@ ROOMS = (
     "hub",
     "resolve",
     "memory",
+    "speed",
     "report",
     "estimator",
+    "advice",
+    "export",
+    "charts",
     "validation",
+    "server",
     "cli",
 )
 """From the top of the house to the bottom."""
 
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed"}
 MAY_BE_HEAVY = {"tracing", "validation"}
-PURE = {"memory"}
+PURE = {"memory", "speed", "advice", "charts"}
 IO_MODULES = {"os", "pathlib", "socket", "subprocess", "urllib", "zipfile", "shutil", "tempfile", "http"}
 ROOT = Path(fsdp_advisor.__file__).parent
 
