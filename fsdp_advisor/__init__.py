@@ -11,21 +11,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp_advisor.advice import Advice, recommend
     from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.estimator import estimate
     from fsdp_advisor.report import Report, StrategyEstimate
-    from fsdp_advisor.request import EstimateRequest
+    from fsdp_advisor.request import EstimateRequest, RecommendRequest
     from fsdp_advisor.tracing import record_module
 
 __version__ = "0.1.0"
-__all__ = ["AdvisorError", "EstimateRequest", "Report", "StrategyEstimate", "estimate", "record_module"]
+__all__ = [
+    "Advice",
+    "AdvisorError",
+    "EstimateRequest",
+    "RecommendRequest",
+    "Report",
+    "StrategyEstimate",
+    "estimate",
+    "recommend",
+    "record_module",
+]
 
 _HOME = {
+    "Advice": "advice",
     "AdvisorError": "errors",
     "EstimateRequest": "request",
+    "RecommendRequest": "request",
     "Report": "report",
     "StrategyEstimate": "report",
     "estimate": "estimator",
+    "recommend": "advice",
     "record_module": "tracing",
 }
 

@@ -38,10 +38,12 @@ def did_you_mean(wanted: str) -> str | None:
     return f"did you mean {found[0]}?" if found else None
 
 
-def download(name: str) -> tuple[bytes, tuple[str, ...]]:
+def download(name: str, *, for_strangers: bool = False) -> tuple[bytes, tuple[str, ...]]:
     """The config.json of a hub repository, through the Hugging Face cache on disk.
 
     One request for the headers goes first: unlike hf_hub_download it neither retries nor writes when it fails.
+    `for_strangers`: what the public may see and nothing else. No token is sent, nothing on this disk is read or kept, and
+    no other host than the hub is asked.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
@@ -49,19 +51,23 @@ def download(name: str) -> tuple[bytes, tuple[str, ...]]:
     timeout = min(constants.HF_HUB_ETAG_TIMEOUT, HUB_TIMEOUT_SECONDS)
     try:
         with _quiet_hub():
-            found = get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=timeout)
+            token = False if for_strangers else None
+            found = get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=timeout, token=token)
             if found.commit_hash is None or found.etag is None:
                 raise HubError(
                     f"{_hub()} does not answer as a hub does", hint="check HF_ENDPOINT and the network's proxy"
                 )
             if found.size is not None and found.size > MAX_CONFIG_BYTES:
                 raise UnreadableConfig(f"{name}: larger than 1 MiB, so no config.json", hint=CONFIG_HINT)
-            return _fetched(name, timeout), ()
+            if for_strangers and urlsplit(found.location).netloc != urlsplit(constants.ENDPOINT).netloc:
+                raise UnreadableConfig(f"{name}: its config.json is not on the hub itself", hint=CONFIG_HINT)
+            return _downloaded(name, timeout) if for_strangers else _fetched(name, timeout), ()
     except AdvisorError:
         raise
     except Exception as error:
         explained = _hub_error(name, error)
-        here = None if isinstance(error, EntryNotFoundError) else try_to_load_from_cache(name, "config.json")
+        no_use = for_strangers or isinstance(error, EntryNotFoundError)
+        here = None if no_use else try_to_load_from_cache(name, "config.json")
         if not isinstance(here, str):
             raise explained from error
         why = "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else explained.message
@@ -71,13 +77,20 @@ def download(name: str) -> tuple[bytes, tuple[str, ...]]:
 def _fetched(name: str, timeout: float) -> bytes:
     from huggingface_hub import hf_hub_download
 
-    try:
+    try:  # and where the Hugging Face cache cannot be written, past it
         return read_config(Path(hf_hub_download(name, "config.json", etag_timeout=timeout)), name)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
             raise
-    with tempfile.TemporaryDirectory() as folder:  # the Hugging Face cache cannot be written
-        path = hf_hub_download(name, "config.json", etag_timeout=timeout, cache_dir=folder)
+    return _downloaded(name, timeout, token=None)
+
+
+def _downloaded(name: str, timeout: float, token: bool | None = False) -> bytes:
+    """Past the Hugging Face cache."""
+    from huggingface_hub import hf_hub_download
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = hf_hub_download(name, "config.json", etag_timeout=timeout, cache_dir=folder, token=token)
         return read_config(Path(path), name)
 
 

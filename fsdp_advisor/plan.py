@@ -81,6 +81,29 @@ OVERVIEW = (
 )
 
 
+def label(strategy: str, offload: str = "none") -> str:
+    """How people name a strategy.
+
+    >>> label("zero3", "optimizer")
+    'ZeRO-3 + optimizer offload'
+    """
+    name = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP"}[strategy]
+    return name + {"none": "", "optimizer": " + optimizer offload", "parameters": " + full offload"}[offload]
+
+
+def degrees(strategy: str, gpus: int, nnodes: int) -> tuple[int, int]:
+    """Shard degree and replica degree.
+
+    >>> degrees("ddp", 16, 2), degrees("zero3", 16, 2), degrees("hsdp", 16, 2)
+    ((1, 16), (16, 1), (8, 2))
+    """
+    if strategy == "ddp":
+        return 1, gpus
+    if strategy == "hsdp":
+        return gpus // nnodes, nnodes
+    return gpus, 1
+
+
 def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     """One plan per row of the answer. Raises UsageError where nothing can do what is asked."""
     if request.strategy != "all":
@@ -111,12 +134,7 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
         raise UsageError(f"backend {backend} cannot offload to nvme", hint="only deepspeed can: --backend deepspeed")
-    if strategy == "ddp":
-        shards, replicas = 1, request.gpus
-    elif strategy == "hsdp":
-        shards, replicas = request.gpus // request.nnodes, request.nnodes
-    else:
-        shards, replicas = request.gpus, 1
+    shards, replicas = degrees(strategy, request.gpus, request.nnodes)
     return Plan(
         strategy=strategy,
         backend=backend,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_advisor.memory.device import DeviceOverhead
+from fsdp_advisor.memory.job import JobPeaks
 from fsdp_advisor.memory.ledger import Point
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.plan import Plan, label
 from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.speed import StepTime
 
 SCHEMA_VERSION = 1
 
@@ -33,19 +36,22 @@ class StrategyEstimate:
     host_bytes_per_node: int
     host_loading_bytes_per_node: dict[str, int] | None
     fused_loss_peak_bytes: int | None
+    step: StepTime | None = None
+    overhead: DeviceOverhead | None = None
+    job: JobPeaks | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     timeline: tuple[Point, ...] = field(default=(), repr=False)
 
     @property
+    def needed_bytes(self) -> int | None:
+        """The best known figure of what the GPU must hold: the one that `fits_by` names, None where no peak is known."""
+        return self.peak_tensor_bytes
+
+    @property
     def label(self) -> str:
         """How people name the strategy: `ZeRO-3 + optimizer offload`."""
-        name = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP"}[
-            self.plan.strategy
-        ]
-        return (
-            name + {"none": "", "optimizer": " + optimizer offload", "parameters": " + full offload"}[self.plan.offload]
-        )
+        return label(self.plan.strategy, self.plan.offload)
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
         """The contract's JSON object."""
@@ -68,8 +74,8 @@ class StrategyEstimate:
             "fused_loss_peak_bytes": self.fused_loss_peak_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
-            "tokens_per_second_per_gpu": None,
-            "step_seconds": None,
+            **_speed(self.step),
+            **_job(self.overhead, self.job),
             "warnings": list(self.warnings),
             "not_modelled": list(self.not_modelled),
         }
@@ -87,6 +93,34 @@ class StrategyEstimate:
         return result
 
 
+def _job(overhead: DeviceOverhead | None, job: JobPeaks | None) -> dict[str, Any]:
+    """The keys of a job's phases and of what CUDA and NCCL take beside PyTorch; null for a bare parameter count."""
+    ends = None if overhead is None else [overhead.low_bytes, overhead.high_bytes]
+    return {
+        "device_overhead_bytes_range": ends,
+        "job_peaks": None if job is None else job.as_dict(),
+        "fails_in": None if job is None else job.fails,
+    }
+
+
+def _speed(step: StepTime | None) -> dict[str, Any]:
+    """The keys of a step's time; all null where it is not known."""
+    if step is None:
+        figures = ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share")
+        return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), "step_breakdown"])
+    return {
+        "tokens_per_second_per_gpu": round(step.tokens_per_second_per_gpu, 1),
+        "step_seconds": step.seconds,
+        "mfu": round(step.mfu, 4),
+        "exposed_communication_share": round(step.exposed_communication_share, 4),
+        "step_seconds_range": [step.low_seconds, step.high_seconds],
+        "tokens_per_second_per_gpu_range": [round(value, 1) for value in step.tokens_per_second_range],
+        "mfu_range": [round(value, 4) for value in step.mfu_range],
+        "exposed_communication_share_range": [round(value, 4) for value in step.exposed_communication_share_range],
+        "step_breakdown": step.breakdown,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The answer to one request."""
@@ -100,6 +134,9 @@ class Report:
     gpu_name: str
     gpu_memory_bytes: int
     estimates: tuple[StrategyEstimate, ...]
+    task: str | None = None
+    layer_classes: tuple[str, ...] = ()
+    largest_parameter_elements: int | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from fsdp_advisor.units import parse_bytes, parse_count
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
@@ -30,6 +33,9 @@ class EstimateRequest(BaseModel):
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS, description="total ranks")] = 1
     nnodes: Annotated[int, Field(ge=1, le=MAX_GPUS, description="nodes")] = 1
     gpu: Annotated[str | None, Field(max_length=128, description="a name, or a size such as 24GiB")] = None
+    interconnect: Annotated[
+        str | None, Field(max_length=128, description="a name such as InfiniBand NDR, or a rate such as 400Gb/s")
+    ] = None
     strategy: Literal[Strategy, "all"] = "all"
     backend: Literal[Backend, "auto"] = "auto"
     offload: Offload = "none"
@@ -50,7 +56,7 @@ class EstimateRequest(BaseModel):
         if not isinstance(values, dict):
             return values
         return {
-            name: (value.strip() if name in ("model", "gpu") else value.strip().lower())
+            name: (value.strip() if name in ("model", "gpu", "interconnect") else value.strip().lower())
             if isinstance(value, str)
             else value
             for name, value in values.items()
@@ -61,3 +67,63 @@ class EstimateRequest(BaseModel):
         if self.gpus % self.nnodes:
             raise ValueError(f"gpus {self.gpus} is not divisible by nnodes {self.nnodes}")
         return self
+
+
+Find = Literal["gpus", "batch", "sequence", "gpu-type"]
+
+
+def _reads(parse: Callable[[str], int | None]) -> BeforeValidator:
+    """Text as `parse` reads it; what it cannot read is left for pydantic to refuse."""
+
+    def read(value: Any) -> Any:
+        number = parse(value) if isinstance(value, str) else value
+        return value if number is None else number
+
+    return BeforeValidator(read)
+
+
+def _fraction(value: Any) -> Any:
+    """`8%` as 0.08."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip()[:-1]) / 100
+        except ValueError:
+            return value
+    return value
+
+
+class RecommendRequest(EstimateRequest):
+    """A job of which some things are still open: those in SEARCHED, wherever they are None, `auto` or `all`."""
+
+    SEARCHED: ClassVar[tuple[str, ...]] = (
+        "strategy", "backend", "offload", "offload_device",
+        "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
+    )  # fmt: skip
+
+    # mypy: wider than in an estimate, where nothing is open
+    offload: Literal[Offload, "auto"] = "auto"  # type: ignore[assignment]
+    offload_device: Literal["cpu", "nvme", "auto"] = "auto"  # type: ignore[assignment]
+    micro_batch_size: Annotated[int | None, Field(ge=1, le=MAX_BATCH, description="sequences per rank")] = None  # type: ignore[assignment]
+    gradient_accumulation_steps: Annotated[int | None, Field(ge=1, le=MAX_BATCH)] = None  # type: ignore[assignment]
+    activation_checkpointing: Literal[Checkpointing, "auto"] = "auto"  # type: ignore[assignment]
+
+    global_batch_size: Annotated[
+        int | None, Field(ge=1, le=MAX_BATCH * MAX_GPUS, description="sequences per optimizer step, over all ranks")
+    ] = None
+    find: Annotated[Find | None, Field(description="what to find the largest or smallest of that fits")] = None
+    margin: Annotated[
+        float, BeforeValidator(_fraction), Field(ge=0, lt=1, description="of the GPU's memory, left free: 0.08 or 8%")
+    ] = 0.08
+    host_memory: Annotated[
+        int | None, _reads(parse_bytes), Field(ge=2**30, description="of one node, such as 512GiB")
+    ] = None
+    tokens: Annotated[
+        int | None, _reads(parse_count), Field(ge=1, le=10**18, description="to train on, such as 10e9 or 10B")
+    ] = None
+    price: Annotated[float | None, Field(ge=0, le=1e6, description="of one GPU for one hour, in any currency")] = None
+
+    @property
+    def as_estimate(self) -> EstimateRequest:
+        """The same job with the estimate's defaults for what is open."""
+        values = {name: getattr(self, name) for name in EstimateRequest.model_fields}
+        return EstimateRequest(**{name: v for name, v in values.items() if v not in (None, "auto")})

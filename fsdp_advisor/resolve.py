@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 MIN_COUNT, MAX_COUNT = 1000, 10**15
 
-_NAMES_HINT = (
+NAMES_HINT = (
     "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
 )
 _NUMBER_SHAPED = re.compile(r"[-+]?\.?\d[\d.,_]*(?:e[-+]?\d*)?\s*[kmbt]?", re.IGNORECASE | re.ASCII)
@@ -49,12 +50,19 @@ class Resolved:
     parameters: int
     trainable_parameters: int
     notes: tuple[str, ...] = ()
+    may_record: bool = True
+    refusals: Mapping[str, AdvisorError] = field(default_factory=dict, hash=False)
+    """Why variants cannot be had, by their keys, where that is known."""
 
     def tape(self, variant: Variant) -> Tape:
         """The tape of a variant: shipped or kept from before, else recorded now (needs torch) and kept."""
         if self.profile is None:
             raise UsageError(f"{self.name} is a bare parameter count: it has no layers", hint="name a model")
         tapes = self.profile.tapes
+        if variant.key not in tapes and variant.key in self.refusals:
+            raise self.refusals[variant.key].with_traceback(None)
+        if variant.key not in tapes and not self.may_record:
+            raise NotRecordable(f"{self.name}: {_described(variant)} is not in the catalog", hint="ask for another")
         if variant.key not in tapes:
             with _RECORDING:
                 if variant.key not in tapes:
@@ -90,38 +98,41 @@ class Resolved:
         return tape
 
 
-def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True) -> Resolved:
+def resolve(
+    name: str, *, allow_hub: bool = True, allow_paths: bool = True, allow_recording: bool = True
+) -> Resolved:
     """The model that `name` means.
 
     In order: a catalogued id or alias; a file or directory on disk (if `allow_paths`); a bare parameter count; the hub (if
-    `allow_hub`). Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra, each with a hint.
+    `allow_hub`). Without `allow_recording` torch is never imported, whatever is asked of a model of the catalog later.
+    Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra, each with a hint.
     """
     wanted = name.strip()
     if not wanted or len(wanted) > 1000 or not wanted.isprintable():
-        raise UnknownModel(wanted[:80], hint=_NAMES_HINT)
+        raise UnknownModel(wanted[:80], hint=NAMES_HINT)
     if (entry := catalog.find(wanted)) is not None:
-        return _catalogued(entry, wanted)
+        return _catalogued(entry, wanted, allow_recording)
     from fsdp_advisor import hub
     from fsdp_advisor.models.config import config_path, read_config
 
     if allow_paths and (path := config_path(wanted)) is not None:
-        return _configured(read_config(path, wanted), wanted, "config")
+        return configured(read_config(path, wanted), wanted, "config")
     if _NUMBER_SHAPED.fullmatch(wanted) or parse_count(wanted) is not None:
         return _counted(wanted)
     if allow_paths and _PATH_SHAPED.match(wanted):
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
-        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or _NAMES_HINT)
+        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or NAMES_HINT)
     data, notes = hub.download(wanted)
-    return _configured(data, wanted, "hub", notes)
+    return configured(data, wanted, "hub", notes)
 
 
-def _catalogued(entry: catalog.Entry, wanted: str) -> Resolved:
+def _catalogued(entry: catalog.Entry, wanted: str, may_record: bool) -> Resolved:
     profile = catalog.profile(entry)
     notes: tuple[str, ...] = ()
     if "/" in wanted and wanted.lower() != entry.id.lower():
         notes = (f"{wanted} has the shapes of {entry.id}, whose profile is used",)
-    return Resolved(entry.id, "catalog", profile, profile.parameters, profile.trainable_parameters, notes)
+    return Resolved(entry.id, "catalog", profile, profile.parameters, profile.trainable_parameters, notes, may_record)
 
 
 def _counted(wanted: str) -> Resolved:
@@ -134,7 +145,7 @@ def _counted(wanted: str) -> Resolved:
     return Resolved(wanted, "count", None, count, count)
 
 
-def _configured(data: bytes, name: str, source: Literal["config", "hub"], notes: tuple[str, ...] = ()) -> Resolved:
+def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: tuple[str, ...] = ()) -> Resolved:
     """The model that a config.json describes: kept from before, or its inventory recorded now."""
     from fsdp_advisor.models import cache
     from fsdp_advisor.models.config import parse_config, trained_part

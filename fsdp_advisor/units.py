@@ -79,3 +79,13 @@ def format_count(n: int) -> str:
                 else f"{value:.0f}{suffix}"
             )
     return str(n)
+
+
+def format_speed(tokens_per_second: float) -> str:
+    """To three digits: the time model promises no more.
+
+    >>> format_speed(3215.4), format_speed(9.04)
+    ('3,220 tokens/s', '9.04 tokens/s')
+    """
+    rounded = float(f"{tokens_per_second:.3g}")
+    return f"{rounded:,.0f} tokens/s" if rounded >= 100 else f"{rounded:g} tokens/s"

@@ -142,9 +142,10 @@ def test_the_json_has_the_contracts_keys() -> None:
             "peak_reserved_bytes", "peak_device_bytes", "peak_phase", "phase_peaks", "states", "at_peak",
             "host_bytes_per_node", "tokens_per_second_per_gpu", "step_seconds", "not_modelled",
         } <= set(row)  # fmt: skip
-        for unknown in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_seconds"):
+        for unknown in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
             assert row[unknown] is None
             assert any(unknown in reason for reason in row["not_modelled"])
+        assert row["step_seconds"] == sum(row["step_breakdown"].values()) > 0
         assert set(row["at_peak"]) == set(ACCOUNTS)
 
 

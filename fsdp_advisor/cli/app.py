@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from fsdp_advisor.cli import export as exporting
+from fsdp_advisor.cli import recommend as advising
 from fsdp_advisor.cli import validate as validation
 from fsdp_advisor.cli.options import (
     ForceOption,
@@ -218,4 +220,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2)
 
 
+advising.register(app)
+exporting.register(app)
 validation.register(app)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from rich.text import Text
 
 from fsdp_advisor.cli.drawing import Column, bar, draw, widths, wrap
-from fsdp_advisor.cli.figures import ACCOUNT_MEANING, PARTS, Sizes, host_lines, kept, left_out_besides, loss_line
+from fsdp_advisor.cli.figures import (
+    ACCOUNT_MEANING,
+    PARTS,
+    Sizes,
+    host_lines,
+    kept,
+    left_out_besides,
+    loss_line,
+    step_lines,
+)
+from fsdp_advisor.cli.job import job_lines
 from fsdp_advisor.cli.output import Screen
 from fsdp_advisor.memory.ledger import Point
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -31,6 +41,8 @@ def explanation(report: Report, estimate: StrategyEstimate, screen: Screen) -> s
         f"Kept from step to step: {sizes.near(kept(estimate))} ({states})" if states else "Nothing is kept on the GPU"
     ]
     lines = [*([line] if (line := loss_line(estimate)) else []), *lines, *host_lines(estimate, sizes)]
+    lines += job_lines(estimate, sizes)
+    lines += step_lines(estimate)
     if besides := left_out_besides(report, estimate):
         lines.append(f"Not in this row's figures either: {'; '.join(besides)}")
     blocks.append("\n".join(wrap(line, screen, indent="  ") for line in lines))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fsdp_advisor.cli.job import failure
 from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -123,10 +124,44 @@ def verdict(report: Report, estimate: StrategyEstimate, sizes: Sizes) -> str:
     """Whether it fits, and by how much."""
     if estimate.peak_tensor_bytes is not None:
         room = report.gpu_memory_bytes - estimate.peak_tensor_bytes
+        if room >= 0 and not estimate.fits:
+            return failure(report, estimate, sizes) or "does not fit beside CUDA and NCCL"
         return f"fits, {sizes.full(room)} free" if estimate.fits else f"needs {sizes.full(-room)} more"
     if estimate.fits is False:
         return f"states alone need {sizes.full(kept(estimate) - report.gpu_memory_bytes)} more"
     return "peak unknown"
+
+
+def tokens_per_second(estimate: StrategyEstimate) -> str:
+    """On each GPU, to three digits: the time model promises no more."""
+    if estimate.step is None:
+        return UNKNOWN
+    return f"{float(f'{estimate.step.tokens_per_second_per_gpu:.3g}'):,.0f}"
+
+
+def step_lines(estimate: StrategyEstimate) -> list[str]:
+    """A step's time with its range, and what it is spent on, from the largest part down."""
+    step = estimate.step
+    if step is None:
+        return []
+    ends = f"{_seconds(step.low_seconds)} to {_seconds(step.high_seconds)}"
+    parts = sorted(((seconds, name) for name, seconds in step.breakdown.items()), reverse=True)
+    spent = ", ".join(
+        f"{name} {seconds / step.seconds:.0%}" for seconds, name in parts if seconds >= 0.005 * step.seconds
+    )
+    return [
+        f"Step: {_seconds(step.seconds)} ({ends}), {tokens_per_second(estimate)} tokens/s per GPU, MFU {step.mfu:.0%}",
+        f"Spent on: {spent}",
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    """Two or three digits.
+
+    >>> _seconds(0.0123), _seconds(1.234), _seconds(123.4)
+    ('12.3 ms', '1.23 s', '123 s')
+    """
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def warnings(report: Report) -> list[str]:
@@ -181,11 +216,6 @@ def loss_line(estimate: StrategyEstimate) -> str:
 
 
 def host_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
-    """Host memory per node, in the steady state and while loading."""
+    """Host memory per node in the steady state."""
     steady = sizes.full(estimate.host_bytes_per_node) if estimate.host_bytes_per_node else "nothing is kept there"
-    lines = [f"Host memory per node: {steady}"]
-    loading = estimate.host_loading_bytes_per_node
-    if loading is not None:
-        one, every = sizes.full(loading["one_copy"]), sizes.full(loading["every_rank"])
-        lines.append(f"Loading the weights, per node: {one} with one copy, {every} if every rank loads its own")
-    return lines
+    return [f"Host memory per node: {steady}"]

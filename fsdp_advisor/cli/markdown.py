@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, Sizes, assumed, kept, left_out, verdict, warnings
+from fsdp_advisor.cli.figures import (
+    NONE,
+    PARTS,
+    UNKNOWN,
+    Sizes,
+    assumed,
+    kept,
+    left_out,
+    tokens_per_second,
+    verdict,
+    warnings,
+)
 from fsdp_advisor.report import Report, StrategyEstimate
 
 
@@ -11,7 +22,8 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
     sizes = Sizes.of(report)
     known = any(e.peak_tensor_bytes is not None for e in report.estimates)
     header = ["strategy", "backend", *(["peak", *(p.meaning for p in PARTS)] if known else ["states"])]
-    header += ["host per node", "verdict"]
+    timed = any(e.step is not None for e in report.estimates)
+    header += [*(["tokens/s per GPU"] if timed else []), "host per node", "verdict"]
     rows = []
     for e in report.estimates:
         peak = UNKNOWN if e.peak_tensor_bytes is None else sizes.full(e.peak_tensor_bytes)
@@ -22,7 +34,16 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
         else:
             figures = [peak, *(sizes.full(p.of(e.at_peak)) for p in PARTS)]
         host = sizes.full(e.host_bytes_per_node) if e.host_bytes_per_node else NONE
-        rows.append([e.label, e.plan.backend, *figures, host, verdict(report, e, sizes)])
+        rows.append(
+            [
+                e.label,
+                e.plan.backend,
+                *figures,
+                *([tokens_per_second(e)] if timed else []),
+                host,
+                verdict(report, e, sizes),
+            ]
+        )
     blocks = [
         _escape(assumed(report, sizes)),
         "\n".join([_row(header), _row(["---", "---", *["---:"] * (len(header) - 3), "---"]), *map(_row, rows)]),

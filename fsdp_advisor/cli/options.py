@@ -20,6 +20,7 @@ HELP: dict[str, str] = {
     "gpus": "Total ranks, one GPU each.",
     "nnodes": "Nodes.",
     "gpu": "A name that `fsdp-advisor gpus` lists (H100, rtx4090), or a size such as 24GiB. [default: the attached GPU, else H100-80GB]",
+    "interconnect": "Between nodes: a name (InfiniBand NDR, RoCE, EFA, 100GbE) or each GPU's rate (400Gb/s, 50GB/s). [default: usual for the GPU]",
     "strategy": "Strategy, or all of them.",
     "backend": "What shards. auto: ddp for ddp; deepspeed for zero1 and for optimizer offload; else fsdp2.",
     "offload": "What is kept in host memory; parameters means parameters, gradients and optimizer state.",
@@ -32,6 +33,12 @@ HELP: dict[str, str] = {
     "activation_checkpointing": "Recompute each layer in backward.",
     "attention": "Attention implementation.",
     "backward_prefetch": "FSDP1's BackwardPrefetch.",
+    "global_batch_size": "Sequences per optimizer step over all ranks; micro-batch and accumulation are chosen to make it.",
+    "find": "The largest micro-batch or sequence, the fewest GPUs (at most --gpus, where that is above 1) or the smallest GPU that fits.",
+    "margin": "Part of the GPU's memory to leave free: 0.08 or 8%.",
+    "host_memory": "What a node's host has, such as 512GiB; offload must fit it.",
+    "tokens": "To train on, such as 10e9 or 10B: adds days and GPU hours.",
+    "price": "Of one GPU for one hour: adds the cost of --tokens.",
 }
 
 
@@ -72,32 +79,35 @@ def dashed(field: str) -> str:
 
 
 def takes_request(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` an option per field of EstimateRequest; it is called with the request and its own options.
+    """Give `command` an option per field of its first parameter's class, a request; it is called with that and its own options.
 
     Values stay text until pydantic reads them, so that every face refuses a bad value with the same words.
     """
     hints = inspect.get_annotations(command, eval_str=True)
-    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
+    asked, *own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
+    kind: type[EstimateRequest] = asked.annotation
 
     @wraps(command)
     def wrapper(**values: Any) -> Any:
         from fsdp_advisor.estimator import make_request
 
-        given = {name: values.pop(name) for name in EstimateRequest.model_fields}
-        return command(make_request({name: v for name, v in given.items() if v is not None}), **values)
+        given = {name: values.pop(name) for name in kind.model_fields}
+        return command(make_request({name: v for name, v in given.items() if v is not None}, kind), **values)
 
-    signature = inspect.Signature([*_parameters(), *own[1:]])
+    signature = inspect.Signature([*_parameters(kind), *own])
     wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
     wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     del wrapper.__wrapped__  # typer would look through it
     return wrapper
 
 
-def _parameters() -> list[inspect.Parameter]:
+def _parameters(kind: type[EstimateRequest]) -> list[inspect.Parameter]:
     result = []
-    for name, field in EstimateRequest.model_fields.items():
+    for name, field in kind.model_fields.items():
         text = HELP.get(name, field.description or "")
-        if field.default is not None and not field.is_required():
+        if name in getattr(kind, "SEARCHED", ()):
+            text += " [default: searched]"
+        elif field.default is not None and not field.is_required():
             text += f" [default: {field.default}]"
         option = typer.Option(dashed(name), *ALIASES.get(name, ()), metavar=_metavar(field.annotation), help=text)
         annotation: Any = Annotated[str, option] if field.is_required() else Annotated[Optional[str], option]  # noqa: UP045  # a value, not a hint
@@ -107,6 +117,8 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "[" + "|".join(get_args(annotation)) + "]"
-    return "N" if annotation is int or int in get_args(annotation) else "TEXT"
+    kinds = (annotation, *get_args(annotation))
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return "[" + "|".join(get_args(kind)) + "]"
+    return "N" if int in kinds or float in kinds else "TEXT"

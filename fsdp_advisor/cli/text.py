@@ -6,13 +6,26 @@ from rich.text import Text
 
 from fsdp_advisor.cli.drawing import Column, bar, draw, fitting, legend, paint, widths, wrap
 from fsdp_advisor.cli.explain import explanation
-from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, Part, Sizes, assumed, kept, left_out, verdict, warnings
+from fsdp_advisor.cli.figures import (
+    NONE,
+    PARTS,
+    UNKNOWN,
+    Part,
+    Sizes,
+    assumed,
+    kept,
+    left_out,
+    tokens_per_second,
+    verdict,
+    warnings,
+)
 from fsdp_advisor.cli.output import Screen
 from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.report import Report, StrategyEstimate
 
 BAR_WIDTHS = (8, 24)
 """The narrowest bar that tells anything, and the widest that tells more."""
+SPEED = "tokens/s"
 _STATES = PARTS[0]
 _STYLE = {True: "green", False: "red", None: "yellow"}
 
@@ -24,9 +37,11 @@ def text(report: Report, screen: Screen, explained: StrategyEstimate | None = No
     table = fitting(columns, screen.width - BAR_WIDTHS[0] - 2)
     if widths(table) + BAR_WIDTHS[0] + 2 <= screen.width:
         body = _table(report, table, screen)
+        speed_shown = any(column.header == SPEED for column in table)
     else:
         body = _cards(report, sizes, screen)
-    blocks = [wrap(assumed(report, sizes), screen), body, _below(report, sizes, screen)]
+        speed_shown = False
+    blocks = [wrap(assumed(report, sizes), screen), body, _below(report, sizes, screen, speed_shown=speed_shown)]
     if explained is not None:
         blocks.append(explanation(report, explained, screen))
     return "\n\n".join(blocks)
@@ -54,6 +69,8 @@ def _columns(report: Report, sizes: Sizes) -> list[Column]:
             for name in ("parameters", "gradients", "optimizer")
         ]
         columns.append(Column("states", [sizes.bare(kept(e)) for e in estimates], right=True))
+    if any(e.step is not None for e in estimates):
+        columns.append(Column(SPEED, [tokens_per_second(e) for e in estimates], right=True, rank=1))
     host = [sizes.bare(e.host_bytes_per_node) if e.host_bytes_per_node else NONE for e in estimates]
     if any(cell != NONE for cell in host):
         columns.append(Column("host", host, right=True))
@@ -100,25 +117,27 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
             made = ", ".join(f"{name} {sizes.bare(n)}" for name, n in e.states.items() if n)
         peak = e.peak_tensor_bytes
         head = f"peak {sizes.full(peak)}" if peak is not None else f"states alone {sizes.full(kept(e))}"
+        speed = f"; {tokens_per_second(e)} tokens/s per GPU" if e.step is not None else ""
         host = f"; host {sizes.full(e.host_bytes_per_node)} per node" if e.host_bytes_per_node else ""
         judged = Text(wrap(f"{e.label}: {verdict(report, e, sizes)}", screen), style=_STYLE[e.fits])
         lines = [
             paint(judged, screen),
             paint(Text("  ") + _bar(report, e, min(screen.width - 2, 2 * BAR_WIDTHS[1]), screen), screen),
-            wrap(f"{head}{host} ({e.plan.backend})", screen, first="  ", indent="  "),
+            wrap(f"{head}{speed}{host} ({e.plan.backend})", screen, first="  ", indent="  "),
             wrap(made, screen, first="  ", indent="  "),
         ]
         cards.append("\n".join(line for line in lines if line))
     return "\n".join(cards)
 
 
-def _below(report: Report, sizes: Sizes, screen: Screen) -> str:
+def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool) -> str:
     known = next((e for e in report.estimates if e.at_peak is not None), None)
     states = "States per GPU" + (", by the textbook" if sizes.decimal else "")
     what = "Peak per GPU, counting tensors" if known else states
+    speed = "tokens per second per GPU; " if speed_shown else ""
     lines = [
         legend(PARTS if known else [_STATES], screen),
-        wrap(f"{what}, in {sizes.unit}; host memory per node.", screen),
+        wrap(f"{what}, in {sizes.unit}; {speed}host memory per node.", screen),
         *(wrap(f"warning: {warning}", screen, indent="  ") for warning in warnings(report)),
         wrap(f"Not in these figures: {left_out(report)}.", screen, indent="  "),
     ]

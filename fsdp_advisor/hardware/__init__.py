@@ -2,7 +2,8 @@
 
 from fsdp_advisor.hardware.attached import attached_gpu
 from fsdp_advisor.hardware.gpus import GPUS, Gpu
+from fsdp_advisor.hardware.interconnects import find_interconnect
 from fsdp_advisor.hardware.links import LINKS, Link
 from fsdp_advisor.hardware.lookup import find_gpu, list_gpus
 
-__all__ = ["GPUS", "LINKS", "Gpu", "Link", "attached_gpu", "find_gpu", "list_gpus"]
+__all__ = ["GPUS", "LINKS", "Gpu", "Link", "attached_gpu", "find_gpu", "find_interconnect", "list_gpus"]

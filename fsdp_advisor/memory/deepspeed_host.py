@@ -36,16 +36,11 @@ def page_locked(n_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBytes:
-    """Host memory in the steady state. `pinned` and `pageable` are the tensors of rank 0, one entry each, in bytes.
-
-    `loaded_bytes`: the whole model, which every rank holds on the host when ``deepspeed.initialize`` begins, in the
-    dtype it computes in (an fp32 checkpoint loaded as such is twice that; under ``zero.Init`` stage 3 never has it).
-    """
+    """Host memory in the steady state. `pinned` and `pageable` are the tensors of rank 0, one entry each, in bytes."""
 
     ranks_per_node: int
     pinned: tuple[int, ...] = ()
     pageable: tuple[int, ...] = ()
-    loaded_bytes: int = 0
 
     @property
     def pinned_bytes_per_node(self) -> int:
@@ -59,11 +54,6 @@ class HostBytes:
     def bytes_per_node(self) -> int:
         """What is taken from the node: pinned tensors with their rounding up to a power of two."""
         return self.ranks_per_node * sum(map(page_locked, self.pinned)) + self.pageable_bytes_per_node
-
-    @property
-    def loading_bytes_per_node(self) -> int:
-        """The highest of the two ends of loading: every rank with the whole model, and the steady state."""
-        return max(self.ranks_per_node * self.loaded_bytes, self.bytes_per_node)
 
 
 def _cpu_states(plan: Plan, elements: int) -> tuple[int, ...]:
@@ -90,9 +80,8 @@ def host(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> HostByt
     pinned, if they are offloaded.
     """
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
-    loaded = c * profile.parameters
     if not offloads_optimizer(plan):
-        return HostBytes(ranks_per_node=plan.ranks_per_node, loaded_bytes=loaded)
+        return HostBytes(ranks_per_node=plan.ranks_per_node)
     pinned: list[int] = []
     pageable: list[int] = []
     if stage(plan) < 3:
@@ -112,9 +101,7 @@ def host(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> HostByt
         if offloads_parameters(plan):
             pinned.append(c * sum(groups))
             pinned += [c * shard_elements(p.elements, ranks) for p in profile.in_order() if not p.trainable]
-    return HostBytes(
-        ranks_per_node=plan.ranks_per_node, pinned=tuple(pinned), pageable=tuple(pageable), loaded_bytes=loaded
-    )
+    return HostBytes(ranks_per_node=plan.ranks_per_node, pinned=tuple(pinned), pageable=tuple(pageable))
 
 
 def not_modelled(plan: Plan) -> list[str]:

@@ -238,6 +238,10 @@ class Profile:
         return sum(p.elements * count for unit, count in self.counted_units() for p in unit.parameters if p.trainable)
 
     @property
+    def largest_parameter_elements(self) -> int:
+        return max(p.elements for unit, _ in self.counted_units() for p in unit.parameters)
+
+    @property
     def layer_classes(self) -> tuple[str, ...]:
         """The classes a transformer wrapping policy names, in order of appearance."""
         return tuple(dict.fromkeys(u.kind for s in self.stacks for u in s.units))

@@ -66,7 +66,9 @@ def predict(request: EstimateRequest) -> Prediction:
     return Prediction(
         request=resolved,
         plan=plan,
-        predicted={name: values[name] for name in PREDICTED if values.get(name) is not None} | _timeline(one),
+        predicted={name: values[name] for name in PREDICTED if values.get(name) is not None}
+        | _time(one)
+        | _timeline(one),
         fits=one.fits,
         gpu_memory_bytes=report.gpu_memory_bytes,
         config=dict(profile.config),
@@ -89,6 +91,11 @@ def resolve_here(name: str) -> Resolved:
 
         kept = Recorder(TransformersSource(profile.config, name=model.name, task=task)).profile
     return replace(model, profile=kept)
+
+
+def _time(one: StrategyEstimate) -> dict[str, float]:
+    """The step without collectives, which is what one GPU that plays one of many ranks takes."""
+    return {} if one.step is None else {"step_seconds_without_communication": one.step.seconds_without_communication}
 
 
 def _timeline(one: StrategyEstimate) -> dict[str, Any]:

@@ -64,8 +64,11 @@ class Record:
         Members of `phase_peaks` and `at_peak` are named with a dot: `phase_peaks.backward`.
         """
         predicted, measured = dict(_flat(self.predicted)), dict(_flat(self.measured))
+        timed = self.device.startswith("cuda")  # a CPU's time says nothing of a GPU's
         return {
-            name: (predicted[name] - found) / found for name, found in measured.items() if name in predicted and found
+            name: (predicted[name] - found) / found
+            for name, found in measured.items()
+            if name in predicted and found and (timed or not name.startswith("step_seconds"))
         }
 
     @property

@@ -16,6 +16,7 @@ from fsdp_advisor.units import GIB, format_gib
 from fsdp_advisor.validation.records import FIGURES, Record
 
 PHASES = ("forward", "backward", "optimizer")
+TIMES = ("step_seconds", "step_seconds_without_communication")
 NEAR_FULL = 0.03
 """A verdict this close to the GPU's memory may go either way."""
 
@@ -205,13 +206,16 @@ def render_case(record: Record, form: str) -> str:
         parts.append(
             f"{name} over {len(values)} ranks: largest {max(values):,}, rank 0 {values[0]:,}, spread {max(values) - min(values):,}"
         )
-    seconds = [
-        f"{name.replace('_', ' ')}: {record.measured[name]:.4f}"
-        for name in record.measured
-        if name.startswith("step_seconds")
-    ]
+    seconds = [_seconds(record, name) for name in TIMES if name in record.measured]
     verdict = f"fits: {_yes_no(record.fits_predicted)} said, {_yes_no(record.fits_really)} {'did' if record.device == 'cuda' else 'found'}"
     return "\n\n".join([*parts, "\n".join([*seconds, verdict])])
+
+
+def _seconds(record: Record, name: str) -> str:
+    line = f"{name.replace('_', ' ')}: {record.measured[name]:.4f}"
+    if name not in record.errors:
+        return line
+    return f"{line}, predicted {record.predicted[name]:.4f} ({signed_percent(record.errors[name])})"
 
 
 def _value(figures: dict[str, Any], name: str) -> int | None:
@@ -223,7 +227,7 @@ def _value(figures: dict[str, Any], name: str) -> int | None:
 
 def _worth_a_row(spread: Spread) -> bool:
     """For people: the memory figures by strategy, their phases over all of them. The data has every row."""
-    return spread.figure in FIGURES or (spread.strategy == "all" and spread.figure.startswith("phase_peaks"))
+    return spread.figure in (*FIGURES, *TIMES) or (spread.strategy == "all" and spread.figure.startswith("phase_peaks"))
 
 
 CASE_COLUMNS = ("case", "rung", "outcome", "figure", "predicted", "measured", "error", "fits: said", "did")

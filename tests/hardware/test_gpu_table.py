@@ -97,3 +97,12 @@ def test_a_shared_adapter_is_divided() -> None:
     assert ETHERNET_100G.shared_by(1) is ETHERNET_100G
     with pytest.raises(ValueError, match="0 GPUs"):
         ETHERNET_100G.shared_by(0)
+
+
+@each_gpu
+def test_multiprocessors_times_their_lanes_and_a_clock_give_the_fp32_rate(gpu: Gpu) -> None:
+    assert gpu.multiprocessors is not None and gpu.fp32_flops is not None
+    half_lanes = gpu.architecture in ("volta", "turing") or gpu.name.startswith(("A100", "A800", "A30"))
+    lanes = 256 if (gpu.architecture or "").startswith("cdna") else 64 if half_lanes else 128
+    clock_hz = gpu.fp32_flops / (gpu.multiprocessors * lanes * 2)
+    assert 0.8e9 < clock_hz < 2.8e9

@@ -180,3 +180,22 @@ def test_a_plot_needs_matplotlib_and_something_to_show(tmp_path: Path) -> None:
 def test_thinning_keeps_every_peak() -> None:
     values = [i % 17 for i in range(1000)]
     assert len(thinned(values)) == 100 and max(thinned(values)) == 16
+
+
+def test_a_steps_time_is_compared_where_both_are_known() -> None:
+    timed = record(
+        99,
+        100,
+        measured={"step_seconds_without_communication": 2.0},
+        predicted={"step_seconds_without_communication": 1.5},
+    )
+    assert timed.errors == {"step_seconds_without_communication": -0.25}
+    assert [s.median for s in report.spreads([timed])] == [-0.25, -0.25]
+    assert "step_seconds_without_communication" in report.render([timed], "text")
+    alone = record(99, 100, measured={"peak_allocated_bytes": 5, "step_seconds": 2.0}, predicted={})
+    assert "step seconds: 2.0000\n" in report.render_case(alone, "text") + "\n"
+    on_cpu = record(99, 100, device="cpu", measured={"step_seconds": 2.0}, predicted={"step_seconds": 1.0})
+    assert on_cpu.errors == {}
+    assert "step seconds without communication: 2.0000, predicted 1.5000 (-25.00 %)" in report.render_case(
+        timed, "text"
+    )

@@ -1,0 +1,80 @@
+"""Micro-batch x accumulation x world = global batch: what divides, and a refusal that shows both sides where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.request import MAX_BATCH, RecommendRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """The micro-batches that a job allows, ascending, and the accumulation that goes with each.
+
+    `per_rank` is the number of sequences of each rank per optimizer step; None: it is free, and `steps` is the accumulation.
+    """
+
+    sizes: Sequence[int]
+    per_rank: int | None = None
+    steps: int = 1
+
+    def accumulation(self, micro_batch_size: int) -> int:
+        return self.steps if self.per_rank is None else self.per_rank // micro_batch_size
+
+    @property
+    def wanted(self) -> int:
+        """The micro-batch to ask about first: the whole of a rank's part where the global batch is given, else the smallest."""
+        return self.sizes[0] if self.per_rank is None else self.sizes[-1]
+
+    @property
+    def smallest(self) -> int:
+        return self.sizes[0]
+
+
+def batches(request: RecommendRequest, *, world: int) -> Batches:
+    """What the request allows on `world` ranks. Raises UsageError where the global batch cannot be made of it."""
+    size, steps, whole = request.micro_batch_size, request.gradient_accumulation_steps, request.global_batch_size
+    if whole is None:
+        return Batches(sizes=range(1, MAX_BATCH + 1) if size is None else (size,), steps=steps or 1)
+    made = (size or 1) * (steps or 1) * world
+    if whole % made or (size and steps and whole != made):
+        raise refusal(whole, size, steps, world)
+    per_rank = whole // world
+    if steps is not None:
+        return Batches(sizes=(per_rank // steps,), per_rank=per_rank)
+    return Batches(sizes=(size,) if size else divisors(per_rank), per_rank=per_rank)
+
+
+def refusal(whole: int, size: int | None, steps: int | None, world: int) -> UsageError:
+    """Both sides of the equation that does not hold, with the nearest that does as the hint.
+
+    >>> print(refusal(128, 2, 4, 8))
+    micro-batch 2 x accumulation 4 x world 8 = 64, not 128
+    """
+    b, a = size or 1, steps or 1
+    if steps is None:
+        a = max(1, whole // (b * world))
+    elif size is None:
+        b = max(1, whole // (a * world))
+    message = f"micro-batch {b} x accumulation {a} x world {world} = {b * a * world}, not {whole}"
+    if size and steps:
+        if whole % (b * world) == 0:
+            return UsageError(message, hint=f"--gradient-accumulation-steps {whole // (b * world)} makes it {whole}")
+        return UsageError(message, hint=f"--global-batch-size {b * a * world}, or another micro-batch")
+    part = (b if size else 1) * (a if steps else 1) * world
+    below, above = whole // part * part, (whole // part + 1) * part
+    near = f"{below} or {above}" if below else str(above)
+    return UsageError(message, hint=f"--global-batch-size must be a multiple of {part}: {near}")
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return tuple(low + [n // d for d in reversed(low) if d * d != n])

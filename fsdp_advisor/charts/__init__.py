@@ -1,0 +1,34 @@
+"""Figures as SVG text: data in, a string out. No chart library, no I/O.
+
+Every drawing stands alone (its colours are presentation attributes, for light paper) and can be restyled by a page (each
+shape has a class). It has a title and a description, patterns as well as colours, and no script, link or inline style.
+`width` is in CSS pixels; drawn narrow, a chart is laid out anew rather than shrunk, so that its text stays legible.
+"""
+
+from fsdp_advisor.charts.accuracy import AccuracyPoint, accuracy
+from fsdp_advisor.charts.bars import Bar, stacked_bars
+from fsdp_advisor.charts.frontier import FrontierPoint, frontier
+from fsdp_advisor.charts.parts import BESIDE, PARTS, Part, part_bytes
+from fsdp_advisor.charts.streams import Span, stream_timeline
+from fsdp_advisor.charts.timeline import Moment, memory_timeline, unfold
+from fsdp_advisor.charts.tree import TreeNode, decision_tree
+
+__all__ = [
+    "BESIDE",
+    "PARTS",
+    "AccuracyPoint",
+    "Bar",
+    "FrontierPoint",
+    "Moment",
+    "Part",
+    "Span",
+    "TreeNode",
+    "accuracy",
+    "decision_tree",
+    "frontier",
+    "memory_timeline",
+    "part_bytes",
+    "stacked_bars",
+    "stream_timeline",
+    "unfold",
+]

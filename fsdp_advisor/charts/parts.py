@@ -1,0 +1,55 @@
+"""What a bar is made of: the accounts of the live set, grouped as people think of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fsdp_advisor.memory.ledger import ACCOUNTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Accounts that are drawn as one. `weave` is a path within 8 x 8, drawn over the colour; `shade` names the colour."""
+
+    key: str
+    name: str
+    accounts: tuple[str, ...]
+    colour: str
+    weave: str = ""
+    shade: str = ""
+
+
+PARTS = (
+    Part(key="states", name="states", accounts=("parameters", "gradients", "optimizer"), colour="#27507f"),
+    Part(
+        key="gathered",
+        name="gathered units, communication",
+        accounts=("unsharded_parameters", "unsharded_gradients", "communication"),
+        colour="#5b9bc9",
+        weave="M-2 2L2 -2M0 8L8 0M6 10L10 6",
+    ),
+    Part(
+        key="activations", name="activations", accounts=("activations",), colour="#e3a52f", weave="M2 1.2v1.6M6 5.2v1.6"
+    ),
+    Part(key="loss", name="loss", accounts=("loss",), colour="#c4502b", weave="M2 0V8M6 0V8"),
+    Part(key="other", name="other", accounts=("temporaries", "other"), colour="#6d7681", weave="M0 2H8M0 6H8"),
+)
+"""Together all accounts, so that they sum to the tensor peak. The colours stay apart in every form of colour blindness."""
+
+BESIDE = Part(
+    key="beside",
+    name="allocator, libraries, CUDA context",
+    accounts=(),
+    colour="#c3c9d0",
+    weave="M0 0L8 8M-2 6L2 10M6 -2L10 2",
+)
+"""What a GPU holds beside tensors: cuBLAS and kernels' workspaces, the allocator's segments, CUDA context, NCCL."""
+
+assert sorted(account for part in PARTS for account in part.accounts) == sorted(ACCOUNTS)
+
+
+def part_bytes(at_peak: Mapping[str, int], beside_bytes: int = 0) -> tuple[tuple[Part, int], ...]:
+    """The live set by part, in the order they are stacked; what is beside tensors last, where it is known."""
+    parts = tuple((part, sum(at_peak.get(account, 0) for account in part.accounts)) for part in PARTS)
+    return (*parts, (BESIDE, beside_bytes)) if beside_bytes else parts

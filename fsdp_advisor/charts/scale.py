@@ -1,0 +1,55 @@
+"""From quantities to pixels, and where the ticks stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Linear, or logarithmic where `log`: values low..high onto pixels start..end."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        turn: Callable[[float], float] = math.log if self.log else float
+        share = (turn(value) - turn(self.low)) / (turn(self.high) - turn(self.low))
+        return self.start + share * (self.end - self.start)
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round values from low to high: 1, 2 or 5 times a power of ten apart.
+
+    >>> ticks(0, 79, 4), ticks(0, 0.9, 3)
+    ([0, 20, 40, 60], [0.0, 0.5])
+    """
+    step = (high - low) / about
+    power = 10 ** math.floor(math.log10(step))
+    step = next((m * power for m in (1, 2, 5) if m * power >= step), 10 * power)
+    first = math.ceil(low / step)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten within low..high.
+
+    >>> log_ticks(0.8, 60)
+    [1.0, 2.0, 5.0, 10.0, 20.0, 50.0]
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [v for p in powers for m in (1, 2, 5) if low <= (v := m * 10.0**p) <= high]
+
+
+def short(value: float) -> str:
+    """A tick's label.
+
+    >>> short(20.0), short(0.5), short(1200)
+    ('20', '0.5', '1,200')
+    """
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"

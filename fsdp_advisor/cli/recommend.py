@@ -1,0 +1,99 @@
+"""`recommend`: which strategy to launch, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from fsdp_advisor.cli.options import (
+    ForceOption,
+    Format,
+    FormatOption,
+    JsonOption,
+    OutputOption,
+    QuietOption,
+    takes_request,
+)
+from fsdp_advisor.cli.output import Destination, Screen, note
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.request import RecommendRequest
+
+if TYPE_CHECKING:
+    from fsdp_advisor.advice import Advice
+
+FITS, NONE_FITS = 0, 1
+
+
+def register(app: typer.Typer) -> None:
+    """Add `recommend` to the program."""
+    app.command()(recommend)
+
+
+@takes_request
+def recommend(
+    request: RecommendRequest,
+    *,
+    format: FormatOption = Format.text,
+    json: JsonOption = False,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045  # typer reads this while the module runs
+        typer.Option(metavar="FILE", help="Also draw memory against speed, as SVG."),
+    ] = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+) -> int:
+    """The fastest configuration that fits with the margin, how it was decided, and what to type to launch it.
+
+    What is given is held, what is left out is searched. Exit status: 0 something fits, 1 nothing fits (what would is shown),
+    2 bad usage, unknown model, unreadable config or no network.
+    """
+    from fsdp_advisor.advice import recommend as answer
+
+    if json and format is Format.markdown:
+        raise UsageError("--json contradicts --format markdown", hint="give one of them")
+    destination, drawing = Destination(path=output, force=force), Destination(path=plot, force=force)
+    destination.check()
+    drawing.check()
+    advice = answer(request)
+    for remark in (*advice.report.notes, *advice.recommendation.notes):
+        note(remark, quiet=quiet)
+    destination.write(_render(advice, Format.json if json else format, destination))
+    if plot is not None:
+        drawing.write(_plot(advice))
+    return FITS if advice.recommendation.fits else NONE_FITS
+
+
+def _render(advice: Advice, form: Format, destination: Destination) -> str:
+    if form is Format.json:
+        import json
+
+        return json.dumps(advice.as_dict(), indent=2)
+    from fsdp_advisor.cli.advice import text
+
+    if form is Format.markdown:
+        return f"```text\n{text(advice, Screen())}\n```"
+    return text(advice, destination.screen())
+
+
+def _plot(advice: Advice) -> str:
+    """Every family that fits and the frontier, as points."""
+    from fsdp_advisor.charts import FrontierPoint, frontier
+
+    recommendation = advice.recommendation
+    winner = recommendation.winner
+    shown = [*([winner] if winner else []), *recommendation.frontier, *recommendation.rivals]
+    points = {
+        (c.label, c.plan): FrontierPoint(
+            label=f"{c.label}, {c.plan.micro_batch_size} x {c.plan.seq_len}",
+            memory_bytes=c.needed_bytes,
+            tokens_per_second=c.tokens_per_second_per_gpu,
+            fits=c.fits,
+            chosen=winner is not None and c.plan == winner.plan,
+        )
+        for c in shown
+        if c.needed_bytes is not None and c.tokens_per_second_per_gpu is not None
+    }
+    return frontier(tuple(points.values()), capacity_bytes=advice.report.gpu_memory_bytes)

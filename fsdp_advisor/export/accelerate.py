@@ -1,0 +1,179 @@
+"""A configuration for `accelerate launch --config_file`: FSDP2, FSDP1, DeepSpeed or DDP.
+
+Source: accelerate 1.15.0, commands/config/config_args.py (ClusterConfig), commands/launch.py, utils/dataclasses.py
+(FullyShardedDataParallelPlugin, DeepSpeedPlugin), parallelism_config.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from fsdp_advisor.export import deepspeed
+from fsdp_advisor.export.job import (
+    WEIGHTS,
+    Job,
+    Target,
+    comments,
+    header,
+    no_8bit_on_fsdp2,
+    no_bf16_masters_on_the_host,
+    no_single_shard,
+)
+from fsdp_advisor.memory.deepspeed import stage
+from fsdp_advisor.plan import Plan
+
+HEAD_NODE = "HEAD_NODE"
+PORT = 29500
+
+MIXED = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
+FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}
+FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
+
+
+def cannot(job: Job) -> str | None:
+    plan = job.plan
+    return no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
+
+
+def write(job: Job) -> tuple[str, tuple[str, ...]]:
+    text = comments(header(job, *TARGET.checked)) + yaml.safe_dump(_config(job), sort_keys=False)
+    return text, tuple(_notes(job.plan))
+
+
+def _config(job: Job) -> dict[str, Any]:
+    plan = job.plan
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _distributed_type(plan),
+        "mixed_precision": MIXED[plan.precision],
+        "num_machines": plan.nnodes,
+        "num_processes": plan.world_size,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+        "debug": False,
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+    }
+    if plan.nnodes > 1:
+        config |= {"main_process_ip": HEAD_NODE, "main_process_port": PORT}
+    match plan.backend:
+        case "fsdp2":
+            config["fsdp_config"] = _fsdp(job) | _fsdp2(plan)
+            if plan.strategy == "hsdp" and plan.replica_degree > 1:
+                config["parallelism_config"] = {
+                    "parallelism_config_dp_replicate_size": plan.replica_degree,
+                    "parallelism_config_dp_shard_size": plan.shard_degree,
+                }
+        case "fsdp1":
+            config["fsdp_config"] = _fsdp(job) | _fsdp1(plan)
+        case "deepspeed":
+            config["deepspeed_config"] = _deepspeed(plan)
+            if _needs_a_file(plan):  # accelerate refuses to be told the precision twice
+                del config["mixed_precision"]
+    return config
+
+
+def _distributed_type(plan: Plan) -> str:
+    if plan.backend == "ddp":
+        return "MULTI_GPU" if plan.world_size > 1 else "NO"
+    return "DEEPSPEED" if plan.backend == "deepspeed" else "FSDP"
+
+
+def _fsdp(job: Job) -> dict[str, Any]:
+    """What both versions take. Without a class to wrap, accelerate takes the model's own `_no_split_modules`."""
+    plan = job.plan
+    wrap = {"fsdp_transformer_layer_cls_to_wrap": ",".join(job.layer_classes)} if job.layer_classes else {}
+    return {
+        "fsdp_version": 2 if plan.backend == "fsdp2" else 1,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        **wrap,
+        "fsdp_offload_params": plan.offload == "parameters",
+        "fsdp_activation_checkpointing": plan.activation_checkpointing == "full",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _fsdp2(plan: Plan) -> dict[str, Any]:
+    return {"fsdp_reshard_after_forward": plan.strategy in ("zero3", "hsdp")}
+
+
+def _fsdp1(plan: Plan) -> dict[str, Any]:
+    return {
+        "fsdp_sharding_strategy": FSDP1_SHARDING[plan.strategy],
+        "fsdp_backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch],
+        "fsdp_forward_prefetch": False,
+        "fsdp_use_orig_params": True,
+        "fsdp_sync_module_states": True,
+    }
+
+
+def _needs_a_file(plan: Plan) -> bool:
+    """bf16 master weights, where NVMe is mounted and other optimizers on the host are said in DeepSpeed's own file alone.
+
+    The launcher hands no `offload_*_nvme_path` on (utils/launch.py, prepare_deepspeed_cmd_env).
+    """
+    if plan.precision == "bf16":
+        return True
+    return plan.offload != "none" and (plan.offload_device == "nvme" or not plan.optim.startswith("adamw"))
+
+
+def _deepspeed(plan: Plan) -> dict[str, Any]:
+    launcher = {"deepspeed_multinode_launcher": "standard"} if plan.nnodes > 1 else {}
+    if _needs_a_file(plan):
+        return {"deepspeed_config_file": deepspeed.FILE, "zero3_init_flag": stage(plan) == 3, **launcher}
+    return {
+        "zero_stage": stage(plan),
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "offload_optimizer_device": plan.offload_device if plan.offload != "none" else "none",
+        "offload_param_device": plan.offload_device if plan.offload == "parameters" else "none",
+        "zero3_init_flag": stage(plan) == 3,
+        "zero3_save_16bit_model": stage(plan) == 3,
+        **launcher,
+    }
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = behaviour(plan)
+    if plan.backend == "ddp" or (plan.backend != "deepspeed" and not plan.mixed):
+        notes.append(
+            f"load the model with dtype=torch.{WEIGHTS[plan.precision]}: accelerate leaves the weights as they are"
+        )
+    if plan.nnodes > 1:
+        notes.append(f"on every node: --machine_rank RANK --main_process_ip HOST, the host in place of {HEAD_NODE}")
+    if plan.backend == "deepspeed" and _needs_a_file(plan):
+        notes.append(f"it reads {deepspeed.FILE}, which `fsdp-advisor export deepspeed` writes")
+    if plan.gradient_accumulation_steps > 1 and plan.backend in ("fsdp1", "fsdp2"):
+        steps = plan.gradient_accumulation_steps
+        notes.append(
+            "the estimate reduces each micro-batch's gradients: "
+            f"GradientAccumulationPlugin(num_steps={steps}, sync_each_batch=True)"
+        )
+    return notes
+
+
+def behaviour(plan: Plan) -> list[str]:
+    """Where accelerate, and what trains through it, does otherwise than the plain engine that was estimated."""
+    if plan.backend == "fsdp2":
+        reduced = "" if not plan.mixed else f", and reduces gradients in {MIXED[plan.precision]}, not fp32"
+        return [f"accelerate wraps embedding and head as units of their own{reduced}; the estimate is of plain PyTorch"]
+    if plan.backend == "fsdp1" and plan.mixed:
+        return [f"accelerate reduces gradients in {MIXED[plan.precision]}; the estimate reduces them in fp32"]
+    return []
+
+
+TARGET = Target(
+    name="accelerate",
+    description="accelerate launch configuration (YAML)",
+    file_name="accelerate.yaml",
+    media_type="application/yaml",
+    checked=("accelerate", "transformers", "torch"),
+    cannot=cannot,
+    write=write,
+    usage=lambda job, file: f"accelerate launch --config_file {file} train.py",
+)

@@ -1,0 +1,118 @@
+"""An axolotl configuration: the plan's part of it, and a data set to replace.
+
+Source: axolotl 0.18.0, src/axolotl/utils/schemas/{config,fsdp,model,training,validation}.py (the schema that it publishes),
+utils/trainer.py (`setup_fsdp_envs`, `setup_deepspeed_env`), utils/config/__init__.py (`resolve_dtype`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from fsdp_advisor.export import accelerate, deepspeed
+from fsdp_advisor.export.job import (
+    Job,
+    Target,
+    comments,
+    header,
+    no_8bit_on_fsdp2,
+    no_bf16_masters_on_the_host,
+    no_single_shard,
+)
+from fsdp_advisor.plan import Plan
+
+PRECISION = {
+    "fp32": {"bf16": False, "fp16": False},
+    "bf16": {"bf16": True, "fp16": False},  # DeepSpeed alone, whose own section says what the master weights are
+    "bf16-mixed": {"bf16": True, "fp16": False},
+    "fp16-mixed": {"bf16": False, "fp16": True},
+}
+
+
+def cannot(job: Job) -> str | None:
+    plan = job.plan
+    if job.task != "causal-lm":
+        return "it trains causal language models" if job.task else "a bare parameter count is no model"
+    if plan.backend == "fsdp1":
+        return "it has given up FSDP1: --backend fsdp2"
+    if plan.precision == "bf16" and plan.backend != "deepspeed":
+        return "it takes any bf16 for mixed precision: --precision bf16-mixed"
+    return no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
+
+
+def write(job: Job) -> tuple[str, tuple[str, ...]]:
+    notes = ["datasets is an example: put your own there", *accelerate.behaviour(job.plan)]
+    if job.plan.mixed and job.plan.backend == "ddp":
+        notes.append("axolotl loads weights in 16 bits, so that DDP needs less than predicted, of fp32 weights")
+    if job.plan.offload_device == "nvme" and job.plan.offload != "none":
+        notes.append(deepspeed.NVME_NOTE)
+    return comments(header(job, *TARGET.checked)) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes)
+
+
+def _config(job: Job) -> dict[str, Any]:
+    plan = job.plan
+    return {
+        "base_model": job.model_name,
+        "datasets": [{"path": "yahma/alpaca-cleaned", "type": "alpaca"}],
+        "output_dir": "./outputs",
+        "sequence_len": plan.seq_len,
+        "sample_packing": False,
+        "pad_to_sequence_len": True,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "num_epochs": 1,
+        "learning_rate": deepspeed.LEARNING_RATE,
+        **_optimizer(plan),
+        **PRECISION[plan.precision],
+        "tf32": False,
+        "attn_implementation": plan.attention,
+        **_engine(job),
+    }
+
+
+def _optimizer(plan: Plan) -> dict[str, Any]:
+    if plan.optim == "sgd_momentum":
+        return {"optimizer": "sgd", "optim_args": {"momentum": 0.9}}
+    return {"optimizer": plan.optim}
+
+
+def _engine(job: Job) -> dict[str, Any]:
+    plan = job.plan
+    checkpointing = plan.activation_checkpointing == "full"
+    if plan.backend == "fsdp2":
+        sharding = {
+            "fsdp_version": 2,
+            "dp_shard_size": plan.shard_degree,
+            **({"dp_replicate_size": plan.replica_degree} if plan.replica_degree > 1 else {}),
+            "fsdp_config": {
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_layer_cls_to_wrap": ",".join(job.layer_classes),
+                "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
+                "offload_params": plan.offload == "parameters",
+                "activation_checkpointing": checkpointing,
+                "cpu_ram_efficient_loading": True,
+                "state_dict_type": "SHARDED_STATE_DICT",
+            },
+        }
+        if plan.gradient_accumulation_steps > 1:
+            sharding["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        return sharding
+    recompute: dict[str, Any] = {"gradient_checkpointing": checkpointing}
+    if checkpointing:
+        recompute["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if plan.backend == "deepspeed":
+        return recompute | {"deepspeed": deepspeed.through_trainer(job)}
+    return recompute
+
+
+TARGET = Target(
+    name="axolotl",
+    description="axolotl configuration (YAML)",
+    file_name="axolotl.yaml",
+    media_type="application/yaml",
+    checked=("axolotl",),
+    cannot=cannot,
+    write=write,
+    usage=lambda job, file: f"axolotl train {file}",
+)

@@ -1,0 +1,70 @@
+"""Which plan is exported: the one that was named, else the recommended one of those that the target can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.advice import recommend_resolved
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.export import find
+from fsdp_advisor.export.job import Job, Target
+from fsdp_advisor.plan import OFFLOADS, Plan
+from fsdp_advisor.report import Report
+from fsdp_advisor.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.resolve import Resolved, resolve
+
+
+class NothingFits(AdvisorError):
+    """No configuration fits that the target can do."""
+
+    exit_status = 1
+
+
+def report_for(target: str, request: EstimateRequest, model: Resolved | None = None) -> Report:
+    """A report of one row, the plan to export.
+
+    With a strategy it is that one, with the target's backend where the choice is left open; without one, the fastest that
+    fits with the recommendation's margin, and what was not given is searched. Raises NothingFits, or as `estimate` does.
+    """
+    consumer = find(target)
+    model = model or resolve(request.model)
+    request = _with_backend(consumer, request)
+    if request.strategy == "all":
+        request = _recommended(consumer, request, model)
+    return estimate_resolved(request, model)
+
+
+def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest:
+    """The only backend that the target has, if it does what is asked."""
+    if consumer.backend is None or request.backend != "auto":
+        return request
+    able = OFFLOADS[request.offload]
+    possible = able if request.strategy == "all" else {request.strategy: able.get(request.strategy, ())}
+    if not any(consumer.backend in backends for backends in possible.values()):
+        return request
+    return request.model_copy(update={"backend": consumer.backend})
+
+
+def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) -> EstimateRequest:
+    """The request of the best plan that fits; what was given is held, as by `recommend`."""
+    given = {name: getattr(request, name) for name in request.model_fields_set}
+    searched = RecommendRequest(**given)
+    report = estimate_resolved(searched.as_estimate, model)
+    advice = recommend_resolved(report, model, searched)
+    for candidate in (advice.winner, *advice.rivals):
+        if candidate is not None:
+            pinned = request.model_copy(update=_options(candidate.plan))
+            one = estimate_resolved(pinned, model)
+            if consumer.cannot(Job.of(one, one.estimates[0])) is None:
+                return pinned
+    raise NothingFits(
+        f"nothing that {consumer.name} can do fits {report.gpu_name} with {100 * searched.margin:g} % left free",
+        hint="; ".join(remedy.because for remedy in advice.remedies[:2])
+        or "a named --strategy is exported whether it fits or not",
+    )
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """A plan's fields that are a request's too."""
+    return {name: getattr(plan, name) for name in EstimateRequest.model_fields if name in Plan.__dataclass_fields__}

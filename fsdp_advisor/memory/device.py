@@ -1,0 +1,233 @@
+"""What a GPU's memory holds beside PyTorch's segments: the CUDA context, loaded kernels, NCCL's buffers; and what fits.
+
+The limit is `Gpu.memory_bytes`, the total of `torch.cuda.mem_get_info`. The driver's own share (firmware, page tables, ECC) is
+already taken out of it, and nvidia-smi's "used" does not show it either; the context of the training process and everything
+counted here comes out of it. Other processes (a desktop, a second job) are not counted.
+
+Every part is a range. Its ends are published readings or sizes read in NCCL's source, each named where it stands; none was
+measured by this project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.plan import Plan
+
+_MIB = 2**20
+
+# CUDA
+
+CONTEXT_BYTES_PER_MULTIPROCESSOR = (3 * _MIB, 9 * _MIB // 2)
+"""A bare context grows with the multiprocessors, for each of which it holds local memory.
+
+Source: 256 MiB on an RTX 3090 with 82 (torch 2.7, driver 610; invoke-ai/InvokeAI#9413), 320 MiB on a Titan V with 80
+(pytorch/pytorch#28394); 300 to 400 MiB "if lazy module loading is enabled" (pytorch/pytorch#107667, #109888).
+"""
+CONTEXT_BYTES_UNKNOWN_GPU = (120 * _MIB, 720 * _MIB)
+"""The same for 40 (T4) to 160 multiprocessors, where the GPU is known by its size alone."""
+LAZY_KERNEL_BYTES = (16 * _MIB, 256 * _MIB)
+"""Kernels that training loads one by one (PyTorch's, cuBLAS's, cuDNN's and attention's).
+
+Lazy loading is the default since CUDA 12.2 on Linux. NVIDIA: of the tens of thousands of kernels in cuBLAS or cuDNN an
+application calls perhaps 5 % (forums.developer.nvidia.com/t/261135). The upper end is a quarter of EAGER_KERNEL_BYTES' upper.
+"""
+EAGER_KERNEL_BYTES = (640 * _MIB, 1024 * _MIB)
+"""All of PyTorch's kernels, loaded at the start (CUDA before 11.7, or CUDA_MODULE_LOADING=EAGER).
+
+Source: 1008 MiB with PyTorch, 320 MiB without, on a Titan V (pytorch/pytorch#28394); 1343 MiB in all on a V100
+(transformers, docs/source/en/perf_train_gpu_one.mdx, 2022).
+"""
+
+# NCCL
+
+BUFFER_BYTES = {"LL": 8 * 512 * 8 * 16, "LL128": 120 * 640 * 8 * 8, "Simple": 4 * _MIB}
+"""Per channel and connection. Source: NCCL 2.30 src/init.cc, DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE, DEFAULT_BUFFSIZE."""
+IPC_BYTES = 2 * _MIB
+"""Source: NCCL 2.30 src/include/comm.h, CUDA_IPC_MIN: what each shareable buffer is rounded up to."""
+CONTROL_BYTES = 4096
+"""A connection's ncclSendMem or ncclRecvMem. Source: NCCL 2.30 src/include/comm.h, MEM_ALIGN."""
+
+
+def connection_bytes() -> int:
+    """A channel's buffers toward one neighbour and from one: what it receives in, and the control page it sends from.
+
+    NCCL_DEBUG_SUBSYS=ALLOC shows the two as 10485760 and 2097152 on an H100 (NVIDIA/nccl#1685). Where GPUs read from each
+    other (A100) the Simple buffer moves to the sender: 6 MiB and 6 MiB, the same sum.
+    Source: NCCL 2.30 src/transport/p2p.cc, p2pSendSetup, p2pRecvSetup.
+
+    >>> connection_bytes() / 2**20
+    12.0
+    """
+    receive = -(-(CONTROL_BYTES + sum(BUFFER_BYTES.values())) // IPC_BYTES) * IPC_BYTES
+    return receive + IPC_BYTES
+
+
+NETWORK_CONNECTION_BYTES = 2 * 10 * _MIB
+"""Across nodes both ends keep all three buffers (with GPUDirect RDMA on the GPU). Source: NCCL 2.30 src/transport/net.cc,
+sendProxyConnect, recvProxyConnect."""
+NVLINK_CHANNELS = {"volta": (6, 12), "ampere": (8, 24), "hopper": (16, 32), "blackwell": (16, 32)}
+"""Channels of a communicator over NVLink. Source: logs in NVIDIA/nccl#713 (V100: 6 rings, doubled), NVIDIA/nccl-tests#100
+(A100: 24), NVIDIA/nccl#892 (H800: 16), #1685 (H100: 32)."""
+PCIE_CHANNELS = (0, 4)
+"""Channels with buffers on the GPU; none where the ranks meet in host memory. Source: NVIDIA/nccl#1358 (1 channel, doubled)."""
+NVLS_BYTES = (0, 16 * 2 * 8 * _MIB)
+"""NVLink SHARP on Hopper and later: 16 channels, 8 heads, 8 steps of 128 KiB, both directions.
+Source: NCCL 2.30 src/transport/nvls.cc, NCCL_NVLS_CHUNKSIZE, ncclNvlsBufferSetup."""
+NCCL_KERNEL_BYTES = (0, 256 * _MIB)
+"""NCCL's own kernels and bookkeeping. With the buffers of 24 channels it makes up the 544 MB that a group of two A100 was
+seen to take, and the 688 MB of a larger one (NVIDIA/nccl#964)."""
+RCCL_FIRST_BYTES = (512 * _MIB, 1280 * _MIB)
+RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
+"""Context and first communicator on AMD: about 1 GiB; each further one about 0.65 GiB (Lumi-supercomputer/LUMI-AI-Guide#111)."""
+
+WORKSPACE_BYTES = {"hopper": 2 * 32 * _MIB, "blackwell": 2 * 32 * _MIB}
+WORKSPACE_BYTES_ELSEWHERE = 2 * 8320 * 1024
+"""cuBLAS's workspaces come out of PyTorch's segments, so they are part of the allocated figure and not of this overhead; they
+are what an estimate that knows tensors only may add. One for cuBLAS and one for cuBLASLt.
+Source: ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize; two of 32 MiB on an H100 in pytorch/pytorch#144397."""
+
+RESERVED_PER_ALLOCATED = 1.39
+"""The most that PyTorch was seen to reserve per byte in use without being asked to share the GPU: 9.18 GiB for 6.61 (FSDP on
+RTX 3080, huggingface/trl#3436), 82 GB for 60 (FSDP2 on H100, pytorch/pytorch#147179)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One thing that takes memory outside PyTorch, as a range of bytes."""
+
+    name: str
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOverhead:
+    """What nvidia-smi shows beyond PyTorch's reserved bytes."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def low_bytes(self) -> int:
+        return sum(part.low_bytes for part in self.parts)
+
+    @property
+    def high_bytes(self) -> int:
+        return sum(part.high_bytes for part in self.parts)
+
+
+def communicators(plan: Plan) -> tuple[int, int]:
+    """How many NCCL communicators a rank ends up with, at least and at most.
+
+    DDP and FSDP over all ranks use the default group. A device mesh of two dimensions makes a group per dimension, and the
+    default one is used by whoever reduces a metric. DeepSpeed clones the world's group for data parallelism, and ZeRO-3
+    may make a third.
+    Source: torch.distributed.device_mesh (torch 2.13), DeviceMesh._init_process_groups; deepspeed/utils/groups.py,
+    _clone_world_group (0.19.8).
+    """
+    if plan.world_size == 1:
+        return 0, 0
+    if plan.strategy == "hsdp":
+        return 2, 3
+    if plan.backend == "deepspeed":
+        return 1, 3 if plan.strategy == "zero3" else 2
+    return 1, 1
+
+
+def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> DeviceOverhead:
+    """What `gpu` holds beside PyTorch's segments while `plan` trains."""
+    if gpu.architecture is not None and gpu.architecture.startswith("cdna"):
+        return DeviceOverhead(_amd(plan))
+    low, high = CONTEXT_BYTES_PER_MULTIPROCESSOR
+    context = CONTEXT_BYTES_UNKNOWN_GPU
+    if gpu.multiprocessors is not None:
+        context = low * gpu.multiprocessors, high * gpu.multiprocessors
+    kernels = LAZY_KERNEL_BYTES if lazy_loading else EAGER_KERNEL_BYTES
+    parts = [_part("CUDA context", context), _part("kernels", kernels)]
+    fewest, most = communicators(plan)
+    if most:
+        one_low, one_high = _communicator(gpu, plan)
+        parts.append(_part("NCCL kernels", NCCL_KERNEL_BYTES))
+        parts.append(_part("NCCL buffers", (fewest * one_low, most * one_high)))
+    return DeviceOverhead(tuple(parts))
+
+
+def _communicator(gpu: Gpu, plan: Plan) -> tuple[int, int]:
+    """Buffers of one communicator: rings alone at least; rings, trees the other way round and NVLink SHARP at most."""
+    nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
+    channels = NVLINK_CHANNELS.get(gpu.architecture or "", PCIE_CHANNELS) if nvlink else PCIE_CHANNELS
+    if gpu.intra_node is None:
+        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU known by its size alone
+    one = connection_bytes()
+    low, high = channels[0] * one, channels[1] * one * (1 if plan.world_size == 2 else 2)
+    if plan.nnodes > 1:
+        high = 2 * channels[1] * NETWORK_CONNECTION_BYTES
+    if gpu.architecture in ("hopper", "blackwell", None) and plan.ranks_per_node > 2:
+        low, high = low + NVLS_BYTES[0], high + NVLS_BYTES[1]
+    return low, high
+
+
+def _amd(plan: Plan) -> tuple[Part, ...]:
+    fewest, most = communicators(plan)
+    further = (max(0, fewest - 1) * RCCL_FURTHER_BYTES[0], max(0, most - 1) * RCCL_FURTHER_BYTES[1])
+    first = RCCL_FIRST_BYTES if most else (RCCL_FIRST_BYTES[0] // 2, RCCL_FIRST_BYTES[1] // 2)
+    return _part("HIP context and RCCL", first), _part("further RCCL communicators", further)
+
+
+def _part(name: str, ends: tuple[int, int]) -> Part:
+    return Part(name=name, low_bytes=ends[0], high_bytes=ends[1])
+
+
+# What fits
+
+Figure = Literal["peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a job fits, by the best figure known. `fits` is None where that figure leaves it open.
+
+    `least_bytes` and `most_bytes` are what nvidia-smi would show; where only tensors or allocated bytes are known the upper
+    end allows for the worst reserved memory seen.
+    """
+
+    fits: bool | None
+    fits_by: Figure
+    least_bytes: int
+    most_bytes: int
+
+
+def verdict(
+    overhead: DeviceOverhead,
+    gpu: Gpu,
+    *,
+    tensor_bytes: int,
+    allocated_bytes: int | None = None,
+    reserved_bytes: int | None = None,
+) -> Verdict:
+    """The device figure against what the driver offers.
+
+    Certainly no: the least that is needed is more than there is. Certainly yes: the most is less. Between them it is open,
+    and replaying the allocator narrows it.
+
+    >>> from fsdp_advisor.hardware import find_gpu
+    >>> from fsdp_advisor.plan import Plan
+    >>> gpu = find_gpu("H100")
+    >>> overhead = device_overhead(gpu, Plan(strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=1))
+    >>> [verdict(overhead, gpu, tensor_bytes=n * 2**30).fits for n in (40, 70, 79)]
+    [True, None, False]
+    """
+    figure: Figure
+    if reserved_bytes is not None:
+        figure, least, most = "peak_reserved_bytes", reserved_bytes, reserved_bytes
+    elif allocated_bytes is not None:
+        figure, least, most = "peak_allocated_bytes", allocated_bytes, int(allocated_bytes * RESERVED_PER_ALLOCATED)
+    else:
+        workspaces = WORKSPACE_BYTES.get(gpu.architecture or "hopper", WORKSPACE_BYTES_ELSEWHERE)
+        figure, least = "peak_tensor_bytes", tensor_bytes
+        most = int((tensor_bytes + workspaces) * RESERVED_PER_ALLOCATED)
+    least, most = least + overhead.low_bytes, most + overhead.high_bytes
+    fits = False if least > gpu.memory_bytes else True if most <= gpu.memory_bytes else None
+    return Verdict(fits=fits, fits_by=figure, least_bytes=least, most_bytes=most)

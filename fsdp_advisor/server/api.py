@@ -1,0 +1,63 @@
+"""The REST routes of version 1."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from fsdp_advisor.hardware import Gpu, list_gpus
+from fsdp_advisor.models import catalog
+from fsdp_advisor.server import schema
+from fsdp_advisor.server.answers import Answers
+from fsdp_advisor.server.errors import Problem
+from fsdp_advisor.server.questions import EstimateBody, EstimateQuery, Question
+from fsdp_advisor.server.replies import HOUR, reply
+
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Problem, "description": "The body cannot be read"},
+    404: {"model": Problem, "description": "No such model or GPU"},
+    408: {"model": Problem, "description": "The request took too long to arrive"},
+    413: {"model": Problem, "description": "The body is too large"},
+    422: {"model": Problem, "description": "Impossible values, or a configuration that describes no model"},
+    503: {"model": Problem, "description": "More requests than are answered at once; Retry-After says when to ask again"},
+}
+_CHANGED = {304: {"description": "Not changed since the ETag that was sent"}}
+
+router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
+Pattern = Annotated[str | None, Query(max_length=200, description="Only names that contain this")]
+
+
+@router.get("/estimate", summary="Memory of a job under one strategy or all", tags=["answers"],
+            response_model=schema.Estimate, responses=_CHANGED)  # fmt: skip
+async def estimate_asked(request: Request, query: Annotated[EstimateQuery, Query()]) -> Response:
+    return await _estimate(request, query.question())
+
+
+@router.post("/estimate", summary="The same, for a job or a config.json in the body", tags=["answers"],
+             response_model=schema.Estimate)  # fmt: skip
+async def estimate_posted(request: Request, body: EstimateBody) -> Response:
+    return await _estimate(request, body.question())
+
+
+async def _estimate(request: Request, question: Question) -> Response:
+    answers: Answers = request.app.state.answers
+    document = await answers.estimate(question)
+    return document.reply(request)
+
+
+@router.get("/models", summary="Models known without looking any up", tags=["lists"],
+            response_model=list[schema.ModelRow], responses=_CHANGED)  # fmt: skip
+async def models(request: Request, pattern: Pattern = None) -> Response:
+    rows = [{k: v for k, v in asdict(e).items() if k != "member"} for e in catalog.search(pattern)]
+    return reply(request, json.dumps(rows, separators=(",", ":")).encode(), max_age=HOUR)
+
+
+@router.get("/gpus", summary="GPUs known by name", tags=["lists"],
+            response_model=list[Gpu], responses=_CHANGED)  # fmt: skip
+async def gpus(request: Request, pattern: Pattern = None) -> Response:
+    rows = [asdict(gpu) for gpu in list_gpus(pattern)]
+    return reply(request, json.dumps(rows, separators=(",", ":")).encode(), max_age=HOUR)

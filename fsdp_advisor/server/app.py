@@ -1,0 +1,55 @@
+"""The application: routes, pages and what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.staticfiles import StaticFiles
+
+from fsdp_advisor import __version__
+from fsdp_advisor.server import api, health, middleware
+from fsdp_advisor.server.answers import Answers
+from fsdp_advisor.server.assets import static_dir
+from fsdp_advisor.server.errors import add_handlers
+from fsdp_advisor.server.observation import Metrics, log_as_json
+from fsdp_advisor.server.settings import Settings
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """A server's application; settings are read from the environment where none are given."""
+    settings = settings or Settings()
+    log_as_json(settings.log_level)
+    answers = Answers(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await answers.close()
+
+    app = FastAPI(
+        title="fsdp-advisor",
+        version=__version__,
+        description="Memory of sharded transformer training, without a GPU.",
+        docs_url=None,  # FastAPI's own come from a CDN
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        root_path=settings.root_path,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.settings, app.state.answers, app.state.metrics = settings, answers, Metrics()
+    add_handlers(app)
+    app.include_router(api.router)
+    app.include_router(health.router)
+    try:
+        from fsdp_advisor.server import pages
+    except ModuleNotFoundError:
+        pass
+    else:
+        app.include_router(pages.router)
+    if static_dir().is_dir():
+        app.mount("/static", StaticFiles(directory=static_dir()), name="static")
+    middleware.surround(app, settings)
+    return app

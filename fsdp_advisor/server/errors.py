@@ -1,0 +1,111 @@
+"""Every error that leaves the server has one shape: {"error", "hint", "status"}. Nothing of the host is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.estimator import complaint
+
+LONGEST_TEXT = 400
+"""Characters of a message; hostile input is quoted in it."""
+
+_HINTS = {
+    400: "the body must be a JSON object",
+    404: "the routes are listed at /docs",
+    405: "the routes and their methods are listed at /docs",
+    408: "send the whole request sooner",
+    413: "a config.json is a few kilobytes",
+    415: "send JSON, with Content-Type: application/json",
+}
+
+
+class Problem(BaseModel):
+    """What went wrong, and what to do about it."""
+
+    error: str = Field(examples=["unknown model 'meta-lama/Llama-2-7b-hf'"])
+    hint: str = Field(examples=["did you mean meta-llama/Llama-2-7b-hf?"])
+    status: int = Field(examples=[404])
+
+
+class ServerBusy(AdvisorError):
+    """More was asked at once than this server does at once."""
+
+    http_status = 503
+    retry_after_seconds = 5
+
+
+def problem(status: int, error: str, hint: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The one shape of an error."""
+    body = {"error": shortened(error), "hint": shortened(hint), "status": status}
+    return Response(
+        json.dumps(body, ensure_ascii=True),
+        status_code=status,
+        media_type="application/json",
+        headers={"Cache-Control": "no-store", **(headers or {})},
+    )
+
+
+def shortened(text: str) -> str:
+    """On one line, printable, of bounded length."""
+    flat = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+    return flat if len(flat) <= LONGEST_TEXT else flat[: LONGEST_TEXT - 4] + " ..."
+
+
+def refusal(error: AdvisorError) -> Response:
+    """An AdvisorError as a response."""
+    headers = {"Retry-After": str(error.retry_after_seconds)} if isinstance(error, ServerBusy) else None
+    return problem(error.http_status, error.message, rest_words(error.hint), headers)
+
+
+def rest_words(hint: str) -> str:
+    """A hint that speaks of the command line, in the words of a query string.
+
+    >>> rest_words("see fsdp-advisor estimate --help")
+    'see /docs'
+    """
+    for command_line, rest in (
+        ("see fsdp-advisor estimate --help", "see /docs"),
+        ("`fsdp-advisor models`", "/api/v1/models"),
+        ("`fsdp-advisor gpus`", "/api/v1/gpus"),
+        ("fsdp-advisor gpus", "/api/v1/gpus"),
+        ("fsdp-advisor models", "/api/v1/models"),
+    ):
+        hint = hint.replace(command_line, rest)
+    return hint
+
+
+def explained(errors: Sequence[Any]) -> AdvisorError:
+    """The first of FastAPI's complaints, in the words of the command line."""
+    first = dict(errors[0])
+    if first["type"] == "json_invalid":
+        return AdvisorError("the body is not valid JSON", hint="send an object such as {\"model\": \"7B\", \"gpus\": 8}")
+    place, *names = first["loc"]
+    if not names and place == "body":
+        return AdvisorError("the body is not a JSON object", hint="with Content-Type: application/json")
+    return complaint({**first, "loc": tuple(n for n in names if isinstance(n, (str, int)))})
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Errors of every origin become the one shape; what nobody foresaw is the middleware's."""
+
+    @app.exception_handler(AdvisorError)
+    async def _advisor(request: Request, error: AdvisorError) -> Response:
+        return refusal(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        return refusal(explained(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        what = {404: "no such page", 405: f"{request.method} is not possible here"}.get(error.status_code, error.detail)
+        return problem(error.status_code, what, _HINTS.get(error.status_code, "see /docs"), error.headers)

@@ -1,0 +1,155 @@
+"""The page's charts: drawings made of an answer, each in two widths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from fsdp_advisor.advice import Recommendation
+from fsdp_advisor.charts import (
+    PARTS,
+    Bar,
+    FrontierPoint,
+    Moment,
+    Span,
+    TreeNode,
+    decision_tree,
+    frontier,
+    memory_timeline,
+    part_bytes,
+    stacked_bars,
+    stream_timeline,
+)
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.server.page_words import kept, verdict
+from fsdp_advisor.speed import Interval
+
+WIDE, NARROW = 960, 350
+"""The two widths every chart is laid out for, in pixels: the page's column, and a phone's."""
+MOST_POINTS = 24
+"""Configurations in the drawing of memory against speed: the fastest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """A chart in both widths; the page shows the one that fits."""
+
+    wide: Markup
+    narrow: Markup
+
+
+def drawing(draw: Callable[..., str], *data: object, key: str, **options: object) -> Drawing:
+    """A chart drawn twice. Charts escape what they are given, so their text is safe as it is."""
+    wide = draw(*data, **options, width=WIDE, key=key)
+    narrow = draw(*data, **options, width=NARROW, key=f"{key}-narrow")
+    narrow = _DESCRIPTION.sub("", narrow, count=1).replace(f"{key}-narrow-desc", f"{key}-desc")  # one does for both
+    return Drawing(wide=_on_page(wide, "wide"), narrow=_on_page(narrow, "narrow"))
+
+
+_DESCRIPTION = re.compile("<desc.*?</desc>", re.DOTALL)
+_OWN_COLOUR = re.compile(r'(<(?:text|path|rect|circle)[^>]* class="[^"]+"[^>]*?) (?:fill|stroke)="#\w{6}"')
+
+
+def _on_page(svg: str, width: str) -> Markup:
+    """Without the colours that a chart has of its own: the page's stylesheet gives them to the same classes."""
+    return Markup(_OWN_COLOUR.sub(r"\1", svg).replace('class="chart"', f'class="chart {width}"', 1))
+
+
+def tree(recommendation: Recommendation) -> Drawing:
+    """The decision tree. A question off the path says its answer beside its numbers; that something fits is said once."""
+    nodes = []
+    for node in recommendation.tree.nodes:
+        if node.outcome and node.taken and node.id != "recommended":
+            continue
+        off = f"{node.answer}: " if node.answer and not node.taken else ""
+        nodes.append(
+            TreeNode(
+                id=node.id,
+                text="the fastest of those that fit" if node.outcome and not node.taken else node.question,
+                details=(off + node.because,) if node.because else (),
+                parent=node.parent,
+                answer=node.on,
+                taken=node.taken,
+                outcome=node.outcome,
+            )
+        )
+    return drawing(decision_tree, nodes, key="tree-chart")
+
+
+def bars(report: Report, chosen: StrategyEstimate) -> Drawing:
+    """A stacked bar per strategy; of a row whose peak is unknown, the states."""
+    drawn = []
+    for e in report.estimates:
+        if e.at_peak is not None and e.peak_tensor_bytes is not None:
+            parts = part_bytes(e.at_peak, max(0, (e.needed_bytes or 0) - e.peak_tensor_bytes))
+        else:
+            parts = ((PARTS[0], kept(e)),)
+        drawn.append(
+            Bar(
+                label=e.label,
+                backend=e.plan.backend,
+                parts=parts,
+                verdict=verdict(report, e),
+                fits=e.fits,
+                chosen=e is chosen,
+                complete=e.at_peak is not None,
+            )
+        )
+    return drawing(stacked_bars, drawn, report.gpu_memory_bytes, report.gpu_name, key="bars-chart")
+
+
+def step(report: Report, estimate: StrategyEstimate) -> Drawing | None:
+    """The memory of one step, None where no peak is known."""
+    if not estimate.timeline:
+        return None
+    moments = [
+        Moment(phase=p.phase, where=p.where, live_bytes=p.live_bytes, high_bytes=p.high_bytes, repeats=p.repeats)
+        for p in estimate.timeline
+    ]
+    return drawing(
+        memory_timeline,
+        moments,
+        label=estimate.label,
+        capacity_bytes=report.gpu_memory_bytes,
+        kept_bytes=estimate.states.get("parameters", 0) + estimate.states.get("optimizer", 0),
+        key="step-chart",
+    )
+
+
+def speed(recommendation: Recommendation, capacity_bytes: int) -> Drawing | None:
+    """Memory against speed of the best of each family that fits; None for fewer than two."""
+    leaders = ([recommendation.winner] if recommendation.winner else []) + list(recommendation.rivals)
+    points = [
+        FrontierPoint(
+            label=f"{c.label}, {c.plan.micro_batch_size}",
+            memory_bytes=c.needed_bytes,
+            tokens_per_second=c.tokens_per_second_per_gpu,
+            fits=c.fits,
+            chosen=c is recommendation.winner,
+        )
+        for c in leaders[:MOST_POINTS]
+        if c.needed_bytes is not None and c.tokens_per_second_per_gpu is not None
+    ]
+    if len(points) < 2:
+        return None
+    return drawing(frontier, points, capacity_bytes=capacity_bytes, key="frontier-chart")
+
+
+def streams(intervals: Sequence[Interval], label: str) -> Drawing | None:
+    """Both streams of the last micro-batch and the optimizer's step; kinds are told by the first word of a name."""
+    spans = [
+        Span(lane=i.stream, kind=_kind(i.name), start_s=i.begin_seconds, end_s=i.end_seconds)
+        for i in intervals
+        if i.end_seconds > i.begin_seconds
+    ]
+    return drawing(stream_timeline, spans, label=label, key="streams-chart") if spans else None
+
+
+def _kind(name: str) -> str:
+    word, _, rest = name.partition(" ")
+    if word == "reduce":
+        return "reduce-scatter"
+    return name if word in ("optimizer", "parameters") else word if rest else name

@@ -1,0 +1,70 @@
+"""The page's exports: files that launch what is recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from fsdp_advisor.export import TARGETS, Job, export
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.request import EstimateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """One file to take away; `href` downloads it."""
+
+    target: str
+    name: str
+    file: str
+    text: str
+    usage: str
+    notes: tuple[str, ...]
+    href: str
+
+
+def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> list[Export]:
+    """Every file that can be written for the chosen row. One of a pasted configuration cannot be asked for by its address."""
+    job = Job.of(report, chosen)
+    if not job.layer_classes:
+        return []
+    found = []
+    for name, target in TARGETS.items():
+        if target.cannot(job) is not None:
+            continue
+        made = export(name, job)
+        found.append(
+            Export(
+                target=name,
+                name=name,
+                file=made.file_name,
+                text=made.text,
+                usage=made.usage,
+                notes=made.notes,
+                href="" if config else f"/api/v1/export/{name}?{urlencode(pinned(report, chosen.plan))}",
+            )
+        )
+    return found
+
+
+def pinned(report: Report, plan: Plan) -> dict[str, Any]:
+    """The query of exactly this plan: what differs from the defaults, and what would else be chosen."""
+    fields = EstimateRequest.model_fields
+    asked = {name: getattr(plan, name, value) for name, value in report.request.model_dump().items()}
+    always = ("model", "strategy", "backend", "offload")
+    return {name: v for name, v in asked.items() if v is not None and (name in always or v != fields[name].default)}
+
+
+def launch_line(found: Sequence[Export]) -> str | None:
+    """The command that starts the job, of the first launch script whose own files are all among the exports."""
+    texts = {e.target: e.text for e in found}
+    order: tuple[str, ...] = ("deepspeed-launch", "accelerate-launch", "torchrun")
+    if "fsdp2" in texts or "ddp" in texts:
+        order = ("torchrun", *order)
+    for script in (texts[name] for name in order if name in texts):
+        if "\nexec " in script:  # without what a script has around it
+            return script.partition("\nexec ")[2].strip().removesuffix('"$@"').rstrip(" \\\n")
+    return None

@@ -1,0 +1,119 @@
+"""The page's form: a control per field of the request, made from its type; and from a query string to a request's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from fsdp_advisor.request import RecommendRequest
+
+EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}
+"""What the page answers before anything is asked."""
+
+MAIN = (
+    "model", "gpus", "nnodes", "gpu",
+    "precision", "optim", "micro_batch_size", "seq_len", "activation_checkpointing", "offload",
+)  # fmt: skip
+"""The fields that are always in sight; the others are folded away."""
+
+_LABELS = {
+    "gpus": "GPUs in all",
+    "nnodes": "Nodes",
+    "gpu": "GPU type, or size",
+    "micro_batch_size": "Micro-batch",
+    "seq_len": "Sequence length",
+    "optim": "Optimizer",
+    "activation_checkpointing": "Checkpointing",
+    "gradient_accumulation_steps": "Accumulation steps",
+    "interconnect": "Between nodes",
+    "global_batch_size": "Global batch, sequences",
+    "find": "Find the most or least",
+    "margin": "Margin left free",
+    "host_memory": "Host memory per node",
+    "tokens": "Tokens to train on",
+    "price": "Price per GPU hour",
+}
+_SUGGESTED = {"model": "known-models", "gpu": "known-gpus"}
+_PLACEHOLDER = {
+    "gpu": "H100-80GB",
+    "seq_len": "2048",
+    "micro_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "global_batch_size": "free",
+    "interconnect": "the GPU's usual",
+    "host_memory": "any",
+    "tokens": "10e9",
+}
+_WRITTEN = ("margin", "host_memory", "tokens")
+"""Numbers that may be written with a unit: 8%, 512GiB, 10B."""
+_WIDTH = {"model": "wide", "gpu": "half", "optim": "half", "micro_batch_size": "few", "activation_checkpointing": "few"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """One input. `default` is the request's own, so that a permalink can leave it out; `suggestions` names a datalist."""
+
+    name: str
+    label: str
+    kind: Literal["text", "number", "select"]
+    value: str
+    default: str
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    maximum: int | None = None
+    any_step: bool = False
+    longest: int | None = None
+    placeholder: str = ""
+    suggestions: str = ""
+    width: str = ""
+    required: bool = False
+    invalid: bool = False
+
+
+def given(query: Mapping[str, str], *, extra: tuple[str, ...] = ("config",)) -> tuple[dict[str, str], list[str]]:
+    """The options that a query string gives, blank ones left out, and the names that are no options (a link's tracking)."""
+    known = {*RecommendRequest.model_fields, *extra}
+    said = {name: value for name, value in query.items() if name in known and value.strip()}
+    return said, [name for name in query if name not in known]
+
+
+def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], list[Control]]:
+    """Those in sight and those folded away; `invalid` names the field that was refused."""
+    made = {name: _control(name, field, values, invalid) for name, field in RecommendRequest.model_fields.items()}
+    return [made[name] for name in MAIN], [control for name, control in made.items() if name not in MAIN]
+
+
+def _control(name: str, field: FieldInfo, values: Mapping[str, str], invalid: str) -> Control:
+    default = "" if field.is_required() or field.default is None else str(field.default)
+    choices = _choices(field.annotation)
+    kinds = {int, float} & {field.annotation, *get_args(field.annotation)}
+    bounds = {type(rule).__name__: rule for rule in field.metadata}
+    return Control(
+        name=name,
+        label=_LABELS.get(name, name.replace("_", " ").capitalize()),
+        kind="select" if choices else "number" if kinds and name not in _WRITTEN else "text",
+        value=values.get(name, default),
+        default=default,
+        choices=choices,
+        minimum=getattr(bounds.get("Ge"), "ge", None),
+        maximum=getattr(bounds.get("Le"), "le", None),
+        any_step=float in kinds,
+        longest=getattr(bounds.get("MaxLen"), "max_length", None),
+        placeholder=_PLACEHOLDER.get(name, ""),
+        suggestions=_SUGGESTED.get(name, ""),
+        width=_WIDTH.get(name, ""),
+        required=field.is_required() and not values.get("config"),
+        invalid=name == invalid,
+    )
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The words of a Literal, nested or optional; none for anything else. An optional one may be left blank."""
+    if get_origin(annotation) is Literal:
+        return tuple(dict.fromkeys(word for word in get_args(annotation)))
+    inner = [_choices(part) for part in get_args(annotation)]
+    found = tuple(word for words in inner for word in words)
+    return ("", *found) if found and type(None) in get_args(annotation) else found

@@ -1,0 +1,123 @@
+"""The pages: each for people, and under the same path with `.json` for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.estimator import make_request
+from fsdp_advisor.hardware import GPUS
+from fsdp_advisor.models import catalog
+from fsdp_advisor.request import RecommendRequest
+from fsdp_advisor.server import page_accuracy, page_answer, page_form, page_how
+from fsdp_advisor.server.answers import Answers
+from fsdp_advisor.server.errors import refusal
+from fsdp_advisor.server.questions import PASTED, Question
+from fsdp_advisor.server.rendering import render
+from fsdp_advisor.server.replies import HOUR, reply
+
+router = APIRouter(include_in_schema=False)
+HTML = "text/html; charset=utf-8"
+
+
+@router.get("/")
+async def home(request: Request) -> Response:
+    """The form, and the answer to what the query string asks; an example's where it asks nothing."""
+    said, strange = page_form.given(request.query_params)
+    said = said or dict(page_form.EXAMPLE)
+    config = said.get("config")
+    try:
+        question, asked = _question(said)
+        answers: Answers = request.app.state.answers
+        view = await answers.worked(question, lambda model: page_answer.view(page_answer.answer(model, asked), config))
+        view["notes"] = (*view["notes"], *(f"{name[:40]} is no option and was left aside" for name in strange[:5]))
+        status = 200
+    except AdvisorError as error:
+        view, status = {"problem": error, "title": "fsdp-advisor"}, error.http_status
+    body = await run_in_threadpool(_home, request, said, view)
+    if status != 200:
+        return Response(body, status_code=status, media_type=HTML, headers={"Cache-Control": "no-store"})
+    return reply(request, body, HTML, max_age=HOUR if view["lasting"] else None)
+
+
+def _home(request: Request, said: dict[str, str], view: dict[str, Any]) -> bytes:
+    problem = view.get("problem")
+    main, more = page_form.controls(said, invalid=str(problem).partition(":")[0] if problem else "")
+    return render(
+        request,
+        "index.html",
+        main=main,
+        more=more,
+        more_open=any(control.value != control.default for control in more),
+        config=said.get("config", ""),
+        can_record=find_spec("torch") is not None,
+        models=catalog.entries(),
+        gpus=GPUS,
+        query=f"?{request.url.query}" if request.url.query else "",
+        **view,
+    )
+
+
+@router.get("/.json")
+async def home_json(request: Request) -> Response:
+    """The page's answer as data: the estimate's document with the timeline, and `recommendation` filled."""
+    said, _ = page_form.given(request.query_params)
+    try:
+        question, asked = _question(said or dict(page_form.EXAMPLE))
+        answers: Answers = request.app.state.answers
+        document = await answers.worked(
+            question, lambda model: page_answer.advised(model, asked).as_dict(timeline=True)
+        )
+    except AdvisorError as error:
+        return refusal(error)
+    lasting = document["model"]["source"] != "hub"
+    body = json.dumps(document, separators=(",", ":")).encode()
+    return reply(request, body, max_age=HOUR if lasting else None)
+
+
+def _question(said: dict[str, str]) -> tuple[Question, RecommendRequest]:
+    """The question of a form; a pasted configuration takes the model's place. Raises UsageError."""
+    options: dict[str, Any] = dict(said)
+    config = options.pop("config", None)
+    if config is not None:
+        options["model"] = PASTED
+    request = make_request(options, RecommendRequest)
+    return Question(request.as_estimate, config=config), request
+
+
+def _page(path: str, template: str, make: Any) -> None:
+    """A page whose data take no question: `make` gives them, as what JSON can hold."""
+
+    async def page(request: Request) -> Response:
+        values = await run_in_threadpool(make)
+        return reply(request, await run_in_threadpool(lambda: render(request, template, **values)), HTML)
+
+    async def as_json(request: Request) -> Response:
+        values = await run_in_threadpool(make)
+        data = {name: value for name, value in values.items() if not name.endswith("_drawing")}
+        return reply(request, json.dumps(data, default=asdict, separators=(",", ":")).encode())
+
+    router.add_api_route(path, page, methods=["GET"], name=path)
+    router.add_api_route(f"{path}.json", as_json, methods=["GET"], name=f"{path}.json")
+
+
+def _models() -> dict[str, Any]:
+    keys = ("id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source")
+    return {"models": [{key: getattr(entry, key) for key in keys} for entry in catalog.entries()]}
+
+
+def _gpus() -> dict[str, Any]:
+    return {"gpus": [asdict(gpu) for gpu in GPUS]}
+
+
+_page("/models", "models.html", _models)
+_page("/gpus", "gpus.html", _gpus)
+_page("/how", "how.html", page_how.view)
+_page("/accuracy", "accuracy.html", page_accuracy.view)

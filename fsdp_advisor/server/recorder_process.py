@@ -1,0 +1,118 @@
+"""The process that records strangers' configurations: `python -m fsdp_advisor.server.recorder_process BOUNDS`.
+
+A line of JSON comes in, {"config", "name", "source", "variants"}; a line goes out, {"bytes", "notes", "refusals"} or {"bytes":
+0, "refused"}, and after it the stored profile. The process bounds itself before it reads anything: memory, time per job, no
+file written; and once torch is loaded no connection, no other program, and no file read but Python's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable
+from fsdp_advisor.models.profile import Variant
+from fsdp_advisor.models.store import dump
+
+REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.startfile", "pty.", "ftplib.",
+           "smtplib.", "http.client.", "urllib.", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown",
+           "os.link", "os.symlink", "os.truncate", "os.kill", "shutil.")  # fmt: skip
+"""Beginnings of the audit events (docs.python.org/3/library/audit_events.html) that recording has no use for."""
+
+READABLE = ("/proc", "/sys", "/dev/null", "/dev/urandom", "/usr/share/zoneinfo")
+
+
+def main() -> None:
+    bounds = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever libraries print is not an answer
+    _bound(bounds["memory_bytes"])
+    importlib.import_module("fsdp_advisor.tracing")
+    _confine()
+    for line in sys.stdin.buffer:
+        _bound_time(bounds["seconds"])
+        _answer(answers, json.loads(line))
+
+
+def _bound(memory_bytes: int) -> None:
+    """Private memory, no file, no core. What is mapped from libraries' files does not count."""
+    with contextlib.suppress(ImportError):
+        import resource  # not on Windows
+
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _bound_time(seconds: float) -> None:
+    """A job may take `seconds` of the processor, should nobody be left to end it."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + 2 * seconds) + 1, hard))
+
+
+def _confine() -> None:
+    """From here on: no connection, no program, no file but those that Python imports from."""
+    import fsdp_advisor
+
+    folders = [*sys.path, sys.prefix, sys.base_prefix, str(Path(fsdp_advisor.__file__).parent), *READABLE]
+    readable = tuple(os.path.realpath(f) for f in folders if f and f != "/")
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event.startswith(REFUSED):
+            raise PermissionError(f"{event} is not for a recorder")
+        if event == "open" and not isinstance(arguments[0], int):
+            path, _, flags = arguments
+            real = os.path.realpath(os.fsdecode(path))
+            inside = any(real == folder or real.startswith(folder + os.sep) for folder in readable)
+            if not inside or (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                raise PermissionError("this file is not for a recorder")
+
+    sys.addaudithook(watch)
+
+
+def _answer(answers: BinaryIO, job: dict[str, Any]) -> None:
+    try:
+        head, blob = _recorded(job)
+    except AdvisorError as error:
+        head, blob = {"refused": _told(error)}, b""
+    except Exception as error:
+        why = NotRecordable(f"{job['name']}: {type(error).__name__}", hint="check the configuration's sizes")
+        head, blob = {"refused": _told(why)}, b""
+    answers.write(json.dumps({**head, "bytes": len(blob)}).encode() + b"\n" + blob)
+    answers.flush()
+
+
+def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    from fsdp_advisor.resolve import configured
+
+    model = configured(job["config"].encode(), job["name"], job["source"])
+    assert model.profile is not None
+    refusals: dict[str, AdvisorError] = {}
+    wanted = [Variant.from_key(key) for key in job["variants"]]
+    for variant in wanted:
+        try:
+            model.tape(variant)
+        except AdvisorError as error:
+            refusals[variant.key] = error
+            if isinstance(error, NoSuchAttention) and variant.attention == "sdpa":  # eager is taken in its place
+                wanted.append(replace(variant, attention="eager"))
+    notes = [note for note in model.notes if "cache folder" not in note]
+    return {"notes": notes, "refusals": {k: _told(e) for k, e in refusals.items()}}, dump(model.profile)
+
+
+def _told(error: AdvisorError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+
+
+if __name__ == "__main__":
+    main()

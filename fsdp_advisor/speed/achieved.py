@@ -1,0 +1,158 @@
+"""What hardware achieves of what its datasheet promises. Every constant of the time model stands in this file.
+
+A constant is either published (its source is named) or chosen on the fitted part of the published training runs
+(`tests/speed/published_split.py`), and then it says so and means something that could be measured on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.hardware.links import PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, Link, LinkKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Achieved:
+    """Shares of the datasheet's rates that a generation of GPUs sustains while it trains.
+
+    `matmul` is of large matrix products in a training loop, at the clocks that the power limit leaves, not of the best
+    product in a benchmark. `attention_forward` and `attention_backward` are of flash attention with heads of 128.
+    `memory` is of a streaming kernel. `seen` says that a published training run of this generation is among the fitted.
+    """
+
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    seen: bool = False
+
+
+# Matrix products: chosen on the fitted rows for Volta (bert-large in fp16), Ampere (torchtitan on A100) and Hopper (torchtitan
+# on H100); all lie below the best that a benchmark reaches (A100 0.87, H100 0.80: Bekman, Machine Learning Engineering, maximum
+# achievable matmul FLOPS). Turing as Volta, Ada as Ampere and Blackwell as Hopper: assumed. CDNA 3 and 4: what the same table
+# says (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times the 0.7 that Hopper keeps of its own. CDNA 2: assumed.
+# Attention: FlashAttention-2, which PyTorch's own flash kernel is. Ampere: forward and backward together, causal, head 128 on
+# A100: 99, 133, 155, 173, 182, 189 TFLOP/s at 512 ... 16384 tokens (flash2_a100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention;
+# arXiv:2307.08691, figure 4); how the two share it is assumed. Hopper: forward 335 (FlashAttention-3, arXiv:2407.08608, figure 5),
+# both together 163, 221, 265, 294, 308, 328 (flash2_h100_fwd_bwd_benchmark.png). With HALF_RATE_TOKENS both generations' rates
+# meet these within 10 % from 1024 tokens on and are 23 % too fast at 512. Volta and Turing run xFormers' kernel, at the share
+# of the peak that it has on A100 (0.24 to 0.31 for both together, first of the two figures): assumed. Ada as Ampere, Blackwell
+# (no kernel of its own in PyTorch's FlashAttention-2) and CDNA: assumed.
+# Memory: A100 1355 of 1555 GB/s (copy, PTsolvers/gpu-workshop-JuliaCon23 issue 7), H100 2903 of 3350 (nvbandwidth's copy,
+# aigatech/vpbenchmarking), and 0.90 for both in Calculon's systems/*.json; B200 0.91 (BabelStream's mul in CUB, NVIDIA/cccl pull
+# 9210); MI300X 0.81 of 5.3 TB/s (as aiweekly.co quotes a study). The others are assumed to be as their neighbours.
+_ACHIEVED: dict[str, Achieved] = {
+    "volta": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.88, seen=True),
+    "turing": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.85),
+    "ampere": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88, seen=True),
+    "ada": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88),
+    "hopper": Achieved(matmul=0.56, attention_forward=0.34, attention_backward=0.29, memory=0.88, seen=True),
+    "blackwell": Achieved(matmul=0.56, attention_forward=0.30, attention_backward=0.25, memory=0.90),
+    "cdna2": Achieved(matmul=0.54, attention_forward=0.30, attention_backward=0.22, memory=0.80),
+    "cdna3": Achieved(matmul=0.39, attention_forward=0.30, attention_backward=0.22, memory=0.80),
+    "cdna4": Achieved(matmul=0.48, attention_forward=0.30, attention_backward=0.22, memory=0.80),
+}
+
+SMALL_HEAD = 0.88
+"""Flash attention's rate with heads of 64 against 128. Source: FlashAttention-3, figure 5: 324 of 370 forward on H100; forward
+and backward together 296 of 338 there and 176 of 203 on A100 (FlashAttention-2's benchmark figures, no mask, 16384 tokens)."""
+
+HALF_RATE_TOKENS = 256
+"""The length at which flash attention reaches half its rate: T / (T + 256), for the blocks on the diagonal that are computed
+whole and for the kernel's fill. Source: FlashAttention-3, figure 5: FlashAttention-2, causal, head 128 on H100: 191, 260, 298, 319, 333,
+335 TFLOP/s at 512 ... 16384 tokens, which this meets within 18 % at 512 and within 4 % from 1024 on."""
+
+PLAIN_MATMUL = 0.90
+"""fp32 products without tensor cores, on NVIDIA: cuBLAS comes close to the peak of the boards that train in fp32. Source: V100
+13.9 of 15.7 TFLOP/s at 4096 and 14.5 at 10240 (zzc0721/torch-performance-test-data issue 140), A100 18.9 of 19.5
+(Yinghan-Li/YHs_Sample issue 4). Later boards are held back by their power: 0.78 on H200 NVL (xzwgit/gpu-flops-bench)."""
+
+SPLIT_K = 256
+"""The shortest piece of the inner dimension that a multiprocessor gets where a product has too few tiles for all of them.
+Assumed: some eight steps of 32 of the main loop, for a piece to pay off."""
+
+TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.95), (64, 64, 0.60))
+"""Output tiles of a matrix product's kernels (rows, columns) and their rate against the largest: a smaller tile reads more
+operands per product. Source of the sizes: NVIDIA, Matrix Multiplication Background User's Guide, section 2.3, Typical Tile
+Dimensions in cuBLAS and Performance. The rates are assumed."""
+
+KERNEL_GAP_S = 1.5e-6
+"""Between two kernels of one stream: drain, launch, fill. Assumed; the smallest kernel, an addition of 1024 numbers, takes 1.1 to
+1.3 us from one to the next (pytorch/pytorch issue 161104)."""
+
+LAUNCH_S = 25e-6
+"""The CPU's share of one operator of eager PyTorch: Python, dispatcher, autograd, launch. Chosen on the fitted rows that wait
+for the CPU, five of them, each of which asks for 20 to 30 us: servers of 2021 to 2023. A faster CPU needs less."""
+
+BUS_SHARE: dict[LinkKind, float] = {
+    "nvlink": 0.78, "xgmi": 0.70, "pcie": 0.60,
+    "infiniband": 0.85, "roce": 0.85, "efa": 0.70, "slingshot": 0.75, "ethernet": 0.70,
+}  # fmt: skip
+"""What NCCL's rings get of a link: bus bandwidth of large messages, of the link's rate.
+
+nvlink: A100 231 of 300 GB/s (NVIDIA/nccl issue 527), H100 370 of 450 (NVIDIA/nccl-tests issue 212), B200 682 of 900 (Bekman,
+Machine Learning Engineering, SHARP, ring). xgmi: MI300X 313 of 448 (there too, all-to-all bandwidth). infiniband: all-reduce over
+32 H100 nodes 340 of 400 (NVIDIA/nccl issue 1218, where an all-gather of 2 GB reached 200); over a few nodes NVIDIA names 46 to
+48 of 50 per adapter (NVIDIA/nccl-tests issue 290). roce: as infiniband, assumed; 75 of 100 in NVIDIA/nccl issue 495. efa: assumed,
+between 0.60 on p3dn (NVIDIA/nccl-tests issue 22) and 0.91 on p5en (Bekman, inter-node networking). pcie: assumed, below the 12 of
+15.8 that NCCL itself plans with (src/graph/topo.h, PCI_BW), since GPUs share switches. slingshot, ethernet: assumed."""
+
+LATENCY_S: dict[LinkKind, float] = {
+    "nvlink": 3.4e-6, "xgmi": 3.6e-6, "pcie": 5.7e-6,
+    "infiniband": 14e-6, "roce": 14e-6, "efa": 14e-6, "slingshot": 14e-6, "ethernet": 28e-6,
+}  # fmt: skip
+"""Per hop, where the link itself tells none. Source: NCCL's cost model (src/graph/tuning.cc, hwLatencies, ring, Simple); xgmi:
+RCCL's (its src/graph/tuning.cc, tuning_model_0). EFA and Slingshot as other networks, and TCP at twice that: assumed."""
+
+COLLECTIVE_START_S = 20e-6
+"""One collective's own overhead: NCCL's launch and its first handshake. Assumed, above the 8.4 us of NCCL's cost model
+(src/graph/tuning.cc, baseLatencies, ring, Simple), which leaves out the launch; nccl-tests at 8 bytes, hops included, takes 10 us
+between A100 (NVIDIA/nccl-tests issue 331) and 40 us on eight boards on PCIe (NVIDIA/nccl issue 1530)."""
+
+STOLEN_BY_NCCL = 0.15
+"""Of the compute that runs beside a collective, what NCCL's kernels take away. Source: Isaev et al., Calculon (SC 2023),
+`processor_usage` of NVLink in systems/a100_80g.json and h100_80g_nvl8.json. NCCL's 24 channels on A100 and 32 on H100 hold more,
+0.22 and 0.24 of the multiprocessors, as long as they run."""
+
+HOOKS_S: dict[str, float] = {"ddp": 0.0, "fsdp1": 0.8e-3, "fsdp2": 0.8e-3, "deepspeed": 3.5e-3}
+"""The CPU's work around one unit in one direction (unshard, reshard, reduce), in Python. Chosen on the fitted rows: FSDP1 on
+Lightning's against DDP's, DeepSpeed on Qwen's at 256 to 1024 tokens (its hooks run per submodule). FSDP2 is taken as FSDP1."""
+
+HOST_SHARE: dict[Link, float] = {PCIE_3_X16: 0.80, PCIE_4_X16: 0.80, PCIE_5_X16: 0.88}
+"""Of PCIe's raw rate with pinned memory, one way. Source: P100 12.2 and 12.9 of 15.8 GB/s (bandwidthTest in
+mpicbg-scicomp/gearshifft pull 82), A100 25.1 of 31.5 (NVIDIA/nvbandwidth issue 42), H200 55.4 of 63.0 (nvbandwidth in Bekman,
+Machine Learning Engineering, PCIe)."""
+
+HOST_ADAM_PER_S = 3.9e9
+"""Elements per second and node of an Adam on the host that goes over memory once (DeepSpeedCPUAdam, fused CPU AdamW).
+Source: ZeRO-Offload (arXiv:2101.06840), table 4: CPU-Adam takes 2.57 s for 10 billion parameters, on a DGX-2."""
+
+HOST_PLAIN_ADAM_PER_S = 0.68e9
+"""The same of PyTorch's unfused Adam on the CPU: 14.76 s for 10 billion parameters (PT-CPU). Source: the same table."""
+
+HOST_LINK: dict[str, Link] = {
+    "volta": PCIE_3_X16, "turing": PCIE_3_X16, "ampere": PCIE_4_X16, "ada": PCIE_4_X16, "hopper": PCIE_5_X16,
+    "blackwell": PCIE_5_X16, "cdna2": PCIE_4_X16, "cdna3": PCIE_5_X16, "cdna4": PCIE_5_X16,
+}  # fmt: skip
+"""How a generation's boards reach the host. Source: the makers' datasheets."""
+
+
+def achieved_by(gpu: Gpu) -> Achieved | None:
+    """What this GPU achieves, None where its generation is unknown."""
+    return None if gpu.architecture is None else _ACHIEVED[gpu.architecture]
+
+
+def host_bytes_per_s(gpu: Gpu) -> float:
+    """One way between this GPU and pinned host memory."""
+    assert gpu.architecture is not None
+    link = HOST_LINK[gpu.architecture]
+    return link.bytes_per_s * HOST_SHARE[link]
+
+
+def latency_s(link: Link) -> float:
+    return LATENCY_S[link.kind] if link.latency_s is None else link.latency_s
+
+
+def bus_bytes_per_s(link: Link) -> float:
+    return link.bytes_per_s * BUS_SHARE[link.kind]

@@ -1,0 +1,250 @@
+"""The time of one optimizer step on one rank: what `estimate` shows, with its breakdown and how far it may be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fsdp_advisor.hardware import Gpu, Link
+from fsdp_advisor.models.profile import ROOT, Profile, Tape
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.speed.achieved import STOLEN_BY_NCCL, achieved_by
+from fsdp_advisor.speed.engines import Engine, UnitCosts, engine_of, unit_costs
+from fsdp_advisor.speed.operators import Device, device_of
+from fsdp_advisor.speed.streams import MicroBatch, Place, Streams
+from fsdp_advisor.speed.work import Compute, compute_of
+
+UNCERTAINTY: dict[str, float] = {
+    "matmul": 0.15, "attention": 0.25, "pointwise": 0.25, "loss": 0.25, "recomputation": 0.15, "launch": 0.50,
+    "sharding": 0.25, "communication": 0.50, "contention": 1.0, "optimizer": 0.25, "host": 0.50,
+}  # fmt: skip
+"""How much faster each part of a step may be, as a share of it; it may be slower by SLOWER times as much."""
+SLOWER = 2.0
+"""Runs are late more often than early: memory nearly full, older kernels, a busy network. Of the published runs, fitted and
+judged together, 59 of 66 lie in the range that this gives."""
+LARGEST_NODE = 16
+"""GPUs in the largest node of any published run; DGX-2."""
+ATTENTION_WORTH_A_WORD = 0.25
+WITHOUT_TOKENS = frozenset({"image-classification"})
+UNSEEN = 0.15
+"""More of it, where no published run of this generation of GPUs was at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """One step of `tokens` tokens on one GPU. `breakdown` is seconds by cause and sums to the step.
+
+    `matmul`, `attention`, `pointwise`, `loss`: what the GPU computes, by class of operator; `recomputation`: the forwards that
+    activation checkpointing repeats; `launch`: waiting for the CPU to launch; `sharding`: copies in and out of gathered buffers;
+    `communication`: collectives that nothing hides; `contention`: what hidden collectives take from compute;
+    `optimizer`: its step on the GPU; `host`: PCIe and the host's optimizer.
+    """
+
+    breakdown: dict[str, float]
+    tokens: int
+    model_flops: float
+    peak_flops: float
+    communication_seconds: float
+    low_seconds: float
+    high_seconds: float
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.breakdown.values())
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Of the datasheet's rate, the share that the model's own work takes; recomputation does not count.
+
+        Source: Chowdhery et al., PaLM (arXiv:2204.02311), appendix B: attention counts whole, mask or not.
+        """
+        return self.model_flops / self.seconds / self.peak_flops
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """The slowest and the fastest, per GPU."""
+        return self.tokens / self.high_seconds, self.tokens / self.low_seconds
+
+    @property
+    def mfu_range(self) -> tuple[float, float]:
+        work = self.model_flops / self.peak_flops
+        return work / self.high_seconds, work / self.low_seconds
+
+    @property
+    def exposed_communication_share_range(self) -> tuple[float, float]:
+        """As far as the exposed communication itself is unsure, everything else as told."""
+        exposed, unsure = self.breakdown["communication"], UNCERTAINTY["communication"]
+        rest = self.seconds - exposed
+        least, most = exposed * (1 - unsure), exposed * (1 + SLOWER * unsure)
+        return least / (rest + least), most / (rest + most)
+
+    @property
+    def seconds_without_communication(self) -> float:
+        """The step on a GPU whose collectives take no time: a stand-in for one of many ranks."""
+        return self.seconds - self.breakdown["communication"] - self.breakdown["contention"]
+
+    @property
+    def exposed_communication_share(self) -> float:
+        """Of the step, what is spent on communication that nothing hides."""
+        return self.breakdown["communication"] / self.seconds
+
+
+def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
+    """Why there is no step time; None where there is one."""
+    if device_of(gpu, plan.precision) is None:
+        return f"{gpu.name} is known by its memory alone: name a GPU for the time of a step"
+    if plan.offload != "none" and plan.offload_device == "nvme":
+        return "the rate of the NVMe drives is not known"
+    return None
+
+
+def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link) -> StepTime | None:
+    """The time of a step of `plan` on GPUs that reach other nodes over `between`; None where `why_unknown` has a reason.
+
+    `tape` is the step that runs on the GPU: where the model has a tape with flash attention, that one stands for sdpa too.
+    """
+    device = device_of(gpu, plan.precision)
+    if device is None or why_unknown(plan, gpu) is not None:
+        return None
+    return _step_time(profile, tape, plan, gpu, between, device)
+
+
+@lru_cache(maxsize=4096)
+def _step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link, device: Device) -> StepTime:
+    compute, engine, costs = parts(profile, tape, plan, gpu, between, device)
+    last = MicroBatch(profile, compute, engine, costs, reduces=True).walk()
+    others = plan.gradient_accumulation_steps - 1
+    first = last
+    if others and not engine.reduces_early:
+        first = MicroBatch(profile, compute, engine, costs, reduces=False).walk()
+    breakdown = _compute_breakdown(profile, compute, engine, costs)
+    breakdown = {name: value * plan.gradient_accumulation_steps for name, value in breakdown.items()}
+    reductions = plan.gradient_accumulation_steps if engine.reduces_early else 1
+    late = engine.reduce_late * reductions
+    host_share = _host_share(profile, engine, costs)
+    exposed = _exposed(last) + others * _exposed(first)
+    hidden = _hidden(last) + others * _hidden(first)
+    breakdown |= {
+        "communication": exposed * (1 - host_share) + late + engine.gather_updated,
+        "contention": hidden * (1 - host_share) * STOLEN_BY_NCCL,
+        "optimizer": engine.optimizer,
+        "host": exposed * host_share + engine.host_optimizer + engine.host_reduce * reductions + engine.host_late,
+    }
+    seconds = sum(breakdown.values())
+    achieved = achieved_by(gpu)
+    unseen = UNSEEN if achieved is None or not achieved.seen else 0.0
+    unsure = sum(value * UNCERTAINTY[name] for name, value in breakdown.items()) + unseen * seconds
+    return StepTime(
+        breakdown=breakdown,
+        tokens=plan.micro_batch_size * plan.seq_len * plan.gradient_accumulation_steps,
+        model_flops=compute.model_flops * plan.gradient_accumulation_steps,
+        peak_flops=device.peak_flops,
+        communication_seconds=last.sent + others * first.sent + late + engine.gather_updated,
+        low_seconds=max(seconds - unsure, 0.0),
+        high_seconds=seconds + SLOWER * unsure,
+        warnings=_warnings(profile, plan, gpu, breakdown, seconds),
+    )
+
+
+def parts(
+    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link, device: Device
+) -> tuple[Compute, Engine, dict[Place, UnitCosts]]:
+    """A step's compute, its engine and every unit's costs on it."""
+    checkpointing = plan.activation_checkpointing == "full"
+    compute = compute_of(profile, tape, plan.micro_batch_size, plan.seq_len, device, checkpointing)
+    engine = engine_of(profile, plan, gpu, between, device.memory_bytes_per_s)
+    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, between, device.memory_bytes_per_s)}
+    known: dict[int, UnitCosts] = {}
+    for number, stack in enumerate(profile.stacks):
+        for layer, unit in enumerate(stack.units):
+            if id(unit) not in known:
+                known[id(unit)] = unit_costs(unit, plan, gpu, between, device.memory_bytes_per_s)
+            costs[number, layer] = known[id(unit)]
+    return compute, engine, costs
+
+
+def _exposed(streams: Streams) -> float:
+    return max(streams.compute - streams.computed, 0.0)
+
+
+def _hidden(streams: Streams) -> float:
+    return max(streams.sent - _exposed(streams), 0.0)
+
+
+def _host_share(profile: Profile, engine: Engine, costs: dict[Place, UnitCosts]) -> float:
+    """Of everything on the link, PCIe's part."""
+    sent = host = 0.0
+    for place, unit in costs.items():
+        times = 1 if place[0] == ROOT else profile.stacks[place[0]].counts[place[1]]
+        gathers = engine.gathers_forward + engine.gathers_backward
+        sent += times * (gathers * unit.gather + unit.reduce)
+        host += times * (gathers * unit.host_gather + unit.host_reduce)
+    return host / sent if sent else 0.0
+
+
+def _compute_breakdown(
+    profile: Profile, compute: Compute, engine: Engine, costs: dict[Place, UnitCosts]
+) -> dict[str, float]:
+    """The compute stream of one micro-batch by cause, over all real layers."""
+    matmul = attention = pointwise = loss = recomputation = launch = sharding = 0.0
+    for stretches, backward in ((compute.forward, False), (compute.backward, True)):
+        first_root = True
+        for stretch in stretches:
+            for layer, work in stretch.work.items():
+                place = (stretch.stack, layer)
+                times = 1 if stretch.stack == ROOT else profile.stacks[stretch.stack].counts[layer]
+                copies = costs[place].copies_backward if backward else costs[place].copies_forward
+                if stretch.stack == ROOT:
+                    copies, first_root = copies if first_root else 0.0, False
+                matmul += times * work.matmul
+                attention += times * work.attention
+                pointwise += times * work.pointwise
+                loss += times * work.loss
+                recomputation += times * work.recomputation
+                sharding += times * copies
+                launch += times * max(work.cpu + engine.hooks_s - work.gpu - copies, 0.0)
+    return {
+        "matmul": matmul,
+        "attention": attention,
+        "pointwise": pointwise,
+        "loss": loss,
+        "recomputation": recomputation,
+        "launch": launch,
+        "sharding": sharding,
+    }
+
+
+def _warnings(profile: Profile, plan: Plan, gpu: Gpu, breakdown: dict[str, float], seconds: float) -> tuple[str, ...]:
+    """Where the model stops being trustworthy."""
+    found = []
+    achieved = achieved_by(gpu)
+    if achieved is None or not achieved.seen:
+        found.append(f"step time: no published training run on {gpu.name}'s generation was at hand to check it against")
+    if gpu.bf16_flops is None and plan.precision.startswith("bf16"):
+        found.append(f"step time: {gpu.name} has no tensor cores for bf16; fp16-mixed would be faster")
+    if plan.ranks_per_node > LARGEST_NODE:
+        found.append(f"step time: {plan.ranks_per_node} GPUs on one node are taken to share its links; say --nnodes")
+    if profile.task in WITHOUT_TOKENS:
+        found.append("step time: its tokens per second count the sequence length, which this model does not read")
+    if plan.backend == "deepspeed" and plan.nnodes > 1:
+        found.append("step time: published DeepSpeed runs over several nodes took 1.3 to 2.6 times as long")
+    if breakdown["attention"] > ATTENTION_WORTH_A_WORD * seconds:
+        found.append(
+            f"step time: {breakdown['attention'] / seconds:.0%} of it is attention at FlashAttention-2's rate; kernels before it took 1.5 to 2 times as long"
+        )
+    for name, what in (
+        ("launch", "waiting for the CPU, whose speed is not known"),
+        ("host", "the host's memory and PCIe, which differ from server to server"),
+    ):
+        if breakdown[name] > 0.3 * seconds:
+            found.append(f"step time: {breakdown[name] / seconds:.0%} of it is {what}")
+    if breakdown["communication"] > 0.3 * seconds:
+        found.append(
+            f"step time: {breakdown['communication'] / seconds:.0%} of it is communication at the links' usual rates; a busy network is slower"
+        )
+    return tuple(found)

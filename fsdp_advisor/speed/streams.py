@@ -1,0 +1,194 @@
+"""The two streams of a rank, compute and link, walked through one micro-batch; layers that repeat are folded.
+
+Within a run of like layers both streams settle into a rhythm after two or three of them; from there on every layer moves each
+stream by the same amount, and the rest of the run is one jump.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from fsdp_advisor.models.profile import ROOT, Profile, Run
+from fsdp_advisor.speed.engines import Engine, UnitCosts
+from fsdp_advisor.speed.work import Compute, Stretch, Work
+
+Place = tuple[int, int]
+_SAME_S = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What one stream does from `begin_seconds` to `end_seconds`, counted from the beginning of the micro-batch."""
+
+    stream: str  # "compute" or "communication"
+    name: str
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(slots=True)
+class Streams:
+    """Where the two streams stand, seconds from the beginning; `intervals` are kept where it is a list."""
+
+    compute: float = 0.0
+    link: float = 0.0
+    begun: float = 0.0  # when the last unit's compute began
+    computed: float = 0.0  # all compute so far
+    sent: float = 0.0  # all communication so far
+    pending: float = 0.0  # the reduction that the last unit's backward asked for
+    pending_name: str = ""
+    intervals: list[Interval] | None = None
+
+    def state(self) -> tuple[float, float, float, float, float]:
+        return self.compute, self.link, self.begun, self.computed, self.sent
+
+    def send(self, seconds: float, not_before: float, name: str) -> float:
+        """Put a transfer on the link; returns when it is done."""
+        begin = max(self.link, not_before)
+        self.link = begin + seconds
+        self.sent += seconds
+        if self.intervals is not None and seconds:
+            self.intervals.append(Interval("communication", name, begin, self.link))
+        return self.link
+
+    def work(self, seconds: float, ready: float, name: str) -> None:
+        """Run compute once `ready`."""
+        self.begun = max(self.compute, ready)
+        self.compute = self.begun + seconds
+        self.computed += seconds
+        if self.intervals is not None and seconds:
+            self.intervals.append(Interval("compute", name, self.begun, self.compute))
+
+    def flush(self) -> None:
+        """Send the reduction that waits."""
+        if self.pending:
+            self.send(self.pending, self.compute, self.pending_name)
+            self.pending = 0.0
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One micro-batch to be walked. `reduces`: gradients are reduced at its end; costs by place, seconds."""
+
+    profile: Profile
+    compute: Compute
+    engine: Engine
+    costs: dict[Place, UnitCosts]
+    reduces: bool
+    streams: Streams = field(default_factory=Streams)
+
+    def walk(self) -> Streams:
+        """Forward and backward, both streams joined at the end."""
+        s, root = self.streams, self.costs[ROOT, 0]
+        name = self.profile.root.kind
+        ready = s.send(root.gather, 0.0, f"all-gather {name}") if self.engine.gathers_forward else 0.0
+        first = True
+        for stretch in self.compute.forward:
+            if stretch.stack == ROOT:
+                extra = root.copies_forward if first else 0.0
+                s.work(self._seconds(stretch.work[0], extra), ready, f"forward {name}")
+                first = False
+                continue
+            s.begun = max(s.begun, ready)
+            for run in self._runs(stretch, backward=False):
+                self._fold(run, stretch, self._forward)
+        first = True
+        for index, stretch in enumerate(self.compute.backward):
+            if stretch.stack == ROOT:
+                gathers = first and self.engine.gathers_backward
+                ready = s.send(root.gather, s.compute, f"all-gather {name}") if gathers else 0.0
+                s.work(
+                    self._seconds(stretch.work[0], root.copies_backward if first else 0.0), ready, f"backward {name}"
+                )
+                first = False
+                if index == 0 and self.reduces and not self.engine.gathers_forward:
+                    s.send(
+                        root.reduce * self._tail(), s.compute, f"all-reduce {name}"
+                    )  # DDP: the head's buckets go first
+                continue
+            for run in self._runs(stretch, backward=True):
+                self._fold(run, stretch, self._backward)
+        s.flush()
+        if self.reduces and self.engine.overlaps:
+            share = 1.0 if self.engine.gathers_forward else 1 - self._tail()
+            what = "reduce-scatter" if self.engine.gathers_forward else "all-reduce"
+            s.send(root.reduce * share, s.compute, f"{what} {name}")
+        s.compute = max(s.compute, s.link if s.sent else 0.0)
+        return s
+
+    def _tail(self) -> float:
+        """The share of the root's parameters that stand after the last stack: their gradients come first."""
+        order, root = self.profile.order, self.profile.root
+        after = order[-1] if order else 0
+        return sum(p.elements for p in root.parameters[after:]) / root.elements if root.elements else 0.0
+
+    def _seconds(self, work: Work, copies: float) -> float:
+        return max(work.gpu + copies, work.cpu + self.engine.hooks_s)
+
+    def _forward(self, place: Place, work: Work) -> None:
+        s, costs = self.streams, self.costs[place]
+        ready = s.send(costs.gather, s.begun, f"all-gather {self._name(place)}") if self.engine.gathers_forward else 0.0
+        s.work(self._seconds(work, costs.copies_forward), ready, f"forward {self._name(place)}")
+
+    def _backward(self, place: Place, work: Work) -> None:
+        s, costs = self.streams, self.costs[place]
+        ready = 0.0
+        if self.engine.gathers_backward:
+            name = f"all-gather {self._name(place)}"
+            match self.engine.prefetch:
+                case "pre":
+                    ready = s.send(costs.gather, s.begun, name)
+                    s.flush()
+                case "post":
+                    ready = s.send(costs.gather, s.compute, name)
+                    s.flush()
+                case _:
+                    s.flush()
+                    ready = s.send(costs.gather, s.compute, name)
+        else:
+            s.flush()
+        s.work(self._seconds(work, costs.copies_backward), ready, f"backward {self._name(place)}")
+        if self.reduces and self.engine.overlaps:
+            s.pending, s.pending_name = costs.reduce, f"reduce {self._name(place)}"
+
+    def _name(self, place: Place) -> str:
+        stack, layer = place
+        return f"{self.profile.stacks[stack].path}.{self.profile.stacks[stack].units[layer].kind}"
+
+    def _runs(self, stretch: Stretch, *, backward: bool) -> Iterator[Run]:
+        runs = self.profile.stacks[stretch.stack].runs
+        for run in reversed(runs) if backward else runs:
+            yield Run(run.pattern[::-1], run.repeats) if backward else run
+
+    def _fold(self, run: Run, stretch: Stretch, step: Callable[[Place, Work], None]) -> None:
+        s = self.streams
+        places = [((stretch.stack, layer), stretch.work[layer]) for layer in run.pattern]
+        left, before, last = run.repeats, s.state(), None
+        while left:
+            for place, work in places:
+                step(place, work)
+            left -= 1
+            now = s.state()
+            moved = tuple(a - b for a, b in zip(now, before, strict=True))
+            before = now
+            if left > 1 and s.intervals is None and last is not None and _same(moved, last):
+                jump = self._jump(left, moved)
+                s.compute, s.link, s.begun, s.computed, s.sent = (
+                    value + jump * by for value, by in zip(now, moved, strict=True)
+                )
+                left -= jump
+                before, last = s.state(), None
+                continue
+            last = moved
+
+    def _jump(self, left: int, moved: tuple[float, ...]) -> int:
+        """How many repetitions go by alike: all, unless a link that is behind catches up on the way."""
+        ahead, gains = self.streams.link - self.streams.compute, moved[0] - moved[1]
+        if gains <= _SAME_S or ahead <= 0:
+            return left
+        return min(left, max(0, int(ahead / gains) - 1))
+
+
+def _same(one: Iterable[float], other: Iterable[float]) -> bool:
+    return all(abs(a - b) <= _SAME_S + 1e-9 * abs(a) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,41 @@
+"""What a step's time costs: on its own, at one GPU and at 1,024. Nothing here fails for being slow."""
+
+from __future__ import annotations
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from fsdp_advisor import speed
+from fsdp_advisor.estimator import variant_of
+from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.models import catalog
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.speed import engines, step, work
+
+H100 = find_gpu("H100")
+
+
+@pytest.mark.parametrize("depth", ["meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-405B"])
+@pytest.mark.parametrize("gpus", [8, 1024])
+def test_step_time(benchmark: BenchmarkFixture, gpus: int, depth: str) -> None:
+    """Nothing of the last answer is remembered."""
+    entry = catalog.find(depth)
+    assert entry is not None and H100.inter_node is not None
+    profile, between = catalog.profile(entry), H100.inter_node
+    plan = Plan(
+        strategy="zero3",
+        backend="fsdp2",
+        shard_degree=gpus,
+        nnodes=gpus // 8,
+        seq_len=2048,
+        attention="flash_attention_2",
+    )
+    tape = profile.tapes[variant_of(plan).key]
+
+    def answer() -> None:
+        for cache in (step._step_time, work.compute_of, engines.engine_of, engines.unit_costs):
+            cache.cache_clear()
+        speed.step_time(profile, tape, plan, H100, between)
+
+    answer()
+    benchmark(answer)

@@ -1,0 +1,98 @@
+"""`export TARGET`: what it writes, where, and how it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdp_advisor.export import TARGETS
+
+JOB = ("--model", "meta-llama/Llama-2-7b-hf", "--gpus", "8", "--gpu", "H100-80GB")
+ZERO3 = (*JOB, "--strategy", "zero3")
+Cli = Callable[..., "object"]
+
+
+def test_a_named_plan_is_written(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    ran = cli("export", "accelerate", *ZERO3, "-o", str(path))
+    assert (ran.status, ran.out) == (0, "")
+    config = yaml.safe_load(path.read_text())
+    assert config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+    assert ran.err.splitlines()[-1] == (
+        "note: meta-llama/Llama-2-7b-hf: ZeRO-3 (fsdp2), 8 GPUs, bf16-mixed; "
+        f"accelerate launch --config_file {path} train.py"
+    )
+
+
+def test_standard_output_is_the_file_alone(cli: Cli) -> None:
+    ran = cli("export", "accelerate", *ZERO3, "-q")
+    assert (ran.status, ran.err) == (0, "")
+    assert yaml.safe_load(ran.out)["num_processes"] == 8
+
+
+def test_the_recommended_plan_without_a_strategy(cli: Cli) -> None:
+    ran = cli("export", "fsdp2", *JOB, "-q")
+    assert ran.status == 0
+    assert "PREDICTED_BYTES" in ran.out
+
+
+def test_targets_are_listed_without_a_model(cli: Cli) -> None:
+    ran = cli("export", "--list")
+    assert ran.status == 0
+    assert [line.split()[0] for line in ran.out.splitlines()] == list(TARGETS)
+
+
+def test_underscores_work_in_a_target(cli: Cli) -> None:
+    assert "accelerate launch" in cli("export", "accelerate_launch", *ZERO3).out
+
+
+def test_a_file_is_not_overwritten_without_force(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "it's here.yaml"
+    path.write_text("mine")
+    ran = cli("export", "accelerate", *ZERO3, "-o", str(path))
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == f"fsdp-advisor: {path} exists\nhint: --force overwrites it\n"
+    assert path.read_text() == "mine"
+    assert cli("export", "accelerate", *ZERO3, "-o", str(path), "--force").status == 0
+    assert yaml.safe_load(path.read_text())["distributed_type"] == "FSDP"
+
+
+def test_a_directory_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("export", "accelerate", *ZERO3, "-o", str(tmp_path / "none" / "fsdp.yaml"))
+    assert (ran.status, ran.out) == (2, "")
+    assert "there is no directory" in ran.err and len(ran.err.splitlines()) == 2
+
+
+def test_a_plan_that_does_not_fit_is_written_and_told(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("export", "ddp", "--model", "meta-llama/Llama-2-7b-hf", "--gpu", "24GiB", "--strategy", "ddp", "-q")
+    assert ran.status == 1
+    assert ran.err == "note: DDP does not fit 24GiB\n"
+    assert "it does not fit" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("fsdp2", *JOB, "--strategy", "zero1"), 2, "fsdp2 cannot do ZeRO-1 (deepspeed): it trains with FSDP2"),
+        (("accelerate", *JOB, "--strategy", "zero1", "--backend", "fsdp2"), 2, "backend fsdp2 has no strategy zero1"),
+        (("deepspeed", *JOB, "--strategy", "ddp"), 2, "deepspeed cannot do DDP: it shards with DeepSpeed"),
+        (
+            ("fsdp2", "--model", "7B", "--strategy", "zero3"),
+            2,
+            "fsdp2 cannot do ZeRO-3 (fsdp2): a bare parameter count",
+        ),
+        (("acelerate", *ZERO3), 2, "no export is called 'acelerate'"),
+        (("accelerate", "--model", "./no/such-model"), 2, "unknown model"),
+        ((), 2, "missing argument"),
+        (("ddp", *JOB[:2], "--gpu", "A100-40GB"), 1, "nothing that ddp can do fits A100-40GB"),
+    ],
+)
+def test_refusals_are_one_or_two_lines(arguments: tuple[str, ...], status: int, message: str, cli: Cli) -> None:
+    ran = cli("export", *arguments, "-q")
+    assert (ran.status, ran.out) == (status, "")
+    first, *hint = ran.err.splitlines()
+    assert first.startswith(f"fsdp-advisor: {message}"), ran.err
+    assert len(hint) <= 1 and all(line.startswith("hint: ") for line in hint)

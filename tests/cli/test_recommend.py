@@ -1,0 +1,116 @@
+"""`recommend`: whole outputs, what it writes where, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LLAMA = ("--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "A100-40GB")
+TOO_LARGE = ("--model", "meta-llama/Llama-2-70b-hf", "--gpus", "2", "--gpu", "24GiB", "--offload", "none")
+
+CASES: dict[str, tuple[tuple[str, ...], int, int]] = {
+    # file: (arguments after `recommend`, columns, exit status)
+    "recommend_llama2.txt": ((*LLAMA, "--tokens", "10e9", "--price", "2"), 120, 0),
+    "recommend_llama2_60.txt": (LLAMA, 60, 0),
+    "recommend_llama2.md": (LLAMA, 120, 0),
+    "recommend_find_batch.txt": ((*LLAMA, "--find", "batch"), 120, 0),
+    "recommend_find_gpus_60.txt": (("--model", "Qwen/Qwen2.5-32B", "--gpu", "H100-80GB", "--find", "gpus"), 60, 0),
+    "recommend_nothing_fits.txt": (TOO_LARGE, 120, 1),
+    "recommend_count.txt": (("--model", "7e9", "--gpus", "4", "--gpu", "H100"), 120, 1),
+}
+
+Cli = Callable[..., Any]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recommend(name: str, cli: Cli, golden: Callable[[str, str], None]) -> None:
+    arguments, columns, status = CASES[name]
+    form = ("--format", "markdown") if name.endswith(".md") else ()
+    ran = cli("recommend", *arguments, *form, "-q", columns=columns)
+    assert ran.err == ""
+    golden(name, ran.out)
+    assert ran.status == status
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith(".txt")])
+def test_text_stays_within_the_screen(name: str, cli: Cli) -> None:
+    """Commands apart: they are there to be copied."""
+    arguments, columns, _ = CASES[name]
+    out = cli("recommend", *arguments, "-q", columns=columns).out
+    shown, _, commands = out.partition("To launch it\n")
+    others = [line for line in commands.splitlines() if not line.startswith("  ")]
+    assert max(map(len, [*shown.splitlines(), *others])) <= columns
+
+
+def test_json_is_the_estimates_with_the_recommendation(cli: Cli) -> None:
+    estimate, ran = json.loads(cli("estimate", *LLAMA, "--json").out), cli("recommend", *LLAMA, "--json")
+    document = json.loads(ran.out)
+    assert document["estimates"] == estimate["estimates"]
+    assert document["recommendation"]["strategy"] == "zero3"
+    assert [step["answer"] for step in document["recommendation"]["path"][:2]] == ["no", "states"]
+
+
+def test_what_it_prints_to_launch_works(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = cli("recommend", *LLAMA).out
+    line = re.search(r"^  fsdp-advisor (export .*)$", out, re.MULTILINE)
+    assert line is not None
+    monkeypatch.chdir(tmp_path)
+    assert cli(*line[1].split()).status == 0
+    assert (tmp_path / "accelerate.yaml").read_text().startswith("#")
+
+
+def test_underscores_and_help(cli: Cli) -> None:
+    assert cli("recommend", *LLAMA, "--global_batch_size", "64", "--json").status == 0
+    shown = cli("recommend", "--help").out
+    for option in ("--find [gpus|batch|sequence|gpu-type]", "--margin N", "--global-batch-size N", "--tokens N"):
+        assert option in shown
+    assert "[default: searched]" in shown
+    assert "--find" not in cli("estimate", "--help").out
+
+
+def test_the_plot_is_svg(cli: Cli, tmp_path: Path) -> None:
+    plot = tmp_path / "frontier.svg"
+    assert cli("recommend", *LLAMA, "--find", "batch", "--plot", str(plot), "-q").status == 0
+    assert plot.read_text().startswith("<svg")
+    again = cli("recommend", *LLAMA, "--plot", str(plot), "-q")
+    assert (again.status, again.err.splitlines()[0]) == (2, f"fsdp-advisor: {plot} exists")
+    assert cli("recommend", *LLAMA, "--plot", str(plot), "--force", "-q").status == 0
+
+
+def test_ascii_where_the_screen_takes_no_more(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_advisor.cli import output
+
+    monkeypatch.setattr(output, "_takes_unicode", lambda: False)
+    assert cli("recommend", *LLAMA, "-q").out.isascii()
+
+
+def test_notes_go_to_standard_error(cli: Cli) -> None:
+    ran = cli("recommend", "--model", "Qwen/Qwen2.5-7B", "--gpus", "4", "--gpu", "H100", "--find", "gpu-type")
+    assert "note: offload was not looked at: give --host-memory or --offload" in ran.err
+    assert "offload was not looked at" not in ran.out
+
+
+BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "a batch that cannot be divided": (
+        ("--gpus", "8", "--micro-batch-size", "2", "--gradient-accumulation-steps", "4", "--global-batch-size", "128"),
+        "micro-batch 2 x accumulation 4 x world 8 = 64, not 128",
+        "--gradient-accumulation-steps 8 makes it 128",
+    ),
+    "a margin above the whole": (("--margin", "120%"), "margin: Input should be less than 1, not '120%'", "of the GPU's memory, left free: 0.08 or 8%"),
+    "no number of tokens": (("--tokens", "many"), "tokens: Input should be a valid integer, unable to parse string as an integer, not 'many'", "to train on, such as 10e9 or 10B"),
+    "nothing to find": (("--find", "meaning"), "find: Input should be 'gpus', 'batch', 'sequence' or 'gpu-type', not 'meaning'", "what to find the largest or smallest of that fits"),
+    "a strategy that no such backend has": (("--strategy", "zero1", "--backend", "fsdp2"), "backend fsdp2 has no strategy zero1", "strategy zero1: deepspeed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str, cli: Cli) -> None:
+    arguments, message, hint = BAD[name]
+    ran = cli("recommend", "--model", "openai-community/gpt2", "--gpu", "H100", *arguments)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.splitlines() == [f"fsdp-advisor: {message}", f"hint: {hint}"]

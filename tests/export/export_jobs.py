@@ -1,0 +1,64 @@
+"""Every job that can be exported, pruned: what is independent of each other is not multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any, get_args
+
+from fsdp_advisor.export import TARGETS, Job
+from fsdp_advisor.plan import OFFLOADS, Plan, degrees, label
+from fsdp_advisor.request import Optimizer, Precision
+
+RANKS = 8
+VOCABULARY, HIDDEN = 32_000, 4096
+
+
+def plan(strategy: str, backend: str, nnodes: int = 1, *, gpus: int = RANKS, **changes: Any) -> Plan:
+    shards, replicas = degrees(strategy, gpus, nnodes)
+    values = {"nnodes": nnodes, "seq_len": 2048, "shard_degree": shards, "replica_degree": replicas, **changes}
+    return Plan(strategy=strategy, backend=backend, **values)
+
+
+def job(of: Plan, **changes: Any) -> Job:
+    values = {
+        "label": label(of.strategy, of.offload),
+        "model_name": "meta-llama/Llama-2-7b-hf",
+        "task": "causal-lm",
+        "layer_classes": ("LlamaDecoderLayer",),
+        "largest_parameter_elements": VOCABULARY * HIDDEN,
+        "gpu_name": "H100-80GB",
+        "gpu_memory_bytes": 85_029_158_912,
+        "peaks": {"peak_tensor_bytes": 24_957_548_032},
+        "host_bytes_per_node": 2**33,
+    }
+    return Job(plan=of, **(values | changes))
+
+
+def plans() -> Iterator[Plan]:
+    """Strategy x backend x offload x device x precision x checkpointing x nodes; the rest goes round beside them."""
+    optimizers, steps, prefetches = cycle(get_args(Optimizer)), cycle((1, 4)), cycle(("pre", "post", "none"))
+    attentions = cycle(("sdpa", "eager", "flash_attention_2"))
+    for offload, able in OFFLOADS.items():
+        for strategy, backends in able.items():
+            for backend, precision, checkpointing, nodes in product(
+                backends, get_args(Precision), ("none", "full"), (1, 2)
+            ):
+                for device in ("cpu", "nvme") if backend == "deepspeed" and offload != "none" else ("cpu",):
+                    base = plan(strategy, backend, nodes, offload=offload, offload_device=device, precision=precision)
+                    yield replace(
+                        base,
+                        activation_checkpointing=checkpointing,
+                        gradient_accumulation_steps=next(steps),
+                        micro_batch_size=2,
+                        optim="adamw_torch_fused",
+                        attention=next(attentions),
+                        backward_prefetch=next(prefetches),
+                    )
+                    yield replace(base, optim=next(optimizers))
+
+
+def jobs(target: str) -> list[Job]:
+    """Those that the target can do."""
+    return [j for p in plans() if TARGETS[target].cannot(j := job(p)) is None]

@@ -1,0 +1,143 @@
+"""accelerate's own loader, launcher and plugins over every configuration; keys inside its sections against its own options."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from accelerate.commands import launch
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from export_jobs import job, jobs, plan
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+from fsdp_advisor.export import Job, export
+
+SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
+SHARDING = {
+    "zero2": ShardingStrategy.SHARD_GRAD_OP, "zero3": ShardingStrategy.FULL_SHARD, "hsdp": ShardingStrategy.HYBRID_SHARD,
+}  # fmt: skip
+PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    return launch.launch_command_parser()
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own, with a GPU to ask about, every port free, and the environment as it was afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_cuda_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def launched(of: Job) -> tuple[ClusterConfig, dict[str, Any], dict[str, str]]:
+    """The configuration as accelerate loads it, its file, and the environment that its launcher gives to the ranks."""
+    text = export("accelerate", of).text
+    Path("accelerate.yaml").write_text(text)
+    loaded = load_config_from_file("accelerate.yaml")
+    args, defaults, precision_given = launch._validate_launch_command(
+        parser().parse_args(["--config_file", "accelerate.yaml", "train.py"])
+    )
+    if args.use_deepspeed:
+        fields = list(defaults.deepspeed_config) + (["mixed_precision"] if precision_given else [])
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        return loaded, yaml.safe_load(text), prepare_deepspeed_cmd_env(args)[1]
+    return loaded, yaml.safe_load(text), prepare_multi_gpu_env(args)
+
+
+def test_every_configuration_is_loaded_and_has_only_keys_that_are_read() -> None:
+    options = {action.dest for action in parser()._actions}
+    for each in jobs("accelerate"):
+        loaded, written, environment = launched(each)
+        for section in SECTIONS:
+            assert set(written.get(section, {})) <= options
+        assert (loaded.num_processes, loaded.num_machines) == (each.plan.world_size, each.plan.nnodes)
+        assert environment["ACCELERATE_MIXED_PRECISION"] == (
+            {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}.get(each.plan.precision, "no")
+            if "mixed_precision" in written
+            else "no"
+        )
+
+
+def test_choices_are_among_those_that_the_launcher_offers() -> None:
+    choices = {action.dest: action.choices for action in parser()._actions if action.choices}
+    checked = set()
+    for each in jobs("accelerate"):
+        written = yaml.safe_load(export("accelerate", each).text)
+        for section in SECTIONS:
+            for key, value in written.get(section, {}).items():
+                if key in choices and not isinstance(value, bool):
+                    assert str(value) in map(str, choices[key]), key
+                    checked.add(key)
+    assert checked >= {"fsdp_version", "zero_stage", "offload_optimizer_device"} & set(choices)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_the_plugin_of_each_rank_is_the_plan(backend: str) -> None:
+    for each in (j for j in jobs("accelerate") if j.plan.backend == backend):
+        p = each.plan
+        environment = launched(each)[2]
+        with mock.patch.dict(os.environ, environment):
+            plugin = FullyShardedDataParallelPlugin()
+            replicas = ParallelismConfig() if "PARALLELISM_CONFIG_DP_SHARD_SIZE" in environment else None
+        assert plugin.fsdp_version == int(backend[-1])
+        assert plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
+        assert plugin.activation_checkpointing == (p.activation_checkpointing == "full")
+        assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+        if backend == "fsdp2":
+            assert plugin.reshard_after_forward is (p.strategy in ("zero3", "hsdp"))
+            assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == (p.offload == "parameters")
+            assert (replicas is not None) == (p.strategy == "hsdp" and p.replica_degree > 1)
+            if replicas is not None:
+                assert (replicas.dp_replicate_size, replicas.dp_shard_size) == (p.replica_degree, p.shard_degree)
+        else:
+            assert plugin.sharding_strategy == SHARDING[p.strategy]
+            assert plugin.cpu_offload.offload_params == (p.offload == "parameters")
+            assert plugin.backward_prefetch == PREFETCH[p.backward_prefetch]
+            assert plugin.use_orig_params and plugin.sync_module_states
+
+
+def test_the_deepspeed_plugin_of_each_rank_is_the_plan() -> None:
+    for each in (j for j in jobs("accelerate") if j.plan.backend == "deepspeed"):
+        p = each.plan
+        Path("ds_config.json").write_text(export("deepspeed", each).text)
+        with mock.patch.dict(os.environ, launched(each)[2]):
+            plugin = DeepSpeedPlugin()
+            plugin.set_mixed_precision(os.environ["ACCELERATE_MIXED_PRECISION"])
+        config = plugin.deepspeed_config
+        assert config["gradient_accumulation_steps"] == p.gradient_accumulation_steps
+        assert config["zero_optimization"]["stage"] == int(p.strategy[-1])
+        assert plugin.zero3_init_flag == (p.strategy == "zero3")
+        assert bool(config.get("bf16", {}).get("enabled")) == p.precision.startswith("bf16")
+        assert bool(config.get("fp16", {}).get("enabled")) == p.precision.startswith("fp16")
+        place = p.offload_device if p.offload != "none" else "none"
+        assert config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") == place
+        shards = p.offload_device if p.offload == "parameters" else "none"
+        assert config["zero_optimization"].get("offload_param", {}).get("device", "none") == shards
+        if place == "nvme":
+            assert config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/local_nvme"
+
+
+def test_several_nodes_are_launched_from_the_file() -> None:
+    loaded, _, _ = launched(job(plan("zero3", "fsdp2", 2)))
+    assert (loaded.main_process_ip, loaded.main_process_port, loaded.num_machines) == ("HEAD_NODE", 29500, 2)
+
+
+def test_one_gpu_needs_no_distribution() -> None:
+    assert launched(job(plan("ddp", "ddp", gpus=1)))[0].distributed_type.value == "NO"

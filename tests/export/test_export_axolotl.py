@@ -1,0 +1,92 @@
+"""axolotl's keys and values against its published schema; axolotl itself is not installed.
+
+Read in axolotl 0.18.0 (github.com/axolotl-ai-cloud/axolotl, commit 067b021c8b87a9e5e380b9173c704cf7340e30f5), under
+src/axolotl/utils/schemas/: config.py (AxolotlInputConfig), model.py (ModelInputConfig), training.py
+(HyperparametersConfig), fsdp.py (FSDPConfig), enums.py (CANONICAL_ATTN_IMPLS), validation.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from export_jobs import job, jobs, plan
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.export import export
+
+TOP: dict[str, tuple[type, ...]] = {
+    "base_model": (str,),  # model.py
+    "output_dir": (str,),
+    "datasets": (list,),  # config.py
+    "bf16": (bool,),
+    "fp16": (bool,),
+    "tf32": (bool,),
+    "sequence_len": (int,),
+    "sample_packing": (bool,),
+    "pad_to_sequence_len": (bool,),
+    "attn_implementation": (str,),
+    "gradient_checkpointing": (bool,),
+    "gradient_checkpointing_kwargs": (dict,),
+    "accelerator_config": (dict,),
+    "deepspeed": (str, dict),
+    "fsdp_config": (dict,),
+    "fsdp_version": (int,),
+    "dp_shard_size": (int,),
+    "dp_replicate_size": (int,),
+    "gradient_accumulation_steps": (int,),  # training.py
+    "micro_batch_size": (int,),
+    "learning_rate": (str, float),
+    "optimizer": (str,),
+    "optim_args": (str, dict),
+    "num_epochs": (int, float),
+}
+FSDP: dict[str, tuple[type, ...]] = {  # fsdp.py
+    "activation_checkpointing": (bool,),
+    "offload_params": (bool,),
+    "cpu_ram_efficient_loading": (bool,),
+    "state_dict_type": (str,),
+    "auto_wrap_policy": (str,),
+    "transformer_layer_cls_to_wrap": (str,),
+    "reshard_after_forward": (bool,),
+}
+REQUIRED = {"base_model", "datasets", "learning_rate"}
+ATTENTION = {"eager", "sdpa", "flash_attention_2"}  # of CANONICAL_ATTN_IMPLS
+
+
+def config(of: Any) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(export("axolotl", of).text)
+    return loaded
+
+
+def test_keys_and_types_are_those_of_the_schema() -> None:
+    for each in jobs("axolotl"):
+        found = config(each)
+        assert set(found) >= REQUIRED
+        for schema, section in ((TOP, found), (FSDP, found.get("fsdp_config", {}))):
+            for key, value in section.items():
+                assert type(value) in schema[key], (key, value)
+        assert found["attn_implementation"] in ATTENTION
+
+
+def test_the_plan_is_in_it() -> None:
+    for each in jobs("axolotl"):
+        p, found = each.plan, config(each)
+        assert (found["micro_batch_size"], found["sequence_len"]) == (p.micro_batch_size, p.seq_len)
+        assert ("fsdp_config" in found, "deepspeed" in found) == (p.backend == "fsdp2", p.backend == "deepspeed")
+        if p.backend == "fsdp2":
+            assert found["fsdp_version"] == 2
+            assert found["dp_shard_size"] * found.get("dp_replicate_size", 1) == p.world_size
+            assert found["fsdp_config"]["reshard_after_forward"] is (p.strategy in ("zero3", "hsdp"))
+            assert found["fsdp_config"]["activation_checkpointing"] is (p.activation_checkpointing == "full")
+        else:
+            assert found["gradient_checkpointing"] is (p.activation_checkpointing == "full")
+        if p.backend == "deepspeed":
+            assert found["deepspeed"]["zero_optimization"]["stage"] == int(p.strategy[-1])
+        assert (found["bf16"], found["fp16"]) == (p.precision.startswith("bf16"), p.precision == "fp16-mixed")
+
+
+def test_it_trains_causal_language_models_alone() -> None:
+    with pytest.raises(UsageError, match="it trains causal language models"):
+        export("axolotl", job(plan("zero3", "fsdp2"), task="masked-lm"))

@@ -1,0 +1,111 @@
+"""DeepSpeed's own configuration class over every file; top-level keys against those it asks for."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed.runtime.config
+import torch
+from deepspeed.runtime.config import ADAMW_OPTIMIZER, DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from export_jobs import RANKS, job, jobs, plan
+
+from fsdp_advisor.export import export
+from fsdp_advisor.memory.deepspeed import DEFAULTS
+
+
+class Asked(dict[str, Any]):
+    """A configuration that remembers which of its keys were asked for; a copy remembers with it."""
+
+    def __init__(self, values: dict[str, Any], names: set[str] | None = None) -> None:
+        super().__init__(values)
+        self.names = set() if names is None else names
+
+    def __copy__(self) -> Asked:
+        return Asked(self, self.names)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.fixture(autouse=True)
+def _a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: RANKS)
+    monkeypatch.setattr(deepspeed.runtime.config, "dist", world)
+
+
+def test_every_file_is_taken_whole() -> None:
+    """The batch equation is asserted by DeepSpeed, nested keys by pydantic, top-level keys by what it asks for."""
+    for each in jobs("deepspeed"):
+        p = each.plan
+        values = Asked(json.loads(export("deepspeed", each).text))
+        config = DeepSpeedConfig(values)
+        assert set(values) <= values.names, set(values) - values.names
+        assert config.train_batch_size == p.micro_batch_size * p.gradient_accumulation_steps * RANKS
+        assert config.zero_config.stage == int(p.strategy[-1])
+        assert config.bfloat16_config.enabled == p.precision.startswith("bf16")
+        assert config.float16_config.enabled == p.precision.startswith("fp16")
+        assert config.bfloat16_config.bf16_optimizer_states == (p.precision == "bf16")
+        offload = config.zero_config.offload_optimizer
+        assert str(offload.device if offload else "none") == (p.offload_device if p.offload != "none" else "none")
+        shards = config.zero_config.offload_param
+        assert (shards is not None) == (p.offload == "parameters")
+
+
+def test_every_value_is_an_integer_where_hugging_face_would_say_auto() -> None:
+    for each in jobs("deepspeed"):
+        text = export("deepspeed", each).text
+        assert "auto" not in text
+        zero = json.loads(text)["zero_optimization"]
+        assert all(isinstance(v, int) for k, v in zero.items() if not k.startswith("offload"))
+
+
+def test_buckets_are_those_of_the_estimate() -> None:
+    config = DeepSpeedConfig(json.loads(export("deepspeed", job(plan("zero3", "deepspeed"))).text)).zero_config
+    assert config.reduce_bucket_size == DEFAULTS.reduce_bucket_size
+    assert config.sub_group_size == DEFAULTS.sub_group_size
+    assert config.prefetch_bucket_size == DEFAULTS.prefetch_bucket_size
+    assert config.param_persistence_threshold == DEFAULTS.param_persistence_threshold
+    assert config.max_live_parameters == DEFAULTS.max_live_parameters
+    assert config.max_reuse_distance == DEFAULTS.max_reuse_distance
+
+
+def test_optimizers_are_made_with_arguments_they_take() -> None:
+    seen = set()
+    for each in jobs("deepspeed"):
+        section = json.loads(export("deepspeed", each).text).get("optimizer")
+        if section is None:
+            assert (each.plan.optim, each.plan.offload) == ("adamw_bnb_8bit", "none")
+            continue
+        name, arguments = section["type"], dict(section["params"])
+        if name.lower() in DEEPSPEED_OPTIMIZERS:
+            assert name.lower() == ADAMW_OPTIMIZER
+            assert arguments.pop("torch_adam", each.plan.offload == "none") is (each.plan.offload == "none")
+        assert set(arguments) <= set(inspect.signature(getattr(torch.optim, name)).parameters)
+        seen.add((name, each.plan.optim))
+    assert {optim for _, optim in seen} == {
+        "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
+    }  # fmt: skip
+
+
+def test_a_swap_buffer_holds_the_largest_shard() -> None:
+    offload = {"offload": "parameters", "offload_device": "nvme"}
+    one = job(plan("zero3", "deepspeed", gpus=1, **offload))
+    eight = job(plan("zero3", "deepspeed", **offload))
+    sizes = [
+        json.loads(export("deepspeed", j).text)["zero_optimization"]["offload_param"]["buffer_size"]
+        for j in (one, eight)
+    ]
+    assert sizes == [32_000 * 4096, 100_000_000]

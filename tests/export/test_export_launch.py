@@ -1,0 +1,102 @@
+"""Launch lines: what they call is caught, and read by the parser of what they would have called."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from deepspeed.launcher.runner import parse_args as deepspeed_args
+from export_jobs import job, plan
+from torch.distributed.run import get_args_parser
+
+from fsdp_advisor.export import TARGETS, Job, export
+
+CATCH = '#!{python}\nimport json, sys\nopen({calls!r}, "a").write(json.dumps(sys.argv) + chr(10))\n'
+HANDED_ON = ["--steps", "2", "two words"]
+
+
+def calls(target: str, of: Job, folder: Path, **environment: str) -> list[list[str]]:
+    """The commands that the script runs, without their folders."""
+    exported = export(target, of)
+    script, record = folder / exported.file_name, folder / "calls"
+    script.write_text(exported.text)
+    for name in ("torchrun", "accelerate", "deepspeed", "srun"):
+        stub = folder / name
+        stub.write_text(CATCH.format(python=sys.executable, calls=str(record)))
+        stub.chmod(0o755)
+    scontrol = folder / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'node-1\\nnode-2\\n'\n")
+    scontrol.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(script), *HANDED_ON],
+        env={"PATH": f"{folder}:{os.environ['PATH']}", **environment},
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    found = [json.loads(line) for line in record.read_text().splitlines()]
+    return [[Path(call[0]).name, *call[1:]] for call in found]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun(nodes: int, tmp_path: Path) -> None:
+    ((name, *arguments),) = calls("torchrun", job(plan("zero3", "fsdp2", nodes)), tmp_path, HEAD_NODE="node-1")
+    found = get_args_parser().parse_args(arguments)
+    assert name == "torchrun"
+    assert (found.standalone, found.nnodes) == ((True, "1:1") if nodes == 1 else (False, "2"))
+    assert found.nproc_per_node == str(8 // nodes)
+    assert (found.training_script, found.training_script_args) == ("train.py", HANDED_ON)
+    if nodes > 1:
+        assert (found.rdzv_backend, found.rdzv_endpoint) == ("c10d", "node-1:29400")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_accelerate(nodes: int, tmp_path: Path) -> None:
+    of = job(plan("zero3", "fsdp2", nodes))
+    ((name, command, *arguments),) = calls("accelerate-launch", of, tmp_path, HEAD_NODE="node-1", NODE_RANK="1")
+    found: Any = launch_command_parser().parse_args(arguments)
+    assert (name, command) == ("accelerate", "launch")
+    assert found.config_file == TARGETS["accelerate"].file_name
+    assert (found.training_script, found.training_script_args) == ("train.py", HANDED_ON)
+    if nodes > 1:
+        assert (found.machine_rank, found.main_process_ip, found.main_process_port) == (1, "node-1", 29500)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_deepspeed(nodes: int, tmp_path: Path) -> None:
+    ((name, *arguments),) = calls("deepspeed-launch", job(plan("zero3", "deepspeed", nodes)), tmp_path)
+    found: Namespace = deepspeed_args(arguments)
+    assert name == "deepspeed"
+    assert (found.num_gpus, found.user_script) == (8 // nodes, "train.py")
+    assert found.user_args == ["--deepspeed", TARGETS["deepspeed"].file_name, *HANDED_ON]
+    if nodes > 1:
+        assert (found.num_nodes, found.hostfile) == (2, "hostfile")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_slurm(nodes: int, tmp_path: Path) -> None:
+    of = job(plan("zero3", "fsdp2", nodes))
+    ((name, command, *arguments),) = calls("sbatch", of, tmp_path, SLURM_JOB_NODELIST="node-[1-2]", SLURM_JOB_ID="7")
+    found = get_args_parser().parse_args(arguments)
+    assert (name, command) == ("srun", "torchrun")
+    assert (found.nnodes, found.nproc_per_node, found.rdzv_id) == (str(nodes), str(8 // nodes), "7")
+    assert found.rdzv_endpoint == "node-1:29400"
+    assert (found.training_script, found.training_script_args) == ("train.py", HANDED_ON)
+    directives = [line for line in export("sbatch", of).text.splitlines() if line.startswith("#SBATCH ")]
+    assert directives[1:5] == [
+        f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks-per-node=1", f"#SBATCH --gpus-per-node={8 // nodes}", "#SBATCH --mem=0",
+    ]  # fmt: skip
+    lines = export("sbatch", of).text.splitlines()
+    assert lines[1:7] == [line for line in lines if line.startswith("#SBATCH")]  # Slurm stops reading at a command
+
+
+def test_several_nodes_ask_for_the_head_node(tmp_path: Path) -> None:
+    (tmp_path / "torchrun.sh").write_text(export("torchrun", job(plan("zero3", "fsdp2", 2))).text)
+    done = subprocess.run(["bash", "torchrun.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "HEAD_NODE: set it to the host name of one of the nodes" in done.stderr

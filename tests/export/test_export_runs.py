@@ -1,0 +1,204 @@
+"""The exported files at work: two processes over gloo on the CPU, a tiny model, two steps.
+
+The files are run as they were exported. Where a consumer knows no CPU ranks, it is shown CPU processes as GPUs
+(`workers/cpu_as_gpu.py`); the configuration, and what the consumer makes of it, stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from export_jobs import job, plan
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp_advisor.export import Job, export
+from fsdp_advisor.plan import Plan
+
+WORKERS = Path(__file__).with_name("workers")
+VOCABULARY = 1000
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A llama with a head of its own and one whose head is the embedding, as checkpoints."""
+    found = {}
+    for name, tied in (("untied", False), ("tied", True)):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=176, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=tied,
+        )  # fmt: skip
+        found[name] = tmp_path_factory.mktemp(name)
+        LlamaForCausalLM(config).save_pretrained(found[name])
+    return found
+
+
+def written(folder: Path, target: str, of: Job) -> Path:
+    exported = export(target, of)
+    path = folder / exported.file_name
+    path.write_text(exported.text)
+    return path
+
+
+def launched(folder: Path, script: str, *arguments: str, **more: str) -> str:
+    """Run an exported launch script where it lies; what it printed."""
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
+    }
+    environment = inherited | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(WORKERS),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "home"),
+        **more,
+    }
+    done = subprocess.run(
+        ["bash", script, *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+|nan|inf)", output, re.MULTILINE)]
+
+
+def trained(losses: list[float]) -> bool:
+    """Two steps from random weights: finite, and near the loss of a guess."""
+    return len(losses) == 2 and all(abs(loss - math.log(VOCABULARY)) < 1 for loss in losses)
+
+
+# The scripts, under the exported torchrun line
+
+
+def script(folder: Path, of: Job, *arguments: str) -> list[float]:
+    written(folder, "ddp" if of.plan.backend == "ddp" else "fsdp2", of)
+    written(folder, "torchrun", job(replace(of.plan, nnodes=1)))  # both of two nodes are here
+    return losses_of(launched(folder, "torchrun.sh", "--device", "cpu", "--seq-len", "32", "--steps", "2", *arguments))
+
+
+def test_fsdp2_script_trains_saves_and_goes_on(tiny: dict[str, Path], tmp_path: Path) -> None:
+    of = job(
+        plan("zero3", "fsdp2", gpus=2, precision="fp32", gradient_accumulation_steps=2, activation_checkpointing="full")
+    )
+    first = script(tmp_path, of, "--model", str(tiny["untied"]), "--output", "checkpoint", "--lr", "1e-3")
+    assert first == pytest.approx(reference(tiny["untied"], accumulation=2), abs=2e-4)
+    again = script(tmp_path, of, "--model", str(tiny["untied"]), "--resume", "checkpoint", "--lr", "1e-3")
+    assert trained(again) and again[0] < first[0]
+
+
+def reference(model: Path, accumulation: int) -> list[float]:
+    """The script's losses in one process without sharding: the same data, the mean over both ranks."""
+    from torch.utils.data import DistributedSampler
+
+    plain = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    indices = [list(DistributedSampler(range(1 << 20), 2, r, drop_last=True))[: 2 * accumulation] for r in (0, 1)]
+    losses = []
+    for step in range(2):
+        total = 0.0
+        for each in (i for rank in indices for i in rank[step * accumulation : (step + 1) * accumulation]):
+            generator = torch.Generator().manual_seed(each)
+            tokens = torch.randint(VOCABULARY, (32,), generator=generator)[None]
+            loss = plain(input_ids=tokens, labels=tokens).loss / (2 * accumulation)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("of", "more"),
+    [
+        (plan("hsdp", "fsdp2", 2, gpus=2, precision="fp16-mixed", offload="parameters"), ["--defer-reduction"]),
+        (plan("zero2", "fsdp2", gpus=2, precision="bf16", optim="sgd_momentum"), ["--init", "random"]),
+        (plan("ddp", "ddp", gpus=2, precision="bf16-mixed", gradient_accumulation_steps=2), ["--tokens", "tokens.npy"]),
+    ],
+    ids=["hsdp-offload-fp16", "zero2-bf16-sgd-random", "ddp-bf16-mixed-own-tokens"],
+)
+def test_scripts_train(of: Plan, more: list[str], tiny: dict[str, Path], tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(2000, dtype=np.uint16) % VOCABULARY)
+    assert trained(script(tmp_path, job(of), "--model", str(tiny["tied"]), *more))
+
+
+# Configurations, under the launch lines that are exported with them
+
+
+def worker(folder: Path, name: str, launch: str, of: Job, model: Path, **environment: str) -> dict[str, Any]:
+    shutil.copy(WORKERS / name, folder / "train.py")
+    script = written(folder, launch, of)
+    launched(folder, script.name, str(model), "found.json", **environment)
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    assert found["world"] == 2 and trained(found["losses"]), found
+    return found
+
+
+def test_accelerate_shards_as_its_configuration_says(tiny: dict[str, Path], tmp_path: Path) -> None:
+    of = job(plan("zero3", "fsdp2", gpus=2, activation_checkpointing="full"))
+    written(tmp_path, "accelerate", of)
+    found = worker(tmp_path, "accelerate_train.py", "accelerate-launch", of, tiny["untied"])
+    assert found["distributed_type"] == "FSDP"
+    assert found["wrapped_layers"] == found["checkpointed_layers"] == LAYERS
+    assert found["local"] == pytest.approx(found["whole"] / 2, rel=0.01)
+
+
+def test_accelerate_hands_deepspeed_its_configuration(tiny: dict[str, Path], tmp_path: Path) -> None:
+    of = job(plan("zero3", "deepspeed", gpus=2))
+    written(tmp_path, "accelerate", of)
+    found = worker(tmp_path, "accelerate_train.py", "accelerate-launch", of, tiny["tied"])
+    assert (found["distributed_type"], found["stage"]) == ("DEEPSPEED", 3)
+
+
+@pytest.mark.parametrize(
+    ("of", "optimizer"),
+    [
+        (plan("zero3", "deepspeed", gpus=2, gradient_accumulation_steps=2), "AdamW"),
+        (plan("zero1", "deepspeed", gpus=2, precision="bf16", optim="sgd_momentum"), "SGD"),
+    ],
+    ids=["zero3", "zero1-bf16-sgd"],
+)
+def test_deepspeed_takes_its_configuration(of: Plan, optimizer: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    written(tmp_path, "deepspeed", job(of))
+    found = worker(tmp_path, "deepspeed_train.py", "deepspeed-launch", job(of), tiny["tied"])
+    assert (found["stage"], found["steps"]) == (int(of.strategy[-1]), 2)
+    assert (found["optimizer"], found["dtype"]) == (optimizer, "torch.bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("of", "wrapped", "environment"),
+    [
+        (plan("zero3", "fsdp2", gpus=2, gradient_accumulation_steps=2), "FSDPLlamaForCausalLM", {}),
+        (plan("zero2", "deepspeed", gpus=2), "DeepSpeedEngine", {}),
+        (
+            plan("ddp", "ddp", gpus=2, activation_checkpointing="full"),
+            "DistributedDataParallel",
+            {"ACCELERATE_USE_CPU": "true"},
+        ),
+    ],
+    ids=["fsdp2", "deepspeed", "ddp"],
+)
+def test_trainer_takes_its_arguments(
+    of: Plan, wrapped: str, environment: dict[str, str], tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    written(tmp_path, "trainer", job(of))
+    found = worker(tmp_path, "trainer_train.py", "torchrun", job(of), tiny["untied"], **environment)
+    assert (found["wrapped"], found["steps"]) == (wrapped, 2)
+    assert found["wrapped_layers"] == (LAYERS if of.backend == "fsdp2" else 0)

@@ -1,0 +1,120 @@
+"""TrainingArguments over every file, and what Trainer hands on to accelerate's plugin and to DeepSpeed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed.runtime.config
+from accelerate.utils import FullyShardedDataParallelPlugin
+from deepspeed.runtime.config import DeepSpeedConfig
+from export_jobs import RANKS, job, jobs, plan
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from fsdp_advisor.export import Job, export
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_cuda_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: RANKS)
+    monkeypatch.setattr(deepspeed.runtime.config, "dist", world)
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def ran(of: Job) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(export("trainer", of).text, "training_arguments.py", "exec"), names)
+    return names
+
+
+def test_every_file_makes_arguments(tmp_path: Path) -> None:
+    for each in (j for j in jobs("trainer") if j.plan.backend != "deepspeed"):
+        p = each.plan
+        names = ran(each)
+        arguments = names["training_arguments"](output_dir=str(tmp_path), use_cpu=True)
+        assert isinstance(arguments, TrainingArguments)
+        assert (arguments.bf16, arguments.fp16) == (p.precision == "bf16-mixed", p.precision == "fp16-mixed")
+        assert arguments.per_device_train_batch_size == p.micro_batch_size
+        assert arguments.gradient_accumulation_steps == p.gradient_accumulation_steps
+        assert names["MODEL_ARGUMENTS"]["dtype"] == ("bfloat16" if p.precision == "bf16" else "float32")
+        sharded = p.backend != "ddp"
+        assert bool(arguments.fsdp) == sharded
+        assert bool(arguments.activation_checkpointing) == (not sharded and p.activation_checkpointing == "full")
+        if sharded and p.gradient_accumulation_steps > 1:
+            assert arguments.accelerator_config.gradient_accumulation_kwargs["sync_each_batch"] is True
+        replicas = arguments.parallelism_config
+        assert (replicas is not None) == (p.backend == "fsdp2" and p.strategy == "hsdp" and p.replica_degree > 1)
+        if replicas is not None:
+            assert (replicas.dp_replicate_size, replicas.dp_shard_size) == (p.replica_degree, p.shard_degree)
+
+
+def test_fsdp_keys_are_those_that_transformers_reads() -> None:
+    read = set(re.findall(r'"(\w+)"', inspect.getsource(TrainingArguments._process_fsdp_args)))
+    for each in jobs("trainer"):
+        assert set(written(each).get("fsdp_config", {})) <= read
+
+
+def written(of: Job) -> dict[str, Any]:
+    """The arguments as the file has them, before TrainingArguments takes them."""
+    names = ran(of)
+    names["TrainingArguments"] = dict
+    found: dict[str, Any] = names["training_arguments"]()
+    return found
+
+
+def test_the_plugin_is_the_plan(tmp_path: Path) -> None:
+    for each in (j for j in jobs("trainer") if j.plan.backend in ("fsdp1", "fsdp2")):
+        p = each.plan
+        arguments = ran(each)["training_arguments"](output_dir=str(tmp_path), use_cpu=True)
+        with mock.patch.dict(os.environ):
+            plugin = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+        assert plugin.fsdp_version == int(p.backend[-1])
+        assert plugin.transformer_cls_names_to_wrap in (["LlamaDecoderLayer"], "LlamaDecoderLayer")
+        assert plugin.activation_checkpointing == (p.activation_checkpointing == "full")
+        if p.backend == "fsdp2":
+            assert plugin.reshard_after_forward is (p.strategy in ("zero3", "hsdp"))
+            assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == (p.offload == "parameters")
+        else:
+            sharding = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}[p.strategy]
+            assert plugin.reshard_after_forward.name == sharding
+            assert plugin.cpu_offload.offload_params == (p.offload == "parameters")
+            prefetch = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}[p.backward_prefetch]
+            assert getattr(plugin.backward_prefetch, "name", None) == prefetch
+
+
+def test_what_deepspeed_is_given_is_taken(tmp_path: Path) -> None:
+    """Trainer fills in what is "auto"; DeepSpeed loads the result for as many ranks as were planned."""
+    for each in (j for j in jobs("trainer") if j.plan.backend == "deepspeed"):
+        p = each.plan
+        arguments = ran(each)["training_arguments"](output_dir=str(tmp_path), use_cpu=True, deepspeed=None)
+        found = written(each)
+        config = HfTrainerDeepSpeedConfig(found["deepspeed"])
+        with mock.patch.object(TrainingArguments, "world_size", RANKS):
+            arguments.bf16, arguments.fp16 = found.get("bf16", False), found.get("fp16", False)
+            config.trainer_config_process(arguments)
+            config.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=4096)), 100)
+        loaded = DeepSpeedConfig(config.config)
+        assert loaded.train_batch_size == p.micro_batch_size * p.gradient_accumulation_steps * RANKS
+        assert loaded.zero_config.stage == int(p.strategy[-1])
+        assert loaded.bfloat16_config.enabled == p.precision.startswith("bf16")
+        assert "auto" not in str(config.config)
+
+
+def test_momentum_has_no_name_of_its_own() -> None:
+    found = written(job(plan("zero3", "fsdp2", optim="sgd_momentum")))
+    assert (found["optim"], found["optim_args"]) == ("sgd", "momentum=0.9")

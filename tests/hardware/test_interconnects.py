@@ -1,0 +1,63 @@
+"""What people type for the network between nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import estimate
+from fsdp_advisor.hardware import LINKS, find_gpu, find_interconnect
+
+H100, A100, V100 = find_gpu("H100"), find_gpu("A100"), find_gpu("V100")
+
+PER_GPU = {
+    "InfiniBand NDR": 50e9, "infiniband ndr 400 Gb/s": 50e9, "ndr": 50e9, "NDR400": 50e9, "IB": 50e9, "hdr": 25e9,
+    "InfiniBand-HDR": 25e9, "xdr": 100e9, "RoCE": 50e9, "roce 200": 25e9, "RoCE 200 Gb/s": 25e9, "Slingshot": 25e9,
+    "400Gb/s": 50e9, "400 Gbps": 50e9, "400gbit/s": 50e9, "50GB/s": 50e9, "50 GB/s": 50e9, "0.4Tb/s": 50e9,
+    "8x200Gb/s": 25e9, "4 x 400Gb/s": 25e9, "EFA": 50e9, "EFA 400 Gb/s": 6.25e9, "efa 3200": 50e9,
+    "100GbE": 1.5625e9, "Ethernet 10 Gb/s": 0.15625e9, "ethernet 40": 0.625e9, "25gbe": 0.390625e9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", PER_GPU)
+def test_names_and_rates_are_forgiving(typed: str) -> None:
+    assert find_interconnect(typed, H100, 8).bytes_per_s == pytest.approx(PER_GPU[typed])
+
+
+def test_a_name_means_what_the_gpus_time_had() -> None:
+    assert find_interconnect("EFA", A100, 8).bytes_per_s == 400e9 / 8 / 8
+    assert find_interconnect("EFA", V100, 8).bytes_per_s == 100e9 / 8 / 8
+
+
+def test_every_network_of_the_table_resolves_to_itself() -> None:
+    for link in LINKS:
+        if link.kind not in ("nvlink", "pcie", "xgmi"):
+            assert find_interconnect(link.name, H100, 1) == link
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("infniband", "InfiniBand NDR"),
+        ("rocce", "RoCE"),
+        ("etherent", "Ethernet"),
+        ("carrier pigeon", "400Gb/s"),
+        ("", "400Gb/s"),
+        ("50", "50GB/s"),
+        ("0Gb/s", "10Mb/s"),
+    ],
+)
+def test_what_is_none_is_refused_with_the_nearest(typed: str, hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        find_interconnect(typed, H100, 8)
+    assert hint in refused.value.hint
+
+
+def test_the_request_takes_it_as_typed() -> None:
+    """A small b is bits and a capital one bytes: the case is kept."""
+    bits, bytes_ = (
+        estimate(model="gpt2", gpus=16, nnodes=2, gpu="A100", strategy="zero3", interconnect=typed).estimates[0].step
+        for typed in ("1Gb/s", "1GB/s")
+    )
+    assert bits is not None and bytes_ is not None
+    assert bits.breakdown["communication"] > 4 * bytes_.breakdown["communication"]

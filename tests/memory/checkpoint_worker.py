@@ -1,0 +1,384 @@
+"""One rank of real loading and saving over gloo: ``checkpoint_worker.py FOLDER CASE...``; each rank writes what it measured.
+
+Private memory is sampled from /proc/PID/status by a second process while a case runs, and is counted from the case's own beginning.
+Each case runs first on a tiny model, so that what is imported and cached on the way is there before.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import json
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fsdp_advisor.validation.meter import StorageMeter
+
+SMALL = {
+    "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 16001, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 101, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+
+DEVICE: dict[str, int] = {}
+"""What a case has found of the bytes that would be on a GPU."""
+POLICY = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+
+
+def status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+SAMPLER = """
+import os, sys, time
+path, high = f"/proc/{sys.argv[1]}/status", 0
+os.set_blocking(0, False)
+print("ready", flush=True)
+while True:
+    with open(path) as status:
+        high = max(high, next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")))
+    try:
+        if not os.read(0, 1):
+            break
+    except BlockingIOError:
+        time.sleep(0.0003)
+print(high)
+"""
+"""A process of its own, which the measured one's interpreter cannot hold up."""
+
+
+class Host:
+    """The highest private memory while it is open, and what is left at the end, from the beginning's.
+
+    `mark_bytes` is the kernel's own high-water mark, which misses no moment but counts the mapped pages of files too.
+    """
+
+    def __enter__(self) -> Host:
+        gc.collect()
+        command = [sys.executable, "-S", "-c", SAMPLER, str(os.getpid())]
+        self._sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._sampler.stdout is not None
+        self._sampler.stdout.readline()
+        self._start, self._file, self._resident = status("RssAnon"), status("RssFile"), status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end = status("RssAnon")
+        self.mark_bytes = status("VmHWM") - self._resident
+        high = int(self._sampler.communicate()[0]) * 1024
+        self.high_bytes = max(high, end) - self._start
+        self.left_bytes = end - self._start
+        self.file_bytes = status("RssFile") - self._file
+
+
+def config(folder: Path) -> LlamaConfig:
+    return LlamaConfig(**(SMALL if folder.name == "small" else TINY))
+
+
+def meta(folder: Path) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config(folder))
+    return model
+
+
+def loaded(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.float32)
+    return model
+
+
+def to_empty(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+def fsdp1(model: nn.Module, **options: Any) -> FSDP:
+    """On the CPU, where moving to the device does nothing."""
+    return FSDP(model, auto_wrap_policy=POLICY, use_orig_params=True, device_id=torch.device("cpu"), **options)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:  # type: ignore[union-attr]  # a ModuleList
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 100, (1, 4))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+# Loading: each is called with the folder of the checkpoint and returns what it has loaded
+
+
+def every_rank(folder: Path) -> nn.Module:
+    return loaded(folder)
+
+
+def every_rank_mapped(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.bfloat16)
+    for p in model.parameters():
+        p.sum()  # reads every page
+    return model
+
+
+def cpu_ram_efficient_loading(folder: Path) -> nn.Module:
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    try:
+        return loaded(folder)
+    finally:
+        del os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]
+
+
+def fsdp1_without_device_id(folder: Path) -> nn.Module:
+    return fsdp1(loaded(folder))
+
+
+def fsdp1_rank0(folder: Path) -> nn.Module:
+    """Without the broadcast, which CPU modules are refused; what rank 1 makes out of nothing stands for the GPU's memory."""
+    model = loaded(folder) if dist.get_rank() == 0 else meta(folder)
+    with StorageMeter() as meter:
+        meter.begin("load")
+        wrapped = fsdp1(model, param_init_fn=to_empty)
+        DEVICE["high_bytes"] = meter.end().peaks["tensor_bytes"]
+    return wrapped
+
+
+def fsdp2_rank0(folder: Path) -> nn.Module:
+    full = loaded(folder).state_dict() if dist.get_rank() == 0 else {}
+    whole = list(full.values())  # alive until it is measured: the call below replaces what is in the dictionary
+    model = fsdp2(meta(folder)).to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full, options=options)
+    model.full = whole  # type: ignore[assignment]
+    return model
+
+
+def fsdp2_sharded(folder: Path) -> nn.Module:
+    model = fsdp2(meta(folder)).to_empty(device="cpu")
+    state = get_model_state_dict(model)
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "bf16")))
+    set_model_state_dict(model, state)
+    return model
+
+
+def fsdp2_every_rank(folder: Path) -> nn.Module:
+    """Cloning stands for the move to the GPU, and the bytes of what is born from then on for the GPU's memory."""
+    model = loaded(folder)
+
+    def move(parameters: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
+        for tensor in (*parameters, *buffers):
+            tensor.data = tensor.data.clone()
+
+    before, _fsdp_init._move_states_to_device = _fsdp_init._move_states_to_device, move
+    try:
+        with StorageMeter() as meter:
+            for tensor in (*model.parameters(), *model.buffers()):
+                meter.ignore(tensor)
+            meter.begin("load")
+            fsdp2(model)
+            DEVICE["high_bytes"] = meter.end().peaks["tensor_bytes"]
+    finally:
+        _fsdp_init._move_states_to_device = before
+    return model
+
+
+# Saving: each gets a wrapped model and an empty folder; where it saves an optimizer, the model has made a step
+
+
+def fsdp1_full(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    """Without `offload_to_cpu`, which frees under its own feet where the model is on the CPU already."""
+    config = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        state = model.state_dict()
+        if dist.get_rank() == 0:
+            torch.save(state, out / "model.bin")
+
+
+def fsdp1_optimizer(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    config = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
+        states = FSDP.optim_state_dict(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(states, out / "optimizer.bin")
+
+
+def fsdp1_full_on_every_rank(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    with FSDP.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+    ):
+        torch.save(model.state_dict(), out / f"model_rank{dist.get_rank()}.bin")
+
+
+def fsdp1_sharded(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=out)
+
+
+def fsdp1_local(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=False)):
+        torch.save(model.state_dict(), out / f"model_rank{dist.get_rank()}.bin")
+
+
+def fsdp2_full(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        torch.save(state, out / "model.pt")
+
+
+def fsdp2_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        torch.save(states, out / "optimizer.pt")
+
+
+def fsdp2_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=out)
+
+
+def fsdp2_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    states = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"model": get_model_state_dict(model), "optimizer": states}, checkpoint_id=out)
+
+
+def save_pretrained(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+    if dist.get_rank() == 0:
+        model.save_pretrained(out, max_shard_size="40MB")  # type: ignore[operator]  # of transformers
+
+
+LOADING: dict[str, Callable[[Path], nn.Module]] = {
+    f.__name__: f
+    for f in (
+        every_rank, every_rank_mapped, cpu_ram_efficient_loading, fsdp1_without_device_id, fsdp1_rank0,
+        fsdp2_rank0, fsdp2_sharded, fsdp2_every_rank,
+    )
+}  # fmt: skip
+SAVING: dict[str, Callable[[Any, torch.optim.Optimizer | None, Path], None]] = {
+    f.__name__: f
+    for f in (
+        fsdp1_full, fsdp1_full_on_every_rank, fsdp1_optimizer, fsdp1_sharded, fsdp1_local,
+        fsdp2_full, fsdp2_optimizer, fsdp2_model, fsdp2_model_and_optimizer, save_pretrained,
+    )
+}  # fmt: skip
+
+
+def tensor_bytes(path: Path) -> dict[str, int]:
+    """Bytes of tensors in each file of a folder, by its name."""
+    found = {}
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".pt", ".bin"):
+            with zipfile.ZipFile(file) as archive:
+                found[file.name] = sum(i.file_size for i in archive.infolist() if "/data/" in i.filename)
+        elif file.suffix == ".safetensors":
+            with file.open("rb") as stream:
+                (header,) = struct.unpack("<Q", stream.read(8))
+            found[file.name] = file.stat().st_size - 8 - header
+    if (path / ".metadata").exists():
+        for info in FileSystemReader(path).read_metadata().storage_data.values():
+            with (path / info.relative_path).open("rb") as stream:
+                stream.seek(info.offset)
+                item = torch.load(io.BytesIO(stream.read(info.length)), weights_only=False)
+            size = item.numel() * item.element_size() if isinstance(item, torch.Tensor) else 0
+            found[info.relative_path] = found.get(info.relative_path, 0) + size
+    return found
+
+
+def load(name: str, folder: Path) -> dict[str, Any]:
+    LOADING[name](folder.parent / "tiny")
+    DEVICE.clear()
+    dist.barrier()
+    with Host() as host:
+        model = LOADING[name](folder)
+    del model
+    device = {"device_bytes": DEVICE.pop("high_bytes")} if DEVICE else {}
+    return device | {"high_bytes": host.high_bytes, "left_bytes": host.left_bytes, "file_bytes": host.file_bytes}
+
+
+def save(name: str, folder: Path) -> dict[str, Any]:
+    for place in (folder.parent / "tiny", folder):
+        model: nn.Module = AutoModelForCausalLM.from_config(config(place))
+        if name.startswith("fsdp1"):
+            model = fsdp1(model)
+        elif name.startswith("fsdp2"):
+            model = fsdp2(model)
+        optimizer = stepped(model) if name.endswith("optimizer") else None
+        out = place / name
+        if dist.get_rank() == 0:
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+        dist.barrier()
+        with Host() as host:
+            SAVING[name](model, optimizer, out)
+        del model, optimizer
+        dist.barrier()
+    files = tensor_bytes(out) if dist.get_rank() == 0 else {}
+    if dist.get_rank() == 0:
+        shutil.rmtree(out)
+    return {"high_bytes": host.mark_bytes, "files": files}  # no file is mapped
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in ("tiny", "small"):
+        place = Path(folder) / name
+        if dist.get_rank() == 0:
+            place.mkdir(exist_ok=True)
+            AutoModelForCausalLM.from_config(config(place)).to(torch.bfloat16).save_pretrained(place / "bf16")
+    dist.barrier()
+    measured = {}
+    for case in cases:
+        run = load if case in LOADING else save
+        measured[case] = run(case, Path(folder) / "small")
+        gc.collect()
+        dist.barrier()
+    (Path(folder) / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""One process of a real DeepSpeed run on the CPU that saves: ``deepspeed_checkpoint_worker.py FOLDER STAGE...``.
+
+Rank 0 writes the bytes of tensors of every file, and the highest of what `deepspeed.initialize` and ``zero.Init`` make.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed  # type: ignore[import-untyped]  # ships no types
+import torch
+import torch.distributed as dist
+from checkpoint_worker import TINY
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdp_advisor.validation.meter import StorageMeter
+
+MODEL = TINY | {"hidden_size": 64, "intermediate_size": 80, "vocab_size": 1001}
+
+
+def tensor_bytes(file: Path) -> int:
+    """Of the storages in a file that `torch.save` wrote."""
+    with zipfile.ZipFile(file) as archive:
+        return sum(i.file_size for i in archive.infolist() if "/data/" in i.filename)
+
+
+def save(stage: int, out: Path) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 100_000, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    built = 0
+    if stage == 3:
+        with StorageMeter() as meter, deepspeed.zero.Init(config_dict_or_path=config):
+            meter.begin("build")
+            AutoModelForCausalLM.from_config(LlamaConfig(**MODEL), dtype=torch.bfloat16)
+            built = meter.end().peaks["tensor_bytes"]
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).to(torch.bfloat16)
+    with StorageMeter() as meter:
+        for p in model.parameters():
+            meter.ignore(p)
+        meter.begin("initialize")
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        made = meter.end().peaks["tensor_bytes"]
+    ids = torch.randint(0, 100, (1, 4))
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.save_checkpoint(str(out), tag="tag")
+    if stage == 3:
+        engine.save_16bit_model(str(out))
+    dist.barrier()
+    files = {f.name: tensor_bytes(f) for f in sorted(out.rglob("*")) if f.suffix in (".pt", ".bin")}
+    return {"files": files, "initialize_bytes": made, "build_bytes": built}
+
+
+def main() -> None:
+    folder, *stages = sys.argv[1:]
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    found = {}
+    for stage in stages:
+        out = Path(folder) / stage
+        if dist.get_rank() == 0:
+            shutil.rmtree(out, ignore_errors=True)
+        dist.barrier()
+        found[stage] = save(int(stage), out)
+    if dist.get_rank() == 0:
+        (Path(folder) / "files.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # DeepSpeed's threads abort an orderly end now and then
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Two real processes over gloo on this machine, and the models that their workers build."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from fsdp_advisor.models.profile import Parameter, Profile, Run, Stack, Unit
+
+RANKS = 2
+MMAP = "65536"
+"""glibc gives allocations of this size back to the kernel at once, so that memory of a process is what it holds."""
+
+
+def llama(
+    hidden: int,
+    width: int,
+    layers: int,
+    vocabulary: int,
+    *,
+    tied: bool = False,
+    config: dict[str, object] | None = None,
+) -> Profile:
+    """The inventory of a llama without grouped heads."""
+    square = (hidden, hidden)
+    layer = Unit(
+        "LlamaDecoderLayer",
+        (
+            *(Parameter(f"self_attn.{x}_proj.weight", square) for x in "qkvo"),
+            *(Parameter(f"mlp.{x}_proj.weight", (width, hidden)) for x in ("gate", "up")),
+            Parameter("mlp.down_proj.weight", (hidden, width)),
+            Parameter("input_layernorm.weight", (hidden,)),
+            Parameter("post_attention_layernorm.weight", (hidden,)),
+        ),
+    )
+    embedding = Parameter("model.embed_tokens.weight", (vocabulary, hidden), True, ("lm_head.weight",) if tied else ())
+    head = () if tied else (Parameter("lm_head.weight", (vocabulary, hidden)),)
+    root = Unit("LlamaForCausalLM", (embedding, Parameter("model.norm.weight", (hidden,)), *head))
+    stack = Stack("model.layers", (layer,), (Run((0,), layers),))
+    return Profile("llama", "causal-lm", root, (stack,), (1,), None, config or {}, {})
+
+
+def run_ranks(worker: Path, *arguments: str, timeout_s: int = 280) -> None:
+    """Run `worker` as two ranks; an error shows the first rank's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": MMAP, "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), *arguments],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(e[-2000:] for e in errors)

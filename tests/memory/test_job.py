@@ -1,0 +1,109 @@
+"""The phases of a job around its steady step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fsdp_advisor import estimate
+from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.memory.device import device_overhead
+from fsdp_advisor.memory.held import Held, States
+from fsdp_advisor.memory.host import HostMemory
+from fsdp_advisor.memory.job import PHASES, job_peaks
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.report import Report
+from fsdp_advisor.resolve import resolve
+
+LLAMA = "meta-llama/Llama-2-7b-hf"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return estimate(model=LLAMA, gpus=4, gpu="H100")
+
+
+def test_every_strategy_has_its_phases(report: Report) -> None:
+    for e in report.estimates:
+        assert e.job is not None
+        assert tuple(e.job.phases) == PHASES
+        assert e.job.phases["steady_step"].gpu_bytes == e.peak_tensor_bytes
+        document = e.as_dict()
+        assert json.loads(json.dumps(document))["job_peaks"]["load"]["gpu_bytes"] == e.job.phases["load"].gpu_bytes
+        low, high = document["device_overhead_bytes_range"]
+        assert 0 < low < high
+
+
+def test_the_first_step_makes_the_optimizers_state(report: Report) -> None:
+    """Forward and backward pass without it; where they set the peak the first step takes less, never more."""
+    by_name = {(e.plan.strategy, e.plan.offload): e for e in report.estimates}
+    for e in report.estimates:
+        assert e.job is not None
+        first, steady = e.job.phases["first_step"].gpu_bytes, e.job.phases["steady_step"].gpu_bytes
+        assert first is not None and steady is not None and first <= steady
+    zero3 = by_name["zero3", "none"]
+    assert zero3.job is not None and zero3.phase_peaks is not None
+    states = zero3.states["optimizer"]
+    expected = max(zero3.phase_peaks["optimizer"], zero3.phase_peaks["backward"] - states)
+    assert zero3.job.phases["first_step"].gpu_bytes == pytest.approx(expected, rel=1e-3)
+
+
+def test_offload_makes_no_state_on_the_gpu(report: Report) -> None:
+    full = next(e for e in report.estimates if e.plan.offload == "parameters")
+    assert full.job is not None
+    assert full.job.phases["first_step"].gpu_bytes == full.job.phases["steady_step"].gpu_bytes
+    assert full.job.phases["save"].host_bytes_per_node == full.host_bytes_per_node + full.job.saving.host_bytes_per_node
+
+
+def job(memory_gib: float, *, strategy: str = "zero3", backend: str = "deepspeed", host: int | None = None):  # type: ignore[no-untyped-def]
+    """A job whose steps take next to nothing."""
+    profile = resolve(LLAMA).profile
+    assert profile is not None
+    plan = Plan(strategy=strategy, backend=backend, shard_degree=8, seq_len=1)
+    gpu = replace(find_gpu("H100"), memory_bytes=int(memory_gib * GIB))
+    return job_peaks(
+        profile,
+        plan,
+        gpu,
+        states=States(parameters=Held.of(GIB)),
+        host=HostMemory(),
+        overhead=device_overhead(gpu, plan),
+        phase_peaks={"forward": GIB, "backward": GIB, "optimizer": GIB},
+        host_memory_bytes=host,
+    )
+
+
+def test_the_phase_that_fails_is_named() -> None:
+    assert job(80).fails is None
+    assert job(8, strategy="zero2").fails == "load"  # a model of 12.6 GiB is moved whole
+    assert job(1.2).fails == "load"
+    assert job(80, host=2**20).fails == "load"
+
+
+def test_loading_and_saving_follow_the_nodes_memory() -> None:
+    roomy = job(80, backend="fsdp2", host=2048 * GIB)
+    assert (roomy.loading.way, roomy.saving.way) == ("every_rank", "sharded")
+    tight = job(80, backend="fsdp1", host=40 * GIB)
+    assert (tight.loading.way, tight.saving.way) == ("rank0", "full")
+    tighter = job(80, backend="fsdp1", host=26 * GIB)
+    assert tighter.saving.way == "sharded"
+
+
+def test_a_job_that_dies_while_loading_does_not_fit() -> None:
+    """ZeRO-2 shards a 7B model's states over 64 GPUs, but every GPU first holds the model whole."""
+    report = estimate(
+        model=LLAMA, gpus=64, nnodes=8, gpu="11GiB", strategy="zero2", backend="deepspeed", offload="optimizer"
+    )
+    (e,) = report.estimates
+    assert e.fits is False
+    assert e.job is not None and e.job.fails == "load"
+
+
+def test_a_bare_parameter_count_has_no_phases() -> None:
+    (e, *_) = estimate(model="7e9", gpus=4, gpu="H100").estimates
+    assert e.job is None
+    document = e.as_dict()
+    assert document["job_peaks"] is document["fails_in"] is document["device_overhead_bytes_range"] is None

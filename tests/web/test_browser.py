@@ -1,0 +1,227 @@
+"""The page in a real browser, as its readers use it: with JavaScript and without, by mouse and by keyboard, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api").expect
+axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+
+Open = Callable[..., Any]
+LINK = "/?model=openai-community%2Fgpt2&gpus=2&gpu=24GiB&micro_batch_size=2"
+PAGES = ("/", "/how", "/accuracy", "/models", "/gpus")
+
+
+def _query(page: Any) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(page.url).query)
+
+
+def _says(page: Any) -> str:
+    return str(page.locator(".says").inner_text())
+
+
+def test_a_changed_input_updates_the_answer_and_the_address_without_a_reload(open_page: Open) -> None:
+    page = open_page("/")
+    page.evaluate("window.same = true")
+    before = _says(page)
+    page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
+    page.get_by_label("GPUs in all").fill("2")
+    page.get_by_label("GPU type").fill("RTX 4090")
+    page.get_by_label("Precision", exact=True).select_option("bf16")
+    expect(page.locator(".says")).to_contain_text("RTX-4090")
+    page.wait_for_url("**precision=bf16**")
+    assert _says(page) != before
+    assert page.evaluate("window.same") is True
+    assert _query(page) == {
+        "model": ["openai-community/gpt2"],
+        "gpus": ["2"],
+        "gpu": ["RTX 4090"],
+        "precision": ["bf16"],
+    }
+    assert "gpt2" in page.title()
+    assert page.locator("#status").inner_text() == _says(page)
+    page.go_back()
+    expect(page.get_by_label("Precision", exact=True)).to_have_value("bf16-mixed")
+
+
+def test_the_address_is_a_permalink_that_another_reader_can_follow(open_page: Open) -> None:
+    page = open_page("/")
+    page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
+    page.get_by_label("Micro-batch", exact=True).fill("2")
+    page.wait_for_url("**micro_batch_size=2**")
+    expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")
+    shared = page.url.partition(page.evaluate("location.origin"))[2]
+    with_it, without = open_page(shared), open_page(shared, java_script_enabled=False)
+    assert _says(page) == _says(with_it) == _says(without)
+    assert without.get_by_label("Micro-batch", exact=True).input_value() == "2"
+
+
+def test_everything_is_there_without_javascript(open_page: Open) -> None:
+    page = open_page("/", java_script_enabled=False)
+    page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
+    page.get_by_label("GPUs in all").fill("4")
+    page.get_by_text("More options").click()
+    page.get_by_label("Strategy", exact=True).select_option("zero2")
+    page.get_by_role("button", name="Estimate").click()
+    page.wait_for_url("**strategy=zero2**")
+    assert "ZeRO-2" in _says(page)
+    assert (
+        page.get_by_label("Strategy", exact=True).input_value() == "zero2"
+        and page.get_by_label("Strategy", exact=True).is_visible()
+    )
+    assert page.get_by_role("button", name="Copy").count() == 0
+    texts = page.locator(".export pre")
+    assert texts.count() >= 3 and all(texts.nth(i).is_visible() for i in range(texts.count()))
+
+
+def test_an_export_is_copied_and_offered_for_download(open_page: Open) -> None:
+    page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
+    tabs = page.get_by_role("tab")
+    assert tabs.count() >= 3
+    tab = tabs.nth(1)
+    tab.click()
+    panel = page.locator(f"#{tab.get_attribute('aria-controls')}")
+    assert panel.is_visible() and page.locator(".export:visible").count() == 1
+    panel.get_by_role("button", name="Copy").click()
+    panel.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == panel.locator("pre").text_content()
+    link = panel.get_by_role("link", name="Download")
+    address = urlsplit(link.get_attribute("href"))
+    assert address.path.startswith("/api/v1/export/")
+    assert parse_qs(address.query)["model"] == ["openai-community/gpt2"]
+    assert {"strategy", "backend", "offload"} <= parse_qs(address.query).keys()
+
+
+def test_the_launch_line_is_copied(open_page: Open) -> None:
+    page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
+    page.locator("[data-copy=launch]").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert (copied == page.locator("#launch").text_content() and "launch" in copied) or "run" in copied
+
+
+def test_tabs_follow_the_arrow_keys(open_page: Open) -> None:
+    page = open_page(LINK)
+    page.get_by_role("tab").first.focus()
+    page.keyboard.press("ArrowRight")
+    second = page.get_by_role("tab").nth(1)
+    assert second.get_attribute("aria-selected") == "true"
+    assert page.evaluate("document.activeElement.id") == second.get_attribute("id")
+    page.keyboard.press("End")
+    assert page.get_by_role("tab").last.get_attribute("aria-selected") == "true"
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("tab").first.get_attribute("aria-selected") == "true"
+
+
+def test_the_keyboard_goes_through_the_form_in_reading_order(open_page: Open) -> None:
+    page = open_page("/")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    assert page.locator(".skip").bounding_box()["width"] > 20
+    reached = []
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
+        if reached[-1] == "Estimate":
+            break
+    fields = ["model", "gpus", "nnodes", "gpu", "precision", "optim", "micro_batch_size", "seq_len"]
+    fields += [
+        "activation_checkpointing",
+        "offload",
+        "More options",
+        "Paste a config.json instead of a model's name",
+        "Estimate",
+    ]
+    assert reached[-len(fields) :] == fields
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    tops = [page.locator(f"#{name}").bounding_box() for name in fields[:10]]
+    assert [(b["y"], b["x"]) for b in tops] == sorted((b["y"], b["x"]) for b in tops)
+
+
+def test_enter_asks(open_page: Open) -> None:
+    page = open_page("/")
+    page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**openai-community%2Fgpt2**")
+    expect(page.locator("#answer")).to_contain_text("openai-community/gpt2")
+
+
+def test_bad_input_says_so_in_place_and_good_input_mends_it(open_page: Open) -> None:
+    page = open_page("/")
+    page.get_by_label("Model", exact=True).fill("meta-lama/Llama-2-7b-hf")
+    page.locator("#problem").wait_for()
+    assert "unknown model" in page.locator("#problem").inner_text()
+    assert "unknown model" in page.locator("#status").inner_text()
+    page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
+    page.locator(".says").wait_for()
+    open_page.complaints[:] = [words for words in open_page.complaints if "404" not in words]  # type: ignore[attr-defined]
+
+
+def test_markup_in_a_model_name_is_shown_not_run(open_page: Open) -> None:
+    name = "<img src=x onerror=window.run=1><script>window.run=1</script>"
+    page = open_page("/?model=" + name.replace(" ", "%20"), status=404)
+    assert name[:20] in page.locator("#problem").inner_text()
+    assert page.evaluate("window.run") is None
+    page.get_by_label("Model", exact=True).fill(name + "!")
+    page.wait_for_url("**%21**")
+    expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")
+    assert page.evaluate("window.run") is None and page.locator("#answer img").count() == 0
+    open_page.complaints[:] = [words for words in open_page.complaints if "404" not in words]  # type: ignore[attr-defined]
+
+
+def test_light_and_dark_follow_the_readers_setting(open_page: Open) -> None:
+    seen = {}
+    for scheme in ("light", "dark"):
+        page = open_page(LINK, color_scheme=scheme)
+        seen[scheme] = page.evaluate(
+            """() => [getComputedStyle(document.body).backgroundColor,
+                      getComputedStyle(document.querySelector('.chart.wide .node-taken')).fill,
+                      getComputedStyle(document.querySelector('.chart.wide .l-ink')).stroke]"""
+        )
+    assert all(a != b for a, b in zip(seen["light"], seen["dark"], strict=True))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_chart_that_fits_is_shown_and_nothing_overflows(open_page: Open, width: int) -> None:
+    page = open_page("/", width=width)
+    shown, hidden = (".wide", ".narrow") if width > 700 else (".narrow", ".wide")
+    assert page.locator(f".chart{shown}:visible").count() >= 4
+    assert page.locator(f".chart{hidden}:visible").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    sizes = page.locator(f".chart{shown} text").evaluate_all(
+        "all => all.map(t => t.getBoundingClientRect().height / t.getBBox().height * parseFloat(getComputedStyle(t).fontSize))"
+    )
+    assert min(sizes) >= 11.4
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", PAGES)
+def test_no_serious_fault_of_accessibility(open_page: Open, path: str, scheme: str, shots: Path) -> None:
+    page = open_page(path, color_scheme=scheme)
+    found = axe.Axe().run(page, options={"resultTypes": ["violations"]})
+    faults = [
+        (fault["id"], fault["impact"], [node["html"][:120] for node in fault["nodes"][:3]])
+        for fault in found.response["violations"]
+        if fault["impact"] in ("serious", "critical")
+    ]
+    assert faults == []
+    page.screenshot(path=shots / f"{path.strip('/') or 'page'}-1280-{scheme}.png", full_page=True)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_phone_shows_every_page(open_page: Open, path: str, shots: Path) -> None:
+    page = open_page(path, width=390, height=844, has_touch=True, is_mobile=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.screenshot(path=shots / f"{path.strip('/') or 'page'}-390.png", full_page=True)
+
+
+def test_the_readmes_screenshots_can_be_made(tmp_path: Path, chromium: Any) -> None:
+    from screenshots import SHOTS, shoot
+
+    written = shoot(chromium, "about:blank", SHOTS[:1], tmp_path)
+    assert [path.name for path in written] == ["page.png"]
