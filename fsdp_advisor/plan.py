@@ -30,6 +30,7 @@ class Plan:
     activation_checkpointing: str = "none"
     attention: str = "sdpa"
     backward_prefetch: str = "pre"
+    framework: str = "torch"
 
     @property
     def world_size(self) -> int:
@@ -133,4 +134,5 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
         activation_checkpointing=request.activation_checkpointing,
         attention=request.attention,
         backward_prefetch=request.backward_prefetch,
+        framework=request.framework,
     )

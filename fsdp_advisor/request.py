@@ -15,6 +15,7 @@ Optimizer = Literal[
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
+Framework = Literal["torch", "accelerate", "trainer", "deepspeed"]
 
 MAX_GPUS = 65_536
 MAX_BATCH = 1_048_576
@@ -42,6 +43,7 @@ class EstimateRequest(BaseModel):
     activation_checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    framework: Framework = "torch"
 
     @model_validator(mode="before")
     @classmethod
