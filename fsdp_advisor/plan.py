@@ -54,6 +54,24 @@ class Plan:
         """Bytes per element in which forward and backward compute."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def prepared(self) -> bool:
+        """Whether accelerate wraps the model, for its own loop or for the Trainer's."""
+        return self.framework in ("accelerate", "trainer")
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes per element in which FSDP reduces gradients.
+
+        accelerate sets reduce_dtype to param_dtype (utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision).
+        """
+        return self.compute_bytes if self.prepared else self.param_bytes
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Whether gradients stay whole until the last micro-batch: accelerate's `accumulate` and the Trainer use `no_sync`."""
+        return self.prepared and self.gradient_accumulation_steps > 1
+
 
 BACKENDS: dict[str, tuple[str, ...]] = {
     "ddp": ("ddp",),

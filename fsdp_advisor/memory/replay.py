@@ -26,6 +26,8 @@ class Schedule(Protocol):
     """What a training engine does around the units of a step. Every method changes the ledger."""
 
     grad_marks: bool
+    distinct_micro_batches: int
+    """How many micro-batches of a step differ: the first, those between, and the last where that is another."""
     states: States
 
     def begin_step(self, ledger: Ledger) -> None: ...
@@ -53,13 +55,13 @@ class WalksEveryLayer(Protocol):
 
 
 def replay(profile: Profile, score: Score, schedule: Schedule, accumulation: int) -> Ledger:
-    """One steady-state step of `accumulation` micro-batches. From the second micro-batch on, all are alike."""
+    """One steady-state step of `accumulation` micro-batches. Those that are alike are played once."""
     ledger = Ledger()
     schedule.begin_step(ledger)
     ledger.begin("forward")
     base = list(ledger.live)
     walker = schedule if isinstance(schedule, WalksEveryLayer) else None
-    for index in range(min(accumulation, 2)):
+    for index in range(min(accumulation, schedule.distinct_micro_batches)):
         leftover = [0] * len(base)
         if index:  # the tape brings its batch again; the last loss is dropped once there is another
             for account in (ACTIVATIONS, LOSS, TEMPORARIES):
@@ -164,21 +166,22 @@ def _play(steps: tuple[Step, ...], schedule: Schedule, ledger: Ledger, place: Pl
             fresh += step.layer_gradients + step.root_gradients
             continue
         op, a, b = step
+        at = (ROOT, a - 1) if a else place
         if op == Op.GRAD_READY:
             schedule.gradient_ready(ledger, AT_ROOT if b else place, a, fresh)
             if schedule.grad_marks:
                 fresh = 0
         elif op == Op.PRE_FORWARD:
-            schedule.pre_forward(ledger, AT_ROOT if a else place)
+            schedule.pre_forward(ledger, at)
         elif op == Op.POST_FORWARD:
-            schedule.post_forward(ledger, AT_ROOT if a else place)
+            schedule.post_forward(ledger, at)
         elif op == Op.PRE_BACKWARD:
-            schedule.pre_backward(ledger, AT_ROOT if a else place, following)
+            schedule.pre_backward(ledger, at, following)
         elif op == Op.POST_BACKWARD and not a:
             schedule.post_backward(ledger, place, own)
             own = 0
         elif op == Op.POST_BACKWARD:
-            schedule.post_backward(ledger, AT_ROOT, root)
+            schedule.post_backward(ledger, at, root)
             root = 0
     return root
 

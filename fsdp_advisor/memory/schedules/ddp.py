@@ -48,6 +48,8 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
 
 
 class DdpSchedule:
+    distinct_micro_batches = 2
+
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.grad_marks = plan.gradient_accumulation_steps > 1

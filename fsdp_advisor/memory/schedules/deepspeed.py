@@ -271,6 +271,7 @@ class _Bucket:
 
 
 class DeepspeedSchedule:
+    distinct_micro_batches = 2
     grad_marks = True
 
     def __init__(self, profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> None:

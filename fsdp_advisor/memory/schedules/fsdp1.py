@@ -69,6 +69,7 @@ class UnitBytes:
 
 
 class Fsdp1Schedule:
+    distinct_micro_batches = 2
     grad_marks = False
 
     def __init__(self, profile: Profile, plan: Plan) -> None:

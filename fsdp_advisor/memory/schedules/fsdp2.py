@@ -26,7 +26,8 @@ from fsdp_advisor.memory.ledger import (
 )
 from fsdp_advisor.memory.replay import AT_ROOT, Place
 from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
-from fsdp_advisor.models.profile import Parameter, Profile, Unit
+from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, wrapping_of, wraps_root_apart
+from fsdp_advisor.models.profile import ROOT, Parameter, Profile, Unit
 from fsdp_advisor.plan import Plan
 
 
@@ -51,20 +52,25 @@ class UnitBytes:
     gather_output: int
     unsharded: int  # the gathered parameters, one storage each, padded
     reduce_input: int
+    reduce_output: Held  # in the reduce dtype, where that is not the gradients'
+    whole_gradients: int  # one storage per parameter, as autograd makes them
     shards: tuple[int, ...]  # elements of each parameter's local shard, for world size 1 and offload
 
 
 class Fsdp2Schedule:
-    grad_marks = False
-
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self._offload = plan.offload == "parameters"
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
         self._casts = plan.mixed
+        self._wrapping = wrapping_of(profile, wraps_root_apart(plan))
         self._units = per_unit(profile, self._measure)
+        self._units |= {place: self._measure(part.unit) for place, part in self._wrapping.parts.items()}
+        self.grad_marks = plan.defers_reduction
+        self.distinct_micro_batches = 3 if plan.defers_reduction else 2
         self.states = self._states()
+        self._reduce_outputs = self._summed("reduce_output").rounded
         self._prefetched = False
         self._held_output = 0  # forward keeps the last all-gather's output until the next copy-out
         self._reducing = 0  # the last reduce-scatter's input lives until the next one's
@@ -88,7 +94,9 @@ class Fsdp2Schedule:
             gather_input=round_up(elements * plan.compute_bytes) if self._casts and not self._offload else 0,
             gather_output=round_up(elements * n * plan.compute_bytes),
             unsharded=sum(round_up(e * n * plan.compute_bytes) for e in locals_),
-            reduce_input=round_up(reduced * n * plan.param_bytes),
+            reduce_input=round_up(reduced * n * plan.reduce_bytes),
+            reduce_output=Held.of(reduced * plan.reduce_bytes) if plan.reduce_bytes != plan.param_bytes else NOTHING,
+            whole_gradients=sum(round_up(p.elements * plan.compute_bytes) for p, _ in trainable),
             shards=tuple(locals_),
         )
 
@@ -96,11 +104,15 @@ class Fsdp2Schedule:
         if self._offload:
             return States(buffers=buffers(self._profile))
         return States(
-            parameters=summed(self._profile, self._units, "parameters"),
-            gradients=summed(self._profile, self._units, "gradients"),
-            optimizer=summed(self._profile, self._units, "optimizer"),
+            parameters=self._summed("parameters"),
+            gradients=self._summed("gradients"),
+            optimizer=self._summed("optimizer"),
             buffers=buffers(self._profile),
         )
+
+    def _summed(self, what: str) -> Held:
+        beside = (getattr(self._units[place], what) for place in self._wrapping.parts if place != AT_ROOT)
+        return sum(beside, summed(self._profile, self._units, what))
 
     # The step
 
@@ -109,55 +121,84 @@ class Fsdp2Schedule:
         ledger.add(OPTIMIZER, self.states.optimizer.rounded)
         ledger.add(OTHER, self.states.buffers.rounded)
         self._prefetched = False
-        self._held_output = self._reducing = 0
+        self._held_output = self._reducing = self._all_reduced = 0
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0
+        last = index == min(self._plan.gradient_accumulation_steps, self.distinct_micro_batches) - 1
+        self._reduces = last or not self._plan.defers_reduction
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
+        if not self._units[place].shards:
+            return
         self._gather(ledger, place)
         self._copy_out(ledger, place, forward=True)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        if self._reshard:
+        if self._reshards(place):
             self._free(ledger, place)
         if place == AT_ROOT:
             ledger.add(COMMUNICATION, -self._held_output)
             self._held_output = 0
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
-        if not self._reshard:
-            return
-        if not self._prefetched:
-            self._gather(ledger, place)
-        self._copy_out(ledger, place, forward=False)
-        self._prefetched = following is not None
-        if following is not None:
-            self._gather(ledger, following)
+        if self._reshards(place):
+            if not self._prefetched:
+                self._gather(ledger, place)
+            self._copy_out(ledger, place, forward=False)
+        target = self._before(place, following)
+        self._prefetched = target is not None and self._reshards(target)
+        if target is not None and self._prefetched:
+            self._gather(ledger, target)
+
+    def _before(self, place: Place, following: Place | None) -> Place | None:
+        """The unit that ran before this one in forward, which its backward prefetches. `following` is the next layer."""
+        if place == AT_ROOT and HEAD in self._wrapping.parts:
+            return HEAD
+        if following is None and place[0] != ROOT and EMBEDDING in self._wrapping.parts:
+            return EMBEDDING
+        return following
+
+    def _reshards(self, place: Place) -> bool:
+        """Whether a unit's parameters are freed after forward and gathered again for backward."""
+        part = self._wrapping.parts.get(place)
+        return self._reshard and not (part is not None and part.keeps)
 
     def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+        """Reduce and drop the unit's gradients. While that is deferred, they stay where autograd adds to them."""
         unit = self._units[place]
         self._free(ledger, place)
+        if not self._reduces:
+            return
         ledger.add(COMMUNICATION, -self._reducing)
         ledger.add(COMMUNICATION, unit.reduce_input)
         self._reducing = unit.reduce_input
-        ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
+        by_parameter = self._plan.defers_reduction or (place[0] == ROOT and HEAD in self._wrapping.parts)
+        ledger.add(UNSHARDED_GRADIENTS, -(unit.whole_gradients if by_parameter else gradient_bytes))
+        ledger.add(COMMUNICATION, unit.reduce_output.rounded)
         output = unit.gradients.rounded
         ledger.add(GRADIENTS, output)
-        if self._accumulating or self._offload:
+        if self._plan.replica_degree > 1:
+            self._all_reduced = self._reduce_outputs  # kept until the backward's end, for other streams' sake
+        else:
+            ledger.add(COMMUNICATION, -unit.reduce_output.rounded)
+        if (self._accumulating and not self._plan.defers_reduction) or self._offload:
             ledger.add(GRADIENTS, -output)
 
     def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
-        pass
+        """From the second micro-batch on, whole gradients are added to those that stayed."""
+        if self._accumulating:
+            ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
 
     def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
-        ledger.add(
-            LOSS, ALIGNMENT
-        )  # the root's turn is a final callback of autograd, which still holds the loss's gradient
-        self.post_backward(ledger, AT_ROOT, root_gradient_bytes)
+        """What was not reduced on the way is reduced by a final callback of autograd, which still holds the loss's gradient."""
+        ledger.add(LOSS, ALIGNMENT)
+        for place in self._wrapping.last:
+            if self._units[place].shards:
+                self.post_backward(ledger, place, root_gradient_bytes)
         ledger.add(LOSS, -ALIGNMENT)
-        ledger.add(COMMUNICATION, -self._reducing)
-        self._reducing = 0
+        ledger.add(COMMUNICATION, -self._reducing - self._all_reduced)
+        self._reducing = self._all_reduced = 0
 
     def optimizer_step(self, ledger: Ledger) -> None:
         if self._offload:
