@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fsdp_advisor.memory.replay import AT_ROOT, Place
+from fsdp_advisor.memory.ledger import AT_ROOT, Place
 from fsdp_advisor.models.profile import ROOT, Category, Op, Parameter, Profile, Tape, Unit, evaluate
 from fsdp_advisor.plan import Plan
 

@@ -17,10 +17,9 @@ from fsdp_advisor.memory.ledger import (
     OTHER,
     PARAMETERS,
     TEMPORARIES,
-    UNSHARDED_GRADIENTS,
     Ledger,
+    Place,
 )
-from fsdp_advisor.memory.replay import Place
 from fsdp_advisor.memory.schedules.fsdp2 import optimizer_temporaries
 from fsdp_advisor.memory.schedules.units import buffers, total
 from fsdp_advisor.models.profile import Profile, Unit
@@ -49,6 +48,7 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
 
 class DdpSchedule:
     distinct_micro_batches = 2
+    made_by_first_step = frozenset({OPTIMIZER})
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
@@ -73,10 +73,10 @@ class DdpSchedule:
         )
 
     def begin_step(self, ledger: Ledger) -> None:
-        ledger.add(PARAMETERS, self.states.parameters.rounded)
-        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
-        ledger.add(COMMUNICATION, self.states.communication.rounded)
-        ledger.add(OTHER, self.states.buffers.rounded)
+        ledger.born(PARAMETERS, self.states.parameters)
+        ledger.born(OPTIMIZER, self.states.optimizer)
+        ledger.born(COMMUNICATION, self.states.communication)
+        ledger.born(OTHER, self.states.buffers)
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0
@@ -90,21 +90,20 @@ class DdpSchedule:
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         pass
 
-    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+    def post_backward(self, ledger: Ledger, place: Place) -> None:
         pass
 
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and dropped."""
-        ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
-        if not self._accumulating:
-            ledger.add(GRADIENTS, gradient_bytes)
+        gradients = ledger.gradients_since_mark()
+        if self._accumulating:
+            ledger.died(gradients)
+        else:
+            ledger.turned(gradients, GRADIENTS)
 
-    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
-        rest = ledger.live[UNSHARDED_GRADIENTS]
-        ledger.add(UNSHARDED_GRADIENTS, -rest)
-        ledger.add(GRADIENTS, rest)
+    def end_backward(self, ledger: Ledger) -> None:
+        ledger.turned(ledger.all_gradients(), GRADIENTS)
 
     def optimizer_step(self, ledger: Ledger) -> None:
-        high = optimizer_temporaries(self._profile, self._plan, lambda p: p.shape)
-        ledger.add(TEMPORARIES, high)
-        ledger.add(TEMPORARIES, -high)
+        temporaries = optimizer_temporaries(self._profile, self._plan, lambda p: p.shape)
+        ledger.died(ledger.born(TEMPORARIES, temporaries))

@@ -1,11 +1,14 @@
-"""PyTorch FSDP2: `fully_shard` on each layer and on the root, `reshard_after_forward` the same for all of them.
+"""PyTorch FSDP2: `fully_shard` on each layer and on the root, or on what a framework makes of the root (`wrapping`).
 
 Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_sharded_param` (dim-0 chunks, padded),
 `foreach_all_gather`, `FSDPParamGroup.wait_for_unshard`, `post_backward`, `foreach_reduce`, `FSDPState._post_forward`.
+Inputs and outputs of all-gathers are allocated on the copy-in stream, outputs of reduce-scatters on theirs, the rest on the
+compute stream; streams wait for one another by events, so nothing is held back (no `record_stream`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -13,18 +16,22 @@ from math import prod
 from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.held import ALIGNMENT, NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
+    AT_ROOT,
     COMMUNICATION,
+    COPY_IN,
     GRADIENTS,
     LOSS,
+    NONE_ALIVE,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
+    REDUCE_SCATTER,
     TEMPORARIES,
-    UNSHARDED_GRADIENTS,
     UNSHARDED_PARAMETERS,
+    Alive,
     Ledger,
+    Place,
 )
-from fsdp_advisor.memory.replay import AT_ROOT, Place
 from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
 from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, wrapping_of, wraps_root_apart
 from fsdp_advisor.models.profile import ROOT, Parameter, Profile, Unit
@@ -43,21 +50,24 @@ def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """One unit's storages on rank 0, bytes each rounded up to 512."""
+    """One unit's storages on rank 0."""
 
     parameters: Held
     optimizer: Held
     gradients: Held  # one storage: the reduce-scatter's output, of which the sharded gradients are views
-    gather_input: int  # flat copy of the shards in the compute dtype; 0 where the shards are gathered as they are
-    gather_output: int
-    unsharded: int  # the gathered parameters, one storage each, padded
-    reduce_input: int
-    reduce_output: Held  # in the reduce dtype, where that is not the gradients'
-    whole_gradients: int  # one storage per parameter, as autograd makes them
+    gather_input: (
+        Held  # flat copy of the shards in the compute dtype; nothing where the shards are gathered as they are
+    )
+    gather_output: Held
+    unsharded: Held  # the gathered parameters, one storage each, padded
+    reduce_input: Held
+    reduce_output: Held  # where it is not what becomes of the gradients, which have another dtype
     shards: tuple[int, ...]  # elements of each parameter's local shard, for world size 1 and offload
 
 
 class Fsdp2Schedule:
+    made_by_first_step = frozenset({OPTIMIZER})
+
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self._offload = plan.offload == "parameters"
@@ -70,33 +80,29 @@ class Fsdp2Schedule:
         self.grad_marks = plan.defers_reduction
         self.distinct_micro_batches = 3 if plan.defers_reduction else 2
         self.states = self._states()
-        self._reduce_outputs = self._summed("reduce_output").rounded
-        self._prefetched = False
-        self._held_output = 0  # forward keeps the last all-gather's output until the next copy-out
-        self._reducing = 0  # the last reduce-scatter's input lives until the next one's
 
     def _measure(self, unit: Unit) -> UnitBytes:
         plan, n = self._plan, self._plan.shard_degree
         shapes = [shard_shape(p.shape, n) for p in unit.parameters]
         locals_ = [prod(s) for s in shapes]
         elements = sum(locals_)
-        trainable = [(p, e) for p, e in zip(unit.parameters, locals_, strict=True) if p.trainable]
-        parameters = optimizer = NOTHING
+        reduced = 0
+        parameters = optimizer = unsharded = NOTHING
         for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
             parameters += Held.of(e * plan.param_bytes)
+            unsharded += Held.of(e * n * plan.compute_bytes)
             if parameter.trainable:
                 optimizer += optimizers.kept(plan.optim, shape, plan.param_bytes)
-        reduced = sum(e for _, e in trainable)
+                reduced += e
         return UnitBytes(
             parameters=parameters,
             optimizer=optimizer,
             gradients=Held.of(reduced * plan.param_bytes),
-            gather_input=round_up(elements * plan.compute_bytes) if self._casts and not self._offload else 0,
-            gather_output=round_up(elements * n * plan.compute_bytes),
-            unsharded=sum(round_up(e * n * plan.compute_bytes) for e in locals_),
-            reduce_input=round_up(reduced * n * plan.reduce_bytes),
+            gather_input=Held.of(elements * plan.compute_bytes) if self._casts and not self._offload else NOTHING,
+            gather_output=Held.of(elements * n * plan.compute_bytes),
+            unsharded=unsharded,
+            reduce_input=Held.of(reduced * n * plan.reduce_bytes),
             reduce_output=Held.of(reduced * plan.reduce_bytes) if plan.reduce_bytes != plan.param_bytes else NOTHING,
-            whole_gradients=sum(round_up(p.elements * plan.compute_bytes) for p, _ in trainable),
             shards=tuple(locals_),
         )
 
@@ -111,25 +117,31 @@ class Fsdp2Schedule:
         )
 
     def _summed(self, what: str) -> Held:
+        """Over the root, the layers, and the parts of the root that are units of their own."""
         beside = (getattr(self._units[place], what) for place in self._wrapping.parts if place != AT_ROOT)
         return sum(beside, summed(self._profile, self._units, what))
 
     # The step
 
     def begin_step(self, ledger: Ledger) -> None:
-        ledger.add(PARAMETERS, self.states.parameters.rounded)
-        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
-        ledger.add(OTHER, self.states.buffers.rounded)
+        ledger.born(PARAMETERS, self.states.parameters)
+        ledger.born(OPTIMIZER, self.states.optimizer)
+        ledger.born(OTHER, self.states.buffers)
         self._prefetched = False
-        self._held_output = self._reducing = self._all_reduced = 0
+        self._gathered = NONE_ALIVE  # an all-gather's output that has not been copied out
+        self._held_output = NONE_ALIVE  # forward keeps the last all-gather's output until the next copy-out
+        self._reducing = NONE_ALIVE  # the last reduce-scatter's input lives until the next one's
+        self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
+        self._whole: defaultdict[Place, deque[list[Alive]]] = defaultdict(deque)  # gradients whose reduction is deferred
+        self._all_reduced: list[Alive] = []
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
-        self._accumulating = index > 0
+        self._index = index
         last = index == min(self._plan.gradient_accumulation_steps, self.distinct_micro_batches) - 1
         self._reduces = last or not self._plan.defers_reduction
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
-        if not self._units[place].shards:
+        if self._is_empty(place):
             return
         self._gather(ledger, place)
         self._copy_out(ledger, place, forward=True)
@@ -138,8 +150,8 @@ class Fsdp2Schedule:
         if self._reshards(place):
             self._free(ledger, place)
         if place == AT_ROOT:
-            ledger.add(COMMUNICATION, -self._held_output)
-            self._held_output = 0
+            ledger.died(self._held_output)
+            self._held_output = NONE_ALIVE
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         if self._reshards(place):
@@ -151,6 +163,68 @@ class Fsdp2Schedule:
         if target is not None and self._prefetched:
             self._gather(ledger, target)
 
+    def post_backward(self, ledger: Ledger, place: Place) -> None:
+        """Reduce and drop the unit's gradients. While that is deferred, they stay where autograd adds to them."""
+        unit = self._units[place]
+        self._free(ledger, place)
+        gradients = self._gradients_of(ledger, place)
+        if self._plan.defers_reduction:
+            if self._index == 0:
+                self._whole[place].append(gradients)
+            if not self._reduces:
+                return
+            gradients = self._whole[place].popleft()
+        ledger.died(self._reducing)
+        self._reducing = ledger.born(COMMUNICATION, unit.reduce_input)
+        for gradient in gradients:
+            ledger.died(gradient)
+        reduced = ledger.born(COMMUNICATION, unit.reduce_output, REDUCE_SCATTER)
+        output = ledger.born(GRADIENTS, unit.gradients, REDUCE_SCATTER)
+        if self._plan.replica_degree > 1:
+            self._all_reduced.append(reduced)  # `FSDPParamGroup._all_reduce_state`
+        else:
+            ledger.died(reduced)
+        if (self._index > 0 and not self._plan.defers_reduction) or self._offload:
+            ledger.died(output)
+
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
+        """From the second micro-batch on, gradients are added to those that have stayed."""
+        fresh = ledger.gradients_since_mark()
+        if self._index > 0:
+            ledger.died(fresh)
+
+    def end_backward(self, ledger: Ledger) -> None:
+        """What has not been reduced on the way is, in a final callback of autograd, which still holds the loss's gradient."""
+        gradient = ledger.born(LOSS, Held.of(ALIGNMENT))
+        for place in self._wrapping.last:
+            if not self._is_empty(place):
+                self.post_backward(ledger, place)
+        ledger.died(gradient)
+        ledger.died(self._reducing)
+        self._reducing = NONE_ALIVE
+        if self._all_reduced:
+            numbers = tuple(number for alive in self._all_reduced for number in alive[2])
+            ledger.died((COMMUNICATION, self._summed("reduce_output").rounded, numbers))
+            self._all_reduced.clear()
+
+    def optimizer_step(self, ledger: Ledger) -> None:
+        if self._offload:
+            return
+        shards = self._plan.shard_degree
+        temporaries = optimizer_temporaries(self._profile, self._plan, lambda p: shard_shape(p.shape, shards))
+        ledger.died(ledger.born(TEMPORARIES, temporaries))
+
+    # Units
+
+    def _is_empty(self, place: Place) -> bool:
+        """A root whose parameters are all in units of their own."""
+        return not self._units[place].shards
+
+    def _reshards(self, place: Place) -> bool:
+        """Whether a unit's parameters are freed after forward and gathered again for backward."""
+        part = self._wrapping.parts.get(place)
+        return self._reshard and not (part is not None and part.keeps)
+
     def _before(self, place: Place, following: Place | None) -> Place | None:
         """The unit that ran before this one in forward, which its backward prefetches. `following` is the next layer."""
         if place == AT_ROOT and HEAD in self._wrapping.parts:
@@ -159,118 +233,84 @@ class Fsdp2Schedule:
             return EMBEDDING
         return following
 
-    def _reshards(self, place: Place) -> bool:
-        """Whether a unit's parameters are freed after forward and gathered again for backward."""
+    def _gradients_of(self, ledger: Ledger, place: Place) -> list[Alive]:
+        """A unit's gradients; where the root is taken apart, one by one."""
         part = self._wrapping.parts.get(place)
-        return self._reshard and not (part is not None and part.keeps)
-
-    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
-        """Reduce and drop the unit's gradients. While that is deferred, they stay where autograd adds to them."""
-        unit = self._units[place]
-        self._free(ledger, place)
-        if not self._reduces:
-            return
-        ledger.add(COMMUNICATION, -self._reducing)
-        ledger.add(COMMUNICATION, unit.reduce_input)
-        self._reducing = unit.reduce_input
-        by_parameter = self._plan.defers_reduction or (place[0] == ROOT and HEAD in self._wrapping.parts)
-        ledger.add(UNSHARDED_GRADIENTS, -(unit.whole_gradients if by_parameter else gradient_bytes))
-        ledger.add(COMMUNICATION, unit.reduce_output.rounded)
-        output = unit.gradients.rounded
-        ledger.add(GRADIENTS, output)
-        if self._plan.replica_degree > 1:
-            self._all_reduced = self._reduce_outputs  # kept until the backward's end, for other streams' sake
-        else:
-            ledger.add(COMMUNICATION, -unit.reduce_output.rounded)
-        if (self._accumulating and not self._plan.defers_reduction) or self._offload:
-            ledger.add(GRADIENTS, -output)
-
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
-        """From the second micro-batch on, whole gradients are added to those that stayed."""
-        if self._accumulating:
-            ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
-
-    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
-        """What was not reduced on the way is reduced by a final callback of autograd, which still holds the loss's gradient."""
-        ledger.add(LOSS, ALIGNMENT)
-        for place in self._wrapping.last:
-            if self._units[place].shards:
-                self.post_backward(ledger, place, root_gradient_bytes)
-        ledger.add(LOSS, -ALIGNMENT)
-        ledger.add(COMMUNICATION, -self._reducing - self._all_reduced)
-        self._reducing = self._all_reduced = 0
-
-    def optimizer_step(self, ledger: Ledger) -> None:
-        if self._offload:
-            return
-        high = optimizer_temporaries(self._profile, self._plan, lambda p: shard_shape(p.shape, self._plan.shard_degree))
-        ledger.add(TEMPORARIES, high)
-        ledger.add(TEMPORARIES, -high)
+        if part is None or HEAD not in self._wrapping.parts:
+            return [ledger.gradients_of(place)]
+        return [
+            ledger.gradient(index, True, round_up(p.elements * self._plan.compute_bytes))
+            for index, p in zip(part.indices, part.unit.parameters, strict=True)
+            if p.trainable
+        ]
 
     # Gathering
 
     def _gather(self, ledger: Ledger, place: Place) -> None:
         """`FSDPParamGroup.unshard`: copy in and all-gather; the output waits for the copy-out."""
-        unit = self._units[place]
         if self._alone:
             return
-        inputs = unit.gather_input
+        unit = self._units[place]
         if self._offload:
             inputs = self._upload(ledger, unit)
         else:
-            ledger.add(COMMUNICATION, inputs)
-        ledger.add(COMMUNICATION, unit.gather_output)
-        ledger.add(COMMUNICATION, -inputs)
+            inputs = [ledger.born(COMMUNICATION, unit.gather_input, COPY_IN)]
+        self._gathered = ledger.born(COMMUNICATION, unit.gather_output, COPY_IN)
+        for shard in inputs:
+            ledger.died(shard)
 
-    def _upload(self, ledger: Ledger, unit: UnitBytes) -> int:
+    def _upload(self, ledger: Ledger, unit: UnitBytes) -> list[Alive]:
         """With offload each shard is copied to the GPU, then cast: all inputs live until the all-gather is issued."""
-        held = 0
+        inputs = []
         for elements in unit.shards:
-            full = round_up(elements * self._plan.param_bytes)
-            ledger.add(COMMUNICATION, full)
-            held += full
+            shard = ledger.born(COMMUNICATION, Held.of(elements * self._plan.param_bytes), COPY_IN)
             if self._casts:
-                cast = round_up(elements * self._plan.compute_bytes)
-                ledger.add(COMMUNICATION, cast)
-                ledger.add(COMMUNICATION, -full)
-                held += cast - full
-        return held
+                cast = ledger.born(COMMUNICATION, Held.of(elements * self._plan.compute_bytes), COPY_IN)
+                ledger.died(shard)
+                shard = cast
+            inputs.append(shard)
+        return inputs
 
     def _copy_out(self, ledger: Ledger, place: Place, *, forward: bool) -> None:
         """`FSDPParamGroup.wait_for_unshard`: in forward the all-gather's output is kept until the next unit's copy-out is done."""
         unit = self._units[place]
         if self._alone:
-            self._copy_alone(ledger, unit)
+            self._copy_alone(ledger, place)
             return
-        ledger.add(UNSHARDED_PARAMETERS, unit.unsharded)
+        self._unsharded[place].append(ledger.born(UNSHARDED_PARAMETERS, unit.unsharded))
         if forward:
-            ledger.add(COMMUNICATION, -self._held_output)
-            self._held_output = unit.gather_output
+            ledger.died(self._held_output)
+            self._held_output = self._gathered
         else:
-            ledger.add(COMMUNICATION, -unit.gather_output)
+            ledger.died(self._gathered)
+        self._gathered = NONE_ALIVE
 
-    def _copy_alone(self, ledger: Ledger, unit: UnitBytes) -> None:
-        """World size 1: each parameter is brought to the GPU, cast and copied; the last cast lives while the next is made."""
-        held = 0
-        for elements in unit.shards:
-            n_bytes = round_up(elements * self._plan.compute_bytes)
-            full = round_up(elements * self._plan.param_bytes) if self._offload else 0
-            ledger.add(COMMUNICATION, full)
+    def _copy_alone(self, ledger: Ledger, place: Place) -> None:
+        """World size 1: each parameter is brought to the GPU, cast and copied; the last one lives while the next is made."""
+        last = NONE_ALIVE
+        numbers: tuple[int, ...] = ()
+        n_bytes = 0
+        for elements in self._units[place].shards:
+            compute = Held.of(elements * self._plan.compute_bytes)
+            fresh = NONE_ALIVE
+            if self._offload:
+                fresh = ledger.born(COMMUNICATION, Held.of(elements * self._plan.param_bytes))
             if self._casts:
-                ledger.add(COMMUNICATION, n_bytes)
-                ledger.add(COMMUNICATION, -held - full)
-                held = n_bytes
-            elif full:
-                ledger.add(COMMUNICATION, -held)
-                held = full
-            ledger.add(UNSHARDED_PARAMETERS, n_bytes)
-        ledger.add(COMMUNICATION, -held)
+                cast = ledger.born(COMMUNICATION, compute)
+                ledger.died(fresh)
+                fresh = cast
+            ledger.died(last)
+            last = fresh
+            _, born_bytes, born = ledger.born(UNSHARDED_PARAMETERS, compute)
+            n_bytes, numbers = n_bytes + born_bytes, numbers + born
+        ledger.died(last)
+        self._unsharded[place].append((UNSHARDED_PARAMETERS, n_bytes, numbers))
 
     def _free(self, ledger: Ledger, place: Place) -> None:
-        ledger.add(UNSHARDED_PARAMETERS, -self._units[place].unsharded)
+        ledger.died(self._unsharded[place].pop())
 
 
-def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> int:
+def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Held:
     """What the optimizer's step allocates over all trainable parameters, `shape_of` each on this rank."""
     if plan.optim == "adafactor":
         largest = max(
@@ -280,10 +320,9 @@ def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Para
 
     def of(unit: Unit) -> Held:
         shapes = [shape_of(p) for p in unit.parameters if p.trainable]
-        n_bytes = optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
-        return Held(n_bytes, n_bytes)
+        return optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
 
-    return total(profile, of).rounded
+    return total(profile, of)
 
 
 def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
