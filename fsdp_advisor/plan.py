@@ -68,6 +68,11 @@ class Plan:
         return self.compute_bytes if self.prepared else self.param_bytes
 
     @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped: the Trainer does by default (max_grad_norm = 1)."""
+        return self.framework == "trainer"
+
+    @property
     def defers_reduction(self) -> bool:
         """Whether gradients stay whole until the last micro-batch: accelerate's `accumulate` and the Trainer use `no_sync`."""
         return self.prepared and self.gradient_accumulation_steps > 1

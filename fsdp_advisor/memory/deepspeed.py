@@ -41,6 +41,33 @@ class Settings:
 DEFAULTS = Settings()
 
 
+def settings_of(profile: Profile, plan: Plan) -> Settings:
+    """DeepSpeed's defaults; under accelerate and the Trainer, what they fill in for "auto", by the model's hidden size.
+
+    Source: accelerate/accelerator.py, _prepare_deepspeed; transformers/integrations/deepspeed.py, trainer_config_finalize.
+    """
+    hidden = _hidden_size(profile) if plan.prepared else None
+    if hidden is None:
+        return DEFAULTS
+    if stage(plan) < 3:
+        return Settings(reduce_bucket_size=hidden * hidden)
+    return Settings(
+        reduce_bucket_size=hidden * hidden,
+        prefetch_bucket_size=int(0.9 * hidden * hidden),
+        param_persistence_threshold=10 * hidden,
+    )
+
+
+def _hidden_size(profile: Profile) -> int | None:
+    """`config.hidden_size`, by whatever name the model's family writes it."""
+    text = profile.config.get("text_config")
+    for config in (profile.config, text if isinstance(text, dict) else {}):
+        for key in ("hidden_size", "n_embd", "d_model", "n_embed"):
+            if isinstance(value := config.get(key), int):
+                return value
+    return None
+
+
 def stage(plan: Plan) -> int:
     return {"zero1": 1, "zero2": 2, "zero3": 3}[plan.strategy]
 

@@ -14,6 +14,8 @@ from fsdp_advisor.memory.held import NOTHING, Held
 BLOCK_8BIT = 256
 MIN_8BIT_ELEMENTS = 4096
 STEP_BYTES = 4
+NORM_BYTES = 4
+"""Clipping takes the norm of each gradient, an fp32 scalar (torch/nn/utils/clip_grad.py, _get_total_norm)."""
 
 Shape = Sequence[int]
 

@@ -21,6 +21,8 @@ from fsdp_advisor.plan import Plan
 
 EMBEDDING: Place = (ROOT, 1)
 HEAD: Place = (ROOT, 2)
+OUTPUTS: Place = (ROOT, 3)
+"""Where DDP gives out what the model gave it."""
 
 _LONG = 1009
 """Tokens at which the size of a tensor of T rows is told from others."""
@@ -70,7 +72,11 @@ def wrapping_of(profile: Profile, apart: bool) -> Wrapping:
     cut: dict[Place, tuple[int, ...]] = {AT_ROOT: rest, EMBEDDING: alone, HEAD: tail}
     parts = {
         place: Part(
-            Unit(profile.root.kind, tuple(parameters[i] for i in indices), profile.root.buffers if place == AT_ROOT else ()),
+            Unit(
+                profile.root.kind,
+                tuple(parameters[i] for i in indices),
+                profile.root.buffers if place == AT_ROOT else (),
+            ),
             indices,
             None if place == EMBEDDING else True,
         )
@@ -79,6 +85,22 @@ def wrapping_of(profile: Profile, apart: bool) -> Wrapping:
     }
     last = (AT_ROOT, HEAD) if tied else (AT_ROOT, EMBEDDING)
     return Wrapping(parts, last, from_norm=bool(norm))
+
+
+def clones_outputs(plan: Plan) -> bool:
+    """The Trainer has DDP search for unused parameters unless it checkpoints, and DDP then clones what the model gives out.
+
+    Source: transformers/trainer.py, _build_accelerator_args; torch/nn/parallel/distributed.py, _DDPSink.
+    """
+    return plan.framework == "trainer" and plan.world_size > 1 and plan.activation_checkpointing == "none"
+
+
+def logits_elements(profile: Profile, plan: Plan) -> int:
+    """A row of the vocabulary for each token; other tasks' logits are few."""
+    embedding = _embedding(profile)
+    if embedding is None or not profile.task.endswith("-lm"):
+        return 0
+    return plan.micro_batch_size * plan.seq_len * profile.root.parameters[embedding].shape[0]
 
 
 def _embedding(profile: Profile) -> int | None:
@@ -127,8 +149,20 @@ def _module(parameter: str) -> str:
 
 def marked(profile: Profile, tape: Tape, plan: Plan) -> Tape:
     """The tape with marks where the hooks of the root's units run."""
+    if plan.backend == "ddp" and plan.prepared:
+        return _with_outputs(tape)
     wrapping = wrapping_of(profile, wraps_root_apart(plan))
     return _marked(profile, tape, wrapping, plan.compute_bytes) if HEAD in wrapping.parts else tape
+
+
+@lru_cache(maxsize=512)
+def _with_outputs(tape: Tape) -> Tape:
+    """A mark where forward has ended and the model's outputs are all that is left of it."""
+    segments = list(tape.segments)
+    last = max(i for i, s in enumerate(segments) if s.phase == "forward")
+    mark = (int(Op.POST_FORWARD), OUTPUTS[1] + 1, 0)
+    segments[last] = replace(segments[last], events=(*segments[last].events, mark))
+    return Tape(tape.sizes, tuple(segments))
 
 
 @lru_cache(maxsize=512)
@@ -161,7 +195,9 @@ def _marked(profile: Profile, tape: Tape, wrapping: Wrapping, compute_bytes: int
     insert(forward[0], begins, Op.PRE_FORWARD, first)
     if alone:
         output = next((at for at, n, _ in births(forward[0]) if at > begins and n == _LONG * width), None)
-        insert(forward[0], len(segments[forward[0]].events) if output is None else output + 1, Op.POST_FORWARD, EMBEDDING)
+        insert(
+            forward[0], len(segments[forward[0]].events) if output is None else output + 1, Op.POST_FORWARD, EMBEDDING
+        )
         logits = 0 if wrapping.from_norm else next((at for at, _, c in births(forward[-1]) if c == Category.LOSS), 0)
         insert(forward[-1], logits, Op.PRE_FORWARD, HEAD)
     turns = position(backward[0], Op.PRE_BACKWARD, 1) + 1
@@ -184,4 +220,3 @@ def _width(wrapping: Wrapping) -> int:
     """The model's width: what the embedding gives for a token and the head takes."""
     first = wrapping.parts.get(EMBEDDING, wrapping.parts[HEAD])
     return next(p.shape[1] for p in first.unit.parameters if len(p.shape) == 2)
-

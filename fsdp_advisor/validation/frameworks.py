@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -140,14 +140,27 @@ def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
         with (
             # accelerate tells parameters apart by their addresses
             patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+            patch.object(nn.Module, "to", lambda module, *_, **__: module),  # everything is on its device
             patch.object(DistributedDataParallel, "__init__", _ddp_on_fake_group),
             patch("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", lambda: mesh),
+            patch("torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups", _node_groups(plan)),
         ):
             yield _parallelism(plan)
     finally:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _node_groups(plan: Plan) -> Callable[..., Any]:
+    """FSDP1 counts a node's GPUs to know who shards with whom."""
+    module: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+    original: Callable[..., Any] = module._init_intra_and_inter_node_groups
+
+    def groups(group: Any, _: int) -> Any:
+        return original(group, plan.ranks_per_node)
+
+    return groups
 
 
 _INIT_DDP = DistributedDataParallel.__init__
@@ -210,7 +223,9 @@ def _parallelism(plan: Plan) -> Any:
     return config
 
 
-def transformers_trainer(model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any) -> TransformersTrainer:
+def transformers_trainer(
+    model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
+) -> TransformersTrainer:
     transformers: Any = importlib.import_module("transformers")
     fsdp: dict[str, Any] = {}
     checkpointing = plan.activation_checkpointing == "full"
@@ -219,7 +234,12 @@ def transformers_trainer(model: nn.Module, plan: Plan, batch: dict[str, torch.Te
     elif plan.backend == "fsdp1":
         sharding = {"zero2": "shard_grad_op", "zero3": "full_shard", "hsdp": "hybrid_shard"}[plan.strategy]
         prefetch = {"pre": "backward_pre", "post": "backward_post", "none": "no_prefetch"}[plan.backward_prefetch]
-        fsdp = {"version": 1, "reshard_after_forward": sharding, "backward_prefetch": prefetch, "sync_module_states": False}
+        fsdp = {
+            "version": 1,
+            "reshard_after_forward": sharding,
+            "backward_prefetch": prefetch,
+            "sync_module_states": False,
+        }
     if fsdp:
         fsdp["activation_checkpointing"] = checkpointing
     arguments = transformers.TrainingArguments(

@@ -100,7 +100,10 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
                 "parameters": meter.numbers_of(trainer.model.parameters()),
                 "gradients": gradients[0],
                 "optimizer": meter.numbers_of(
-                    t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+                    t
+                    for state in trainer.optimizer.state.values()
+                    for t in state.values()
+                    if isinstance(t, torch.Tensor)
                 ),
             }
             return Simulated(

@@ -11,8 +11,10 @@ from functools import lru_cache
 from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.held import NOTHING, Held, States
 from fsdp_advisor.memory.ledger import (
+    AT_ROOT,
     COMMUNICATION,
     GRADIENTS,
+    LOSS,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
@@ -20,8 +22,9 @@ from fsdp_advisor.memory.ledger import (
     Ledger,
     Place,
 )
-from fsdp_advisor.memory.schedules.fsdp2 import optimizer_temporaries
+from fsdp_advisor.memory.schedules.fsdp2 import gradient_norms, optimizer_temporaries
 from fsdp_advisor.memory.schedules.units import buffers, total
+from fsdp_advisor.memory.wrapping import OUTPUTS, clones_outputs, logits_elements
 from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -53,6 +56,7 @@ class DdpSchedule:
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.grad_marks = plan.gradient_accumulation_steps > 1
+        self._logits = Held.of(logits_elements(profile, plan) * (2 if plan.precision == "bf16" else 4))
         element = plan.param_bytes
 
         def parameters(unit: Unit) -> Held:
@@ -85,7 +89,14 @@ class DdpSchedule:
         pass
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        pass
+        """accelerate gives the logits out in fp32; where DDP searches for unused parameters, it gives out a clone."""
+        converts, clones = self._plan.prepared and self._plan.mixed, clones_outputs(self._plan)
+        if place == AT_ROOT:
+            self._outputs = ledger.born(LOSS, self._logits if converts or clones else NOTHING)
+        elif place == OUTPUTS:
+            clone = ledger.born(LOSS, self._logits if converts and clones else NOTHING)
+            ledger.died(self._outputs)
+            ledger.died(clone)
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         pass
@@ -105,5 +116,6 @@ class DdpSchedule:
         ledger.turned(ledger.all_gradients(), GRADIENTS)
 
     def optimizer_step(self, ledger: Ledger) -> None:
+        ledger.died(ledger.born(TEMPORARIES, gradient_norms(self._profile, self._plan)))
         temporaries = optimizer_temporaries(self._profile, self._plan, lambda p: p.shape)
         ledger.died(ledger.born(TEMPORARIES, temporaries))

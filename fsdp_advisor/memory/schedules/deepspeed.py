@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.memory import deepspeed
-from fsdp_advisor.memory.deepspeed import DEFAULTS, Buffers, Filled, Settings, shard_elements, stage
+from fsdp_advisor.memory.deepspeed import Buffers, Filled, Settings, settings_of, shard_elements, stage
 from fsdp_advisor.memory.deepspeed_zero3 import Gathered, gathered
 from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
@@ -292,7 +292,8 @@ class DeepspeedSchedule:
     grad_marks = True
     made_by_first_step: frozenset[int] = frozenset()  # masters and moments are made with the engine
 
-    def __init__(self, profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> None:
+    def __init__(self, profile: Profile, plan: Plan, settings: Settings | None = None) -> None:
+        settings = settings or settings_of(profile, plan)
         plan = replace(
             plan, micro_batch_size=1, seq_len=1, attention="sdpa", gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2)
         )  # fmt: skip

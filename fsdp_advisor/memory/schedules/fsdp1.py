@@ -75,12 +75,12 @@ class UnitBytes:
     low_precision_shard: Held  # alive only while it is gathered
     unsharded: Held
     reduce_input: Held  # the gradient in the reduce dtype; nothing where it already is
+    reduce_output: Held  # where it is not what becomes of the gradients, which have another dtype
+    norms: Held  # one scalar for each parameter of which there is something in the shard
     gradients: Held
 
 
 class Fsdp1Schedule:
-    distinct_micro_batches = 2
-    grad_marks = False
     made_by_first_step = frozenset({OPTIMIZER, GRADIENTS})
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
@@ -89,6 +89,8 @@ class Fsdp1Schedule:
         self._offload = plan.offload == "parameters"
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
+        self.grad_marks = False
+        self.distinct_micro_batches = 3 if plan.defers_reduction else 2
         self._units = per_unit(profile, self._measure)
         self.states = self._states()
         self._prefetched = False
@@ -99,19 +101,24 @@ class Fsdp1Schedule:
         elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
         local = elements // plan.shard_degree
         pieces = first_shard(numels, plan.compute_bytes, local)
-        optimizer = temporaries = NOTHING
+        optimizer = temporaries = norms = NOTHING
         for parameter, piece in zip(unit.parameters, pieces, strict=True):
             if parameter.trainable and piece:
+                norms += Held.of(optimizers.NORM_BYTES)
                 optimizer += optimizers.kept(plan.optim, (piece,), plan.param_bytes)
                 if plan.optim != "adafactor":
                     temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
+        casts = plan.reduce_bytes != plan.compute_bytes and not self._alone
+        reduces_low = plan.reduce_bytes != plan.param_bytes and not self._alone
         return UnitBytes(
             shard=Held.of(local * plan.param_bytes),
             optimizer=optimizer,
             optimizer_temporaries=temporaries,
             low_precision_shard=Held.of(local * plan.compute_bytes) if plan.mixed and not self._alone else NOTHING,
             unsharded=Held.of(elements * plan.compute_bytes) if plan.mixed or not self._alone else NOTHING,
-            reduce_input=Held.of(elements * plan.param_bytes) if plan.mixed and not self._alone else NOTHING,
+            reduce_input=Held.of(elements * plan.reduce_bytes) if casts else NOTHING,
+            reduce_output=Held.of(local * plan.reduce_bytes) if reduces_low else NOTHING,
+            norms=norms,
             gradients=Held.of(local * plan.param_bytes),
         )
 
@@ -132,10 +139,13 @@ class Fsdp1Schedule:
         self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, REDUCE_SCATTER)
         self._prefetched = False
         self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
+        self._whole: defaultdict[Place, deque[Alive]] = defaultdict(deque)  # gradients whose reduction is deferred
         self._freed: deque[int] = deque()
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
-        self._accumulating = index > 0
+        self._index = index
+        last = index == min(self._plan.gradient_accumulation_steps, self.distinct_micro_batches) - 1
+        self._reduces = last or not self._plan.defers_reduction
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
         if (
@@ -143,7 +153,8 @@ class Fsdp1Schedule:
         ):  # `zero_grad` does not reach the flat gradients: `_reset_flat_param_grad_info_if_needed` does
             ledger.died(self._stale)
             self._stale = None
-        self._unshard(ledger, place)
+        if self._index == 0 or self._reshard or not self._plan.defers_reduction:
+            self._unshard(ledger, place)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
         """The root keeps its parameters until backward needs them. (`_post_forward_reshard`)"""
@@ -161,8 +172,12 @@ class Fsdp1Schedule:
             self._unshard(ledger, following)
 
     def post_backward(self, ledger: Ledger, place: Place) -> None:
+        """Reduce and drop the unit's gradient. While that is deferred it stays, and so do parameters not resharded after
+        forward. (`_should_free_in_backward`)
+        """
         unit = self._units[place]
-        self._free(ledger, place)
+        if self._reduces or self._reshard:
+            self._free(ledger, place)
         if (
             self._reshard
             and self._plan.backward_prefetch == "post"
@@ -173,14 +188,24 @@ class Fsdp1Schedule:
             self._unshard(ledger, self._following)
         gradients = ledger.gradients_of(place)
         if self._alone and not self._plan.mixed:  # NO_SHARD: the flat gradient itself is kept
-            if self._accumulating:
+            if self._index > 0:
                 ledger.died(gradients)
             else:
                 ledger.turned(gradients, GRADIENTS)
             return
+        if self._plan.defers_reduction:
+            if self._index == 0:
+                self._whole[place].append(gradients)
+            else:
+                ledger.died(gradients)  # added to what has stayed
+            if not self._reduces:
+                return
+            gradients = self._whole[place].popleft()
         reduce_input = ledger.born(COMMUNICATION, unit.reduce_input, REDUCE_SCATTER)
+        reduced = ledger.born(COMMUNICATION, unit.reduce_output, REDUCE_SCATTER)
         output = ledger.born(GRADIENTS, unit.gradients, REDUCE_SCATTER)
-        if self._accumulating or self._offload:
+        ledger.died(reduced)
+        if (self._index > 0 and not self._plan.defers_reduction) or self._offload:
             ledger.died(output)
         ledger.died(reduce_input)
         ledger.died(gradients, used_on=REDUCE_SCATTER)
@@ -192,6 +217,8 @@ class Fsdp1Schedule:
         pass
 
     def optimizer_step(self, ledger: Ledger) -> None:
+        if self._plan.clips:
+            ledger.died(ledger.born(TEMPORARIES, summed(self._profile, self._units, "norms")))
         if not self._offload:
             ledger.died(ledger.born(TEMPORARIES, summed(self._profile, self._units, "optimizer_temporaries")))
 

@@ -132,7 +132,9 @@ class Fsdp2Schedule:
         self._held_output = NONE_ALIVE  # forward keeps the last all-gather's output until the next copy-out
         self._reducing = NONE_ALIVE  # the last reduce-scatter's input lives until the next one's
         self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
-        self._whole: defaultdict[Place, deque[list[Alive]]] = defaultdict(deque)  # gradients whose reduction is deferred
+        self._whole: defaultdict[Place, deque[list[Alive]]] = defaultdict(
+            deque
+        )  # gradients whose reduction is deferred
         self._all_reduced: list[Alive] = []
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
@@ -210,6 +212,7 @@ class Fsdp2Schedule:
     def optimizer_step(self, ledger: Ledger) -> None:
         if self._offload:
             return
+        ledger.died(ledger.born(TEMPORARIES, gradient_norms(self._profile, self._plan)))
         shards = self._plan.shard_degree
         temporaries = optimizer_temporaries(self._profile, self._plan, lambda p: shard_shape(p.shape, shards))
         ledger.died(ledger.born(TEMPORARIES, temporaries))
@@ -323,6 +326,13 @@ def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Para
         return optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
 
     return total(profile, of)
+
+
+def gradient_norms(profile: Profile, plan: Plan) -> Held:
+    """What clipping allocates, where there is any: a scalar for each trainable parameter."""
+    if not plan.clips:
+        return NOTHING
+    return total(profile, lambda unit: Held.of(optimizers.NORM_BYTES, sum(p.trainable for p in unit.parameters)))
 
 
 def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
