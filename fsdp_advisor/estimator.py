@@ -140,7 +140,7 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
     }
     host = host_memory(profile, plan)
     warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
-    unknown = [*UNKNOWN_FIGURES, *not_modelled(plan)]
+    unknown = [*UNKNOWN_FIGURES, *not_modelled(profile, plan)]
     loading = {"one_copy": host.loading_one_copy, "every_rank": host.loading_every_rank}
     try:
         variant, tape = _taped(model, profile, plan)

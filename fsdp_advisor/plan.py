@@ -94,6 +94,14 @@ OFFLOADS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Which backends do a strategy with an offload. `optimizer` offload exists in DeepSpeed alone."""
 
+FRAMEWORK_BACKENDS: dict[str, tuple[str, ...]] = {
+    "torch": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
+    "accelerate": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
+    "trainer": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
+    "deepspeed": ("deepspeed",),
+}
+"""What a framework trains with. `torch` is each backend by itself, DeepSpeed's own engine included."""
+
 OVERVIEW = (
     ("ddp", "none"),
     ("zero1", "none"),
@@ -113,7 +121,8 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
         rows = [*OVERVIEW, ("hsdp", "none")] if request.nnodes > 1 else list(OVERVIEW)
     else:
         rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
-    possible = [(s, o) for s, o in rows if request.backend == "auto" or request.backend in OFFLOADS[o].get(s, ())]
+    known = FRAMEWORK_BACKENDS[request.framework] if request.backend == "auto" else (request.backend,)
+    possible = [(s, o) for s, o in rows if set(known) & set(OFFLOADS[o].get(s, ()))]
     if not possible:
         raise UsageError(
             f"backend {request.backend} has no strategy with offload {request.offload}",
@@ -129,7 +138,17 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
         raise UsageError(
             f"strategy {strategy} cannot offload {offload}", hint=f"offload {offload} works with: {with_it}"
         )
-    backend = able[0] if request.backend == "auto" else request.backend
+    known = FRAMEWORK_BACKENDS[request.framework]
+    if not any(b in known for b in able):
+        raise UsageError(
+            f"framework {request.framework} has no strategy {strategy}",
+            hint=f"it trains with {', '.join(known)}; {strategy} is of {', '.join(able)}",
+        )
+    if request.backend not in ("auto", *known):
+        raise UsageError(
+            f"framework {request.framework} has no backend {request.backend}", hint=f"it trains with {', '.join(known)}"
+        )
+    backend = next(b for b in able if b in known) if request.backend == "auto" else request.backend
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")

@@ -24,6 +24,9 @@ HEAD: Place = (ROOT, 2)
 OUTPUTS: Place = (ROOT, 3)
 """Where DDP gives out what the model gave it."""
 
+TAKEN_APART = ("causal-lm", "speech-seq2seq")
+"""Tasks whose models' root is known to be taken apart as is said here."""
+
 _LONG = 1009
 """Tokens at which the size of a tensor of T rows is told from others."""
 
@@ -60,7 +63,7 @@ def wraps_root_apart(plan: Plan) -> bool:
 def wrapping_of(profile: Profile, apart: bool) -> Wrapping:
     """How the root is wrapped: whole, or apart as accelerate does it."""
     parameters = profile.root.parameters
-    embedding = _embedding(profile) if apart else None
+    embedding = _embedding(profile) if apart and profile.task in TAKEN_APART else None
     if embedding is None:
         return Wrapping({AT_ROOT: Part(profile.root, tuple(range(len(parameters))))}, (AT_ROOT,))
     tied = bool(parameters[embedding].tied)
@@ -142,6 +145,35 @@ def _final_norm(profile: Profile, embedding: int) -> frozenset[int]:
 
 def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
+
+
+def not_modelled(profile: Profile, plan: Plan) -> list[str]:
+    """What an estimate under accelerate or the Trainer leaves out or assumes."""
+    if not plan.prepared:
+        return []
+    notes = []
+    if wraps_root_apart(plan) and profile.task not in TAKEN_APART:
+        what = {
+            "masked-lm": "accelerate 1.15 fails to wrap an embedding that is inside another unit",
+            "image-classification": "accelerate 1.15 fails to wrap an embedding that is inside another unit",
+            "seq2seq-lm": "accelerate 1.15 fails to wrap an embedding that encoder and decoder share",
+        }.get(profile.task, "accelerate makes units of its own around the layers")
+        notes.append(f"{what}: counted is one unit per layer and the root")
+    if plan.backend == "fsdp1" and plan.mixed:
+        notes.append(
+            "accelerate runs FSDP1 under autocast as well, which keeps some norms in fp32: counted is FSDP1 alone"
+        )
+    if plan.backend == "deepspeed":
+        notes.append(
+            'bucket sizes and thresholds are "auto" in the DeepSpeed configuration, filled in by the hidden size'
+        )
+    if plan.framework == "accelerate":
+        notes.append("a loop that keeps the model's outputs beyond the loss holds the logits as long")
+    else:
+        notes.append("what a data collator adds to a batch, and the batches of one update that wait together")
+    if plan.precision == "fp16-mixed":
+        notes.append("the gradient scaler's few scalars")
+    return notes
 
 
 # Marks on the tape

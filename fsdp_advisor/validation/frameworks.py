@@ -107,13 +107,10 @@ class TransformersTrainer:
 
 def check(plan: Plan) -> None:
     """Raises NotHere for what neither can be asked here."""
-    if plan.framework == "deepspeed" or plan.backend == "deepspeed":
-        raise NotHere(
-            "DeepSpeed looks into what other ranks sent, so that it cannot be simulated",
-            hint="--rung measure runs DeepSpeed itself; --backend fsdp2, fsdp1 or ddp can be simulated",
-        )
     if plan.precision == "fp16-mixed":
         raise NotHere("accelerate has no fp16 without a GPU", hint="bf16-mixed takes the same memory but for a scaler")
+    if plan.world_size == 1 and plan.backend != "ddp" and plan.framework == "trainer":
+        raise NotHere("the Trainer has no FSDP on one GPU", hint="--gpus 2 or more, or --strategy ddp")
     if importlib.util.find_spec("accelerate") is None:
         raise NotHere(f"{plan.framework} needs accelerate, which is not installed", hint="pip install accelerate")
 

@@ -30,6 +30,11 @@ Zero1 = Literal["deepspeed", "torch"]
 
 def check(plan: Plan, device: str) -> None:
     """Raises NotHere for a plan whose figures this device cannot tell."""
+    if plan.prepared:
+        raise NotHere(
+            f"{plan.framework} is simulated, not measured",
+            hint="--rung simulate; --framework torch measures the engine by itself",
+        )
     if device == "cpu" and plan.offload != "none":
         raise NotHere(
             f"offload {plan.offload} cannot be measured on the CPU: host and device tensors look the same there",

@@ -55,13 +55,13 @@ def check(plan: Plan) -> None:
             f"offload {plan.offload} cannot be simulated: without a GPU, host and device tensors look the same",
             hint="--rung stand-in or measure on a machine with a GPU",
         )
-    if plan.framework != "torch":
-        frameworks.check(plan)
     if plan.backend == "deepspeed":
         raise NotHere(
             "deepspeed is not one of PyTorch's engines, which are what is simulated",
             hint="--rung measure runs DeepSpeed itself; --backend fsdp2, fsdp1 or ddp can be simulated",
         )
+    if plan.prepared:
+        frameworks.check(plan)
 
 
 def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated:
@@ -79,7 +79,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         mesh = mesh_of(plan, "cpu") if plan.backend != "ddp" else None
         if (ranks := mesh.mesh if mesh is not None else None) is not None:
             meter.ignore(ranks)  # the ranks' numbers, always on the host; slices of a mesh are views of them
-        launched = nullcontext() if plan.framework == "torch" else frameworks.as_launched(plan, mesh)
+        launched = frameworks.as_launched(plan, mesh) if plan.prepared else nullcontext()
         with launched as parallel, FakeTensorMode(allow_non_fake_inputs=True), meter:
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
@@ -116,7 +116,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
 
 def _by_the_model(plan: Plan) -> bool:
     """FSDP plugins of accelerate wrap layers for checkpointing themselves."""
-    return plan.framework == "torch" or plan.backend == "ddp"
+    return not plan.prepared or plan.backend == "ddp"
 
 
 def _trainer(
