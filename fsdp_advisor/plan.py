@@ -123,6 +123,8 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
         rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
     known = FRAMEWORK_BACKENDS[request.framework] if request.backend == "auto" else (request.backend,)
     possible = [(s, o) for s, o in rows if set(known) & set(OFFLOADS[o].get(s, ()))]
+    if (request.framework, request.backend) == ("trainer", "fsdp1"):
+        possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
         raise UsageError(
             f"backend {request.backend} has no strategy with offload {request.offload}",
@@ -139,19 +141,24 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
             f"strategy {strategy} cannot offload {offload}", hint=f"offload {offload} works with: {with_it}"
         )
     known = FRAMEWORK_BACKENDS[request.framework]
+    if request.backend not in ("auto", *known):
+        raise UsageError(
+            f"framework {request.framework} has no backend {request.backend}", hint=f"it trains with {', '.join(known)}"
+        )
     if not any(b in known for b in able):
         raise UsageError(
             f"framework {request.framework} has no strategy {strategy}",
             hint=f"it trains with {', '.join(known)}; {strategy} is of {', '.join(able)}",
         )
-    if request.backend not in ("auto", *known):
-        raise UsageError(
-            f"framework {request.framework} has no backend {request.backend}", hint=f"it trains with {', '.join(known)}"
-        )
     backend = next(b for b in able if b in known) if request.backend == "auto" else request.backend
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
+    if request.framework == "trainer" and backend == "fsdp1" and strategy != "zero3":
+        raise UsageError(
+            f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
+            hint="--backend fsdp2, or --framework accelerate",
+        )
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
         raise UsageError(f"backend {backend} cannot offload to nvme", hint="only deepspeed can: --backend deepspeed")
     if strategy == "ddp":

@@ -161,7 +161,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         notes.append(f"{what}: counted is one unit per layer and the root")
     if plan.backend == "fsdp1" and plan.mixed:
         notes.append(
-            "accelerate runs FSDP1 under autocast as well, which keeps some norms in fp32: counted is FSDP1 alone"
+            "accelerate runs FSDP1 under autocast as well, which changes dtypes in some models (GPT-J, T5): counted is FSDP1 alone"
         )
     if plan.backend == "deepspeed":
         notes.append(

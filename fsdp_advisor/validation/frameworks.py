@@ -229,37 +229,37 @@ def transformers_trainer(
     if plan.backend == "fsdp2":
         fsdp = {"version": 2, "reshard_after_forward": plan.strategy in ("zero3", "hsdp")}
     elif plan.backend == "fsdp1":
-        sharding = {"zero2": "shard_grad_op", "zero3": "full_shard", "hsdp": "hybrid_shard"}[plan.strategy]
         prefetch = {"pre": "backward_pre", "post": "backward_post", "none": "no_prefetch"}[plan.backward_prefetch]
         fsdp = {
             "version": 1,
-            "reshard_after_forward": sharding,
+            "reshard_after_forward": "full_shard",
             "backward_prefetch": prefetch,
             "sync_module_states": False,
         }
     if fsdp:
         fsdp["activation_checkpointing"] = checkpointing
-    arguments = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(prefix="fsdp-advisor-"),
-        accelerator_config={"use_configured_state": True},
-        use_cpu=True,
-        bf16=plan.mixed,
-        optim=plan.optim,
-        learning_rate=1e-6,
-        per_device_train_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        gradient_checkpointing=checkpointing and not fsdp,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing and not fsdp else None,
-        fsdp=bool(fsdp),
-        fsdp_config=fsdp or None,
-        parallelism_config=parallel,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-    )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_OneBatch())
-    trainer.state.max_steps = MAX_STEPS
-    prepared, _ = trainer._prepare_for_training(MAX_STEPS, None, None)
+    with tempfile.TemporaryDirectory() as scratch:  # the Trainer makes sure of its output directory, and writes nothing
+        arguments = transformers.TrainingArguments(
+            output_dir=scratch,
+            accelerator_config={"use_configured_state": True},
+            use_cpu=True,
+            bf16=plan.mixed,
+            optim=plan.optim,
+            learning_rate=1e-6,
+            per_device_train_batch_size=plan.micro_batch_size,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
+            gradient_checkpointing=checkpointing and not fsdp,
+            gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing and not fsdp else None,
+            fsdp=bool(fsdp),
+            fsdp_config=fsdp or None,
+            parallelism_config=parallel,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_OneBatch())
+        trainer.state.max_steps = MAX_STEPS
+        prepared, _ = trainer._prepare_for_training(MAX_STEPS, None, None)
     return TransformersTrainer(trainer, prepared, batch, plan.gradient_accumulation_steps)
 
 
