@@ -31,6 +31,7 @@ class Plan:
     attention: str = "sdpa"
     backward_prefetch: str = "pre"
     framework: str = "torch"
+    wrap: str = "layer"
 
     @property
     def world_size(self) -> int:
@@ -133,6 +134,24 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     return [_plan(request, s, o, seq_len) for s, o in possible]
 
 
+def _refuse(request: EstimateRequest, strategy: str, backend: str) -> None:
+    """Raises UsageError for what a framework fails at, and for what is not known of a backend."""
+    prepared = request.framework in ("accelerate", "trainer")
+    if request.wrap == "none" and backend == "fsdp1":
+        raise UsageError(
+            "backend fsdp1 is estimated with a unit per layer alone", hint="--backend fsdp2 has --wrap none"
+        )
+    if request.wrap == "none" and backend == "fsdp2" and prepared and request.activation_checkpointing == "full":
+        raise UsageError(
+            "accelerate checkpoints the layers that it wraps, and wrap none wraps none", hint="--wrap layer"
+        )
+    if request.framework == "trainer" and backend == "fsdp1" and strategy != "zero3":
+        raise UsageError(
+            f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
+            hint="--backend fsdp2, or --framework accelerate",
+        )
+
+
 def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -> Plan:
     able = OFFLOADS[offload].get(strategy, ())
     if not able:
@@ -154,11 +173,7 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
-    if request.framework == "trainer" and backend == "fsdp1" and strategy != "zero3":
-        raise UsageError(
-            f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
-            hint="--backend fsdp2, or --framework accelerate",
-        )
+    _refuse(request, strategy, backend)
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
         raise UsageError(f"backend {backend} cannot offload to nvme", hint="only deepspeed can: --backend deepspeed")
     if strategy == "ddp":
@@ -184,4 +199,5 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
         attention=request.attention,
         backward_prefetch=request.backward_prefetch,
         framework=request.framework,
+        wrap=request.wrap,
     )

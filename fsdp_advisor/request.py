@@ -44,6 +44,7 @@ class EstimateRequest(BaseModel):
     attention: Attention = "sdpa"
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     framework: Framework = "torch"
+    wrap: Literal["layer", "none"] = "layer"
 
     @model_validator(mode="before")
     @classmethod

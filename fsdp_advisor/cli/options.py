@@ -32,6 +32,7 @@ HELP: dict[str, str] = {
     "activation_checkpointing": "Recompute each layer in backward.",
     "attention": "Attention implementation.",
     "backward_prefetch": "FSDP1's BackwardPrefetch.",
+    "wrap": "FSDP2's units: each layer and the root, or all in one, which saves nothing while it computes.",
     "framework": "What prepares the model and runs the loop: each wraps, casts and accumulates in its own way.",
 }
 

@@ -33,7 +33,7 @@ _LONG = 1009
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A unit within the root. `indices` are its parameters' among the root's.
+    """A unit within the root. `indices` are those of its parameters, its first ones, among the root's.
 
     `keeps`: its parameters stay gathered from forward to backward; None: as the layers' do.
     """
@@ -45,49 +45,52 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Wrapping:
-    """The root's units. `last` are those reduced once backward is over, in their order.
+    """The units that are not one layer each. `last` are those reduced once backward is over, in their order.
 
-    `from_norm`: the head's unit begins with the final norm; without one, with the head itself.
+    `whole`: the layers are no units but belong to the root's. `from_norm`: the head's unit begins with the final norm; without one, with the head itself.
     """
 
     parts: Mapping[Place, Part]
     last: tuple[Place, ...]
+    whole: bool = False
     from_norm: bool = True
 
 
-def wraps_root_apart(plan: Plan) -> bool:
-    return plan.framework in ("accelerate", "trainer") and plan.backend == "fsdp2"
+def takes_root_apart(plan: Plan) -> bool:
+    return plan.prepared and plan.backend == "fsdp2"
+
+
+def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
+    """The units of a plan that are not one layer each."""
+    return wrapping_of(profile, takes_root_apart(plan), plan.wrap == "none")
 
 
 @lru_cache(maxsize=512)
-def wrapping_of(profile: Profile, apart: bool) -> Wrapping:
-    """How the root is wrapped: whole, or apart as accelerate does it."""
+def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
+    """The root's units: it alone, or what accelerate makes of it. `whole`: layers are no units, and so are the root's."""
     parameters = profile.root.parameters
     embedding = _embedding(profile) if apart and profile.task in TAKEN_APART else None
     if embedding is None:
-        return Wrapping({AT_ROOT: Part(profile.root, tuple(range(len(parameters))))}, (AT_ROOT,))
+        root = profile.root if not whole else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
+        return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), whole)
     tied = bool(parameters[embedding].tied)
     head = _head(profile, embedding)
     norm = _final_norm(profile, embedding)
     tail = tuple(i for i in range(len(parameters)) if i in head or i in norm or (tied and i == embedding))
     alone = () if tied else (embedding,)
     rest = tuple(i for i in range(len(parameters)) if i not in tail and i not in alone)
-    cut: dict[Place, tuple[int, ...]] = {AT_ROOT: rest, EMBEDDING: alone, HEAD: tail}
-    parts = {
-        place: Part(
-            Unit(
-                profile.root.kind,
-                tuple(parameters[i] for i in indices),
-                profile.root.buffers if place == AT_ROOT else (),
-            ),
-            indices,
-            None if place == EMBEDDING else True,
-        )
-        for place, indices in cut.items()
-        if indices or place == AT_ROOT
-    }
-    last = (AT_ROOT, HEAD) if tied else (AT_ROOT, EMBEDDING)
-    return Wrapping(parts, last, from_norm=bool(norm))
+
+    def part(indices: tuple[int, ...], keeps: bool | None, more: tuple[Parameter, ...] = ()) -> Part:
+        return Part(Unit(profile.root.kind, (*(parameters[i] for i in indices), *more)), indices, keeps)
+
+    parts = {AT_ROOT: part(rest, True, _of_layers(profile) if whole else ()), HEAD: part(tail, True)}
+    if alone:
+        parts[EMBEDDING] = part(alone, None)
+    return Wrapping(parts, (AT_ROOT, EMBEDDING if alone else HEAD), whole, from_norm=bool(norm))
+
+
+def _of_layers(profile: Profile) -> tuple[Parameter, ...]:
+    return tuple(parameter for unit in profile.layers() for parameter in unit.parameters)
 
 
 def clones_outputs(plan: Plan) -> bool:
@@ -152,7 +155,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if not plan.prepared:
         return []
     notes = []
-    if wraps_root_apart(plan) and profile.task not in TAKEN_APART:
+    if takes_root_apart(plan) and profile.task not in TAKEN_APART:
         what = {
             "masked-lm": "accelerate 1.15 fails to wrap an embedding that is inside another unit",
             "image-classification": "accelerate 1.15 fails to wrap an embedding that is inside another unit",
@@ -183,7 +186,7 @@ def marked(profile: Profile, tape: Tape, plan: Plan) -> Tape:
     """The tape with marks where the hooks of the root's units run."""
     if plan.backend == "ddp" and plan.prepared:
         return _with_outputs(tape)
-    wrapping = wrapping_of(profile, wraps_root_apart(plan))
+    wrapping = wrapping_for(profile, plan)
     return _marked(profile, tape, wrapping, plan.compute_bytes) if HEAD in wrapping.parts else tape
 
 

@@ -196,7 +196,7 @@ def _plugin(plan: Plan) -> Any:
         return None
     plugin: Any = importlib.import_module("accelerate").FullyShardedDataParallelPlugin
     common = {
-        "auto_wrap_policy": "transformer_based_wrap",
+        "auto_wrap_policy": "transformer_based_wrap" if plan.wrap == "layer" else "no_wrap",
         "activation_checkpointing": plan.activation_checkpointing == "full",
         "cpu_ram_efficient_loading": False,
     }
@@ -237,6 +237,7 @@ def transformers_trainer(
             "sync_module_states": False,
         }
     if fsdp:
+        fsdp["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP" if plan.wrap == "layer" else "NO_WRAP"
         fsdp["activation_checkpointing"] = checkpointing
     with tempfile.TemporaryDirectory() as scratch:  # the Trainer makes sure of its output directory, and writes nothing
         arguments = transformers.TrainingArguments(

@@ -75,7 +75,7 @@ def assemble(
         model.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
     else:
         source.configure(model, attention=attention, checkpointing=plan.activation_checkpointing == "full")
-    layers = layers_of(source.stacks(model))
+    layers = layers_of(source.stacks(model)) if plan.wrap == "layer" else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = _wrapped(model, layers, plan, mesh, device, rung)

@@ -129,7 +129,8 @@ def _trainer(
             return frameworks.accelerate_trainer(source, model, plan, batch, parallel)
         case "trainer":
             return frameworks.transformers_trainer(model, plan, batch, parallel)
-    wrapped = wrap(model, layers_of(source.stacks(model)), plan, mesh, "cpu")
+    layers = layers_of(source.stacks(model)) if plan.wrap == "layer" else []
+    wrapped = wrap(model, layers, plan, mesh, "cpu")
     return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))
 
 

@@ -78,6 +78,13 @@ def test_torch_leaves_the_root_whole() -> None:
     assert part.unit is profile.root
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_unit_has_every_parameter_that_is_in_no_other(apart: bool) -> None:
+    profile = profile_of(UNTIED)
+    parts = wrapping_of(profile, apart, True).parts
+    assert sum(part.unit.elements for part in parts.values()) == profile.parameters
+
+
 def test_every_parameter_of_a_root_is_in_one_unit() -> None:
     apart = 0
     for entry in {(e.model_type, e.task): e for e in catalog.entries()}.values():
@@ -119,18 +126,26 @@ def played(requests: tuple[int, ...], operations: tuple[int, ...], alive: dict[i
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("framework", ["accelerate", "trainer"])
+@pytest.mark.parametrize("framework", ["torch", "accelerate", "trainer"])
 @pytest.mark.parametrize(
-    ("backend", "strategy"),
-    [("fsdp2", "zero3"), ("fsdp2", "zero2"), ("fsdp2", "hsdp"), ("fsdp1", "zero3"), ("ddp", "ddp")],
+    ("backend", "strategy", "wrap"),
+    [
+        ("fsdp2", "zero3", "layer"),
+        ("fsdp2", "zero2", "layer"),
+        ("fsdp2", "hsdp", "layer"),
+        ("fsdp2", "zero3", "none"),
+        ("fsdp2", "hsdp", "none"),
+        ("fsdp1", "zero3", "layer"),
+        ("ddp", "ddp", "layer"),
+    ],
 )
 @pytest.mark.parametrize("model", [UNTIED, GPT2])
 def test_sums_and_single_storages_agree(
-    model: str, backend: str, strategy: str, framework: str, accumulation: int
+    model: str, backend: str, strategy: str, framework: str, accumulation: int, wrap: str
 ) -> None:
     plan = plan_of(
         model=model, backend=backend, strategy=strategy, framework=framework, gradient_accumulation_steps=accumulation,
-        nnodes=2,
+        nnodes=2, wrap=wrap,
     )  # fmt: skip
     profile, tape = profile_of(model), resolve(model).tape(variant_of(plan))
     ledger = replayed(profile, tape, plan)
@@ -195,6 +210,8 @@ def test_no_sync_keeps_whole_gradients() -> None:
         ({"framework": "deepspeed", "strategy": "ddp"}, "framework deepspeed has no strategy ddp"),
         ({"framework": "deepspeed", "strategy": "zero3", "backend": "fsdp2"}, "framework deepspeed has no backend fsdp2"),
         ({"framework": "deepspeed", "backend": "ddp"}, "framework deepspeed has no backend ddp"),
+        ({"wrap": "none", "strategy": "zero3", "backend": "fsdp1"}, "unit per layer alone"),
+        ({"wrap": "none", "strategy": "zero3", "framework": "trainer", "activation_checkpointing": "full"}, "wraps none"),
         ({"framework": "trainer", "strategy": "zero2", "backend": "fsdp1"}, "framework trainer with backend fsdp1 has no zero2"),
     ],
 )  # fmt: skip

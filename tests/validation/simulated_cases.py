@@ -24,6 +24,7 @@ class Case:
     backward_prefetch: str = "pre"
     nnodes: int = 1
     framework: str = "torch"
+    wrap: str = "layer"
 
     def __str__(self) -> str:
         return "-".join(str(v) for v in vars(self).values()).replace("/", "_")

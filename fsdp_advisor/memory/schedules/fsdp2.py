@@ -33,7 +33,7 @@ from fsdp_advisor.memory.ledger import (
     Place,
 )
 from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
-from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, wrapping_of, wraps_root_apart
+from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, Part, wrapping_for
 from fsdp_advisor.models.profile import ROOT, Parameter, Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -74,8 +74,8 @@ class Fsdp2Schedule:
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
         self._casts = plan.mixed
-        self._wrapping = wrapping_of(profile, wraps_root_apart(plan))
-        self._units = per_unit(profile, self._measure)
+        self._wrapping = wrapping_for(profile, plan)
+        self._units = {} if self._wrapping.whole else per_unit(profile, self._measure)
         self._units |= {place: self._measure(part.unit) for place, part in self._wrapping.parts.items()}
         self.grad_marks = plan.defers_reduction
         self.distinct_micro_batches = 3 if plan.defers_reduction else 2
@@ -119,7 +119,9 @@ class Fsdp2Schedule:
     def _summed(self, what: str) -> Held:
         """Over the root, the layers, and the parts of the root that are units of their own."""
         beside = (getattr(self._units[place], what) for place in self._wrapping.parts if place != AT_ROOT)
-        return sum(beside, summed(self._profile, self._units, what))
+        whole = self._wrapping.whole
+        rest: Held = getattr(self._units[AT_ROOT], what) if whole else summed(self._profile, self._units, what)
+        return sum(beside, rest)
 
     # The step
 
@@ -143,19 +145,21 @@ class Fsdp2Schedule:
         self._reduces = last or not self._plan.defers_reduction
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
-        if self._is_empty(place):
+        if self._has_nothing(place):
             return
         self._gather(ledger, place)
         self._copy_out(ledger, place, forward=True)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        if self._reshards(place):
+        if not self._has_nothing(place) and self._reshards(place):
             self._free(ledger, place)
         if place == AT_ROOT:
             ledger.died(self._held_output)
             self._held_output = NONE_ALIVE
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
+        if self._has_nothing(place) and place != AT_ROOT:
+            return
         if self._reshards(place):
             if not self._prefetched:
                 self._gather(ledger, place)
@@ -167,6 +171,8 @@ class Fsdp2Schedule:
 
     def post_backward(self, ledger: Ledger, place: Place) -> None:
         """Reduce and drop the unit's gradients. While that is deferred, they stay where autograd adds to them."""
+        if self._has_nothing(place):
+            return
         unit = self._units[place]
         self._free(ledger, place)
         gradients = self._gradients_of(ledger, place)
@@ -199,8 +205,7 @@ class Fsdp2Schedule:
         """What has not been reduced on the way is, in a final callback of autograd, which still holds the loss's gradient."""
         gradient = ledger.born(LOSS, Held.of(ALIGNMENT))
         for place in self._wrapping.last:
-            if not self._is_empty(place):
-                self.post_backward(ledger, place)
+            self.post_backward(ledger, place)
         ledger.died(gradient)
         ledger.died(self._reducing)
         self._reducing = NONE_ALIVE
@@ -219,9 +224,9 @@ class Fsdp2Schedule:
 
     # Units
 
-    def _is_empty(self, place: Place) -> bool:
-        """A root whose parameters are all in units of their own."""
-        return not self._units[place].shards
+    def _has_nothing(self, place: Place) -> bool:
+        """A root whose parameters are all in other units; a layer that is no unit."""
+        return place not in self._units or not self._units[place].shards
 
     def _reshards(self, place: Place) -> bool:
         """Whether a unit's parameters are freed after forward and gathered again for backward."""
@@ -232,18 +237,34 @@ class Fsdp2Schedule:
         """The unit that ran before this one in forward, which its backward prefetches. `following` is the next layer."""
         if place == AT_ROOT and HEAD in self._wrapping.parts:
             return HEAD
+        if self._wrapping.whole:
+            return EMBEDDING if place == HEAD and EMBEDDING in self._wrapping.parts else None
         if following is None and place[0] != ROOT and EMBEDDING in self._wrapping.parts:
             return EMBEDDING
         return following
 
     def _gradients_of(self, ledger: Ledger, place: Place) -> list[Alive]:
         """A unit's gradients; where the root is taken apart, one by one."""
-        part = self._wrapping.parts.get(place)
-        if part is None or HEAD not in self._wrapping.parts:
+        parts = self._wrapping.parts
+        part = parts.get(place)
+        if part is None or (HEAD not in parts and not self._wrapping.whole):
             return [ledger.gradients_of(place)]
+        if place != AT_ROOT or not self._wrapping.whole:
+            return self._single_gradients(ledger, part)
+        account, n_bytes, numbers = ledger.all_gradients()
+        if self._plan.defers_reduction and self._index > 0:
+            return []
+        # what has been reduced on the way is gone, unless reduction is deferred
+        others = [p for p in parts if p != AT_ROOT and (self._plan.defers_reduction or p in self._wrapping.last)]
+        for other in others:
+            for _, single_bytes, single in self._single_gradients(ledger, parts[other]):
+                n_bytes, numbers = n_bytes - single_bytes, tuple(n for n in numbers if n not in single)
+        return [(account, n_bytes, numbers)]
+
+    def _single_gradients(self, ledger: Ledger, part: Part) -> list[Alive]:
         return [
             ledger.gradient(index, True, round_up(p.elements * self._plan.compute_bytes))
-            for index, p in zip(part.indices, part.unit.parameters, strict=True)
+            for index, p in zip(part.indices, part.unit.parameters, strict=False)
             if p.trainable
         ]
 
