@@ -33,7 +33,7 @@ def check(plan: Plan, device: str) -> None:
     if plan.prepared:
         raise NotHere(
             f"{plan.framework} is simulated, not measured",
-            hint="--rung simulate; --framework torch measures the engine by itself",
+            hint="--rung simulate, or --framework torch for the engine by itself",
         )
     if device == "cpu" and plan.offload != "none":
         raise NotHere(

@@ -16,6 +16,8 @@ from fsdp_advisor.estimator import replayed, variant_of  # noqa: E402  # after t
 from fsdp_advisor.resolve import resolve  # noqa: E402
 from fsdp_advisor.tracing import TransformersSource  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
+from fsdp_advisor.validation.ladder import choose  # noqa: E402
+from fsdp_advisor.validation.real import check  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 
 SCALARS_BYTES = 16 * 512
@@ -71,6 +73,12 @@ def test_the_matrix_covers_what_it_must() -> None:
         assert {c.activation_checkpointing for c in cases} == {"none", "full"}
         assert {c.gradient_accumulation_steps for c in cases} >= {1, 3}
     assert {c.precision for c in CASES} == {"fp32", "bf16", "bf16-mixed"}
+
+
+def test_frameworks_are_simulated_wherever_they_are_validated() -> None:
+    assert choose(plan_of(CASES[0]), None, "cpu").rung == "simulate"
+    with pytest.raises(NotHere, match="simulated, not measured"):
+        check(plan_of(CASES[0]), "cuda")
 
 
 @pytest.mark.parametrize(
