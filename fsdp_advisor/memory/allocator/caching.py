@@ -23,7 +23,7 @@ from fsdp_advisor.memory.allocator.conf import (
     UNLIMITED,
     AllocatorConf,
 )
-from fsdp_advisor.memory.allocator.expandable import ADDRESS_SPACE_BYTES, ExpandableSegments
+from fsdp_advisor.memory.allocator.expandable import ExpandableSegments
 from fsdp_advisor.memory.held import ALIGNMENT, round_up
 
 MALLOC, FREE, FREE_LATER, WAIT = range(4)
@@ -318,12 +318,9 @@ class CachingAllocator:
 
     def segments(self) -> Iterator[Segment]:
         """As `snapshot`: every segment; of an expandable one, each stretch of mapped memory."""
-        if self._expandable is None:
-            for start, (n_bytes, pool) in sorted(self._segments.items()):
-                yield from self._stretches(pool, start, start + n_bytes, {})
-        else:
-            for start, pool in sorted(self._expandable.starts.items()):
-                yield from self._stretches(pool, start, start + ADDRESS_SPACE_BYTES, self._expandable.unmapped[pool])
+        expandable = self._expandable
+        for start, (n_bytes, pool) in sorted((self._segments if expandable is None else expandable.segments).items()):
+            yield from self._stretches(pool, start, start + n_bytes, expandable.unmapped[pool] if expandable else {})
 
     def _stretches(self, pool: int, at: int, end: int, unmapped: dict[int, int]) -> Iterator[Segment]:
         blocks: list[tuple[int, bool]] = []

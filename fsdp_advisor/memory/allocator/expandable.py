@@ -18,7 +18,7 @@ class ExpandableSegments:
     def __init__(self, blocks: Blocks, driver: Driver, conf: AllocatorConf) -> None:
         self._blocks, self._driver, self._conf = blocks, driver, conf
         self.unmapped: dict[int, dict[int, int]] = {}
-        self.starts: dict[int, int] = {}  # of each segment -> its pool
+        self.segments: dict[int, tuple[int, int]] = {}  # address -> (bytes of address space, pool)
 
     def page_bytes(self, pool: int) -> int:
         """Source: find_expandable_block, segment_size."""
@@ -35,9 +35,8 @@ class ExpandableSegments:
         """
         start = self._find(pool, need)
         space, blocks = self.unmapped[pool], self._blocks
-        if start in space:
-            if not self._map(pool, start, min(space[start], need)):
-                return None
+        if start in space and not self._map(pool, start, min(space[start], need)):
+            return None
         while (have := -blocks.size[start]) < need:
             following = start + have
             if not self._map(pool, following, min(space[following], need - have)):
@@ -59,9 +58,11 @@ class ExpandableSegments:
                 end += space[end] if end in space else -blocks.size[end]
             if end - start >= need:
                 return start
-        start = self._driver.addresses(ADDRESS_SPACE_BYTES)
-        self.starts[start] = pool
-        space[start] = ADDRESS_SPACE_BYTES
+        page = self.page_bytes(pool)
+        n_bytes = -(-ADDRESS_SPACE_BYTES // page) * page  # whole pages: ExpandableSegment, max_handles_
+        start = self._driver.addresses(n_bytes)
+        self.segments[start] = (n_bytes, pool)
+        space[start] = n_bytes
         return start
 
     def _map(self, pool: int, start: int, n_bytes: int) -> bool:
@@ -88,7 +89,7 @@ class ExpandableSegments:
     def unmap(self, pool: int, start: int) -> None:
         """The whole pages of a free block go back to the driver. Source: unmap_block, ExpandableSegment::unmap."""
         blocks, space, page = self._blocks, self.unmapped[pool], self.page_bytes(pool)
-        base = max(s for s, p in self.starts.items() if p == pool and s <= start)
+        base = max(s for s, (_, p) in self.segments.items() if p == pool and s <= start)
         after = start - blocks.size[start]
         first = base + -(-(start - base) // page) * page
         last = base + (after - base) // page * page
