@@ -52,8 +52,9 @@ def test_verdicts() -> None:
 def test_expandable_segments_help_where_fragmentation_is_all_that_is_wrong() -> None:
     profile, tape, plan = job(SMALL, "zero3", "fsdp2")
     segments, expandable = (reserve(profile, tape, plan, conf=c) for c in (AllocatorConf(), EXPANDABLE))
-    assert expandable.reserved_peak_bytes < segments.reserved_peak_bytes
-    between = reserve(profile, tape, plan, limit_bytes=expandable.reserved_peak_bytes)
+    limit, device = expandable.reserved_peak_bytes, segments.reserved_peak_bytes
+    assert limit < device
+    between = reserve(profile, tape, plan, limit_bytes=limit, device_bytes=device)
     assert between.verdict != "fits" and between.expandable_segments_help is True
 
 

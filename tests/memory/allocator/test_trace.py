@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from fsdp_advisor.estimator import make_request, replayed, variant_of
@@ -40,8 +40,10 @@ def job(
     request = make_request({**chosen, **options})
     plan = plans(request, seq_len=min(256, profile.max_seq_len or 256))[0]
     variant = variant_of(plan)
-    tape = profile.tapes.get(variant.key) or profile.tapes[replace(variant, attention="eager").key]
-    return profile, tape, plan
+    known = [v.key for v in (variant, replace(variant, attention="eager")) if v.key in profile.tapes]
+    if not known:
+        raise KeyError(variant.key)
+    return profile, profile.tapes[known[0]], plan
 
 
 def walked(steps: Steps, conf: AllocatorConf | None = None) -> tuple[CachingAllocator, list[int]]:
@@ -78,10 +80,13 @@ def test_the_walk_meets_the_ledger(
     model: str, strategy: tuple[str, str, str], gpus: int, precision: str, batch: int, accumulation: int,
     checkpointing: str, optim: str,
 ) -> None:  # fmt: skip
-    profile, tape, plan = job(
-        model, *strategy, gpus=gpus, precision=precision, micro_batch_size=batch, optim=optim,
-        gradient_accumulation_steps=accumulation, activation_checkpointing=checkpointing,
-    )  # fmt: skip
+    try:
+        profile, tape, plan = job(
+            model, *strategy, gpus=gpus, precision=precision, micro_batch_size=batch, optim=optim,
+            gradient_accumulation_steps=accumulation, activation_checkpointing=checkpointing,
+        )  # fmt: skip
+    except KeyError:
+        reject()  # not every model is catalogued in every variant
     ledger = replayed(profile, tape, plan)
     allocator, after = walked(traced(profile, tape, plan))
     assert allocator.requested_peak == ledger.peak + without_scratch(profile, tape, plan)
