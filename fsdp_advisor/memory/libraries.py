@@ -21,6 +21,7 @@ from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import compile_tape
+from fsdp_advisor.memory.wrapping import marked
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 
@@ -84,7 +85,12 @@ def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int)
     for scratch in (False, True):
         schedule = schedule_for(profile, plan)
         score = compile_tape(
-            profile, tape, plan.micro_batch_size, plan.seq_len, grad_marks=schedule.grad_marks, scratch=scratch
+            profile,
+            marked(profile, tape, plan),
+            plan.micro_batch_size,
+            plan.seq_len,
+            grad_marks=schedule.grad_marks,
+            scratch=scratch,
         )
         peaks.append(replay(profile, score, schedule, plan.gradient_accumulation_steps).peak)
     return Allocated(

@@ -11,12 +11,9 @@ from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import make_request, replayed, variant_of
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
-from fsdp_advisor.memory.allocator.trace import Trace
+from fsdp_advisor.memory.allocator.reserve import traced
 from fsdp_advisor.memory.deepspeed import settings_of
 from fsdp_advisor.memory.ledger import AT_ROOT
-from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.schedules import schedule_for
-from fsdp_advisor.memory.score import compile_tape
 from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, marked, wrapping_of
 from fsdp_advisor.models import catalog
 from fsdp_advisor.models.profile import Op
@@ -149,11 +146,7 @@ def test_sums_and_single_storages_agree(
     )  # fmt: skip
     profile, tape = profile_of(model), resolve(model).tape(variant_of(plan))
     ledger = replayed(profile, tape, plan)
-    schedule = schedule_for(profile, plan)
-    score = compile_tape(profile, marked(profile, tape, plan), 2, 256, grad_marks=schedule.grad_marks)
-    trace = Trace(profile, score)
-    replay(profile, score, schedule, accumulation, trace)
-    steps = trace.steps(schedule.made_by_first_step)
+    steps = traced(profile, tape, plan)
     alive: dict[int, int] = {}
     highest = 0
     for operations in (steps.setup, steps.first):

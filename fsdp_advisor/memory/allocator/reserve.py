@@ -17,6 +17,7 @@ from fsdp_advisor.memory.libraries import WORKSPACES
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import compile_tape
+from fsdp_advisor.memory.wrapping import marked
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 
@@ -114,7 +115,12 @@ def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0
     """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included."""
     schedule = schedule_for(profile, plan)
     score = compile_tape(
-        profile, tape, plan.micro_batch_size, plan.seq_len, grad_marks=schedule.grad_marks, scratch=True
+        profile,
+        marked(profile, tape, plan),
+        plan.micro_batch_size,
+        plan.seq_len,
+        grad_marks=schedule.grad_marks,
+        scratch=True,
     )
     trace = Trace(profile, score)
     replay(profile, score, schedule, plan.gradient_accumulation_steps, trace)
