@@ -22,6 +22,7 @@ from fsdp_advisor.memory.schedules import not_modelled, schedule_for
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.score import compile_tape
 from fsdp_advisor.memory.textbook import textbook_states
+from fsdp_advisor.memory.wrapping import marked
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -185,7 +186,7 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
     }
     host = host_memory(profile, plan)
     warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
-    unknown = [*UNKNOWN_FIGURES, *not_modelled(plan)]
+    unknown = [*UNKNOWN_FIGURES, *not_modelled(profile, plan)]
     if (why := why_unknown(plan, gpu)) is not None:
         unknown.append(TIME_UNKNOWN + why)
     copy = one_copy_bytes(profile, plan)
@@ -261,7 +262,7 @@ def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = Fal
     schedule = schedule_for(profile, plan)
     score = compile_tape(
         profile,
-        tape,
+        marked(profile, tape, plan),
         plan.micro_batch_size,
         plan.seq_len,
         grad_marks=schedule.grad_marks,

@@ -30,6 +30,8 @@ class Plan:
     activation_checkpointing: str = "none"
     attention: str = "sdpa"
     backward_prefetch: str = "pre"
+    framework: str = "torch"
+    wrap: str = "layer"
 
     @property
     def world_size(self) -> int:
@@ -53,6 +55,29 @@ class Plan:
         """Bytes per element in which forward and backward compute."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def prepared(self) -> bool:
+        """Whether accelerate wraps the model, for its own loop or for the Trainer's."""
+        return self.framework in ("accelerate", "trainer")
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes per element in which FSDP reduces gradients.
+
+        accelerate sets reduce_dtype to param_dtype (utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision).
+        """
+        return self.compute_bytes if self.prepared else self.param_bytes
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped: the Trainer does by default (max_grad_norm = 1)."""
+        return self.framework == "trainer"
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Whether gradients stay whole until the last micro-batch: accelerate's `accumulate` and the Trainer use `no_sync`."""
+        return self.prepared and self.gradient_accumulation_steps > 1
+
 
 BACKENDS: dict[str, tuple[str, ...]] = {
     "ddp": ("ddp",),
@@ -69,6 +94,14 @@ OFFLOADS: dict[str, dict[str, tuple[str, ...]]] = {
     "parameters": {"zero2": ("fsdp2", "fsdp1"), "zero3": ("fsdp2", "fsdp1", "deepspeed"), "hsdp": ("fsdp2", "fsdp1")},
 }
 """Which backends do a strategy with an offload. `optimizer` offload exists in DeepSpeed alone."""
+
+FRAMEWORK_BACKENDS: dict[str, tuple[str, ...]] = {
+    "torch": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
+    "accelerate": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
+    "trainer": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
+    "deepspeed": ("deepspeed",),
+}
+"""What a framework trains with. `torch` is each backend by itself, DeepSpeed's own engine included."""
 
 OVERVIEW = (
     ("ddp", "none"),
@@ -112,13 +145,34 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
         rows = [*OVERVIEW, ("hsdp", "none")] if request.nnodes > 1 else list(OVERVIEW)
     else:
         rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
-    possible = [(s, o) for s, o in rows if request.backend == "auto" or request.backend in OFFLOADS[o].get(s, ())]
+    known = FRAMEWORK_BACKENDS[request.framework] if request.backend == "auto" else (request.backend,)
+    possible = [(s, o) for s, o in rows if set(known) & set(OFFLOADS[o].get(s, ()))]
+    if (request.framework, request.backend) == ("trainer", "fsdp1"):
+        possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
         raise UsageError(
             f"backend {request.backend} has no strategy with offload {request.offload}",
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
     return [_plan(request, s, o, seq_len) for s, o in possible]
+
+
+def _refuse(request: EstimateRequest, strategy: str, backend: str) -> None:
+    """Raises UsageError for what a framework fails at, and for what is not known of a backend."""
+    prepared = request.framework in ("accelerate", "trainer")
+    if request.wrap == "none" and backend == "fsdp1":
+        raise UsageError(
+            "backend fsdp1 is estimated with a unit per layer alone", hint="--backend fsdp2 has --wrap none"
+        )
+    if request.wrap == "none" and backend == "fsdp2" and prepared and request.activation_checkpointing == "full":
+        raise UsageError(
+            "accelerate checkpoints the layers that it wraps, and wrap none wraps none", hint="--wrap layer"
+        )
+    if request.framework == "trainer" and backend == "fsdp1" and strategy != "zero3":
+        raise UsageError(
+            f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
+            hint="--backend fsdp2, or --framework accelerate",
+        )
 
 
 def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -> Plan:
@@ -128,10 +182,21 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
         raise UsageError(
             f"strategy {strategy} cannot offload {offload}", hint=f"offload {offload} works with: {with_it}"
         )
-    backend = able[0] if request.backend == "auto" else request.backend
+    known = FRAMEWORK_BACKENDS[request.framework]
+    if request.backend not in ("auto", *known):
+        raise UsageError(
+            f"framework {request.framework} has no backend {request.backend}", hint=f"it trains with {', '.join(known)}"
+        )
+    if not any(b in known for b in able):
+        raise UsageError(
+            f"framework {request.framework} has no strategy {strategy}",
+            hint=f"it trains with {', '.join(known)}; {strategy} is of {', '.join(able)}",
+        )
+    backend = next(b for b in able if b in known) if request.backend == "auto" else request.backend
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
+    _refuse(request, strategy, backend)
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
         raise UsageError(f"backend {backend} cannot offload to nvme", hint="only deepspeed can: --backend deepspeed")
     shards, replicas = degrees(strategy, request.gpus, request.nnodes)
@@ -151,4 +216,6 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
         activation_checkpointing=request.activation_checkpointing,
         attention=request.attention,
         backward_prefetch=request.backward_prefetch,
+        framework=request.framework,
+        wrap=request.wrap,
     )

@@ -18,6 +18,7 @@ Optimizer = Literal[
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
+Framework = Literal["torch", "accelerate", "trainer", "deepspeed"]
 
 MAX_GPUS = 65_536
 MAX_BATCH = 1_048_576
@@ -48,6 +49,8 @@ class EstimateRequest(BaseModel):
     activation_checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    framework: Framework = "torch"
+    wrap: Literal["layer", "none"] = "layer"
 
     @model_validator(mode="before")
     @classmethod

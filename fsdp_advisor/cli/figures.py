@@ -110,6 +110,8 @@ def assumed(report: Report, sizes: Sizes) -> str:
         steps, checkpointing = request.gradient_accumulation_steps, request.activation_checkpointing
         job += [f"accumulation {steps}"] if steps > 1 else []
         job += [f"{checkpointing if checkpointing != 'none' else 'no'} activation checkpointing"]
+    job += ["FSDP2 in one unit"] if request.wrap == "none" else []
+    job += [f"by {request.framework}"] if request.framework != "torch" else []
     if request.offload != "none" and request.offload_device != "cpu":
         job += [f"offload to {request.offload_device}"]
     return f"{model} on {where}: {', '.join(job)}"

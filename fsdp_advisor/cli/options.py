@@ -33,6 +33,8 @@ HELP: dict[str, str] = {
     "activation_checkpointing": "Recompute each layer in backward.",
     "attention": "Attention implementation.",
     "backward_prefetch": "FSDP1's BackwardPrefetch.",
+    "wrap": "FSDP2's units: each layer and the root, or all in one, which saves nothing while it computes.",
+    "framework": "What prepares the model and runs the loop: each wraps, casts and accumulates in its own way.",
     "global_batch_size": "Sequences per optimizer step over all ranks; micro-batch and accumulation are chosen to make it.",
     "find": "The largest micro-batch or sequence, the fewest GPUs (at most --gpus, where that is above 1) or the smallest GPU that fits.",
     "margin": "Part of the GPU's memory to leave free: 0.08 or 8%.",

@@ -41,6 +41,33 @@ class Settings:
 DEFAULTS = Settings()
 
 
+def settings_of(profile: Profile, plan: Plan) -> Settings:
+    """DeepSpeed's defaults; under accelerate and the Trainer, what they fill in for "auto", by the model's hidden size.
+
+    Source: accelerate/accelerator.py, _prepare_deepspeed; transformers/integrations/deepspeed.py, trainer_config_finalize.
+    """
+    hidden = _hidden_size(profile) if plan.prepared else None
+    if hidden is None:
+        return DEFAULTS
+    if stage(plan) < 3:
+        return Settings(reduce_bucket_size=hidden * hidden)
+    return Settings(
+        reduce_bucket_size=hidden * hidden,
+        prefetch_bucket_size=int(0.9 * hidden * hidden),
+        param_persistence_threshold=10 * hidden,
+    )
+
+
+def _hidden_size(profile: Profile) -> int | None:
+    """`config.hidden_size`, by whatever name the model's family writes it."""
+    text = profile.config.get("text_config")
+    for config in (profile.config, text if isinstance(text, dict) else {}):
+        for key in ("hidden_size", "n_embd", "d_model", "n_embed"):
+            if isinstance(value := config.get(key), int):
+                return value
+    return None
+
+
 def stage(plan: Plan) -> int:
     return {"zero1": 1, "zero2": 2, "zero3": 3}[plan.strategy]
 
@@ -159,7 +186,16 @@ def update_temporaries(optim: str, elements: int, bytes_per_element: int) -> Hel
     return NOTHING
 
 
-def _persistent(profile: Profile, plan: Plan, settings: Settings) -> Held:
+def shards(profile: Profile, plan: Plan) -> Held:
+    """What rank 0 of stage 3 keeps of the parameters, persistent ones included."""
+    if offloads_parameters(plan):
+        return NOTHING
+    ranks, c = plan.shard_degree, plan.compute_bytes
+    frozen = (Held.of(c * shard_elements(p.elements, ranks), n) for p, n in _all(profile) if not p.trainable)
+    return sum(frozen, Held.of(c * _shard_total(profile, ranks)))
+
+
+def persistent(profile: Profile, plan: Plan, settings: Settings) -> Held:
     """Small parameters that stage 3 holds whole, padded to the ranks, beside their shards: regathered after every step.
 
     One rank alone uses its shard itself, unless that is on the host.
@@ -201,15 +237,11 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
             communication=Held.of(c * _largest(profile)) if offloaded else NOTHING,
             buffers=buffers,
         )
-    shards = NOTHING
-    if not offloads_parameters(plan):
-        frozen = (Held.of(c * shard_elements(p.elements, ranks), n) for p, n in _all(profile) if not p.trainable)
-        shards = sum(frozen, Held.of(c * _shard_total(profile, ranks)))
     kept = Held.of(NORM_BYTES) + Held.of(1) + tables
     for elements, _ in sub_groups(profile, ranks, settings):
         kept += Held.of(m * elements) + optimizer_states(plan.optim, elements, m)
     return States(
-        parameters=shards + _persistent(profile, plan, settings),
+        parameters=shards(profile, plan) + persistent(profile, plan, settings),
         gradients=NOTHING if offloaded else Held.of(c * _shard_total(profile, ranks)),
         optimizer=NOTHING if offloaded else kept,
         communication=Held.of(c * settings.reduce_bucket_size),
@@ -410,7 +442,7 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
         averaged=averaged,
         accumulators=2 if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 else 1,
         whole_gradients=stage(plan) == 1,
-        released_at_step=_persistent(profile, plan, settings) if sharded else NOTHING,
+        released_at_step=persistent(profile, plan, settings) if sharded else NOTHING,
         moments=moments,
         offload_cast_bytes=master_bytes(plan) if offloaded else 0,
         sharded=sharded,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.memory.deepspeed import (
-    DEFAULTS,
     Settings,
     flat_elements,
     master_bytes,
     offloads_optimizer,
     offloads_parameters,
     owned_by_rank0,
+    settings_of,
     shard_elements,
     stage,
     sub_groups,
@@ -70,7 +70,7 @@ def _cpu_states(plan: Plan, elements: int) -> tuple[int, ...]:
     return ()
 
 
-def host(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> HostBytes:
+def host(profile: Profile, plan: Plan, settings: Settings | None = None) -> HostBytes:
     """Host memory under ``offload_optimizer`` (and, stage 3, ``offload_param``) to the CPU, ``pin_memory`` true as by
     default.
 
@@ -79,6 +79,7 @@ def host(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> HostByt
     pinned gradients in the masters' dtype per sub-group and, all together, in the model's dtype; the weights' shards,
     pinned, if they are offloaded.
     """
+    settings = settings or settings_of(profile, plan)
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
     if not offloads_optimizer(plan):
         return HostBytes(ranks_per_node=plan.ranks_per_node)

@@ -19,32 +19,35 @@ from dataclasses import dataclass, field
 
 from fsdp_advisor.memory.deepspeed import DEFAULTS, Settings, offloads_parameters, shard_elements
 from fsdp_advisor.memory.held import round_up
+from fsdp_advisor.memory.ledger import Changes, Place
 from fsdp_advisor.models.profile import ROOT, Parameter, Profile
 from fsdp_advisor.plan import Plan
-
-Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
     """A unit's turn: `high_bytes` of gathered parameters at the highest within it, `after_bytes` when it is over.
 
-    `place` is (stack, recorded layer), or (ROOT, n) for the root's modules before the n-th stack.
+    `place` is (stack, recorded layer), or (ROOT, n) for the root's modules before the n-th stack. `rising` are the births
+    and deaths until the highest, `falling` those after it.
     """
 
     place: Place
     high_bytes: int
     after_bytes: int
+    rising: Changes = ()
+    falling: Changes = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A micro-batch's visits, in the order in which they happen. Persistent parameters are among the states, not
-    here.
+    """A micro-batch's visits, in the order in which they happen, and the deaths at its end. Persistent parameters are
+    among the states, not here.
     """
 
     forward: tuple[Visit, ...]
     backward: tuple[Visit, ...]
+    end: Changes = ()
 
     @property
     def high_bytes(self) -> int:
@@ -72,20 +75,34 @@ class _Fetcher:
     gathers: int = 0
     live: int = 0
     high: int = 0
+    rising: int = 0
+    events: list[tuple[int, int]] = field(default_factory=list)
+    born: int = 0
     available_elements: int = 0
-    held: dict[int, int] = field(default_factory=dict)  # available parameter -> bytes of its storage
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)  # available parameter -> its storage and bytes
     flight: dict[int, int] = field(default_factory=dict)  # parameter under way -> its group
-    groups: dict[int, tuple[int, list[int]]] = field(
+    groups: dict[int, tuple[tuple[int, int], list[int]]] = field(
         default_factory=dict
-    )  # group -> (bytes of its buffer, not yet used)
+    )  # group -> (its buffer and bytes, not yet used)
     fetched_for: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.queue = [(p, step) for step, parameters in enumerate(self.order) for p in parameters]
 
-    def _take(self, n_bytes: int) -> None:
+    def begin_turn(self) -> None:
+        self.events, self.rising, self.high = [], 0, self.live
+
+    def _take(self, n_bytes: int) -> tuple[int, int]:
+        storage, self.born = (self.born, n_bytes), self.born + 1
+        self.events.append(storage)
         self.live += n_bytes
-        self.high = max(self.high, self.live)
+        if self.live > self.high:
+            self.high, self.rising = self.live, len(self.events)
+        return storage
+
+    def _drop(self, storage: tuple[int, int]) -> None:
+        self.events.append((storage[0], 0))
+        self.live -= storage[1]
 
     def _gather(self, parameters: list[int]) -> None:
         """One parameter alone becomes a view of its buffer; several share one and are copied out of it when waited
@@ -96,10 +113,10 @@ class _Fetcher:
         self.available_elements += sum(self.elements[p] for p in parameters)
         shards = [shard_elements(self.elements[p], self.ranks) for p in parameters]
         buffer = self.size(self.element_bytes * self.ranks * sum(shards))
-        self._take(buffer)
+        self.groups[self.gathers] = (self._take(buffer), list(parameters))
         if self.offloaded:  # the shards on their way from the host
-            self.high = max(self.high, self.live + sum(self.size(self.element_bytes * n) for n in shards))
-        self.groups[self.gathers] = (buffer, list(parameters))
+            for shard in [self._take(self.size(self.element_bytes * n)) for n in shards]:
+                self._drop(shard)
         self.flight.update(dict.fromkeys(parameters, self.gathers))
         self.gathers += 1
 
@@ -114,11 +131,10 @@ class _Fetcher:
             return
         if parameter not in self.held:
             for p in unused:
-                self.held[p] = self.size(self.element_bytes * self.elements[p])
-                self._take(self.held[p])
+                self.held[p] = self._take(self.size(self.element_bytes * self.elements[p]))
         unused.remove(parameter)
         if not unused:
-            self.live -= buffer
+            self._drop(buffer)
             del self.groups[group]
 
     def fetch(self) -> tuple[int, ...]:
@@ -155,7 +171,7 @@ class _Fetcher:
             ):
                 continue
             if p in self.held and p not in self.flight:
-                self.live -= self.held.pop(p)
+                self._drop(self.held.pop(p))
                 self.available_elements -= self.elements[p]
 
 
@@ -230,10 +246,13 @@ def gathered(
     visits = []
     first_root = len(turns) - 1
     for turn, (place, modules) in enumerate(turns):
-        fetcher.high = fetcher.live
+        fetcher.begin_turn()
         for _ in modules:
             own = fetcher.fetch()
             if turn < first_root:  # the embedding's backward hook never fires: given back when backward has ended
                 fetcher.release(own)
-        visits.append(Visit(place, fetcher.high, fetcher.live))
-    return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]))
+        rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
+        visits.append(Visit(place, fetcher.high, fetcher.live, rising, falling))
+    left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
+    end = tuple((storage, 0) for storage, _ in left)
+    return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]), end)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fsdp_advisor.memory.held import Held
+from fsdp_advisor.models.profile import ROOT
+
 ACCOUNTS = (
     "parameters",  # the shard that is kept
     "gradients",  # the shard that is kept, or DDP's whole gradients
@@ -18,8 +21,19 @@ ACCOUNTS = (
 )
 (PARAMETERS, GRADIENTS, OPTIMIZER, UNSHARDED_PARAMETERS, UNSHARDED_GRADIENTS, COMMUNICATION, ACTIVATIONS, LOSS, TEMPORARIES, OTHER) = range(10)  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")
+STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "pre-unshard")
+(COMPUTE, COPY_IN, ALL_GATHER, REDUCE_SCATTER, PRE_UNSHARD) = range(5)
 
 Live = list[int]
+Place = tuple[int, int]
+"""(stack, recorded layer), or (ROOT, 0)."""
+AT_ROOT: Place = (ROOT, 0)
+
+Alive = tuple[int, int, tuple[int, ...]]
+"""Storages that were born together: their account, their bytes, and their numbers where each is followed (`allocator.trace`)."""
+NONE_ALIVE: Alive = (OTHER, 0, ())
+Changes = tuple[tuple[int, int], ...]
+"""Births and deaths in order, told at once: (name of the storage, bytes), 0 bytes for a death."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,7 @@ class Block:
 
     `net` and `high` are bytes by account, relative to the block's beginning; `high_total` is the sum of `high`.
     `layer_gradients` and `root_gradients` are the gradients born in it, of the segment's own unit and of the root.
+    `events` is where it stands on the tape: (segment, first event, end).
     """
 
     net: tuple[int, ...]
@@ -35,6 +50,7 @@ class Block:
     high_total: int
     layer_gradients: int = 0
     root_gradients: int = 0
+    events: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,10 @@ class Point:
 
 @dataclass(slots=True)
 class Ledger:
-    """Adds up births and deaths. Bytes, by account."""
+    """What schedules and tapes tell of births and deaths, added up. Bytes, by account.
+
+    `allocator.trace.Trace` hears the same and writes down each storage.
+    """
 
     live: Live = field(default_factory=lambda: [0] * len(ACCOUNTS))
     total: int = 0
@@ -64,6 +83,113 @@ class Ledger:
     timeline: list[Point] = field(default_factory=list)
     high: int = 0
     """The highest total since the last point of the timeline."""
+    own_gradients: int = 0
+    root_gradients: int = 0
+    fresh_gradients: int = 0
+    """Gradients born on the tape that no schedule has taken yet: of the layer, of the root; and since the last mark."""
+    resident: Live = field(default_factory=list)
+    left_behind: Live = field(default_factory=list)
+
+    # What schedules tell
+
+    def born(self, account: int, held: Held, stream: int = COMPUTE) -> Alive:
+        """Storages are made, allocated on `stream`."""
+        self.add(account, held.rounded)
+        return account, held.rounded, ()
+
+    def died(self, alive: Alive, used_on: int | None = None) -> None:
+        """They end. `used_on` is another stream that may still use them (`Tensor.record_stream`), which holds back reuse."""
+        self.add(alive[0], -alive[1])
+
+    def turned(self, alive: Alive, account: int) -> Alive:
+        """The same storages, counted elsewhere from now on."""
+        self.add(alive[0], -alive[1])
+        self.add(account, alive[1])
+        return account, alive[1], alive[2]
+
+    def changed(self, account: int, net_bytes: int, stream: int, *changes: Changes) -> None:
+        """Many births and deaths that come to `net_bytes`, and are never higher on the way than at one end."""
+        self.add(account, net_bytes)
+
+    def gradients_of(self, place: Place) -> Alive:
+        """The gradients of a unit that the tape has made."""
+        if place == AT_ROOT:
+            n_bytes, self.root_gradients = self.root_gradients, 0
+        else:
+            n_bytes, self.own_gradients = self.own_gradients, 0
+        return UNSHARDED_GRADIENTS, n_bytes, ()
+
+    def gradients_since_mark(self) -> Alive:
+        n_bytes, self.fresh_gradients = self.fresh_gradients, 0
+        return UNSHARDED_GRADIENTS, n_bytes, ()
+
+    def gradient(self, parameter: int, at_root: bool, n_bytes: int) -> Alive:
+        """The gradient of one parameter of the layer, or of the root."""
+        return UNSHARDED_GRADIENTS, n_bytes, ()
+
+    def all_gradients(self) -> Alive:
+        """Every whole gradient there is."""
+        return UNSHARDED_GRADIENTS, self.live[UNSHARDED_GRADIENTS], ()
+
+    def mark(self) -> int:
+        """This moment on the compute stream, to `wait` for."""
+        return 0
+
+    def wait(self, mark: int) -> None:
+        """The host waits until the GPU has come to that moment."""
+
+    # What the replay tells
+
+    @property
+    def follows_storages(self) -> bool:
+        """Whether every layer must be told one by one."""
+        return False
+
+    def begin_step(self) -> None:
+        """What is alive now is alive whenever a step begins."""
+        self.resident = list(self.live)
+
+    def begin(self, phase: str) -> None:
+        self.phase, self.high = phase, self.total
+        if self.total > self.peak:
+            self._new_peak(self.total, list(self.live))
+
+    def enter(self, place: Place, where: str) -> None:
+        self.where = where
+
+    def begin_micro_batch(self, index: int) -> None:
+        """From the second on the tape brings its batch again: the last one goes."""
+        self.left_behind = [0] * len(self.live)
+        if index:
+            for account in (ACTIVATIONS, LOSS, TEMPORARIES):
+                self.left_behind[account] = self.resident[account] - self.live[account]
+            self.add(OTHER, self.resident[OTHER] - self.live[OTHER])
+
+    def drop_last_loss(self) -> None:
+        """The last micro-batch's loss is dropped once there is another."""
+        self.shift(self.left_behind)
+
+    def apply(self, block: Block) -> None:
+        reached = self.total + block.high_total
+        if reached > self.high:
+            self.high = reached
+            if reached > self.peak:
+                self._new_peak(reached, [a + b for a, b in zip(self.live, block.high, strict=True)])
+        self.shift(block.net)
+        if block.layer_gradients:
+            self.own_gradients += block.layer_gradients
+            self.fresh_gradients += block.layer_gradients
+        if block.root_gradients:
+            self.root_gradients += block.root_gradients
+            self.fresh_gradients += block.root_gradients
+
+    def point(self, where: str, repeats: int = 1) -> None:
+        """Close a stretch of the timeline."""
+        self.timeline.append(Point(self.phase, where, self.total, self.high, repeats))
+        self.phase_peaks[self.phase] = max(self.phase_peaks[self.phase], self.high)
+        self.high = self.total
+
+    # Adding up
 
     def add(self, account: int, n_bytes: int) -> None:
         """A birth; negative for a death."""
@@ -74,14 +200,6 @@ class Ledger:
             if self.total > self.peak:
                 self._new_peak(self.total, list(self.live))
 
-    def apply(self, block: Block) -> None:
-        reached = self.total + block.high_total
-        if reached > self.high:
-            self.high = reached
-            if reached > self.peak:
-                self._new_peak(reached, [a + b for a, b in zip(self.live, block.high, strict=True)])
-        self.shift(block.net)
-
     def shift(self, net: tuple[int, ...] | Live, times: int = 1) -> None:
         """Move by `net` as often as given, without looking for a peak on the way."""
         live = self.live
@@ -89,17 +207,6 @@ class Ledger:
             if n_bytes:
                 live[account] += n_bytes * times
                 self.total += n_bytes * times
-
-    def begin(self, phase: str) -> None:
-        self.phase, self.high = phase, self.total
-        if self.total > self.peak:
-            self._new_peak(self.total, list(self.live))
-
-    def point(self, where: str, repeats: int = 1) -> None:
-        """Close a stretch of the timeline."""
-        self.timeline.append(Point(self.phase, where, self.total, self.high, repeats))
-        self.phase_peaks[self.phase] = max(self.phase_peaks[self.phase], self.high)
-        self.high = self.total
 
     def _new_peak(self, total: int, live: Live) -> None:
         self.peak, self.at_peak, self.peak_phase, self.peak_where = total, live, self.phase, self.where

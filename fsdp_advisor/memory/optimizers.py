@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from fsdp_advisor.memory.held import NOTHING, Held, round_up
+from fsdp_advisor.memory.held import NOTHING, Held
 
 BLOCK_8BIT = 256
 MIN_8BIT_ELEMENTS = 4096
 STEP_BYTES = 4
+NORM_BYTES = 4
+"""Clipping takes the norm of each gradient, an fp32 scalar (torch/nn/utils/clip_grad.py, _get_total_norm)."""
 
 Shape = Sequence[int]
 
@@ -50,21 +52,21 @@ def kept(optim: str, shape: Shape, element_bytes: int) -> Held:
             raise ValueError(optim)
 
 
-def step_temporaries(optim: str, shapes: Iterable[Shape], element_bytes: int) -> int:
-    """Bytes alive at the highest moment inside one step over the local shapes, each storage rounded up.
+def step_temporaries(optim: str, shapes: Iterable[Shape], element_bytes: int) -> Held:
+    """What is alive at the highest moment inside one step over the local shapes.
 
     foreach AdamW holds the square roots of all second moments at once; fused AdamW nothing; 8-bit AdamW nothing (in place);
     Adafactor the update of the largest parameter twice, once in fp32.
     """
     sizes = [prod(s) for s in shapes]
     if not sizes:
-        return 0
+        return NOTHING
     match optim:
         case "adamw_torch":
-            return sum(round_up(n * element_bytes) for n in sizes)
+            return sum((Held.of(n * element_bytes) for n in sizes), NOTHING)
         case "adamw_torch_fused" | "sgd" | "sgd_momentum" | "adamw_bnb_8bit":
-            return 0
+            return NOTHING
         case "adafactor":
-            return 2 * round_up(max(sizes) * 4)
+            return Held.of(max(sizes) * 4, 2)
         case _:
             raise ValueError(optim)

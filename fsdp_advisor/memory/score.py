@@ -25,19 +25,27 @@ _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every
     Category.CAST_PARAMETER: UNSHARDED_PARAMETERS,
     Category.INPUT: OTHER,
     Category.UNSHARDED_GRADIENT: UNSHARDED_GRADIENTS,
+    Category.SCRATCH: TEMPORARIES,
 }
 
-_ALLOC, _FREE, _GRAD_READY, _GRADIENT = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD_READY), int(Category.GRADIENT)
+_ALLOC, _FREE, _GRAD_READY = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD_READY)
+_GRADIENT, _LOSS, _SCRATCH = int(Category.GRADIENT), int(Category.LOSS), int(Category.SCRATCH)
 
 Step = Block | tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Score:
-    """A compiled tape. `forward` and `backward` are sequences of parts: a root segment, or a stack of recorded layers."""
+    """A compiled tape. `forward` and `backward` are sequences of parts: a root segment, or a stack of recorded layers.
+
+    `sizes` are the bytes behind each of the tape's sizes, rounded up; storages of the categories `left_out` are not there.
+    """
 
     forward: tuple[Part, ...]
     backward: tuple[Part, ...]
+    tape: Tape
+    sizes: tuple[int, ...]
+    left_out: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +58,36 @@ class Part:
 
 @lru_cache(maxsize=512)
 def compile_tape(
-    profile: Profile, tape: Tape, b: int, t: int, *, grad_marks: bool = False, fused_loss: bool = False
+    profile: Profile,
+    tape: Tape,
+    b: int,
+    t: int,
+    *,
+    grad_marks: bool = False,
+    fused_loss: bool = False,
+    scratch: bool = False,
 ) -> Score:
     """The tape at micro-batch `b` and `t` tokens.
 
-    `grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes.
+    `grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes;
+    `scratch` counts kernels' own working memory, among the temporaries.
     """
-    left_out = frozenset({int(Category.SCRATCH), int(Category.LOSS)} if fused_loss else {int(Category.SCRATCH)})
+    left_out = frozenset({_LOSS} if fused_loss else ()) | frozenset(() if scratch else {_SCRATCH})
     used = {a for births in tape.births for a, category in births if category not in left_out}
     sizes = [round_up(evaluate(p, b, t)) if i in used else 0 for i, p in enumerate(tape.sizes)]
     phases: dict[str, list[Part]] = {"forward": [], "backward": []}
-    for segment in tape.segments:
-        steps = _fold(profile, tape, segment, sizes, left_out, grad_marks)
+    for index, segment in enumerate(tape.segments):
+        steps = _fold(profile, tape, index, sizes, left_out, grad_marks)
         parts = phases[segment.phase]
         if segment.stack == ROOT or not parts or parts[-1].stack != segment.stack:
             parts.append(Part(segment.stack, {}))
         parts[-1].steps[segment.layer if segment.stack != ROOT else 0] = steps
-    return Score(tuple(phases["forward"]), tuple(phases["backward"]))
+    return Score(tuple(phases["forward"]), tuple(phases["backward"]), tape, tuple(sizes), left_out)
+
+
+def stays_near(born: Segment, dying: Segment) -> bool:
+    """Whether a storage that dies here was born in the same layer or next door: so it is in every repetition."""
+    return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
 def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
@@ -75,21 +96,23 @@ def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
     A storage that dies in its own layer or next door dies there in every repetition. One that lives on to a distant place
     (autocast's cache of weights ends with the forward) dies there together with those of all layers that its layer stands for.
     """
-    if born.stack == ROOT or (born.stack == dying.stack and abs(born.layer - dying.layer) <= 1):
+    if born.stack == ROOT or stays_near(born, dying):
         return 1
     return profile.stacks[born.stack].counts[born.layer]
 
 
 def _fold(
-    profile: Profile, tape: Tape, segment: Segment, sizes: list[int], left_out: frozenset[int], grad_marks: bool
+    profile: Profile, tape: Tape, index: int, sizes: list[int], left_out: frozenset[int], grad_marks: bool
 ) -> tuple[Step, ...]:
+    segment = tape.segments[index]
     steps: list[Step] = []
+    start = 0
     births = tape.births
     live = [0] * len(ACCOUNTS)
     high: tuple[int, ...] = tuple(live)
     total = high_total = layer_gradients = root_gradients = 0
     touched = False
-    for op, a, b in segment.events:
+    for at, (op, a, b) in enumerate(segment.events):
         if op == _ALLOC:
             if b in left_out:
                 continue
@@ -117,12 +140,14 @@ def _fold(
             touched = True
         elif op != _GRAD_READY or grad_marks:
             if touched:
-                steps.append(Block(tuple(live), high, high_total, layer_gradients, root_gradients))
+                steps.append(Block(tuple(live), high, high_total, layer_gradients, root_gradients, (index, start, at)))
                 live = [0] * len(ACCOUNTS)
                 high = tuple(live)
                 total = high_total = layer_gradients = root_gradients = 0
                 touched = False
             steps.append((op, a, b))
+            start = at + 1
     if touched:
-        steps.append(Block(tuple(live), high, high_total, layer_gradients, root_gradients))
+        end = len(segment.events)
+        steps.append(Block(tuple(live), high, high_total, layer_gradients, root_gradients, (index, start, end)))
     return tuple(steps)

@@ -109,6 +109,12 @@ def _ddp(model: nn.Module, rung: Rung) -> nn.Module:
     if rung == "measure":
         return DistributedDataParallel(model)
     wrapped = DistributedDataParallel(model, init_sync=False)
+    on_fake_group(wrapped, fake_tensors=rung == "simulate")
+    return wrapped
+
+
+def on_fake_group(wrapped: DistributedDataParallel, *, fake_tensors: bool) -> None:
+    """Let DDP run where its collectives reduce nothing."""
 
     def reduced(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -117,9 +123,8 @@ def _ddp(model: nn.Module, rung: Rung) -> nn.Module:
 
     reduced.__annotations__ = {}  # DDP compares them with classes, and here they are strings
     wrapped.register_comm_hook(None, reduced)
-    if rung == "simulate":
+    if fake_tensors:
         wrapped.reducer = _FixedBuckets(wrapped.reducer)  # type: ignore[assignment]  # it stands in for one
-    return wrapped
 
 
 def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, rung: Rung) -> nn.Module:

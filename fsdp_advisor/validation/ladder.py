@@ -46,6 +46,8 @@ def best_rung(gpus: int, backend: str, *, gpus_here: int) -> Choice:
 
 def choose(plan: Plan, rung: Rung | None = None, device: Device | None = None) -> Choice:
     """The rung asked for, else the best; on the device asked for, else the rung's own."""
+    if rung is None and plan.prepared and plan.backend != "deepspeed":
+        return Choice("simulate", "cpu", f"simulate: {plan.framework}'s own code runs on fake tensors")
     if rung is None and device == "cpu":
         return Choice("measure", "cpu", "measure: real ranks over gloo on the CPU, counting live bytes")
     if rung is None:

@@ -30,6 +30,11 @@ Zero1 = Literal["deepspeed", "torch"]
 
 def check(plan: Plan, device: str) -> None:
     """Raises NotHere for a plan whose figures this device cannot tell."""
+    if plan.prepared:
+        raise NotHere(
+            f"{plan.framework} is simulated, not measured",
+            hint="--rung simulate, or --framework torch for the engine by itself",
+        )
     if device == "cpu" and plan.offload != "none":
         raise NotHere(
             f"offload {plan.offload} cannot be measured on the CPU: host and device tensors look the same there",
@@ -70,7 +75,7 @@ def assemble(
         model.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
     else:
         source.configure(model, attention=attention, checkpointing=plan.activation_checkpointing == "full")
-    layers = layers_of(source.stacks(model))
+    layers = layers_of(source.stacks(model)) if plan.wrap == "layer" else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = _wrapped(model, layers, plan, mesh, device, rung)

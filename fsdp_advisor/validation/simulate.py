@@ -6,16 +6,19 @@ import gc
 import importlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.tracing.source import Source
 from fsdp_advisor.tracing.step import materialise
+from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.meter import Ids, StorageMeter
@@ -57,6 +60,8 @@ def check(plan: Plan) -> None:
             "deepspeed is not one of PyTorch's engines, which are what is simulated",
             hint="--rung measure runs DeepSpeed itself; --backend fsdp2, fsdp1 or ddp can be simulated",
         )
+    if plan.prepared:
+        frameworks.check(plan)
 
 
 def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated:
@@ -66,20 +71,18 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
     """
     check(plan)
     model = source.build(weight_dtype(plan))
-    source.configure(model, attention=plan.attention, checkpointing=plan.activation_checkpointing == "full")
-    layers = layers_of(source.stacks(model))
+    checkpointing = plan.activation_checkpointing == "full"
+    source.configure(model, attention=plan.attention, checkpointing=checkpointing and _by_the_model(plan))
     meter = StorageMeter(timeline=timeline)
     with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = mesh_of(plan, "cpu") if plan.backend != "ddp" else None
         if (ranks := mesh.mesh if mesh is not None else None) is not None:
             meter.ignore(ranks)  # the ranks' numbers, always on the host; slices of a mesh are views of them
-        with FakeTensorMode(allow_non_fake_inputs=True), meter:
+        launched = frameworks.as_launched(plan, mesh) if plan.prepared else nullcontext()
+        with launched as parallel, FakeTensorMode(allow_non_fake_inputs=True), meter:
             materialise(model, None)
-            wrapped = wrap(model, layers, plan, mesh, "cpu")
-            optimizer = optimizer_for(wrapped, plan)
-            batch = batch_of(source, plan, model, real=False)
-            trainer = TorchTrainer(source, wrapped, optimizer, batch, autocast_of(plan, "cpu"))
+            trainer = _trainer(source, model, plan, mesh, parallel)
             gradients: list[Ids] = []
             gc.collect()
             for _ in range(STEPS):
@@ -90,14 +93,17 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
                     meter,
                     plan.gradient_accumulation_steps,
                     lambda: gradients.append(
-                        meter.numbers_of(p.grad for p in wrapped.parameters() if p.grad is not None)
+                        meter.numbers_of(p.grad for p in trainer.model.parameters() if p.grad is not None)
                     ),
                 )
             accounts = {
-                "parameters": meter.numbers_of(wrapped.parameters()),
+                "parameters": meter.numbers_of(trainer.model.parameters()),
                 "gradients": gradients[0],
                 "optimizer": meter.numbers_of(
-                    t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+                    t
+                    for state in trainer.optimizer.state.values()
+                    for t in state.values()
+                    if isinstance(t, torch.Tensor)
                 ),
             }
             return Simulated(
@@ -106,6 +112,26 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
                 at_peak=meter.at_peak(accounts),
                 timeline=tuple(meter.timeline),
             )
+
+
+def _by_the_model(plan: Plan) -> bool:
+    """FSDP plugins of accelerate wrap layers for checkpointing themselves."""
+    return not plan.prepared or plan.backend == "ddp"
+
+
+def _trainer(
+    source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, parallel: Any
+) -> TorchTrainer | frameworks.AccelerateTrainer | frameworks.TransformersTrainer:
+    """The plan's framework around the model, ready to take steps."""
+    batch = batch_of(source, plan, model, real=False)
+    match plan.framework:
+        case "accelerate":
+            return frameworks.accelerate_trainer(source, model, plan, batch, parallel)
+        case "trainer":
+            return frameworks.transformers_trainer(model, plan, batch, parallel)
+    layers = layers_of(source.stacks(model)) if plan.wrap == "layer" else []
+    wrapped = wrap(model, layers, plan, mesh, "cpu")
+    return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))
 
 
 @contextmanager

@@ -24,8 +24,8 @@ pytest.importorskip("transformers")
 from fsdp_advisor.memory import replay as replaying
 from fsdp_advisor.memory.deepspeed import Filled, Settings, buffers
 from fsdp_advisor.memory.held import round_up
-from fsdp_advisor.memory.ledger import ACCOUNTS, UNSHARDED_GRADIENTS, Ledger
-from fsdp_advisor.memory.replay import Place, replay
+from fsdp_advisor.memory.ledger import ACCOUNTS, UNSHARDED_GRADIENTS, Ledger, Place
+from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
 from fsdp_advisor.memory.score import Step, compile_tape
 from fsdp_advisor.models.profile import Profile, Tape, Variant
@@ -75,15 +75,15 @@ class StepByStep(DeepspeedSchedule):
     def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool:
         return False
 
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
-        super().gradient_ready(ledger, place, parameter, gradient_bytes)
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
+        super().gradient_ready(ledger, place, parameter)
         assert ledger.live[UNSHARDED_GRADIENTS] >= 0
 
-    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+    def end_backward(self, ledger: Ledger) -> None:
         if self._stage == 2:
             self._bucket.reduce(ledger)
             assert ledger.live[UNSHARDED_GRADIENTS] == 0 or (self._offloads and self._last and not self._accumulating)
-        super().end_backward(ledger, root_gradient_bytes)
+        super().end_backward(ledger)
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

@@ -7,38 +7,15 @@ embedding scale: one scalar, 512 bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
+from simulated_cases import Case, plan_of
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.estimator import make_request, replayed, variant_of  # noqa: E402  # after the check for torch
-from fsdp_advisor.plan import Plan, plans  # noqa: E402
+from fsdp_advisor.estimator import replayed, variant_of  # noqa: E402  # after the check for torch
 from fsdp_advisor.resolve import resolve  # noqa: E402
 from fsdp_advisor.tracing import TransformersSource  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    backend: str
-    strategy: str
-    gpus: int
-    micro_batch_size: int
-    seq_len: int
-    precision: str = "bf16-mixed"
-    activation_checkpointing: str = "none"
-    attention: str = "sdpa"
-    optim: str = "adamw_torch_fused"
-    gradient_accumulation_steps: int = 1
-    backward_prefetch: str = "pre"
-    nnodes: int = 1
-
-    def __str__(self) -> str:
-        return "-".join(str(v) for v in vars(self).values()).replace("/", "_")
-
 
 TINY, L1B, L7B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"
 QWEN2, QWEN3 = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
@@ -114,15 +91,9 @@ CASES = [
 ]
 
 
-def _plan(case: Case) -> Plan:
-    request = make_request(vars(case))
-    (plan,) = plans(request, seq_len=case.seq_len)
-    return plan
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_predicted_peak_is_what_pytorch_does(case: Case) -> None:
-    plan = _plan(case)
+    plan = plan_of(case)
     model = resolve(case.model)
     profile = model.profile
     assert profile is not None

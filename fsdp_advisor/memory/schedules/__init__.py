@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_advisor.memory import deepspeed_host
+from fsdp_advisor.memory import deepspeed_host, wrapping
 from fsdp_advisor.memory.replay import Schedule
 from fsdp_advisor.memory.schedules.ddp import DdpSchedule
 from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
@@ -26,6 +26,7 @@ def schedule_for(profile: Profile, plan: Plan) -> Schedule:
     return _SCHEDULES[plan.backend](profile, plan)
 
 
-def not_modelled(plan: Plan) -> list[str]:
-    """What the plan's schedule leaves out."""
-    return deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
+def not_modelled(profile: Profile, plan: Plan) -> list[str]:
+    """What the plan's schedule leaves out or assumes."""
+    notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
+    return notes + wrapping.not_modelled(profile, plan)

@@ -11,18 +11,20 @@ from functools import lru_cache
 from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.held import NOTHING, Held, States
 from fsdp_advisor.memory.ledger import (
+    AT_ROOT,
     COMMUNICATION,
     GRADIENTS,
+    LOSS,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
     TEMPORARIES,
-    UNSHARDED_GRADIENTS,
     Ledger,
+    Place,
 )
-from fsdp_advisor.memory.replay import Place
-from fsdp_advisor.memory.schedules.fsdp2 import optimizer_temporaries
+from fsdp_advisor.memory.schedules.fsdp2 import gradient_norms, optimizer_temporaries
 from fsdp_advisor.memory.schedules.units import buffers, total
+from fsdp_advisor.memory.wrapping import OUTPUTS, clones_outputs, logits_elements
 from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -48,9 +50,13 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
 
 
 class DdpSchedule:
+    distinct_micro_batches = 2
+    made_by_first_step = frozenset({OPTIMIZER})
+
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.grad_marks = plan.gradient_accumulation_steps > 1
+        self._logits = Held.of(logits_elements(profile, plan) * (2 if plan.precision == "bf16" else 4))
         element = plan.param_bytes
 
         def parameters(unit: Unit) -> Held:
@@ -71,10 +77,10 @@ class DdpSchedule:
         )
 
     def begin_step(self, ledger: Ledger) -> None:
-        ledger.add(PARAMETERS, self.states.parameters.rounded)
-        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
-        ledger.add(COMMUNICATION, self.states.communication.rounded)
-        ledger.add(OTHER, self.states.buffers.rounded)
+        ledger.born(PARAMETERS, self.states.parameters)
+        ledger.born(OPTIMIZER, self.states.optimizer)
+        ledger.born(COMMUNICATION, self.states.communication)
+        ledger.born(OTHER, self.states.buffers)
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0
@@ -83,26 +89,33 @@ class DdpSchedule:
         pass
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        pass
+        """accelerate gives the logits out in fp32; where DDP searches for unused parameters, it gives out a clone."""
+        converts, clones = self._plan.prepared and self._plan.mixed, clones_outputs(self._plan)
+        if place == AT_ROOT:
+            self._outputs = ledger.born(LOSS, self._logits if converts or clones else NOTHING)
+        elif place == OUTPUTS:
+            clone = ledger.born(LOSS, self._logits if converts and clones else NOTHING)
+            ledger.died(self._outputs)
+            ledger.died(clone)
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         pass
 
-    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+    def post_backward(self, ledger: Ledger, place: Place) -> None:
         pass
 
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and dropped."""
-        ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
-        if not self._accumulating:
-            ledger.add(GRADIENTS, gradient_bytes)
+        gradients = ledger.gradients_since_mark()
+        if self._accumulating:
+            ledger.died(gradients)
+        else:
+            ledger.turned(gradients, GRADIENTS)
 
-    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
-        rest = ledger.live[UNSHARDED_GRADIENTS]
-        ledger.add(UNSHARDED_GRADIENTS, -rest)
-        ledger.add(GRADIENTS, rest)
+    def end_backward(self, ledger: Ledger) -> None:
+        ledger.turned(ledger.all_gradients(), GRADIENTS)
 
     def optimizer_step(self, ledger: Ledger) -> None:
-        high = optimizer_temporaries(self._profile, self._plan, lambda p: p.shape)
-        ledger.add(TEMPORARIES, high)
-        ledger.add(TEMPORARIES, -high)
+        ledger.died(ledger.born(TEMPORARIES, gradient_norms(self._profile, self._plan)))
+        temporaries = optimizer_temporaries(self._profile, self._plan, lambda p: p.shape)
+        ledger.died(ledger.born(TEMPORARIES, temporaries))

@@ -12,26 +12,33 @@ Between two reductions a layer does the same as ever, so a layer is folded into 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.memory import deepspeed
-from fsdp_advisor.memory.deepspeed import DEFAULTS, Buffers, Filled, Settings, shard_elements, stage
+from fsdp_advisor.memory.deepspeed import Buffers, Filled, Settings, settings_of, shard_elements, stage
 from fsdp_advisor.memory.deepspeed_zero3 import Gathered, gathered
-from fsdp_advisor.memory.held import States, round_up
+from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
     ACCOUNTS,
+    ALL_GATHER,
+    AT_ROOT,
     COMMUNICATION,
+    COMPUTE,
     GRADIENTS,
+    NONE_ALIVE,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
+    REDUCE_SCATTER,
     TEMPORARIES,
     UNSHARDED_GRADIENTS,
+    Alive,
     Block,
     Ledger,
+    Place,
 )
-from fsdp_advisor.memory.replay import AT_ROOT, Place
 from fsdp_advisor.memory.schedules.deepspeed_zero3 import Gathering
 from fsdp_advisor.memory.score import Step
 from fsdp_advisor.models.profile import Op, Parameter, Profile
@@ -74,6 +81,7 @@ class _Arithmetic:
     """What a plan comes to whatever B, T and the kernels are. Computed once per such plan."""
 
     states: States
+    parameters: Held  # of the states, without what is released at the optimizer step
     buffers: Buffers
     gathered: Gathered
     gradients: dict[Place, tuple[Gradient, ...]]  # by parameter of the unit
@@ -85,8 +93,10 @@ class _Arithmetic:
 def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic:
     buffers = deepspeed.buffers(profile, plan, settings)
     gradients, starts = _layout(profile, plan, buffers)
+    states = deepspeed.states(profile, plan, settings)
     return _Arithmetic(
-        states=deepspeed.states(profile, plan, settings),
+        states=states,
+        parameters=deepspeed.shards(profile, plan) if buffers.sharded else states.parameters,
         buffers=buffers,
         gathered=gathered(profile, plan, settings) if stage(plan) == 3 else Gathered((), ()),
         gradients=gradients,
@@ -132,18 +142,29 @@ def _layout(
 
 
 def _boundary(profile: Profile, plan: Plan, buffers: Buffers) -> tuple[tuple[int, int], ...]:
-    """Stage 1 when the last backward is over: whole gradients go through the bucket in the order of the parameters."""
+    """What `_at_boundary` comes to, as births and deaths of bytes; deaths in a row are one."""
     bucket = _Bucket(buffers, plan.shard_degree)
-    bucket.boundary = bucket.alive = True
+    bucket.boundary = True
+    bucket.bucket = (COMMUNICATION, 0, ())  # there already
     events = _Events()
+
+    def whole(at: int, parameter: Parameter) -> Alive:
+        return UNSHARDED_GRADIENTS, round_up(buffers.gradient_bytes * parameter.elements), ()
+
+    _at_boundary(profile, bucket, events, whole)
+    return tuple(events.changes)
+
+
+def _at_boundary(profile: Profile, bucket: _Bucket, ledger: Ledger, whole: Callable[[int, Parameter], Alive]) -> None:
+    """Stage 1 when the last backward is over: whole gradients go through the bucket in the order of the parameters."""
     at = 0
     for p in profile.in_order():
         if p.trainable:
-            n_bytes = round_up(buffers.gradient_bytes * p.elements)
-            bucket.take(events, at, Gradient(0, p.elements, 0, n_bytes, p.elements > buffers.bucket_elements))
+            alive = whole(at, p)
+            gradient = Gradient(0, p.elements, 0, alive[1], p.elements > bucket.buffers.bucket_elements)
+            bucket.take(ledger, at, gradient, alive)
             at += p.elements
-    bucket.reduce(events)
-    return tuple(events.changes)
+    bucket.reduce(ledger)
 
 
 class _Events(Ledger):
@@ -167,26 +188,24 @@ class _Bucket:
     def __init__(self, buffers: Buffers, ranks: int) -> None:
         self.buffers, self._ranks = buffers, ranks
         self.filled = Filled()
-        self.alive = False  # stages 1, 2: the bucket itself
+        self.bucket: Alive | None = None  # stages 1, 2: the bucket itself
         self.boundary = False  # the last micro-batch
-        self.averaged = False  # stages 1, 2: rank 0's own gradients of this micro-batch
-        self.oversized = 0  # the storage of one that did not fit in, bytes
-        self._bucket_bytes = buffers.bucket.rounded
-        self._averaged_bytes = buffers.averaged.rounded
-        self._offloading: dict[tuple[int, bool], int] = {}
+        self.averaged: Alive | None = None  # stages 1, 2: rank 0's own gradients of this micro-batch
+        self.oversized: Alive | None = None  # one that did not fit in
+        self._stream = REDUCE_SCATTER if buffers.sharded else COMPUTE  # stage 3 alone overlaps by default
+        self._offloading: dict[tuple[int, bool], Held] = {}
 
     def begin(self, *, boundary: bool) -> None:
-        self.boundary, self.averaged = boundary, False
+        self.boundary, self.averaged = boundary, None
 
     def setup(self, ledger: Ledger) -> None:
-        if not self.alive:
-            self.alive = True
-            ledger.add(COMMUNICATION, self._bucket_bytes)
+        if self.bucket is None:
+            self.bucket = ledger.born(COMMUNICATION, self.buffers.bucket)
 
     def release(self, ledger: Ledger) -> None:
-        if self.alive:
-            self.alive = False
-            ledger.add(COMMUNICATION, -self._bucket_bytes)
+        if self.bucket is not None:
+            ledger.died(self.bucket)
+            self.bucket = None
 
     def full(self, elements: int) -> bool:
         """Whether what is filled in must be reduced before a gradient of so many elements is taken."""
@@ -198,37 +217,37 @@ class _Bucket:
             return shard_elements(elements, self._ranks)
         return max(0, min(elements, self.buffers.partition_elements - start))
 
-    def take(self, ledger: Ledger, start: int, gradient: Gradient) -> None:
+    def take(self, ledger: Ledger, start: int, gradient: Gradient, alive: Alive) -> None:
         """One gradient, which is alive; it dies here unless it is oversized."""
         if self.full(gradient.elements):
             self.reduce(ledger)
         if gradient.oversized:
-            self.oversized = gradient.n_bytes
+            self.oversized = alive
             if self.clones_oversized:
-                ledger.add(UNSHARDED_GRADIENTS, gradient.n_bytes)
-                ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes)
+                self.oversized = ledger.born(UNSHARDED_GRADIENTS, Held.of(gradient.n_bytes))
+                ledger.died(alive)
         else:
-            ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes)
+            ledger.died(alive)
         self.filled.put(start, gradient.elements, gradient.padded, self.own(start, gradient.elements))
 
-    def transients(self) -> tuple[int, int]:
-        """Bytes that a reduction takes at its highest and gives back: (communication, temporaries)."""
+    def transients(self) -> tuple[int, Held]:
+        """What a reduction takes at its highest and gives back: (bytes of the flat copy, temporaries)."""
         if not self.filled.count:
-            return 0, 0
+            return 0, NOTHING
         copy = round_up(self.buffers.copy_bytes(self.filled, self._ranks))
         own = self.filled.largest_own
         if not own or not self.buffers.offload_cast_bytes:
-            return copy, 0
+            return copy, NOTHING
         known = self._offloading.get((own, self.boundary))
         if known is None:
             known = self._offloading[own, self.boundary] = self._offload_bytes(own)
         return copy, known
 
-    def _offload_bytes(self, own: int) -> int:
+    def _offload_bytes(self, own: int) -> Held:
         """Before the last micro-batch stage 3 brings back what is on the host; stages 1, 2 copy in place."""
         if self.boundary:
-            return self.buffers.offload_temporaries(own).rounded
-        return round_up(self.buffers.gradient_bytes * own) if self.buffers.sharded else 0
+            return self.buffers.offload_temporaries(own)
+        return Held.of(self.buffers.gradient_bytes * own) if self.buffers.sharded else NOTHING
 
     @property
     def clones_oversized(self) -> bool:
@@ -237,26 +256,24 @@ class _Bucket:
 
     @property
     def bears_averaged(self) -> bool:
-        return not self.averaged and self._averaged_bytes > 0
+        return self.averaged is None and self.buffers.averaged.rounded > 0
 
     def reduce(self, ledger: Ledger) -> None:
         """Reduce what is filled in, and keep rank 0's part."""
         if not self.filled.count:
             return
-        copy, temporaries = self.transients()
-        ledger.add(COMMUNICATION, copy)
+        copy_bytes, temporaries = self.transients()
+        copy = ledger.born(COMMUNICATION, Held.of(copy_bytes), self._stream)
         if not self.buffers.sharded:  # the copy is gone before gradients are moved on
-            ledger.add(COMMUNICATION, -copy)
-        ledger.add(TEMPORARIES, temporaries)
-        ledger.add(TEMPORARIES, -temporaries)
+            ledger.died(copy)
+        ledger.died(ledger.born(TEMPORARIES, temporaries, self._stream))
         if self.buffers.sharded:
-            ledger.add(COMMUNICATION, -copy)
+            ledger.died(copy)
         if self.bears_averaged and self.filled.largest_own:
-            self.averaged = True
-            ledger.add(GRADIENTS, self._averaged_bytes)
-        if not self._kept_until_the_end:
-            ledger.add(UNSHARDED_GRADIENTS, -self.oversized)
-        self.oversized = 0
+            self.averaged = ledger.born(GRADIENTS, self.buffers.averaged)
+        if self.oversized is not None and not self._kept_until_the_end:
+            ledger.died(self.oversized)
+        self.oversized = None
         self.filled.clear()
 
     @property
@@ -271,9 +288,12 @@ class _Bucket:
 
 
 class DeepspeedSchedule:
+    distinct_micro_batches = 2
     grad_marks = True
+    made_by_first_step: frozenset[int] = frozenset()  # masters and moments are made with the engine
 
-    def __init__(self, profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> None:
+    def __init__(self, profile: Profile, plan: Plan, settings: Settings | None = None) -> None:
+        settings = settings or settings_of(profile, plan)
         plan = replace(
             plan, micro_batch_size=1, seq_len=1, attention="sdpa", gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2)
         )  # fmt: skip
@@ -291,11 +311,14 @@ class DeepspeedSchedule:
     # The step
 
     def begin_step(self, ledger: Ledger) -> None:
-        ledger.add(PARAMETERS, self.states.parameters.rounded)
-        ledger.add(GRADIENTS, self.states.gradients.rounded)
-        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
-        ledger.add(COMMUNICATION, self.states.communication.rounded)
-        ledger.add(OTHER, self.states.buffers.rounded)
+        ledger.born(PARAMETERS, self._known.parameters)
+        self._persistent = ledger.born(PARAMETERS, self._known.buffers.released_at_step, ALL_GATHER)
+        ledger.born(GRADIENTS, self.states.gradients)
+        ledger.born(OPTIMIZER, self.states.optimizer)
+        ledger.born(COMMUNICATION, self.states.communication)
+        ledger.born(OTHER, self.states.buffers)
+        self._whole: dict[int, Alive] = {}
+        self._averaged = NONE_ALIVE
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0
@@ -318,45 +341,60 @@ class DeepspeedSchedule:
             self._left[place[0]] -= 1
             self._gathering.enter(ledger, place)
 
-    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+    def post_backward(self, ledger: Ledger, place: Place) -> None:
         pass
 
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
         gradient = self._known.gradients[place][parameter]
+        alive = ledger.gradient(parameter, place == AT_ROOT, gradient.n_bytes)
         self._gathering.enter_head(ledger)
         self._bucket.setup(ledger)
-        if self._stage == 1:
-            ledger.add(UNSHARDED_GRADIENTS, -gradient.n_bytes if self._accumulating else 0)
+        if self._stage > 1:
+            self._bucket.take(ledger, self._start(place) + gradient.start, gradient, alive)
+        elif self._accumulating:
+            ledger.died(alive)
         else:
-            self._bucket.take(ledger, self._start(place) + gradient.start, gradient)
+            self._whole[self._start(place) + gradient.start] = alive
 
-    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+    def end_backward(self, ledger: Ledger) -> None:
         self._gathering.end(ledger)
         bucket = self._bucket
         if self._stage == 1:
             if not bucket.boundary:
                 return
-            for account, n_bytes in self._known.boundary:
-                ledger.add(account, n_bytes)
+            self._reduce_whole(ledger)
         else:
             bucket.reduce(ledger)
         bucket.release(ledger)
-        ledger.add(UNSHARDED_GRADIENTS, -ledger.live[UNSHARDED_GRADIENTS])
-        if self._accumulating and bucket.averaged:  # added to the first one
-            ledger.add(GRADIENTS, -bucket.buffers.averaged.rounded)
+        ledger.died(ledger.all_gradients())
+        if bucket.averaged is not None:
+            if self._accumulating and self._stage > 1:  # added to the first one
+                ledger.died(bucket.averaged)
+            else:
+                self._averaged = bucket.averaged
         self._gathering.drop(ledger)
+
+    def _reduce_whole(self, ledger: Ledger) -> None:
+        if ledger.follows_storages:
+            _at_boundary(self._profile, self._bucket, ledger, lambda at, _: self._whole.pop(at))
+            return
+        for account, n_bytes in self._known.boundary:
+            ledger.add(account, n_bytes)
+        self._bucket.averaged = (GRADIENTS, ledger.live[GRADIENTS], ())
 
     def optimizer_step(self, ledger: Ledger) -> None:
         """The moments say what lives beside the states."""
-        released = self._known.buffers.released_at_step.rounded
-        ledger.add(PARAMETERS, -released)
+        ledger.died(self._persistent)
         for moment in self._known.buffers.moments:
-            kept = self.states.gradients.rounded + moment.gradients.rounded
-            ledger.add(GRADIENTS, kept - ledger.live[GRADIENTS])
-            ledger.add(TEMPORARIES, moment.temporaries.rounded)
-            ledger.add(TEMPORARIES, -moment.temporaries.rounded)
-        ledger.add(GRADIENTS, self.states.gradients.rounded - ledger.live[GRADIENTS])
-        ledger.add(PARAMETERS, released)
+            if not moment.gradients.exact:
+                self._drop_averaged(ledger)
+            ledger.died(ledger.born(TEMPORARIES, moment.temporaries))
+        self._drop_averaged(ledger)
+        self._persistent = ledger.born(PARAMETERS, self._known.buffers.released_at_step, ALL_GATHER)
+
+    def _drop_averaged(self, ledger: Ledger) -> None:
+        ledger.died(self._averaged)
+        self._averaged = NONE_ALIVE
 
     # A layer at once
 
@@ -378,7 +416,7 @@ class DeepspeedSchedule:
             return True
         start = self._known.starts[place[0]][self._left[place[0]] - 1]
         sharded = bucket.buffers.sharded
-        if bucket.oversized or not (bucket.alive or sharded):
+        if bucket.oversized is not None or not (bucket.bucket is not None or sharded):
             return False
         own = bucket.filled.largest_own > 0 or bucket.own(start, 1) > 0
         if own and not sharded and (bucket.bears_averaged or (folded.oversized and self._offloads)):
@@ -391,7 +429,8 @@ class DeepspeedSchedule:
         for mark in folded.marks:
             gradient = mark.gradient
             if gradient.elements > room:
-                copy, temporaries = bucket.transients()
+                copy, held = bucket.transients()
+                temporaries = held.rounded
                 extra = copy + temporaries if sharded else max(copy, temporaries)  # else one after the other
                 if extra and mark.total + extra > highest[0]:
                     highest = (mark.total + extra, copy, temporaries, mark)

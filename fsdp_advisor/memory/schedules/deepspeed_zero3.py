@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.memory.deepspeed_zero3 import Gathered, Visit
-from fsdp_advisor.memory.ledger import UNSHARDED_PARAMETERS, Ledger
-from fsdp_advisor.memory.replay import AT_ROOT, Place
+from fsdp_advisor.memory.ledger import ALL_GATHER, AT_ROOT, UNSHARDED_PARAMETERS, Changes, Ledger, Place
 from fsdp_advisor.models.profile import ROOT
 
 
@@ -13,11 +12,16 @@ class Gathering:
 
     The root's own modules between and after the stacks have no hook on the tape: their turn comes with that of the layer
     before (forward) or after (backward). Stages 1 and 2 have no visits, and nothing happens here.
+
+    Buffers and parameters are allocated on the all-gather stream. A parameter's storage is then used on the compute stream
+    and freed with `record_stream`; nothing bounds how far the host runs ahead, and the GPU is taken to keep up with it.
+    Source: zero/partitioned_param_coordinator.py, __all_gather_params, fetch_sub_module; partition_parameters.py, free_param.
     """
 
     def __init__(self, gathered: Gathered) -> None:
         self._gathered = gathered
         self._level = 0
+        self._falling: Changes = ()  # of the last turn, not yet told
         self._visits = iter(gathered.forward)
         self._upcoming: Visit | None = None
         self._current: Visit | None = None
@@ -35,7 +39,8 @@ class Gathering:
         while self._upcoming is not None:
             self._current = self._upcoming
             self._upcoming = next(self._visits, None)
-            self._set(ledger, self._current.high_bytes)
+            self._set(ledger, self._current.high_bytes, self._current.rising)
+            self._falling = self._current.falling
             if self._current.place == place or (self._current.place[0] == ROOT and place == AT_ROOT):
                 return
 
@@ -62,14 +67,15 @@ class Gathering:
 
     def drop(self, ledger: Ledger) -> None:
         """With the end of backward everything is given back."""
-        self._set(ledger, 0)
+        self._set(ledger, 0, self._gathered.end)
 
     def _turn_to(self, visits: tuple[Visit, ...]) -> None:
         self._visits = iter(visits)
         self._upcoming = next(self._visits, None)
         self._current = self._head = None
 
-    def _set(self, ledger: Ledger, n_bytes: int) -> None:
-        if n_bytes != self._level:
-            ledger.add(UNSHARDED_PARAMETERS, n_bytes - self._level)
-            self._level = n_bytes
+    def _set(self, ledger: Ledger, n_bytes: int, changes: Changes = ()) -> None:
+        """To another level: what is left of the last turn, then `changes`."""
+        if n_bytes != self._level or changes or self._falling:
+            ledger.changed(UNSHARDED_PARAMETERS, n_bytes - self._level, ALL_GATHER, self._falling, changes)
+            self._level, self._falling = n_bytes, ()

@@ -2,31 +2,41 @@
 
 Source: torch.distributed.fsdp._flat_param (`_init_flat_param_and_metadata`, `pre_unshard`, `unshard`, `post_unshard`) and
 _runtime_utils (`_post_forward_reshard`, `_pre_backward_hook`, `_post_backward_hook`, `_reduce_grad`), torch 2.13.
+What is allocated on one stream and used on another is held back by `record_stream` until the GPU is done with it; the host
+runs ahead of the GPU by at most two all-gathers (`_unshard` and `_reshard` with `_FreeEventQueue`, _limiter_utils).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from fsdp_advisor.memory import optimizers
-from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
+from fsdp_advisor.memory.held import NOTHING, Held, States
 from fsdp_advisor.memory.ledger import (
+    ALL_GATHER,
+    AT_ROOT,
     COMMUNICATION,
+    COMPUTE,
     GRADIENTS,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
+    PRE_UNSHARD,
+    REDUCE_SCATTER,
     TEMPORARIES,
-    UNSHARDED_GRADIENTS,
     UNSHARDED_PARAMETERS,
+    Alive,
     Ledger,
+    Place,
 )
-from fsdp_advisor.memory.replay import AT_ROOT, Place
-from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed
+from fsdp_advisor.memory.schedules.units import buffers, per_unit, summed
 from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 
 ALIGNMENT_BYTES = 16
+MAX_INFLIGHT_ALL_GATHERS = 2
+"""Source: torch.distributed.fsdp._limiter_utils, _FreeEventQueue."""
 
 
 def flat_elements(numels: list[int], compute_bytes: int, world_size: int) -> int:
@@ -57,19 +67,21 @@ def first_shard(numels: list[int], compute_bytes: int, shard_elements: int) -> l
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """One unit's storages on rank 0, bytes rounded up to 512."""
+    """One unit's storages on rank 0."""
 
     shard: Held
     optimizer: Held
-    optimizer_temporaries: int
-    low_precision_shard: int  # alive only while it is gathered
-    unsharded: int
-    reduce_input: int  # the gradient in the reduce dtype; 0 where it already is
+    optimizer_temporaries: Held
+    low_precision_shard: Held  # alive only while it is gathered
+    unsharded: Held
+    reduce_input: Held  # the gradient in the reduce dtype; nothing where it already is
+    reduce_output: Held  # where it is not what becomes of the gradients, which have another dtype
+    norms: Held  # one scalar for each parameter of which there is something in the shard
     gradients: Held
 
 
 class Fsdp1Schedule:
-    grad_marks = False
+    made_by_first_step = frozenset({OPTIMIZER, GRADIENTS})
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._plan = plan
@@ -77,6 +89,8 @@ class Fsdp1Schedule:
         self._offload = plan.offload == "parameters"
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
+        self.grad_marks = False
+        self.distinct_micro_batches = 3 if plan.defers_reduction else 2
         self._units = per_unit(profile, self._measure)
         self.states = self._states()
         self._prefetched = False
@@ -87,19 +101,24 @@ class Fsdp1Schedule:
         elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
         local = elements // plan.shard_degree
         pieces = first_shard(numels, plan.compute_bytes, local)
-        optimizer, temporaries = NOTHING, 0
+        optimizer = temporaries = norms = NOTHING
         for parameter, piece in zip(unit.parameters, pieces, strict=True):
             if parameter.trainable and piece:
+                norms += Held.of(optimizers.NORM_BYTES)
                 optimizer += optimizers.kept(plan.optim, (piece,), plan.param_bytes)
                 if plan.optim != "adafactor":
                     temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
+        casts = plan.reduce_bytes != plan.compute_bytes and not self._alone
+        reduces_low = plan.reduce_bytes != plan.param_bytes and not self._alone
         return UnitBytes(
             shard=Held.of(local * plan.param_bytes),
             optimizer=optimizer,
             optimizer_temporaries=temporaries,
-            low_precision_shard=round_up(local * plan.compute_bytes) if plan.mixed and not self._alone else 0,
-            unsharded=round_up(elements * plan.compute_bytes) if plan.mixed or not self._alone else 0,
-            reduce_input=round_up(elements * plan.param_bytes) if plan.mixed and not self._alone else 0,
+            low_precision_shard=Held.of(local * plan.compute_bytes) if plan.mixed and not self._alone else NOTHING,
+            unsharded=Held.of(elements * plan.compute_bytes) if plan.mixed or not self._alone else NOTHING,
+            reduce_input=Held.of(elements * plan.reduce_bytes) if casts else NOTHING,
+            reduce_output=Held.of(local * plan.reduce_bytes) if reduces_low else NOTHING,
+            norms=norms,
             gradients=Held.of(local * plan.param_bytes),
         )
 
@@ -114,25 +133,33 @@ class Fsdp1Schedule:
         )
 
     def begin_step(self, ledger: Ledger) -> None:
-        ledger.add(PARAMETERS, self.states.parameters.rounded)
-        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
-        ledger.add(OTHER, self.states.buffers.rounded)
-        ledger.add(GRADIENTS, self.states.gradients.rounded)  # `zero_grad` does not reach the flat gradients ...
-        self._stale = self.states.gradients.rounded
+        ledger.born(PARAMETERS, self.states.parameters)
+        ledger.born(OPTIMIZER, self.states.optimizer)
+        ledger.born(OTHER, self.states.buffers)
+        self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, REDUCE_SCATTER)
         self._prefetched = False
+        self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
+        self._whole: defaultdict[Place, deque[Alive]] = defaultdict(deque)  # gradients whose reduction is deferred
+        self._freed: deque[int] = deque()
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
-        self._accumulating = index > 0
+        self._index = index
+        last = index == min(self._plan.gradient_accumulation_steps, self.distinct_micro_batches) - 1
+        self._reduces = last or not self._plan.defers_reduction
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
-        ledger.add(GRADIENTS, -self._stale)  # ... the next forward does (`_reset_flat_param_grad_info_if_needed`)
-        self._stale = 0
-        self._unshard(ledger, place)
+        if (
+            self._stale is not None
+        ):  # `zero_grad` does not reach the flat gradients: `_reset_flat_param_grad_info_if_needed` does
+            ledger.died(self._stale)
+            self._stale = None
+        if self._index == 0 or self._reshard or not self._plan.defers_reduction:
+            self._unshard(ledger, place)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
         """The root keeps its parameters until backward needs them. (`_post_forward_reshard`)"""
         if self._reshard and place != AT_ROOT:
-            ledger.add(UNSHARDED_PARAMETERS, -self._units[place].unsharded)
+            self._free(ledger, place)
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         if not self._reshard:
@@ -144,9 +171,13 @@ class Fsdp1Schedule:
         if self._prefetched and following is not None:
             self._unshard(ledger, following)
 
-    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+    def post_backward(self, ledger: Ledger, place: Place) -> None:
+        """Reduce and drop the unit's gradient. While that is deferred it stays, and so do parameters not resharded after
+        forward. (`_should_free_in_backward`)
+        """
         unit = self._units[place]
-        ledger.add(UNSHARDED_PARAMETERS, -unit.unsharded)
+        if self._reduces or self._reshard:
+            self._free(ledger, place)
         if (
             self._reshard
             and self._plan.backward_prefetch == "post"
@@ -155,32 +186,50 @@ class Fsdp1Schedule:
         ):
             self._prefetched = True
             self._unshard(ledger, self._following)
+        gradients = ledger.gradients_of(place)
         if self._alone and not self._plan.mixed:  # NO_SHARD: the flat gradient itself is kept
-            ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
-            ledger.add(GRADIENTS, 0 if self._accumulating else gradient_bytes)
+            if self._index > 0:
+                ledger.died(gradients)
+            else:
+                ledger.turned(gradients, GRADIENTS)
             return
-        ledger.add(COMMUNICATION, unit.reduce_input)
-        ledger.add(GRADIENTS, unit.gradients.rounded)
-        if self._accumulating or self._offload:
-            ledger.add(GRADIENTS, -unit.gradients.rounded)
-        ledger.add(COMMUNICATION, -unit.reduce_input)
-        ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
+        if self._plan.defers_reduction:
+            if self._index == 0:
+                self._whole[place].append(gradients)
+            else:
+                ledger.died(gradients)  # added to what has stayed
+            if not self._reduces:
+                return
+            gradients = self._whole[place].popleft()
+        reduce_input = ledger.born(COMMUNICATION, unit.reduce_input, REDUCE_SCATTER)
+        reduced = ledger.born(COMMUNICATION, unit.reduce_output, REDUCE_SCATTER)
+        output = ledger.born(GRADIENTS, unit.gradients, REDUCE_SCATTER)
+        ledger.died(reduced)
+        if (self._index > 0 and not self._plan.defers_reduction) or self._offload:
+            ledger.died(output)
+        ledger.died(reduce_input)
+        ledger.died(gradients, used_on=REDUCE_SCATTER)
 
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
         pass
 
-    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
+    def end_backward(self, ledger: Ledger) -> None:
         pass
 
     def optimizer_step(self, ledger: Ledger) -> None:
-        if self._offload:
-            return
-        high = sum(self._units[place].optimizer_temporaries * count for place, _, count in places(self._profile))
-        ledger.add(TEMPORARIES, high)
-        ledger.add(TEMPORARIES, -high)
+        if self._plan.clips:
+            ledger.died(ledger.born(TEMPORARIES, summed(self._profile, self._units, "norms")))
+        if not self._offload:
+            ledger.died(ledger.born(TEMPORARIES, summed(self._profile, self._units, "optimizer_temporaries")))
 
     def _unshard(self, ledger: Ledger, place: Place) -> None:
         unit = self._units[place]
-        ledger.add(COMMUNICATION, unit.low_precision_shard)
-        ledger.add(UNSHARDED_PARAMETERS, unit.unsharded)
-        ledger.add(COMMUNICATION, -unit.low_precision_shard)
+        shard = ledger.born(COMMUNICATION, unit.low_precision_shard, PRE_UNSHARD)
+        if len(self._freed) >= MAX_INFLIGHT_ALL_GATHERS:
+            ledger.wait(self._freed.popleft())
+        self._unsharded[place].append(ledger.born(UNSHARDED_PARAMETERS, unit.unsharded, ALL_GATHER))
+        ledger.died(shard, used_on=ALL_GATHER)
+
+    def _free(self, ledger: Ledger, place: Place) -> None:
+        ledger.died(self._unsharded[place].pop(), used_on=COMPUTE)
+        self._freed.append(ledger.mark())

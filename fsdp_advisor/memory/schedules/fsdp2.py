@@ -1,11 +1,14 @@
-"""PyTorch FSDP2: `fully_shard` on each layer and on the root, `reshard_after_forward` the same for all of them.
+"""PyTorch FSDP2: `fully_shard` on each layer and on the root, or on what a framework makes of the root (`wrapping`).
 
 Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_sharded_param` (dim-0 chunks, padded),
 `foreach_all_gather`, `FSDPParamGroup.wait_for_unshard`, `post_backward`, `foreach_reduce`, `FSDPState._post_forward`.
+Inputs and outputs of all-gathers are allocated on the copy-in stream, outputs of reduce-scatters on theirs, the rest on the
+compute stream; streams wait for one another by events, so nothing is held back (no `record_stream`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -13,20 +16,25 @@ from math import prod
 from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.held import ALIGNMENT, NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
+    AT_ROOT,
     COMMUNICATION,
+    COPY_IN,
     GRADIENTS,
     LOSS,
+    NONE_ALIVE,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
+    REDUCE_SCATTER,
     TEMPORARIES,
-    UNSHARDED_GRADIENTS,
     UNSHARDED_PARAMETERS,
+    Alive,
     Ledger,
+    Place,
 )
-from fsdp_advisor.memory.replay import AT_ROOT, Place
 from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
-from fsdp_advisor.models.profile import Parameter, Profile, Unit
+from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, Part, wrapping_for
+from fsdp_advisor.models.profile import ROOT, Parameter, Profile, Unit
 from fsdp_advisor.plan import Plan
 
 
@@ -42,20 +50,23 @@ def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """One unit's storages on rank 0, bytes each rounded up to 512."""
+    """One unit's storages on rank 0."""
 
     parameters: Held
     optimizer: Held
     gradients: Held  # one storage: the reduce-scatter's output, of which the sharded gradients are views
-    gather_input: int  # flat copy of the shards in the compute dtype; 0 where the shards are gathered as they are
-    gather_output: int
-    unsharded: int  # the gathered parameters, one storage each, padded
-    reduce_input: int
+    gather_input: (
+        Held  # flat copy of the shards in the compute dtype; nothing where the shards are gathered as they are
+    )
+    gather_output: Held
+    unsharded: Held  # the gathered parameters, one storage each, padded
+    reduce_input: Held
+    reduce_output: Held  # where it is not what becomes of the gradients, which have another dtype
     shards: tuple[int, ...]  # elements of each parameter's local shard, for world size 1 and offload
 
 
 class Fsdp2Schedule:
-    grad_marks = False
+    made_by_first_step = frozenset({OPTIMIZER})
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
@@ -63,32 +74,35 @@ class Fsdp2Schedule:
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
         self._casts = plan.mixed
-        self._units = per_unit(profile, self._measure)
+        self._wrapping = wrapping_for(profile, plan)
+        self._units = {} if self._wrapping.whole else per_unit(profile, self._measure)
+        self._units |= {place: self._measure(part.unit) for place, part in self._wrapping.parts.items()}
+        self.grad_marks = plan.defers_reduction
+        self.distinct_micro_batches = 3 if plan.defers_reduction else 2
         self.states = self._states()
-        self._prefetched = False
-        self._held_output = 0  # forward keeps the last all-gather's output until the next copy-out
-        self._reducing = 0  # the last reduce-scatter's input lives until the next one's
 
     def _measure(self, unit: Unit) -> UnitBytes:
         plan, n = self._plan, self._plan.shard_degree
         shapes = [shard_shape(p.shape, n) for p in unit.parameters]
         locals_ = [prod(s) for s in shapes]
         elements = sum(locals_)
-        trainable = [(p, e) for p, e in zip(unit.parameters, locals_, strict=True) if p.trainable]
-        parameters = optimizer = NOTHING
+        reduced = 0
+        parameters = optimizer = unsharded = NOTHING
         for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
             parameters += Held.of(e * plan.param_bytes)
+            unsharded += Held.of(e * n * plan.compute_bytes)
             if parameter.trainable:
                 optimizer += optimizers.kept(plan.optim, shape, plan.param_bytes)
-        reduced = sum(e for _, e in trainable)
+                reduced += e
         return UnitBytes(
             parameters=parameters,
             optimizer=optimizer,
             gradients=Held.of(reduced * plan.param_bytes),
-            gather_input=round_up(elements * plan.compute_bytes) if self._casts and not self._offload else 0,
-            gather_output=round_up(elements * n * plan.compute_bytes),
-            unsharded=sum(round_up(e * n * plan.compute_bytes) for e in locals_),
-            reduce_input=round_up(reduced * n * plan.param_bytes),
+            gather_input=Held.of(elements * plan.compute_bytes) if self._casts and not self._offload else NOTHING,
+            gather_output=Held.of(elements * n * plan.compute_bytes),
+            unsharded=unsharded,
+            reduce_input=Held.of(reduced * n * plan.reduce_bytes),
+            reduce_output=Held.of(reduced * plan.reduce_bytes) if plan.reduce_bytes != plan.param_bytes else NOTHING,
             shards=tuple(locals_),
         )
 
@@ -96,140 +110,231 @@ class Fsdp2Schedule:
         if self._offload:
             return States(buffers=buffers(self._profile))
         return States(
-            parameters=summed(self._profile, self._units, "parameters"),
-            gradients=summed(self._profile, self._units, "gradients"),
-            optimizer=summed(self._profile, self._units, "optimizer"),
+            parameters=self._summed("parameters"),
+            gradients=self._summed("gradients"),
+            optimizer=self._summed("optimizer"),
             buffers=buffers(self._profile),
         )
+
+    def _summed(self, what: str) -> Held:
+        """Over the root, the layers, and the parts of the root that are units of their own."""
+        beside = (getattr(self._units[place], what) for place in self._wrapping.parts if place != AT_ROOT)
+        whole = self._wrapping.whole
+        rest: Held = getattr(self._units[AT_ROOT], what) if whole else summed(self._profile, self._units, what)
+        return sum(beside, rest)
 
     # The step
 
     def begin_step(self, ledger: Ledger) -> None:
-        ledger.add(PARAMETERS, self.states.parameters.rounded)
-        ledger.add(OPTIMIZER, self.states.optimizer.rounded)
-        ledger.add(OTHER, self.states.buffers.rounded)
+        ledger.born(PARAMETERS, self.states.parameters)
+        ledger.born(OPTIMIZER, self.states.optimizer)
+        ledger.born(OTHER, self.states.buffers)
         self._prefetched = False
-        self._held_output = self._reducing = 0
+        self._gathered = NONE_ALIVE  # an all-gather's output that has not been copied out
+        self._held_output = NONE_ALIVE  # forward keeps the last all-gather's output until the next copy-out
+        self._reducing = NONE_ALIVE  # the last reduce-scatter's input lives until the next one's
+        self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
+        self._whole: defaultdict[Place, deque[list[Alive]]] = defaultdict(
+            deque
+        )  # gradients whose reduction is deferred
+        self._all_reduced: list[Alive] = []
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
-        self._accumulating = index > 0
+        self._index = index
+        last = index == min(self._plan.gradient_accumulation_steps, self.distinct_micro_batches) - 1
+        self._reduces = last or not self._plan.defers_reduction
 
     def pre_forward(self, ledger: Ledger, place: Place) -> None:
+        if self._has_nothing(place):
+            return
         self._gather(ledger, place)
         self._copy_out(ledger, place, forward=True)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        if self._reshard:
+        if not self._has_nothing(place) and self._reshards(place):
             self._free(ledger, place)
         if place == AT_ROOT:
-            ledger.add(COMMUNICATION, -self._held_output)
-            self._held_output = 0
+            ledger.died(self._held_output)
+            self._held_output = NONE_ALIVE
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
-        if not self._reshard:
+        if self._has_nothing(place) and place != AT_ROOT:
             return
-        if not self._prefetched:
-            self._gather(ledger, place)
-        self._copy_out(ledger, place, forward=False)
-        self._prefetched = following is not None
-        if following is not None:
-            self._gather(ledger, following)
+        if self._reshards(place):
+            if not self._prefetched:
+                self._gather(ledger, place)
+            self._copy_out(ledger, place, forward=False)
+        target = self._before(place, following)
+        self._prefetched = target is not None and self._reshards(target)
+        if target is not None and self._prefetched:
+            self._gather(ledger, target)
 
-    def post_backward(self, ledger: Ledger, place: Place, gradient_bytes: int) -> None:
+    def post_backward(self, ledger: Ledger, place: Place) -> None:
+        """Reduce and drop the unit's gradients. While that is deferred, they stay where autograd adds to them."""
+        if self._has_nothing(place):
+            return
         unit = self._units[place]
         self._free(ledger, place)
-        ledger.add(COMMUNICATION, -self._reducing)
-        ledger.add(COMMUNICATION, unit.reduce_input)
-        self._reducing = unit.reduce_input
-        ledger.add(UNSHARDED_GRADIENTS, -gradient_bytes)
-        output = unit.gradients.rounded
-        ledger.add(GRADIENTS, output)
-        if self._accumulating or self._offload:
-            ledger.add(GRADIENTS, -output)
+        gradients = self._gradients_of(ledger, place)
+        if self._plan.defers_reduction:
+            if self._index == 0:
+                self._whole[place].append(gradients)
+            if not self._reduces:
+                return
+            gradients = self._whole[place].popleft()
+        ledger.died(self._reducing)
+        self._reducing = ledger.born(COMMUNICATION, unit.reduce_input)
+        for gradient in gradients:
+            ledger.died(gradient)
+        reduced = ledger.born(COMMUNICATION, unit.reduce_output, REDUCE_SCATTER)
+        output = ledger.born(GRADIENTS, unit.gradients, REDUCE_SCATTER)
+        if self._plan.replica_degree > 1:
+            self._all_reduced.append(reduced)  # `FSDPParamGroup._all_reduce_state`
+        else:
+            ledger.died(reduced)
+        if (self._index > 0 and not self._plan.defers_reduction) or self._offload:
+            ledger.died(output)
 
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int, gradient_bytes: int) -> None:
-        pass
+    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
+        """From the second micro-batch on, gradients are added to those that have stayed."""
+        fresh = ledger.gradients_since_mark()
+        if self._index > 0:
+            ledger.died(fresh)
 
-    def end_backward(self, ledger: Ledger, root_gradient_bytes: int) -> None:
-        ledger.add(
-            LOSS, ALIGNMENT
-        )  # the root's turn is a final callback of autograd, which still holds the loss's gradient
-        self.post_backward(ledger, AT_ROOT, root_gradient_bytes)
-        ledger.add(LOSS, -ALIGNMENT)
-        ledger.add(COMMUNICATION, -self._reducing)
-        self._reducing = 0
+    def end_backward(self, ledger: Ledger) -> None:
+        """What has not been reduced on the way is, in a final callback of autograd, which still holds the loss's gradient."""
+        gradient = ledger.born(LOSS, Held.of(ALIGNMENT))
+        for place in self._wrapping.last:
+            self.post_backward(ledger, place)
+        ledger.died(gradient)
+        ledger.died(self._reducing)
+        self._reducing = NONE_ALIVE
+        if self._all_reduced:
+            numbers = tuple(number for alive in self._all_reduced for number in alive[2])
+            ledger.died((COMMUNICATION, self._summed("reduce_output").rounded, numbers))
+            self._all_reduced.clear()
 
     def optimizer_step(self, ledger: Ledger) -> None:
         if self._offload:
             return
-        high = optimizer_temporaries(self._profile, self._plan, lambda p: shard_shape(p.shape, self._plan.shard_degree))
-        ledger.add(TEMPORARIES, high)
-        ledger.add(TEMPORARIES, -high)
+        ledger.died(ledger.born(TEMPORARIES, gradient_norms(self._profile, self._plan)))
+        shards = self._plan.shard_degree
+        temporaries = optimizer_temporaries(self._profile, self._plan, lambda p: shard_shape(p.shape, shards))
+        ledger.died(ledger.born(TEMPORARIES, temporaries))
+
+    # Units
+
+    def _has_nothing(self, place: Place) -> bool:
+        """A root whose parameters are all in other units; a layer that is no unit."""
+        return place not in self._units or not self._units[place].shards
+
+    def _reshards(self, place: Place) -> bool:
+        """Whether a unit's parameters are freed after forward and gathered again for backward."""
+        part = self._wrapping.parts.get(place)
+        return self._reshard and not (part is not None and part.keeps)
+
+    def _before(self, place: Place, following: Place | None) -> Place | None:
+        """The unit that ran before this one in forward, which its backward prefetches. `following` is the next layer."""
+        if place == AT_ROOT and HEAD in self._wrapping.parts:
+            return HEAD
+        if self._wrapping.whole:
+            return EMBEDDING if place == HEAD and EMBEDDING in self._wrapping.parts else None
+        if following is None and place[0] != ROOT and EMBEDDING in self._wrapping.parts:
+            return EMBEDDING
+        return following
+
+    def _gradients_of(self, ledger: Ledger, place: Place) -> list[Alive]:
+        """A unit's gradients; where the root is taken apart, one by one."""
+        parts = self._wrapping.parts
+        part = parts.get(place)
+        if part is None or (HEAD not in parts and not self._wrapping.whole):
+            return [ledger.gradients_of(place)]
+        if place != AT_ROOT or not self._wrapping.whole:
+            return self._single_gradients(ledger, part)
+        account, n_bytes, numbers = ledger.all_gradients()
+        if self._plan.defers_reduction and self._index > 0:
+            return []
+        # what has been reduced on the way is gone, unless reduction is deferred
+        others = [p for p in parts if p != AT_ROOT and (self._plan.defers_reduction or p in self._wrapping.last)]
+        for other in others:
+            for _, single_bytes, single in self._single_gradients(ledger, parts[other]):
+                n_bytes, numbers = n_bytes - single_bytes, tuple(n for n in numbers if n not in single)
+        return [(account, n_bytes, numbers)]
+
+    def _single_gradients(self, ledger: Ledger, part: Part) -> list[Alive]:
+        return [
+            ledger.gradient(index, True, round_up(p.elements * self._plan.compute_bytes))
+            for index, p in zip(part.indices, part.unit.parameters, strict=False)
+            if p.trainable
+        ]
 
     # Gathering
 
     def _gather(self, ledger: Ledger, place: Place) -> None:
         """`FSDPParamGroup.unshard`: copy in and all-gather; the output waits for the copy-out."""
-        unit = self._units[place]
         if self._alone:
             return
-        inputs = unit.gather_input
+        unit = self._units[place]
         if self._offload:
             inputs = self._upload(ledger, unit)
         else:
-            ledger.add(COMMUNICATION, inputs)
-        ledger.add(COMMUNICATION, unit.gather_output)
-        ledger.add(COMMUNICATION, -inputs)
+            inputs = [ledger.born(COMMUNICATION, unit.gather_input, COPY_IN)]
+        self._gathered = ledger.born(COMMUNICATION, unit.gather_output, COPY_IN)
+        for shard in inputs:
+            ledger.died(shard)
 
-    def _upload(self, ledger: Ledger, unit: UnitBytes) -> int:
+    def _upload(self, ledger: Ledger, unit: UnitBytes) -> list[Alive]:
         """With offload each shard is copied to the GPU, then cast: all inputs live until the all-gather is issued."""
-        held = 0
+        inputs = []
         for elements in unit.shards:
-            full = round_up(elements * self._plan.param_bytes)
-            ledger.add(COMMUNICATION, full)
-            held += full
+            shard = ledger.born(COMMUNICATION, Held.of(elements * self._plan.param_bytes), COPY_IN)
             if self._casts:
-                cast = round_up(elements * self._plan.compute_bytes)
-                ledger.add(COMMUNICATION, cast)
-                ledger.add(COMMUNICATION, -full)
-                held += cast - full
-        return held
+                cast = ledger.born(COMMUNICATION, Held.of(elements * self._plan.compute_bytes), COPY_IN)
+                ledger.died(shard)
+                shard = cast
+            inputs.append(shard)
+        return inputs
 
     def _copy_out(self, ledger: Ledger, place: Place, *, forward: bool) -> None:
         """`FSDPParamGroup.wait_for_unshard`: in forward the all-gather's output is kept until the next unit's copy-out is done."""
         unit = self._units[place]
         if self._alone:
-            self._copy_alone(ledger, unit)
+            self._copy_alone(ledger, place)
             return
-        ledger.add(UNSHARDED_PARAMETERS, unit.unsharded)
+        self._unsharded[place].append(ledger.born(UNSHARDED_PARAMETERS, unit.unsharded))
         if forward:
-            ledger.add(COMMUNICATION, -self._held_output)
-            self._held_output = unit.gather_output
+            ledger.died(self._held_output)
+            self._held_output = self._gathered
         else:
-            ledger.add(COMMUNICATION, -unit.gather_output)
+            ledger.died(self._gathered)
+        self._gathered = NONE_ALIVE
 
-    def _copy_alone(self, ledger: Ledger, unit: UnitBytes) -> None:
-        """World size 1: each parameter is brought to the GPU, cast and copied; the last cast lives while the next is made."""
-        held = 0
-        for elements in unit.shards:
-            n_bytes = round_up(elements * self._plan.compute_bytes)
-            full = round_up(elements * self._plan.param_bytes) if self._offload else 0
-            ledger.add(COMMUNICATION, full)
+    def _copy_alone(self, ledger: Ledger, place: Place) -> None:
+        """World size 1: each parameter is brought to the GPU, cast and copied; the last one lives while the next is made."""
+        last = NONE_ALIVE
+        numbers: tuple[int, ...] = ()
+        n_bytes = 0
+        for elements in self._units[place].shards:
+            compute = Held.of(elements * self._plan.compute_bytes)
+            fresh = NONE_ALIVE
+            if self._offload:
+                fresh = ledger.born(COMMUNICATION, Held.of(elements * self._plan.param_bytes))
             if self._casts:
-                ledger.add(COMMUNICATION, n_bytes)
-                ledger.add(COMMUNICATION, -held - full)
-                held = n_bytes
-            elif full:
-                ledger.add(COMMUNICATION, -held)
-                held = full
-            ledger.add(UNSHARDED_PARAMETERS, n_bytes)
-        ledger.add(COMMUNICATION, -held)
+                cast = ledger.born(COMMUNICATION, compute)
+                ledger.died(fresh)
+                fresh = cast
+            ledger.died(last)
+            last = fresh
+            _, born_bytes, born = ledger.born(UNSHARDED_PARAMETERS, compute)
+            n_bytes, numbers = n_bytes + born_bytes, numbers + born
+        ledger.died(last)
+        self._unsharded[place].append((UNSHARDED_PARAMETERS, n_bytes, numbers))
 
     def _free(self, ledger: Ledger, place: Place) -> None:
-        ledger.add(UNSHARDED_PARAMETERS, -self._units[place].unsharded)
+        ledger.died(self._unsharded[place].pop())
 
 
-def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> int:
+def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Held:
     """What the optimizer's step allocates over all trainable parameters, `shape_of` each on this rank."""
     if plan.optim == "adafactor":
         largest = max(
@@ -239,10 +344,16 @@ def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Para
 
     def of(unit: Unit) -> Held:
         shapes = [shape_of(p) for p in unit.parameters if p.trainable]
-        n_bytes = optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
-        return Held(n_bytes, n_bytes)
+        return optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
 
-    return total(profile, of).rounded
+    return total(profile, of)
+
+
+def gradient_norms(profile: Profile, plan: Plan) -> Held:
+    """What clipping allocates, where there is any: a scalar for each trainable parameter."""
+    if not plan.clips:
+        return NOTHING
+    return total(profile, lambda unit: Held.of(optimizers.NORM_BYTES, sum(p.trainable for p in unit.parameters)))
 
 
 def padding_warnings(profile: Profile, plan: Plan) -> list[str]:

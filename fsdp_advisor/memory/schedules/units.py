@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from fsdp_advisor.memory.held import NOTHING, Held
-from fsdp_advisor.memory.replay import AT_ROOT, Place
+from fsdp_advisor.memory.ledger import AT_ROOT, Place
 from fsdp_advisor.models.profile import Profile, Unit
 
 T = TypeVar("T")
@@ -33,18 +33,24 @@ def places(profile: Profile) -> Iterator[tuple[Place, Unit, int]]:
 
 def total(profile: Profile, held: Callable[[Unit], Held]) -> Held:
     """The sum over all real units."""
-    result = NOTHING
     by_place = per_unit(profile, held)
-    for place, _, count in places(profile):
-        result += by_place[place] * count
-    return result
+    return _over_units(profile, by_place.__getitem__)
 
 
 def summed(profile: Profile, by_place: Mapping[Place, object], what: str) -> Held:
     """One `Held` attribute of what was computed per unit, over all real units."""
-    result = NOTHING
-    for place, _, count in places(profile):
-        result += getattr(by_place[place], what) * count
+    return _over_units(profile, lambda place: getattr(by_place[place], what))
+
+
+def _over_units(profile: Profile, of: Callable[[Place], Held]) -> Held:
+    """The root's, then each real layer's in order: the order in which a model's tensors are made."""
+    result = of(AT_ROOT)
+    for s, stack in enumerate(profile.stacks):
+        for run in stack.runs:
+            pattern = NOTHING
+            for layer in run.pattern:
+                pattern += of((s, layer))
+            result += pattern * run.repeats
     return result
 
 

@@ -1,0 +1,342 @@
+"""A step as the allocator sees it: every storage of every layer, allocated and freed, in order.
+
+`Trace` hears what the `Ledger` hears. Where the ledger adds up a tape's stretches and jumps over layers that repeat, the trace
+writes down each storage of each real layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, WAIT
+from fsdp_advisor.memory.held import Held, round_up
+from fsdp_advisor.memory.ledger import (
+    AT_ROOT,
+    COMPUTE,
+    UNSHARDED_GRADIENTS,
+    Alive,
+    Block,
+    Changes,
+    Ledger,
+    Place,
+)
+from fsdp_advisor.memory.score import Score, stays_near
+from fsdp_advisor.models.profile import ROOT, Category, Op, Profile
+
+_ALLOC, _GRADIENT, _INPUT = int(Op.ALLOC), int(Category.GRADIENT), int(Category.INPUT)
+_NEAR, _FAR, _BORN = range(3)
+_TAPE, _SCHEDULE = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What a job asks of the allocator. Operations as `caching` defines them, storages by number.
+
+    `setup` is what stands before the first step; `first` and `following` are steps. `handed_on` are the storages that a step
+    leaves to the next: (as it was born, as the next step knows it). `places` says where in a step: (operation, phase, where).
+    """
+
+    requests: tuple[int, ...]
+    setup: tuple[int, ...]
+    first: tuple[int, ...]
+    following: tuple[int, ...]
+    handed_on: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, str, str], ...]
+
+    def where(self, storage: int) -> tuple[str, str]:
+        """The phase and the place in which a storage is allocated."""
+        operation = storage * 4 + MALLOC
+        at = self.following.index(operation) if operation in self.following else 0
+        return next(((phase, where) for start, phase, where in reversed(self.places) if start <= at), ("forward", ""))
+
+
+class Trace(Ledger):
+    """One step in the steady state, written down. `steps()` is what comes of it once the step has been replayed."""
+
+    __slots__ = (
+        "_at",
+        "_backward_begin",
+        "_births",
+        "_by_number",
+        "_changed",
+        "_first_layer",
+        "_fresh",
+        "_gradients",
+        "_instances",
+        "_last",
+        "_late",
+        "_operations",
+        "_own",
+        "_places",
+        "_profile",
+        "_recorded",
+        "_requests",
+        "_residents",
+        "_root",
+        "_roots",
+        "_score",
+        "_stretches",
+        "_tape_born",
+        "_waited",
+    )  # fmt: skip
+
+    def __init__(self, profile: Profile, score: Score) -> None:
+        super().__init__()
+        self._profile, self._score = profile, score
+        self._requests: list[int] = []
+        self._operations: list[int] = []
+        self._places: list[tuple[int, str, str]] = []
+        self._residents: list[tuple[int, int]] = []  # (account, storage) alive when a step begins
+        self._recorded = [_recorded(profile, s) for s in range(len(profile.stacks))]
+        self._at = [0] * len(profile.stacks)  # the real layer that is being played, by stack
+        self._instances: dict[tuple[str, int], list[list[int]]] = {}  # by phase and stack: each real layer's births
+        self._roots: dict[int, list[int]] = {}  # by segment of the root
+        self._births: list[int] = []
+        self._stretches: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
+        self._gradients: dict[int, int] = {}  # storage -> parameter, of whole gradients that are alive
+        self._by_number: dict[int, int] = {}  # parameter -> the storage of its last gradient
+        self._own: list[int] = []
+        self._root: list[int] = []
+        self._fresh: list[int] = []
+        self._changed: dict[int, int] = {}
+        self._tape_born: list[tuple[int, int]] = []  # (storage, category), of this micro-batch
+        self._last: list[int] = []  # what the last micro-batch left behind, until there is another loss
+        self._late = self._waited = 0
+        self._first_layer = self._backward_begin = -1
+
+    @property
+    def follows_storages(self) -> bool:
+        return True
+
+    # What schedules tell
+
+    def born(self, account: int, held: Held, stream: int = COMPUTE) -> Alive:
+        numbers = tuple([self._allocate(round_up(n_bytes) | stream) for n_bytes in held.each()])
+        if account == UNSHARDED_GRADIENTS:
+            self._gradients.update(dict.fromkeys(numbers, -1))
+        if not self.resident:
+            self._residents += [(account, number) for number in numbers]
+        return account, held.rounded, numbers
+
+    def died(self, alive: Alive, used_on: int | None = None) -> None:
+        for number in alive[2]:
+            self._gradients.pop(number, None)
+            if (
+                used_on is None or used_on == self._requests[number] & STREAM_MASK
+            ):  # recordStream ignores the stream itself
+                self._operations.append(number * 4 + FREE)
+            else:
+                self._operations.append(number * 4 + FREE_LATER)
+                self._late += 1
+
+    def turned(self, alive: Alive, account: int) -> Alive:
+        for number in alive[2]:
+            self._gradients.pop(number, None)
+        return account, alive[1], alive[2]
+
+    def changed(self, account: int, net_bytes: int, stream: int, *changes: Changes) -> None:
+        for name, n_bytes in (change for row in changes for change in row):
+            if n_bytes:
+                self._changed[name] = self._allocate(round_up(n_bytes) | stream)
+            else:
+                self._operations.append(self._changed.pop(name) * 4 + FREE)
+
+    def gradients_of(self, place: Place) -> Alive:
+        if place == AT_ROOT:
+            numbers, self._root = self._root, []
+        else:
+            numbers, self._own = self._own, []
+        return self._alive_gradients(numbers)
+
+    def gradients_since_mark(self) -> Alive:
+        numbers, self._fresh = self._fresh, []
+        return self._alive_gradients(numbers)
+
+    def gradient(self, parameter: int, at_root: bool, n_bytes: int) -> Alive:
+        return UNSHARDED_GRADIENTS, n_bytes, (self._by_number[2 * parameter + at_root],)
+
+    def all_gradients(self) -> Alive:
+        return self._alive_gradients(list(self._gradients))
+
+    def mark(self) -> int:
+        return self._late
+
+    def wait(self, mark: int) -> None:
+        if mark > self._waited:
+            self._waited = mark
+            self._operations.append(mark * 4 + WAIT)
+
+    # What the replay tells
+
+    def begin_step(self) -> None:
+        self.resident = [1]
+        self._operations.clear()
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        if phase == "backward" and self._backward_begin < 0:
+            self._backward_begin = len(self._operations)
+        for s, recorded in enumerate(self._recorded):
+            self._at[s] = len(recorded) if phase == "backward" else -1
+            if phase != "optimizer":
+                self._instances[phase, s] = [[] for _ in recorded]
+        if phase == "forward":
+            self._own, self._root, self._fresh = [], [], []
+
+    def enter(self, place: Place, where: str) -> None:
+        self.where = where
+        self._places.append((len(self._operations), self.phase, where))
+        stack = place[0]
+        if stack == ROOT:
+            return
+        if self._first_layer < 0:
+            self._first_layer = len(self._operations)
+        self._at[stack] += -1 if self.phase == "backward" else 1
+
+    def begin_micro_batch(self, index: int) -> None:
+        if index:
+            over = {operation >> 2 for operation in self._operations if operation & 3 in (FREE, FREE_LATER)}
+            left = [(number, category) for number, category in self._tape_born if number not in over]
+            self._free(number for number, category in left if category == _INPUT)
+            self._last = [number for number, category in left if category != _INPUT and category < _GRADIENT]
+        self._tape_born = []
+
+    def drop_last_loss(self) -> None:
+        self._free(self._last)
+        self._last = []
+
+    def apply(self, block: Block) -> None:
+        index = block.events[0]
+        segment = self._score.tape.segments[index]
+        if segment.stack == ROOT:
+            births, at, instances = self._roots.setdefault(index, []), 0, [self._roots[index]]
+            if block.events[1] == 0 or not births:
+                births[:] = [-1] * len(self._score.tape.births[index])
+        else:
+            at, instances = self._at[segment.stack], self._instances[segment.phase, segment.stack]
+            births = instances[at]
+            if not births:
+                births += [-1] * len(self._score.tape.births[index])
+        stretch = self._stretches.get(block.events)
+        if stretch is None:
+            stretch = self._stretches[block.events] = self._compile(*block.events)
+        operations, requests = self._operations, self._requests
+        for kind, a, b, c in stretch:
+            if kind == _BORN:
+                number = len(requests)
+                requests.append(a)
+                operations.append(number * 4)
+                births[b] = number
+                self._tape_born.append((number, c))
+                if c >= _GRADIENT:
+                    self._made_gradient(number, c - _GRADIENT)
+            elif kind == _NEAR:
+                source = instances if a == 0 else self._instances[_PHASES[a], segment.stack]
+                operations.append(source[at + b][c] * 4 + FREE)
+            else:
+                self._free(self._far(a, b))
+
+    def point(self, where: str, repeats: int = 1) -> None:
+        pass
+
+    # The tape's storages
+
+    def _compile(self, index: int, start: int, end: int) -> list[tuple[int, int, int, int]]:
+        """A stretch as (_BORN, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment, birth, 0)."""
+        tape, left_out = self._score.tape, self._score.left_out
+        segment = tape.segments[index]
+        birth = sum(1 for op, _, _ in segment.events[:start] if op == _ALLOC)
+        result = []
+        for op, a, b in segment.events[start:end]:
+            if op == _ALLOC:
+                if b not in left_out and self._score.sizes[a]:
+                    result.append((_BORN, self._score.sizes[a], birth, b))
+                birth += 1
+            elif op == Op.FREE:
+                size, category = tape.births[a][b]
+                if category in left_out or not self._score.sizes[size]:
+                    continue
+                born = tape.segments[a]
+                if stays_near(born, segment):
+                    phase = 0 if born.phase == segment.phase else _PHASES.index(born.phase)
+                    result.append((_NEAR, phase, born.layer - segment.layer, b))
+                else:
+                    result.append((_FAR, a, b, 0))
+        return result
+
+    def _far(self, segment: int, birth: int) -> list[int]:
+        """The root's storage, or that of every layer which the recorded one stands for."""
+        born = self._score.tape.segments[segment]
+        if born.stack == ROOT:
+            return [self._roots[segment][birth]]
+        layers = zip(self._recorded[born.stack], self._instances[born.phase, born.stack], strict=True)
+        return [births[birth] for recorded, births in layers if recorded == born.layer]
+
+    def _made_gradient(self, number: int, parameter: int) -> None:
+        self._gradients[number] = parameter
+        self._by_number[parameter] = number
+        self._fresh.append(number)
+        (self._root if parameter & 1 else self._own).append(number)
+
+    def _alive_gradients(self, numbers: list[int]) -> Alive:
+        return UNSHARDED_GRADIENTS, sum(self._requests[n] for n in numbers), tuple(numbers)
+
+    def _allocate(self, request: int) -> int:
+        number = len(self._requests)
+        self._requests.append(request)
+        self._operations.append(number * 4 + MALLOC)
+        return number
+
+    def _free(self, numbers: Iterable[int]) -> None:
+        self._operations += [number * 4 + FREE for number in numbers]
+
+    # What comes of it
+
+    def steps(self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = ()) -> Steps:
+        """`workspaces` are kept from the first matrix product on: in the forward pass, then in the backward pass.
+
+        What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
+        """
+        requests, step = list(self._requests), list(self._operations)
+        residents = {number for _, number in self._residents}
+        born = {operation >> 2 for operation in step if operation & 3 == MALLOC}
+        over = {operation >> 2 for operation in step if operation & 3 in (FREE, FREE_LATER)}
+        wanted: defaultdict[int, list[int]] = defaultdict(list)
+        for number in sorted(residents & over, reverse=True):
+            wanted[requests[number]].append(number)
+        handed_on = []
+        for number in sorted(born - over):
+            if wanted[requests[number]]:
+                handed_on.append((number, wanted[requests[number]].pop()))
+            else:
+                step.append(number * 4 + FREE)
+        not_yet = {number for account, number in self._residents if account in made_by_first_step}
+        setup = [number * 4 + MALLOC for _, number in self._residents if number not in not_yet]
+        optimizer = next((at for at, phase, _ in self._places if phase == "optimizer"), len(step))
+        makes = [number for account, number in self._residents if account in made_by_first_step and number not in over]
+        first = list(step)
+        inserted = [(optimizer, makes)]
+        for at, n_bytes in zip((self._first_layer, self._backward_begin), workspaces, strict=False):
+            requests.append(n_bytes)
+            inserted.append((at, [len(requests) - 1]))
+        for at, numbers in sorted(inserted, reverse=True):
+            first[at:at] = [number * 4 + MALLOC for number in numbers]
+        skipped = {number * 4 + kind for number in not_yet & over for kind in (FREE, FREE_LATER)}
+        return Steps(
+            requests=tuple(requests),
+            setup=tuple(setup),
+            first=tuple(operation for operation in first if operation not in skipped),
+            following=tuple(step),
+            handed_on=tuple(handed_on),
+            places=tuple(self._places),
+        )
+
+
+_PHASES = ("", "forward", "backward")
+
+
+def _recorded(profile: Profile, stack: int) -> list[int]:
+    """Which recorded layer stands for each real one."""
+    return [layer for run in profile.stacks[stack].runs for _ in range(run.repeats) for layer in run.pattern]

@@ -1,0 +1,100 @@
+"""What libraries take through PyTorch's allocator beside tensors: part of `max_memory_allocated`.
+
+cuBLAS keeps a workspace per handle and stream. A thread has a handle of its own: forward runs in the caller's thread, backward
+(with what activation checkpointing recomputes) in autograd's, so there are two on the compute stream. cuBLASLt shares them.
+Source: aten/src/ATen/cuda/CublasHandlePool.cpp (torch 2.13), setWorkspaceForHandle, getCUDABlasLtWorkspace,
+unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
+
+Attention kernels' scratch stands on the tapes recorded with `flash_attention_2` (Category.SCRATCH). sdpa comes to the same on
+GPUs from Ampere on in bf16 and fp16, for heads of up to 256 (`real_attention`). Not known: the workspace of cuDNN's attention,
+which sdpa prefers on Hopper and Blackwell with cuDNN 9.15.1 or later (ATen/native/transformers/cuda/sdp_utils.cpp,
+check_prefer_cudnn_attention), that of convolutions, and the kernels of older GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.memory.held import round_up
+from fsdp_advisor.memory.replay import replay
+from fsdp_advisor.memory.schedules import schedule_for
+from fsdp_advisor.memory.score import compile_tape
+from fsdp_advisor.memory.wrapping import marked
+from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.plan import Plan
+
+KIB = 2**10
+WORKSPACES = 2
+"""Of the thread that runs forward and of autograd's."""
+SMALL_WORKSPACE = (2 * 4096 + 8 * 16) * KIB
+"""`:4096:2:16:8`, the default before Hopper."""
+LARGE_WORKSPACE = 8 * 4096 * KIB
+"""The default of Hopper and Blackwell."""
+LARGE_ON = (9, 10, 12)
+"""Compute capabilities (major) with the large one."""
+FLASH_FROM = (8, 0)
+"""The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
+
+
+def cublas_workspace_bytes(compute_capability: tuple[int, int] | None, config: str | None = None) -> int:
+    """One workspace; of an unknown GPU the larger default. `config` is `CUBLAS_WORKSPACE_CONFIG`: ``:KiB:count``, repeated.
+
+    Source: parseChosenWorkspaceSize.
+    >>> cublas_workspace_bytes((8, 0)), cublas_workspace_bytes((9, 0)), cublas_workspace_bytes((9, 0), ":4096:8")
+    (8519680, 33554432, 33554432)
+    """
+    if config:
+        pairs = re.findall(r":(\d+):(\d+)", config)
+        if not pairs:
+            raise UsageError(f"CUBLAS_WORKSPACE_CONFIG: {config!r} is not :SIZE:COUNT", hint="for example :4096:8")
+        return sum(int(kib) * KIB * int(count) for kib, count in pairs)
+    large = compute_capability is None or compute_capability[0] in LARGE_ON
+    return LARGE_WORKSPACE if large else SMALL_WORKSPACE
+
+
+def real_attention(variant: Variant, compute_capability: tuple[int, int] | None) -> Variant:
+    """The recording that a GPU's kernel comes to: for sdpa the one without masks and repeated heads, where that holds."""
+    half = variant.precision != "fp32"
+    if variant.attention != "sdpa" or not half or (compute_capability is not None and compute_capability < FLASH_FROM):
+        return variant
+    return replace(variant, attention="flash_attention_2", single=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocated:
+    """The highest of a step, and what it is made of: `scratch_bytes` is what kernels' own memory adds to the highest."""
+
+    tensor_bytes: int
+    scratch_bytes: int
+    workspace_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.tensor_bytes + self.scratch_bytes + self.workspace_bytes
+
+
+def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int) -> Allocated:
+    """What is allocated at the highest, each storage rounded up to 512; `workspace_bytes` is that of one workspace.
+
+    `max_memory_allocated` counts whole blocks, which may exceed that by up to 1 MiB each where the large pool leaves a block
+    unsplit: `allocator.reserve` has that figure.
+    """
+    peaks = []
+    for scratch in (False, True):
+        schedule = schedule_for(profile, plan)
+        score = compile_tape(
+            profile,
+            marked(profile, tape, plan),
+            plan.micro_batch_size,
+            plan.seq_len,
+            grad_marks=schedule.grad_marks,
+            scratch=scratch,
+        )
+        peaks.append(replay(profile, score, schedule, plan.gradient_accumulation_steps).peak)
+    return Allocated(
+        tensor_bytes=peaks[0],
+        scratch_bytes=peaks[1] - peaks[0],
+        workspace_bytes=WORKSPACES * round_up(workspace_bytes),
+    )

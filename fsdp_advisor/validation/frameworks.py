@@ -1,0 +1,274 @@
+"""A model prepared by accelerate's or by the Trainer's own code, as rank 0 of a fake process group.
+
+Both take their place among the ranks from accelerate's `PartialState`, which a launcher fills; here it is filled as on GPUs, with
+the CPU for a device. Whatever follows is theirs: how units are wrapped, what is cast, how a loss is normalized, what clips.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.tracing.source import Source
+from fsdp_advisor.validation import engines
+from fsdp_advisor.validation.failures import NotHere
+
+MAX_STEPS = 10
+
+
+@dataclass
+class AccelerateTrainer:
+    """The loop that accelerate's guide shows: `accumulate`, `loss = model(**batch).loss`, `backward`, `step`."""
+
+    source: Source
+    accelerator: Any
+    model: nn.Module
+    optimizer: Any
+    batch: dict[str, torch.Tensor]
+    _synced: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def forward(self) -> torch.Tensor:
+        self._synced.enter_context(self.accelerator.accumulate(self.model))
+        return self.source.loss(self.model, self.batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+        self._synced.close()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+@dataclass
+class TransformersTrainer:
+    """What `Trainer._run_epoch` and `Trainer.training_step` do to one update, phase by phase."""
+
+    trainer: Any
+    model: nn.Module
+    batch: dict[str, torch.Tensor]
+    micro_batches: int
+    _done: int = 0
+    _items: Any = None
+    _synced: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def optimizer(self) -> Any:
+        return self.trainer.optimizer
+
+    def forward(self) -> torch.Tensor:
+        trainer = self.trainer
+        if self._done == 0:
+            batches = [self.batch] * self.micro_batches
+            self._items = trainer._get_num_items_in_batch(batches, trainer.args.device)
+            trainer.current_gradient_accumulation_steps = self.micro_batches
+        self._done += 1
+        last = self._done == self.micro_batches
+        trainer.accelerator.gradient_state._set_sync_gradients(last)
+        if not last:
+            self._synced.enter_context(trainer.accelerator.no_sync(model=self.model))
+        self.model.train()
+        inputs = trainer._prepare_inputs(dict(self.batch))
+        with trainer.compute_loss_context_manager():
+            loss: torch.Tensor = trainer.compute_loss(self.model, inputs, num_items_in_batch=self._items)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        trainer = self.trainer
+        if not (trainer.model_accepts_loss_kwargs and self._items is not None):
+            loss = loss / trainer.current_gradient_accumulation_steps
+        trainer.accelerator.backward(loss)
+        self._synced.close()
+
+    def step(self) -> None:
+        trainer = self.trainer
+        trainer._get_grad_norm(self.model, grad_norm=trainer._clip_grad_norm(self.model))
+        self.optimizer.step()
+        self._done, self._items = 0, None
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+def check(plan: Plan) -> None:
+    """Raises NotHere for what neither can be asked here."""
+    if plan.precision == "fp16-mixed":
+        raise NotHere("accelerate has no fp16 without a GPU", hint="bf16-mixed takes the same memory but for a scaler")
+    if plan.world_size == 1 and plan.backend != "ddp" and plan.framework == "trainer":
+        raise NotHere("the Trainer has no FSDP on one GPU", hint="--gpus 2 or more, or --strategy ddp")
+    if importlib.util.find_spec("accelerate") is None:
+        raise NotHere(f"{plan.framework} needs accelerate, which is not installed", hint="pip install accelerate")
+
+
+@contextlib.contextmanager
+def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
+    """accelerate's idea of the process group, as a launcher would make it, with the CPU for a device.
+
+    `mesh` stands for the one that FSDP2 makes over all ranks: its numbers cannot be fake. Gives accelerate's own
+    configuration of replicas, its mesh made.
+    """
+    state: Any = importlib.import_module("accelerate.state")
+    kinds: Any = importlib.import_module("accelerate.utils").DistributedType
+    environment = dict(os.environ)
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP on a CPU takes no device ids
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    alone = plan.world_size == 1 and plan.backend == "ddp"
+    state.PartialState._shared_state.update(
+        _cpu=False, backend=None if alone else "nccl", device=torch.device("cpu"), debug=False, fork_launched=False,
+        distributed_type=kinds.NO if alone else kinds.MULTI_GPU, num_processes=plan.world_size, process_index=0,
+        local_process_index=0,
+    )  # fmt: skip
+    try:
+        with (
+            # accelerate tells parameters apart by their addresses
+            patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+            patch.object(nn.Module, "to", lambda module, *_, **__: module),  # everything is on its device
+            patch.object(DistributedDataParallel, "__init__", _ddp_on_fake_group),
+            patch("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", lambda: mesh),
+            patch("torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups", _node_groups(plan)),
+        ):
+            yield _parallelism(plan)
+    finally:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _node_groups(plan: Plan) -> Callable[..., Any]:
+    """FSDP1 counts a node's GPUs to know who shards with whom."""
+    module: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+    original: Callable[..., Any] = module._init_intra_and_inter_node_groups
+
+    def groups(group: Any, _: int) -> Any:
+        return original(group, plan.ranks_per_node)
+
+    return groups
+
+
+_INIT_DDP = DistributedDataParallel.__init__
+
+
+def _ddp_on_fake_group(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    """The search for unused parameters looks into a table of flags: a few bytes per parameter. Its clones of outputs stay."""
+    unused = kwargs.get("find_unused_parameters", False)
+    _INIT_DDP(ddp, *args, **{**kwargs, "init_sync": False, "find_unused_parameters": False})
+    ddp.find_unused_parameters = unused
+    engines.on_fake_group(ddp, fake_tensors=True)
+
+
+def mixed_precision(plan: Plan) -> str:
+    return "bf16" if plan.mixed else "no"
+
+
+def accelerate_trainer(
+    source: Source, model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
+) -> AccelerateTrainer:
+    accelerate: Any = importlib.import_module("accelerate")
+    accelerator = accelerate.Accelerator(
+        mixed_precision=mixed_precision(plan),
+        fsdp_plugin=_plugin(plan),
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        parallelism_config=parallel,
+    )
+    optimizer = engines.optimizer_for(model, plan)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    return AccelerateTrainer(source, accelerator, prepared, optimizer, batch)
+
+
+def _plugin(plan: Plan) -> Any:
+    """The FSDP section of a configuration file, as `accelerate launch` hands it on."""
+    if plan.backend == "ddp":
+        return None
+    plugin: Any = importlib.import_module("accelerate").FullyShardedDataParallelPlugin
+    common = {
+        "auto_wrap_policy": "transformer_based_wrap" if plan.wrap == "layer" else "no_wrap",
+        "activation_checkpointing": plan.activation_checkpointing == "full",
+        "cpu_ram_efficient_loading": False,
+    }
+    if plan.backend == "fsdp2":
+        return plugin(fsdp_version=2, reshard_after_forward=plan.strategy in ("zero3", "hsdp"), **common)
+    sharding = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}[plan.strategy]
+    prefetch = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}[plan.backward_prefetch]
+    return plugin(
+        fsdp_version=1, sharding_strategy=sharding, backward_prefetch=prefetch, use_orig_params=True,
+        sync_module_states=False, **common,
+    )  # fmt: skip
+
+
+def _parallelism(plan: Plan) -> Any:
+    """How accelerate is told of replicas, its mesh made; None where it shards over all ranks."""
+    if plan.strategy != "hsdp" or plan.backend != "fsdp2":
+        return None
+    make: Any = importlib.import_module("accelerate").ParallelismConfig
+    config = make(dp_replicate_size=plan.replica_degree, dp_shard_size=plan.shard_degree)
+    config.get_device_mesh("cpu")
+    return config
+
+
+def transformers_trainer(
+    model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
+) -> TransformersTrainer:
+    transformers: Any = importlib.import_module("transformers")
+    fsdp: dict[str, Any] = {}
+    checkpointing = plan.activation_checkpointing == "full"
+    if plan.backend == "fsdp2":
+        fsdp = {"version": 2, "reshard_after_forward": plan.strategy in ("zero3", "hsdp")}
+    elif plan.backend == "fsdp1":
+        prefetch = {"pre": "backward_pre", "post": "backward_post", "none": "no_prefetch"}[plan.backward_prefetch]
+        fsdp = {
+            "version": 1,
+            "reshard_after_forward": "full_shard",
+            "backward_prefetch": prefetch,
+            "sync_module_states": False,
+        }
+    if fsdp:
+        fsdp["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP" if plan.wrap == "layer" else "NO_WRAP"
+        fsdp["activation_checkpointing"] = checkpointing
+    with tempfile.TemporaryDirectory() as scratch:  # the Trainer makes sure of its output directory, and writes nothing
+        arguments = transformers.TrainingArguments(
+            output_dir=scratch,
+            accelerator_config={"use_configured_state": True},
+            use_cpu=True,
+            bf16=plan.mixed,
+            optim=plan.optim,
+            learning_rate=1e-6,
+            per_device_train_batch_size=plan.micro_batch_size,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
+            gradient_checkpointing=checkpointing and not fsdp,
+            gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing and not fsdp else None,
+            fsdp=bool(fsdp),
+            fsdp_config=fsdp or None,
+            parallelism_config=parallel,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_OneBatch())
+        trainer.state.max_steps = MAX_STEPS
+        prepared, _ = trainer._prepare_for_training(MAX_STEPS, None, None)
+    return TransformersTrainer(trainer, prepared, batch, plan.gradient_accumulation_steps)
+
+
+class _OneBatch(torch.utils.data.Dataset[Any]):
+    """A Trainer asks for data before it is asked to train."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)

@@ -1,0 +1,75 @@
+"""Whole jobs: peaks, steadiness and verdicts."""
+
+from __future__ import annotations
+
+import pytest
+from memory.allocator.test_trace import JOBS, job
+
+from fsdp_advisor.memory.allocator import AllocatorConf, reserve
+from fsdp_advisor.memory.libraries import allocated
+
+MIB = 2**20
+WORKSPACE = 32 * MIB
+EXPANDABLE = AllocatorConf(expandable_segments=True)
+TINY, SMALL = "openai-community/gpt2", "meta-llama/Llama-3.2-1B"
+
+
+@pytest.mark.parametrize("strategy", JOBS, ids="-".join)
+@pytest.mark.parametrize("conf", [AllocatorConf(), EXPANDABLE], ids=["segments", "expandable"])
+def test_peaks_are_in_order_and_the_state_repeats(strategy: tuple[str, str, str], conf: AllocatorConf) -> None:
+    profile, tape, plan = job(SMALL, *strategy)
+    result = reserve(profile, tape, plan, conf=conf, workspace_bytes=WORKSPACE)
+    cheap = allocated(profile, tape, plan, workspace_bytes=WORKSPACE)
+    assert result.requested_peak_bytes == cheap.peak_bytes
+    assert result.requested_peak_bytes <= result.allocated_peak_bytes <= result.reserved_peak_bytes
+    assert result.steps_until_steady is not None and result.steps_until_steady <= 4
+    assert sum(segment.n_bytes for segment in result.segments) == result.reserved_peak_bytes
+    assert result.verdict is None
+    if conf.expandable_segments:
+        assert result.allocated_peak_bytes == result.requested_peak_bytes  # every remainder is split off
+
+
+def test_verdicts() -> None:
+    profile, tape, plan = job(SMALL, "zero3", "fsdp1")
+    roomy = reserve(profile, tape, plan, workspace_bytes=WORKSPACE)
+    needed = roomy.reserved_peak_bytes
+
+    def under(limit: int, conf: AllocatorConf | None = None):  # type: ignore[no-untyped-def]  # a shorthand
+        return reserve(profile, tape, plan, conf=conf, limit_bytes=limit, workspace_bytes=WORKSPACE)
+
+    assert under(needed).verdict == "fits" and under(needed).retries == 0
+    tight = under(needed - 2 * MIB)
+    assert tight.verdict == "fits_with_retries" and tight.retries > 0
+    assert tight.reserved_peak_bytes == needed  # what it would take with room to spare
+    hopeless = under(roomy.requested_peak_bytes - 64 * MIB)
+    assert hopeless.verdict == "does_not_fit" and hopeless.refused is not None
+    assert hopeless.refused.phase in ("forward", "backward", "optimizer") and hopeless.refused.where
+    assert hopeless.refused.asked_bytes > 0
+    assert hopeless.expandable_segments_help is False
+    assert under(needed, EXPANDABLE).expandable_segments_help is None
+
+
+def test_expandable_segments_help_where_fragmentation_is_all_that_is_wrong() -> None:
+    profile, tape, plan = job(SMALL, "zero3", "fsdp2")
+    segments, expandable = (reserve(profile, tape, plan, conf=c) for c in (AllocatorConf(), EXPANDABLE))
+    limit, device = expandable.reserved_peak_bytes, segments.reserved_peak_bytes
+    assert limit < device
+    between = reserve(profile, tape, plan, limit_bytes=limit, device_bytes=device)
+    assert between.verdict != "fits" and between.expandable_segments_help is True
+
+
+def test_garbage_collection_is_walked_even_where_it_fits() -> None:
+    profile, tape, plan = job(TINY, "zero3", "fsdp2")
+    plain = reserve(profile, tape, plan)
+    conf = AllocatorConf(garbage_collection_threshold=0.5)
+    collected = reserve(profile, tape, plan, conf=conf, limit_bytes=2 * plain.reserved_peak_bytes)
+    assert collected.verdict == "fits"
+    assert collected.reserved_peak_bytes <= plain.reserved_peak_bytes
+
+
+def test_a_fraction_of_the_device_is_the_limit() -> None:
+    profile, tape, plan = job(TINY, "ddp", "ddp")
+    needed = reserve(profile, tape, plan).reserved_peak_bytes
+    conf = AllocatorConf(per_process_memory_fraction=0.5)
+    assert reserve(profile, tape, plan, conf=conf, limit_bytes=2 * needed).verdict == "fits"
+    assert reserve(profile, tape, plan, conf=conf, limit_bytes=needed).verdict != "fits"

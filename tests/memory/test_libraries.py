@@ -1,0 +1,63 @@
+"""What cuBLAS and attention kernels take through the allocator."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
+from fsdp_advisor.models.profile import Variant
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.resolve import resolve
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "kib"),
+    [
+        ((7, 0), None, 8320),
+        ((8, 9), None, 8320),
+        ((9, 0), None, 32768),
+        ((10, 0), None, 32768),
+        ((12, 0), None, 32768),
+        (None, None, 32768),
+        ((8, 0), ":4096:8", 32768),
+        ((9, 0), ":16:8", 128),
+        ((9, 0), ":4096:2:16:8", 8320),
+    ],
+)
+def test_workspace(capability: tuple[int, int] | None, config: str | None, kib: int) -> None:
+    assert cublas_workspace_bytes(capability, config) == kib * 1024
+
+
+def test_workspace_config_refused() -> None:
+    with pytest.raises(UsageError, match="is not :SIZE:COUNT"):
+        cublas_workspace_bytes((9, 0), "4096")
+
+
+@pytest.mark.parametrize(
+    ("attention", "precision", "capability", "becomes"),
+    [
+        ("sdpa", "bf16-mixed", (8, 0), "flash_attention_2"),
+        ("sdpa", "bf16", None, "flash_attention_2"),
+        ("sdpa", "bf16-mixed", (7, 5), "sdpa"),
+        ("sdpa", "fp32", (9, 0), "sdpa"),
+        ("eager", "bf16-mixed", (9, 0), "eager"),
+    ],
+)
+def test_real_attention(attention: str, precision: str, capability: tuple[int, int] | None, becomes: str) -> None:
+    variant = Variant("fsdp2", precision, attention, "none", False)
+    assert real_attention(variant, capability).attention == becomes
+
+
+def test_allocated_counts_scratch_and_workspaces() -> None:
+    """Where the highest point lies in a layer's backward, the flash kernel's fp32 accumulator of dq stands on it."""
+    profile = resolve("meta-llama/Llama-3.2-1B").profile
+    assert profile is not None
+    tape = profile.tapes[Variant("fsdp2", "bf16-mixed", "flash_attention_2", "full", False).key]
+    plan = Plan(
+        strategy="zero3", backend="fsdp2", shard_degree=4, seq_len=8192, micro_batch_size=1,
+        attention="flash_attention_2", activation_checkpointing="full",
+    )  # fmt: skip
+    result = allocated(profile, tape, plan, workspace_bytes=cublas_workspace_bytes((9, 0)))
+    assert result.peak_bytes == result.tensor_bytes + result.scratch_bytes + 2 * 32 * 2**20
+    assert result.scratch_bytes >= 0

@@ -1,0 +1,232 @@
+"""How frameworks wrap the root, on catalogued models; and their schedules against themselves, storage by storage."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdp_advisor import estimate
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import make_request, replayed, variant_of
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
+from fsdp_advisor.memory.allocator.reserve import traced
+from fsdp_advisor.memory.deepspeed import settings_of
+from fsdp_advisor.memory.ledger import AT_ROOT
+from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, marked, wrapping_of
+from fsdp_advisor.models import catalog
+from fsdp_advisor.models.profile import Op
+from fsdp_advisor.plan import Plan, plans
+from fsdp_advisor.resolve import resolve
+
+UNTIED, TIED, GPT2, OPT = (
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "meta-llama/Llama-3.2-1B",
+    "openai-community/gpt2",
+    "facebook/opt-125m",
+)
+JOB = {"gpus": 8, "micro_batch_size": 2, "seq_len": 256}
+
+
+def profile_of(model: str) -> Any:
+    return resolve(model).profile
+
+
+def plan_of(**options: Any) -> Plan:
+    (plan,) = plans(make_request({**JOB, **options}), seq_len=JOB["seq_len"])
+    return plan
+
+
+def names(model: str) -> dict[str, list[str]]:
+    wrapping = wrapping_of(profile_of(model), True)
+    words = {AT_ROOT: "root", EMBEDDING: "embedding", HEAD: "head"}
+    return {words[place]: [p.name for p in part.unit.parameters] for place, part in wrapping.parts.items()}
+
+
+def test_an_untied_embedding_is_a_unit_of_its_own() -> None:
+    assert names(UNTIED) == {
+        "root": [],
+        "embedding": ["model.embed_tokens.weight"],
+        "head": ["model.norm.weight", "lm_head.weight"],
+    }
+
+
+def test_a_tied_embedding_is_with_norm_and_head() -> None:
+    assert names(TIED) == {"root": [], "head": ["model.embed_tokens.weight", "model.norm.weight"]}
+
+
+def test_what_is_neither_stays_with_the_root() -> None:
+    assert names(GPT2) == {
+        "root": ["transformer.wpe.weight"],
+        "head": ["transformer.wte.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"],
+    }
+
+
+def test_a_norm_that_is_no_child_of_the_base_model_is_not_found() -> None:
+    parts = names(OPT)
+    assert parts["head"] == ["model.decoder.embed_tokens.weight"]
+    assert "model.decoder.final_layer_norm.weight" in parts["root"]
+
+
+def test_torch_leaves_the_root_whole() -> None:
+    profile = profile_of(UNTIED)
+    (part,) = wrapping_of(profile, False).parts.values()
+    assert part.unit is profile.root
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_unit_has_every_parameter_that_is_in_no_other(apart: bool) -> None:
+    profile = profile_of(UNTIED)
+    parts = wrapping_of(profile, apart, True).parts
+    assert sum(part.unit.elements for part in parts.values()) == profile.parameters
+
+
+def test_every_parameter_of_a_root_is_in_one_unit() -> None:
+    apart = 0
+    for entry in {(e.model_type, e.task): e for e in catalog.entries()}.values():
+        profile = catalog.profile(entry)
+        wrapping = wrapping_of(profile, True)
+        indices = sorted(i for part in wrapping.parts.values() for i in part.indices)
+        assert indices == list(range(len(profile.root.parameters))), entry.id
+        apart += HEAD in wrapping.parts
+    assert apart >= 23
+
+
+@pytest.mark.parametrize("model", [UNTIED, GPT2])
+def test_marks_are_added_and_nothing_else_changes(model: str) -> None:
+    resolved = resolve(model)
+    plan = plan_of(model=model, strategy="zero3", framework="accelerate")
+    tape = resolved.tape(variant_of(plan))
+    more = marked(profile_of(model), tape, plan)
+    assert more.births == tape.births
+    assert marked(profile_of(model), tape, plan) is more
+    for ours, theirs in zip(more.segments, tape.segments, strict=True):
+        assert [e for e in ours.events if not (Op.PRE_FORWARD <= e[0] <= Op.POST_BACKWARD and e[1] > 1)] == list(
+            theirs.events
+        )
+    assert marked(profile_of(model), tape, plan_of(model=model, strategy="zero3")) is tape
+
+
+def played(requests: tuple[int, ...], operations: tuple[int, ...], alive: dict[int, int]) -> int:
+    """The highest sum of bytes on the way. A KeyError is a storage that ends twice."""
+    total = highest = sum(alive.values())
+    for operation in operations:
+        storage, kind = operation >> 2, operation & 3
+        if kind == MALLOC:
+            alive[storage] = requests[storage] & ~STREAM_MASK
+            total += alive[storage]
+        elif kind in (FREE, FREE_LATER):
+            total -= alive.pop(storage)
+        highest = max(highest, total)
+    return highest
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("framework", ["torch", "accelerate", "trainer"])
+@pytest.mark.parametrize(
+    ("backend", "strategy", "wrap"),
+    [
+        ("fsdp2", "zero3", "layer"),
+        ("fsdp2", "zero2", "layer"),
+        ("fsdp2", "hsdp", "layer"),
+        ("fsdp2", "zero3", "none"),
+        ("fsdp2", "hsdp", "none"),
+        ("fsdp1", "zero3", "layer"),
+        ("ddp", "ddp", "layer"),
+    ],
+)
+@pytest.mark.parametrize("model", [UNTIED, GPT2])
+def test_sums_and_single_storages_agree(
+    model: str, backend: str, strategy: str, framework: str, accumulation: int, wrap: str
+) -> None:
+    plan = plan_of(
+        model=model, backend=backend, strategy=strategy, framework=framework, gradient_accumulation_steps=accumulation,
+        nnodes=2, wrap=wrap,
+    )  # fmt: skip
+    profile, tape = profile_of(model), resolve(model).tape(variant_of(plan))
+    ledger = replayed(profile, tape, plan)
+    steps = traced(profile, tape, plan)
+    alive: dict[int, int] = {}
+    highest = 0
+    for operations in (steps.setup, steps.first):
+        highest = played(steps.requests, operations, alive)
+    for ours, next_ones in steps.handed_on:
+        alive[next_ones] = alive.pop(ours)
+    highest = played(steps.requests, steps.following, alive)
+    assert highest == ledger.peak
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auto_in_a_deepspeed_configuration_is_what_transformers_fills_in(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    auto = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    arguments = SimpleNamespace(get_warmup_steps=lambda _: 0)
+    for entry in {(e.model_type, e.task): e for e in catalog.entries()}.values():
+        profile = catalog.profile(entry)
+        values = {k: v for k, v in profile.config.items() if k != "model_type"}
+        config = transformers.AutoConfig.for_model(profile.config["model_type"], **values)
+        filled = HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": stage, **dict.fromkeys(auto, "auto")}})
+        filled.trainer_config_finalize(arguments, SimpleNamespace(config=config), 10)
+        ours = settings_of(
+            profile, plan_of(model=entry.id, strategy=f"zero{stage}", backend="deepspeed", framework="trainer")
+        )
+        theirs = filled.config["zero_optimization"]
+        assert ours.reduce_bucket_size == theirs["reduce_bucket_size"], entry.id
+        if stage == 3:
+            assert ours.prefetch_bucket_size == theirs["stage3_prefetch_bucket_size"]
+            assert ours.param_persistence_threshold == theirs["stage3_param_persistence_threshold"]
+
+
+def test_no_sync_keeps_whole_gradients() -> None:
+    options = {**JOB, "model": UNTIED, "strategy": "zero3", "backend": "fsdp2", "gpu": "H100"}
+    peaks = {
+        framework: [
+            estimate(**options, framework=framework, gradient_accumulation_steps=n).estimates[0].peak_tensor_bytes or 0
+            for n in (1, 2, 3, 9)
+        ]
+        for framework in ("torch", "accelerate")
+    }
+    once, twice, thrice, often = peaks["accelerate"]
+    whole = 2 * profile_of(UNTIED).parameters
+    assert 0.99 * whole < twice - once < 1.01 * whole
+    assert twice <= thrice == often
+    assert peaks["torch"][1] - peaks["torch"][0] < whole / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"framework": "deepspeed", "strategy": "ddp"}, "framework deepspeed has no strategy ddp"),
+        ({"framework": "deepspeed", "strategy": "zero3", "backend": "fsdp2"}, "framework deepspeed has no backend fsdp2"),
+        ({"framework": "deepspeed", "backend": "ddp"}, "framework deepspeed has no backend ddp"),
+        ({"wrap": "none", "strategy": "zero3", "backend": "fsdp1"}, "unit per layer alone"),
+        ({"wrap": "none", "strategy": "zero3", "framework": "trainer", "activation_checkpointing": "full"}, "wraps none"),
+        ({"framework": "trainer", "strategy": "zero2", "backend": "fsdp1"}, "framework trainer with backend fsdp1 has no zero2"),
+    ],
+)  # fmt: skip
+def test_what_a_framework_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        estimate(model=GPT2, gpu="H100", **JOB, **options)
+    assert refused.value.hint
+
+
+def test_all_strategies_of_a_framework() -> None:
+    rows = estimate(model=GPT2, gpu="H100", framework="deepspeed", **JOB).estimates
+    assert {r.plan.backend for r in rows} == {"deepspeed"}
+    rows = estimate(model=GPT2, gpu="H100", framework="trainer", backend="fsdp1", **JOB).estimates
+    assert {r.plan.strategy for r in rows} == {"zero3"}
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "trainer"])
+def test_what_is_left_out_is_said(framework: str) -> None:
+    options = {"gpu": "H100", "framework": framework, **JOB}
+    (t5,) = estimate(model="google-t5/t5-small", strategy="zero3", **options).estimates
+    assert any("accelerate 1.15 fails to wrap" in note for note in t5.not_modelled)
+    (fsdp1,) = estimate(model=GPT2, strategy="zero3", backend="fsdp1", **options).estimates
+    assert any("autocast" in note for note in fsdp1.not_modelled)
+    (zero1,) = estimate(model=GPT2, strategy="zero1", **options).estimates
+    assert any('"auto"' in note for note in zero1.not_modelled)

@@ -1,0 +1,97 @@
+"""Predicted peaks against accelerate's and the Trainer's own code around the whole model, under fake tensors.
+
+Equal to the byte but for scalars, one 512-byte storage each: the loss divided by the number of micro-batches, the count of
+tokens that normalizes it, the norms' sum and the factor they are clipped by.
+"""
+
+from __future__ import annotations
+
+import pytest
+from simulated_cases import Case, plan_of
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+from fsdp_advisor.estimator import replayed, variant_of  # noqa: E402  # after the checks
+from fsdp_advisor.resolve import resolve  # noqa: E402
+from fsdp_advisor.tracing import TransformersSource  # noqa: E402
+from fsdp_advisor.validation.failures import NotHere  # noqa: E402
+from fsdp_advisor.validation.ladder import choose  # noqa: E402
+from fsdp_advisor.validation.real import check  # noqa: E402
+from fsdp_advisor.validation.simulate import simulate  # noqa: E402
+
+SCALARS_BYTES = 16 * 512
+
+UNTIED, TIED = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B"
+QWEN2, GPT2, GEMMA, OPT = "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google/gemma-2b", "facebook/opt-125m"
+WHISPER = "openai/whisper-tiny"
+
+CASES = [
+    Case(UNTIED, "fsdp2", "zero3", 8, 2, 512, framework="accelerate"),
+    Case(UNTIED, "fsdp2", "zero3", 64, 1, 2048, activation_checkpointing="full", framework="trainer"),
+    Case(UNTIED, "fsdp2", "zero2", 7, 2, 512, "bf16", framework="accelerate"),
+    Case(UNTIED, "fsdp2", "hsdp", 16, 1, 1024, nnodes=2, framework="accelerate"),
+    Case(GPT2, "fsdp2", "zero3", 4, 1, 512, gradient_accumulation_steps=3, framework="trainer"),
+    Case(TIED, "fsdp2", "zero3", 256, 1, 4096, framework="trainer"),
+    Case(TIED, "fsdp2", "zero3", 2, 2, 512, "fp32", "full", framework="accelerate"),
+    Case(QWEN2, "fsdp2", "zero3", 3, 4, 512, gradient_accumulation_steps=2, framework="accelerate"),
+    Case(GPT2, "fsdp2", "zero3", 4, 8, 1024, attention="eager", framework="trainer"),
+    Case(GEMMA, "fsdp2", "zero3", 8, 2, 1024, activation_checkpointing="full", framework="accelerate"),
+    Case(OPT, "fsdp2", "zero2", 8, 4, 512, activation_checkpointing="full", framework="trainer"),
+    Case(WHISPER, "fsdp2", "zero3", 8, 2, 448, framework="accelerate"),
+    Case(UNTIED, "fsdp2", "zero3", 8, 2, 512, activation_checkpointing="full", wrap="none"),
+    Case(GPT2, "fsdp2", "zero2", 3, 2, 512, gradient_accumulation_steps=2, wrap="none"),
+    Case(UNTIED, "fsdp2", "zero3", 8, 1, 256, gradient_accumulation_steps=2, wrap="none", framework="trainer"),
+    Case(UNTIED, "fsdp1", "zero3", 8, 2, 512, activation_checkpointing="full", framework="accelerate"),
+    Case(QWEN2, "fsdp1", "zero2", 8, 2, 512, gradient_accumulation_steps=3, framework="accelerate"),
+    Case(GPT2, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
+    Case(GPT2, "fsdp1", "zero3", 3, 4, 512, framework="trainer"),
+    Case(GPT2, "ddp", "ddp", 8, 4, 512, framework="accelerate"),
+    Case(UNTIED, "ddp", "ddp", 8, 2, 512, framework="trainer"),
+    Case(GPT2, "ddp", "ddp", 8, 4, 512, "fp32", framework="trainer"),
+    Case(OPT, "ddp", "ddp", 2, 4, 512, activation_checkpointing="full", framework="trainer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_predicted_peak_is_what_the_framework_does(case: Case) -> None:
+    plan = plan_of(case)
+    model = resolve(case.model)
+    profile = model.profile
+    assert profile is not None
+    ledger = replayed(profile, model.tape(variant_of(plan)), plan)
+    found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
+    for phase, n_bytes in found.phase_peaks.items():
+        assert 0 <= n_bytes - ledger.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, ledger.phase_peaks[phase])
+    assert ledger.peak == pytest.approx(found.peak_tensor_bytes, rel=0.005)
+
+
+def test_the_matrix_covers_what_it_must() -> None:
+    for framework in ("accelerate", "trainer"):
+        cases = [c for c in CASES if c.framework == framework]
+        assert {c.backend for c in cases} == {"fsdp2", "fsdp1", "ddp"}
+        assert {c.activation_checkpointing for c in cases} == {"none", "full"}
+        assert {c.gradient_accumulation_steps for c in cases} >= {1, 3}
+    assert {c.precision for c in CASES} == {"fp32", "bf16", "bf16-mixed"}
+
+
+def test_frameworks_are_simulated_wherever_they_are_validated() -> None:
+    assert choose(plan_of(CASES[0]), None, "cpu").rung == "simulate"
+    with pytest.raises(NotHere, match="simulated, not measured"):
+        check(plan_of(CASES[0]), "cuda")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(GPT2, "fsdp2", "zero3", 8, 1, 128, "fp16-mixed", framework="accelerate"),
+        Case(GPT2, "deepspeed", "zero3", 8, 1, 128, framework="accelerate"),
+        Case(GPT2, "deepspeed", "zero3", 8, 1, 128, framework="deepspeed"),
+        Case(GPT2, "fsdp2", "zero3", 1, 1, 128, framework="trainer"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_simulated_says_so(case: Case) -> None:
+    with pytest.raises(NotHere) as refused:
+        simulate(TransformersSource({"model_type": "gpt2"}, name="gpt2"), plan_of(case))
+    assert refused.value.hint
