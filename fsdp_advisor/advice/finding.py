@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -172,19 +171,25 @@ class Finder:
         """The least number of GPUs on which something fits.
 
         More GPUs may need more of each: DDP's buckets begin with the second, and FSDP2 pads a tensor of 8 experts on 16
-        GPUs to twice its size. So numbers up to ONE_BY_ONE are looked at one by one; beyond them, where shards are
-        small beside what is not sharded, it is taken to be all or nothing. Numbers on which the states alone, shared by
-        all, are too much need no look.
+        GPUs to twice its size. So numbers are looked at one by one, up to ONE_BY_ONE and then from the last doubling on
+        that holds nothing; only doublings that hold nothing at their end are passed over. Numbers on which the states
+        alone, shared by all, are too much need no look.
         """
         worlds = [n for n in self._worlds(most) if self._states // n <= self.search.judge.available_bytes]
         near = [n for n in worlds if n <= ONE_BY_ONE]
-        for world in near:
-            if self.on(world).anything_fits:
-                return world
         far = worlds[len(near) :]
-        if not far or not self.on(far[-1]).anything_fits:
-            return None
-        return far[bisect_left(far, True, key=lambda world: self.on(world).anything_fits)]
+        return self._first(near) or self._first(self._doubling(far))
+
+    def _first(self, worlds: Sequence[int]) -> int | None:
+        return next((n for n in worlds if self.on(n).anything_fits), None)
+
+    def _doubling(self, worlds: Sequence[int]) -> Sequence[int]:
+        """The stretch that ends in the first of the 1st, 2nd, 4th, 8th ... and last on which something fits."""
+        passed, at = 0, 0
+        while at < len(worlds) and not self.on(worlds[at]).anything_fits:
+            passed = at + 1
+            at = len(worlds) if passed == len(worlds) else min(2 * at + 1, len(worlds) - 1)
+        return worlds[passed : at + 1]
 
     @cached_property
     def _states(self) -> int:

@@ -96,3 +96,12 @@ def test_layers_are_needed_for_a_batch() -> None:
         with pytest.raises(UsageError, match="bare parameter count"):
             advise(clock, model="7e9", gpus=4, find=what)
     assert found(model="7e9", gpu="H100", find="gpus").answer == 2
+
+
+def test_no_smaller_number_of_gpus_would_do() -> None:
+    """Shards of 8 experts on more than 8 GPUs are padded: a number that does not fit says nothing of a smaller one."""
+    job: dict[str, Any] = {"model": "mistralai/Mixtral-8x22B-v0.1", "gpu": "H100"}
+    answer = found(**job, find="gpus").answer
+    assert isinstance(answer, int)
+    for gpus in (*range(1, 9), *range(16, answer, 8)):
+        assert not search_of(**job, gpus=gpus, nnodes=-(-gpus // 8), offload="none", backend="fsdp2").anything_fits
