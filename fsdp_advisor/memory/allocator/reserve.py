@@ -1,7 +1,8 @@
 """What a job reserves: its steps walked through the caching allocator until the allocator's state repeats.
 
 Assumed: the model is built shard by shard with an empty cache (what loading takes is another phase), the host reads the loss
-after each step, gradients are set to None, and collectives keep pace with computation.
+after each step, gradients are set to None. The host runs ahead of the GPU as far as it is let (FSDP1's limit on all-gathers,
+the queue of kernel launches), which holds back what `record_stream` marks; collectives keep pace with computation.
 """
 
 from __future__ import annotations

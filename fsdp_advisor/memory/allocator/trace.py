@@ -6,7 +6,7 @@ writes down each storage of each real layer.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +25,15 @@ from fsdp_advisor.memory.ledger import (
 from fsdp_advisor.memory.score import Score, stays_near
 from fsdp_advisor.models.profile import ROOT, Category, Op, Profile
 
+LAUNCH_QUEUE = 1024
+"""How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
+
+Source: about 1000, measured (forums.developer.nvidia.com/t/68937, stackoverflow.com/questions/53970187); the number that
+drivers are said to have. NVIDIA documents none.
+"""
+
 _ALLOC, _GRADIENT, _INPUT = int(Op.ALLOC), int(Category.GRADIENT), int(Category.INPUT)
 _NEAR, _FAR, _BORN = range(3)
-_TAPE, _SCHEDULE = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,33 +61,6 @@ class Steps:
 class Trace(Ledger):
     """One step in the steady state, written down. `steps()` is what comes of it once the step has been replayed."""
 
-    __slots__ = (
-        "_at",
-        "_backward_begin",
-        "_births",
-        "_by_number",
-        "_changed",
-        "_first_layer",
-        "_fresh",
-        "_gradients",
-        "_instances",
-        "_last",
-        "_late",
-        "_operations",
-        "_own",
-        "_places",
-        "_profile",
-        "_recorded",
-        "_requests",
-        "_residents",
-        "_root",
-        "_roots",
-        "_score",
-        "_stretches",
-        "_tape_born",
-        "_waited",
-    )  # fmt: skip
-
     def __init__(self, profile: Profile, score: Score) -> None:
         super().__init__()
         self._profile, self._score = profile, score
@@ -93,7 +72,6 @@ class Trace(Ledger):
         self._at = [0] * len(profile.stacks)  # the real layer that is being played, by stack
         self._instances: dict[tuple[str, int], list[list[int]]] = {}  # by phase and stack: each real layer's births
         self._roots: dict[int, list[int]] = {}  # by segment of the root
-        self._births: list[int] = []
         self._stretches: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
         self._gradients: dict[int, int] = {}  # storage -> parameter, of whole gradients that are alive
         self._by_number: dict[int, int] = {}  # parameter -> the storage of its last gradient
@@ -103,7 +81,9 @@ class Trace(Ledger):
         self._changed: dict[int, int] = {}
         self._tape_born: list[tuple[int, int]] = []  # (storage, category), of this micro-batch
         self._last: list[int] = []  # what the last micro-batch left behind, until there is another loss
-        self._late = self._waited = 0
+        self._late = self._waited = self._launched = 0
+        self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free
+        self._entered = False
         self._first_layer = self._backward_begin = -1
 
     @property
@@ -130,6 +110,7 @@ class Trace(Ledger):
             else:
                 self._operations.append(number * 4 + FREE_LATER)
                 self._late += 1
+                self._held_back.append((self._launched, self._late))
 
     def turned(self, alive: Alive, account: int) -> Alive:
         for number in alive[2]:
@@ -188,6 +169,9 @@ class Trace(Ledger):
     def enter(self, place: Place, where: str) -> None:
         self.where = where
         self._places.append((len(self._operations), self.phase, where))
+        self._entered = True
+        while self._held_back and self._launched - self._held_back[0][0] >= LAUNCH_QUEUE:
+            self.wait(self._held_back.popleft()[1])
         stack = place[0]
         if stack == ROOT:
             return
@@ -210,6 +194,9 @@ class Trace(Ledger):
     def apply(self, block: Block) -> None:
         index = block.events[0]
         segment = self._score.tape.segments[index]
+        if self._entered:
+            self._launched += segment.operators
+            self._entered = False
         if segment.stack == ROOT:
             births, at, instances = self._roots.setdefault(index, []), 0, [self._roots[index]]
             if block.events[1] == 0 or not births:
