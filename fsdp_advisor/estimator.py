@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from pydantic import ValidationError
 
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
+from fsdp_advisor.memory.allocator import AllocatorConf, Reserved, reserve
 from fsdp_advisor.memory.device import device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks
-from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger
+from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
 from fsdp_advisor.memory.loading import one_copy_bytes
-from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import not_modelled, schedule_for
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
-from fsdp_advisor.memory.score import compile_tape
+from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.textbook import textbook_states
-from fsdp_advisor.memory.wrapping import marked
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -35,21 +34,27 @@ DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
 MASK_WORTH_A_WORD = 0.02
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds: "
-UNKNOWN_FIGURES = (
-    "peak_allocated_bytes: what cuBLAS and attention kernels take beside tensors",
-    "peak_reserved_bytes: the caching allocator's segments and fragmentation",
-    "peak_device_bytes: CUDA context and NCCL buffers",
+UNKNOWN_PEAKS = ("peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes: they need the tensors",)
+NOT_WALKED = (
+    "peak_reserved_bytes, peak_device_bytes: the caching allocator's fragmentation, which is computed with --reserved"
 )
+NO_SCRATCH = "peak_allocated_bytes: what the attention kernel takes for itself"
+
+Walk = Literal["never", "if open", "always"]
+"""Whether the caching allocator is walked through the job's steps: if the cheaper figures leave the verdict open, or always."""
 
 
-def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
+def estimate(
+    request: EstimateRequest | None = None, /, *, explain: bool = False, settle: bool = False, **options: Any
+) -> Report:
     """The report of one job under one strategy or all of them.
 
     Takes an `EstimateRequest`, or its fields as keywords. `explain` adds what only an explanation needs: the peak with a
-    fused loss. Raises AdvisorError with a hint.
+    fused loss. `settle` walks the allocator where the cheaper figures leave the verdict open, which takes a part of a second.
+    Raises AdvisorError with a hint.
     """
     request = request or make_request(options)
-    return estimate_resolved(request, resolve(request.model), explain=explain)
+    return estimate_resolved(request, resolve(request.model), explain=explain, settle=settle)
 
 
 AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)
@@ -86,9 +91,13 @@ def _hint(name: str, kind: type[EstimateRequest]) -> str:
     return field.description or "see fsdp-advisor estimate --help"
 
 
-def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
+def estimate_resolved(
+    request: EstimateRequest, model: Resolved, *, explain: bool = False, settle: bool = False
+) -> Report:
     """As `estimate`, for a model that is at hand."""
     gpu, notes = gpu_of(request)
+    conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else AllocatorConf()
+    walk: Walk = "always" if request.reserved or request.allocator_conf else "if open" if settle else "never"
     limit = model.profile.max_seq_len if model.profile else None
     seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
     if limit and seq_len > limit:
@@ -103,7 +112,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         trainable_parameters=model.trainable_parameters,
         gpu_name=gpu.name,
         gpu_memory_bytes=gpu.memory_bytes,
-        estimates=tuple(estimate_plan(model, plan, gpu, explain=explain) for plan in rows),
+        estimates=tuple(estimate_plan(model, plan, gpu, explain=explain, walk=walk, conf=conf) for plan in rows),
         task=model.profile.task if model.profile else None,
         layer_classes=model.profile.layer_classes if model.profile else (),
         largest_parameter_elements=model.profile.largest_parameter_elements if model.profile else None,
@@ -111,17 +120,26 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
     )
 
 
-def estimate_plan(model: Resolved, plan: Plan, gpu: Gpu, *, explain: bool = False) -> StrategyEstimate:
+def estimate_plan(
+    model: Resolved,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    explain: bool = False,
+    walk: Walk = "never",
+    conf: AllocatorConf | None = None,
+) -> StrategyEstimate:
     """One row of a report."""
     if model.profile is None:
         return _count_estimate(model.parameters, plan, gpu)
-    return _estimate(model, model.profile, plan, gpu, explain)
+    return _estimate(model, model.profile, plan, gpu, explain, walk, conf or AllocatorConf())
 
 
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
-    """The tensor peak alone: the least that a plan needs, on any GPU. Raises AdvisorError where it has no tape."""
+    """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
-    return replayed(model.profile, _taped(model, model.profile, plan)[1], plan).peak
+    variant, tape = _taped(model, model.profile, plan)
+    return replayed(model.profile, _flash(model.profile, variant) or tape, plan).peak
 
 
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
@@ -174,7 +192,9 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
         return eager, model.tape(eager)
 
 
-def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool) -> StrategyEstimate:
+def _estimate(
+    model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool, walk: Walk, conf: AllocatorConf
+) -> StrategyEstimate:
     schedule = schedule_for(profile, plan)
     states = schedule.states
     kept = {
@@ -186,7 +206,7 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
     }
     host = host_memory(profile, plan)
     warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
-    unknown = [*UNKNOWN_FIGURES, *not_modelled(profile, plan)]
+    unknown = not_modelled(profile, plan)
     if (why := why_unknown(plan, gpu)) is not None:
         unknown.append(TIME_UNKNOWN + why)
     copy = one_copy_bytes(profile, plan)
@@ -201,15 +221,16 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
         job = job_peaks(profile, plan, gpu, states=states, host=host, overhead=overhead, phase_peaks=None)
         return StrategyEstimate(
             plan=plan,
-            fits=False if total > gpu.memory_bytes or job.fails else None,
+            fits=False if total + overhead.low_bytes > gpu.memory_bytes or job.fails else None,
             fits_by="states",
+            needed_bytes=None,
+            headroom_bytes=None,
             peak_tensor_bytes=None,
             peak_phase=None,
             peak_where=None,
             phase_peaks=None,
             states=kept,
             at_peak=None,
-            headroom_bytes=None,
             host_bytes_per_node=host.steady,
             host_loading_bytes_per_node=loading,
             fused_loss_peak_bytes=None,
@@ -218,6 +239,7 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
             warnings=warnings,
             not_modelled=(
                 f"the peak: {error}",
+                *UNKNOWN_PEAKS,
                 *unknown,
                 *([] if why else [TIME_UNKNOWN + "without a tape there is none"]),
             ),
@@ -225,50 +247,86 @@ def _estimate(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: 
     if variant.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     ledger = replayed(profile, tape, plan)
-    job = job_peaks(profile, plan, gpu, states=states, host=host, overhead=overhead, phase_peaks=ledger.phase_peaks)
-    step = step_of(profile, variant, tape, plan, gpu)
-    unmasked = _without_mask(profile, variant, plan)
-    if unmasked is not None and ledger.peak - unmasked > MASK_WORTH_A_WORD * ledger.peak:
-        warnings += (
-            f"{format_gib(ledger.peak - unmasked)} of the peak are attention masks and repeated key and value heads, which "
-            f"transformers makes for sdpa on fake or traced tensors; a GPU's flash kernel needs none: {format_gib(unmasked)} there",
+    real = real_attention(variant, gpu.compute_capability)
+    real_tape = profile.tapes.get(real.key) or tape
+    workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
+    taken = allocated(profile, real_tape, plan, workspace_bytes=workspace_bytes)
+    judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
+    reserved = None
+    if walk == "always" or (walk == "if open" and judged.certain is None):
+        reserved = reserve(
+            profile,
+            real_tape,
+            plan,
+            conf=conf,
+            limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
+            device_bytes=gpu.memory_bytes,
+            workspace_bytes=workspace_bytes,
         )
+        judged = verdict(
+            overhead,
+            gpu,
+            allocated_bytes=reserved.allocated_peak_bytes,
+            reserved_bytes=reserved.reserved_peak_bytes,
+        )
+        warnings += _allocator_warnings(reserved)
+    job = job_peaks(
+        profile,
+        plan,
+        gpu,
+        states=states,
+        host=host,
+        overhead=overhead,
+        phase_peaks=replayed(profile, real_tape, plan).phase_peaks,
+    )
+    runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
+    step = step_of(profile, variant, tape, plan, gpu)
+    if ledger.peak - taken.tensor_bytes > MASK_WORTH_A_WORD * ledger.peak:
+        warnings += (
+            f"{format_gib(ledger.peak - taken.tensor_bytes)} of the peak are attention masks and repeated key and value heads, "
+            "which transformers makes for sdpa on fake or traced tensors; a GPU's flash kernel needs none: "
+            f"{format_gib(taken.tensor_bytes)} there",
+        )
+    if real.attention != "flash_attention_2" and variant.attention != "eager":
+        unknown.append(NO_SCRATCH)
     return StrategyEstimate(
         plan=plan,
-        fits=verdict(overhead, gpu, tensor_bytes=ledger.peak).fits is not False and job.fails is None,
-        fits_by="peak_tensor_bytes",
+        fits=runs and job.fails is None,
+        fits_by="peak_device_bytes" if reserved is not None else judged.by,
+        needed_bytes=judged.needed_bytes,
+        headroom_bytes=gpu.memory_bytes - judged.needed_bytes,
         peak_tensor_bytes=ledger.peak,
         peak_phase=ledger.peak_phase,
         peak_where=ledger.peak_where,
         phase_peaks=ledger.phase_peaks,
         states=kept,
         at_peak=dict(zip(ACCOUNTS, ledger.at_peak, strict=True)),
-        headroom_bytes=gpu.memory_bytes - ledger.peak,
         host_bytes_per_node=host.steady,
         host_loading_bytes_per_node=loading,
         fused_loss_peak_bytes=replayed(profile, tape, plan, fused_loss=True).peak if explain else None,
+        allocated=taken,
+        reserved=reserved,
+        verdict=judged,
         step=step,
         overhead=overhead,
         job=job,
         warnings=warnings + (step.warnings if step else ()),
-        not_modelled=tuple(unknown),
+        not_modelled=tuple(unknown if reserved is not None else [NOT_WALKED, *unknown]),
         timeline=tuple(ledger.timeline),
     )
 
 
-@lru_cache(maxsize=4096)
-def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> Ledger:
-    """A plan's step; `fused_loss` as if nothing of the loss were ever whole (a fused or chunked loss)."""
-    schedule = schedule_for(profile, plan)
-    score = compile_tape(
-        profile,
-        marked(profile, tape, plan),
-        plan.micro_batch_size,
-        plan.seq_len,
-        grad_marks=schedule.grad_marks,
-        fused_loss=fused_loss,
-    )
-    return replay(profile, score, schedule, plan.gradient_accumulation_steps)
+def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
+    """What a walk through the allocator found that the figures do not tell."""
+    if reserved.verdict in (None, "fits"):
+        return ()
+    helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True would help" if reserved.expandable_segments_help else ""
+    if reserved.verdict == "fits_with_retries":
+        return (
+            f"it fits only while the allocator gives cached memory back to the driver and asks again, {reserved.retries_per_step} "
+            f"times a step, which is slow{helps}",
+        )
+    return (f"fragmentation included it does not fit{helps}",) if helps else ()
 
 
 def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
@@ -291,31 +349,26 @@ def _flash(profile: Profile, variant: Variant) -> Tape | None:
     return profile.tapes[flash.key] if variant.attention == "sdpa" and flash.key in profile.tapes else None
 
 
-def _without_mask(profile: Profile, variant: Variant, plan: Plan) -> int | None:
-    """The peak with attention that takes no mask, where that is on tape: what sdpa's flash kernel comes to on a GPU."""
-    flash = _flash(profile, variant)
-    return None if flash is None else replayed(profile, flash, plan).peak
-
-
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
     states = textbook_states(parameters, plan)
     return StrategyEstimate(
         plan=plan,
         fits=False if states.total > gpu.memory_bytes else None,
         fits_by="states",
+        needed_bytes=None,
+        headroom_bytes=None,
         peak_tensor_bytes=None,
         peak_phase=None,
         peak_where=None,
         phase_peaks=None,
         states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
         at_peak=None,
-        headroom_bytes=None,
         host_bytes_per_node=states.host_per_node,
         host_loading_bytes_per_node=None,
         fused_loss_peak_bytes=None,
         not_modelled=(
             "peaks: a bare parameter count says nothing of activations, logits, gathered units and buckets",
-            *UNKNOWN_FIGURES,
+            *UNKNOWN_PEAKS,
             TIME_UNKNOWN + "a bare parameter count has no operators to time",
         ),
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_advisor.memory.device import DeviceOverhead
+from fsdp_advisor.memory.allocator import Reserved
+from fsdp_advisor.memory.device import DeviceOverhead, Verdict
 from fsdp_advisor.memory.job import JobPeaks
 from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.memory.libraries import Allocated
 from fsdp_advisor.plan import Plan, label
 from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.speed import StepTime
@@ -19,23 +21,28 @@ SCHEMA_VERSION = 1
 class StrategyEstimate:
     """One strategy's figures on rank 0, which holds the largest shard.
 
-    `fits` compares the best known figure, named by `fits_by`, with the GPU's memory; None where nothing known decides it.
+    `fits` compares `needed_bytes` with the GPU's memory: the best known figure, which `fits_by` names, and the middle of what
+    CUDA and NCCL take beside it. Both are None where nothing known decides it.
     `states` are the bytes kept from step to step; `at_peak` the bytes alive at the highest moment, by account.
     """
 
     plan: Plan
     fits: bool | None
     fits_by: str
+    needed_bytes: int | None
+    headroom_bytes: int | None
     peak_tensor_bytes: int | None
     peak_phase: str | None
     peak_where: str | None
     phase_peaks: dict[str, int] | None
     states: dict[str, int]
     at_peak: dict[str, int] | None
-    headroom_bytes: int | None
     host_bytes_per_node: int
     host_loading_bytes_per_node: dict[str, int] | None
     fused_loss_peak_bytes: int | None
+    allocated: Allocated | None = None
+    reserved: Reserved | None = None
+    verdict: Verdict | None = None
     step: StepTime | None = None
     overhead: DeviceOverhead | None = None
     job: JobPeaks | None = None
@@ -44,9 +51,26 @@ class StrategyEstimate:
     timeline: tuple[Point, ...] = field(default=(), repr=False)
 
     @property
-    def needed_bytes(self) -> int | None:
-        """The best known figure of what the GPU must hold: the one that `fits_by` names, None where no peak is known."""
-        return self.peak_tensor_bytes
+    def peak_allocated_bytes(self) -> int | None:
+        """`max_memory_allocated`: of whole blocks where the allocator was walked, else of each storage rounded up to 512."""
+        if self.reserved is not None:
+            return self.reserved.allocated_peak_bytes
+        return None if self.allocated is None else self.allocated.peak_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """`max_memory_reserved`, None where the allocator was not walked."""
+        return None if self.reserved is None else self.reserved.reserved_peak_bytes
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """What nvidia-smi shows: reserved, and the middle of what CUDA and NCCL take."""
+        return None if self.reserved is None else self.needed_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What stays on the GPU from step to step."""
+        return sum(self.states.values())
 
     @property
     def label(self) -> str:
@@ -61,11 +85,13 @@ class StrategyEstimate:
             "offload": self.plan.offload,
             "fits": self.fits,
             "fits_by": self.fits_by,
+            "needed_bytes": self.needed_bytes,
             "headroom_bytes": self.headroom_bytes,
             "peak_tensor_bytes": self.peak_tensor_bytes,
-            "peak_allocated_bytes": None,
-            "peak_reserved_bytes": None,
-            "peak_device_bytes": None,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "peak_device_bytes": self.peak_device_bytes,
+            **_device(self),
             "peak_phase": self.peak_phase,
             "peak_where": self.peak_where,
             "phase_peaks": self.phase_peaks,
@@ -75,7 +101,8 @@ class StrategyEstimate:
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
             **_speed(self.step),
-            **_job(self.overhead, self.job),
+            "job_peaks": None if self.job is None else self.job.as_dict(),
+            "fails_in": None if self.job is None else self.job.fails,
             "warnings": list(self.warnings),
             "not_modelled": list(self.not_modelled),
         }
@@ -93,13 +120,32 @@ class StrategyEstimate:
         return result
 
 
-def _job(overhead: DeviceOverhead | None, job: JobPeaks | None) -> dict[str, Any]:
-    """The keys of a job's phases and of what CUDA and NCCL take beside PyTorch; null for a bare parameter count."""
-    ends = None if overhead is None else [overhead.low_bytes, overhead.high_bytes]
+def _device(estimate: StrategyEstimate) -> dict[str, Any]:
+    """What lies between tensors and the device's memory; null where it is not known."""
+    allocated, reserved, overhead = estimate.allocated, estimate.reserved, estimate.overhead
+    ends = None
+    if reserved is not None and estimate.verdict is not None:
+        ends = [estimate.verdict.least_bytes, estimate.verdict.most_bytes]
+    parts = None
+    if allocated is not None:
+        parts = {
+            "tensors": allocated.tensor_bytes,
+            "kernel_scratch": allocated.scratch_bytes,
+            "cublas_workspaces": allocated.workspace_bytes,
+        }
+    walked = None
+    if reserved is not None:
+        walked = {
+            "verdict": reserved.verdict,
+            "retries_per_step": reserved.retries_per_step,
+            "expandable_segments_help": reserved.expandable_segments_help,
+            "steps_until_steady": reserved.steps_until_steady,
+        }
     return {
-        "device_overhead_bytes_range": ends,
-        "job_peaks": None if job is None else job.as_dict(),
-        "fails_in": None if job is None else job.fails,
+        "peak_device_bytes_range": ends,
+        "allocated_breakdown": parts,
+        "allocator": walked,
+        "device_overhead_bytes_range": None if overhead is None else [overhead.low_bytes, overhead.high_bytes],
     }
 
 

@@ -49,6 +49,8 @@ class EstimateRequest(BaseModel):
     activation_checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    reserved: Annotated[bool, Field(description="walk the caching allocator through the job's steps")] = False
+    allocator_conf: Annotated[str | None, Field(max_length=1024, description="as in PYTORCH_ALLOC_CONF")] = None
     framework: Framework = "torch"
     wrap: Literal["layer", "none"] = "layer"
 
@@ -59,7 +61,7 @@ class EstimateRequest(BaseModel):
         if not isinstance(values, dict):
             return values
         return {
-            name: (value.strip() if name in ("model", "gpu", "interconnect") else value.strip().lower())
+            name: (value.strip() if name in ("model", "gpu", "interconnect", "allocator_conf") else value.strip().lower())
             if isinstance(value, str)
             else value
             for name, value in values.items()

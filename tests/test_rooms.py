@@ -25,6 +25,7 @@ ROOMS = (
     "memory",
     "speed",
     "report",
+    "verdict",
     "estimator",
     "advice",
     "export",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fsdp_advisor.cli.job import failure
 from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -115,23 +114,6 @@ def assumed(report: Report, sizes: Sizes) -> str:
     if request.offload != "none" and request.offload_device != "cpu":
         job += [f"offload to {request.offload_device}"]
     return f"{model} on {where}: {', '.join(job)}"
-
-
-def kept(estimate: StrategyEstimate) -> int:
-    """What stays on the GPU from step to step."""
-    return sum(estimate.states.values())
-
-
-def verdict(report: Report, estimate: StrategyEstimate, sizes: Sizes) -> str:
-    """Whether it fits, and by how much."""
-    if estimate.peak_tensor_bytes is not None:
-        room = report.gpu_memory_bytes - estimate.peak_tensor_bytes
-        if room >= 0 and not estimate.fits:
-            return failure(report, estimate, sizes) or "does not fit beside CUDA and NCCL"
-        return f"fits, {sizes.full(room)} free" if estimate.fits else f"needs {sizes.full(-room)} more"
-    if estimate.fits is False:
-        return f"states alone need {sizes.full(kept(estimate) - report.gpu_memory_bytes)} more"
-    return "peak unknown"
 
 
 def tokens_per_second(estimate: StrategyEstimate) -> str:

@@ -1,4 +1,4 @@
-"""A job's phases in words: what each takes, how to load and to save, and which phase fails."""
+"""A job's phases in words: what each takes, how to load and to save."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from fsdp_advisor.memory.job import JobPeaks, PhasePeak
 from fsdp_advisor.memory.saving import Files
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.verdict import PHASE_NAMES
 
 if TYPE_CHECKING:
-    from fsdp_advisor.cli.figures import Sizes  # which names the failing phase with `failure`
-
-PHASE_NAMES = {"load": "load", "first_step": "first step", "steady_step": "steady step", "save": "save"}
+    from fsdp_advisor.cli.figures import Sizes
 
 
 def job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
@@ -19,9 +18,11 @@ def job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
     job, overhead = estimate.job, estimate.overhead
     if job is None or overhead is None:
         return []
+    beside = _beside_tensors(estimate, sizes)
     low, high = sizes.near(overhead.low_bytes), sizes.near(overhead.high_bytes)
     parts = ", ".join(part.name for part in overhead.parts)
     return [
+        *beside,
         f"The job on each GPU: {_by_phase(job, sizes)}",
         f"Beside PyTorch's memory: {low} to {high} ({parts})",
         f"Loading ({job.loading.way}): {_on_host(job.phases['load'], sizes)}; {job.loading.how}",
@@ -31,18 +32,21 @@ def job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
     ]
 
 
-def failure(report: Report, estimate: StrategyEstimate, sizes: Sizes) -> str | None:
-    """Which phase of the job fails, where it is not the step's tensors alone that are too large."""
-    job, overhead = estimate.job, estimate.overhead
-    if job is None or overhead is None or job.fails is None:
-        return None
-    gpu_bytes = job.phases[job.fails].gpu_bytes or 0
-    short = gpu_bytes + overhead.low_bytes - report.gpu_memory_bytes
-    name = PHASE_NAMES[job.fails]
-    if short <= 0:
-        return f"{name} fails: the node's memory is too small"
-    beside = " beside CUDA and NCCL" if gpu_bytes <= report.gpu_memory_bytes else ""
-    return f"{name} fails: needs {sizes.full(short)} more{beside}"
+def _beside_tensors(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
+    """From tensors to what nvidia-smi shows."""
+    taken, reserved = estimate.allocated, estimate.reserved
+    if taken is None:
+        return []
+    parts = f"tensors {sizes.full(taken.tensor_bytes)}, kernels' scratch {sizes.near(taken.scratch_bytes)}, "
+    parts += f"cuBLAS {sizes.near(taken.workspace_bytes)}"
+    lines = [f"Allocated on a GPU: {sizes.full(estimate.peak_allocated_bytes or 0)} ({parts})"]
+    if reserved is not None and estimate.verdict is not None:
+        least, most = estimate.verdict.least_bytes, estimate.verdict.most_bytes
+        lines.append(
+            f"Reserved: {sizes.full(reserved.reserved_peak_bytes)}, of which {sizes.near(reserved.unused_bytes)} unused; "
+            f"on the device {sizes.full(least)} to {sizes.full(most)}"
+        )
+    return lines
 
 
 def _by_phase(job: JobPeaks, sizes: Sizes) -> str:

@@ -8,13 +8,12 @@ from fsdp_advisor.cli.figures import (
     UNKNOWN,
     Sizes,
     assumed,
-    kept,
     left_out,
     tokens_per_second,
-    verdict,
     warnings,
 )
 from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.verdict import in_words
 
 
 def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
@@ -28,9 +27,9 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
     for e in report.estimates:
         peak = UNKNOWN if e.peak_tensor_bytes is None else sizes.full(e.peak_tensor_bytes)
         if not known:
-            figures = [sizes.full(kept(e))]
+            figures = [sizes.full(e.kept_bytes)]
         elif e.at_peak is None:
-            figures = [peak, sizes.full(kept(e)), *[UNKNOWN] * (len(PARTS) - 1)]
+            figures = [peak, sizes.full(e.kept_bytes), *[UNKNOWN] * (len(PARTS) - 1)]
         else:
             figures = [peak, *(sizes.full(p.of(e.at_peak)) for p in PARTS)]
         host = sizes.full(e.host_bytes_per_node) if e.host_bytes_per_node else NONE
@@ -41,7 +40,7 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
                 *figures,
                 *([tokens_per_second(e)] if timed else []),
                 host,
-                verdict(report, e, sizes),
+                in_words(report, e, sizes.full),
             ]
         )
     blocks = [

@@ -33,6 +33,8 @@ HELP: dict[str, str] = {
     "activation_checkpointing": "Recompute each layer in backward.",
     "attention": "Attention implementation.",
     "backward_prefetch": "FSDP1's BackwardPrefetch.",
+    "reserved": "Also what the caching allocator reserves, fragmentation included: its own rules, walked through the job's steps.",
+    "allocator_conf": "The allocator's settings as in PYTORCH_ALLOC_CONF, such as expandable_segments:True; implies --reserved.",
     "wrap": "FSDP2's units: each layer and the root, or all in one, which saves nothing while it computes.",
     "framework": "What prepares the model and runs the loop: each wraps, casts and accumulates in its own way.",
     "global_batch_size": "Sequences per optimizer step over all ranks; micro-batch and accumulation are chosen to make it.",
@@ -107,6 +109,11 @@ def _parameters(kind: type[EstimateRequest]) -> list[inspect.Parameter]:
     result = []
     for name, field in kind.model_fields.items():
         text = HELP.get(name, field.description or "")
+        if field.annotation is bool:
+            flag = typer.Option(dashed(name), help=text)
+            switch = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, flag])
+            result.append(switch)
+            continue
         if name in getattr(kind, "SEARCHED", ()):
             text += " [default: searched]"
         elif field.default is not None and not field.is_required():

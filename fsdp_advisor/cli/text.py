@@ -13,15 +13,14 @@ from fsdp_advisor.cli.figures import (
     Part,
     Sizes,
     assumed,
-    kept,
     left_out,
     tokens_per_second,
-    verdict,
     warnings,
 )
 from fsdp_advisor.cli.output import Screen
 from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.verdict import in_words
 
 BAR_WIDTHS = (8, 24)
 """The narrowest bar that tells anything, and the widest that tells more."""
@@ -68,13 +67,13 @@ def _columns(report: Report, sizes: Sizes) -> list[Column]:
             Column(name, [sizes.bare(e.states[name]) for e in estimates], right=True, rank=2)
             for name in ("parameters", "gradients", "optimizer")
         ]
-        columns.append(Column("states", [sizes.bare(kept(e)) for e in estimates], right=True))
+        columns.append(Column("states", [sizes.bare(e.kept_bytes) for e in estimates], right=True))
     if any(e.step is not None for e in estimates):
         columns.append(Column(SPEED, [tokens_per_second(e) for e in estimates], right=True, rank=1))
     host = [sizes.bare(e.host_bytes_per_node) if e.host_bytes_per_node else NONE for e in estimates]
     if any(cell != NONE for cell in host):
         columns.append(Column("host", host, right=True))
-    verdicts = [Text(verdict(report, e, sizes), style=_STYLE[e.fits]) for e in estimates]
+    verdicts = [Text(in_words(report, e, sizes.full), style=_STYLE[e.fits]) for e in estimates]
     return [*columns, Column("verdict", verdicts)]
 
 
@@ -85,7 +84,7 @@ def _or_unknown(n_bytes: int | None, sizes: Sizes) -> str:
 def _part(part: Part, estimate: StrategyEstimate, sizes: Sizes) -> str:
     if estimate.at_peak is not None:
         return sizes.bare(part.of(estimate.at_peak))
-    return sizes.bare(kept(estimate)) if part is _STATES else UNKNOWN
+    return sizes.bare(estimate.kept_bytes) if part is _STATES else UNKNOWN
 
 
 def _table(report: Report, columns: list[Column], screen: Screen) -> str:
@@ -100,7 +99,7 @@ def _table(report: Report, columns: list[Column], screen: Screen) -> str:
 
 def _bar(report: Report, estimate: StrategyEstimate, width: int, screen: Screen) -> Text:
     if estimate.at_peak is None:
-        parts = [(_STATES, kept(estimate))]
+        parts = [(_STATES, estimate.kept_bytes)]
     else:
         parts = [(part, part.of(estimate.at_peak)) for part in PARTS]
     return bar(parts, report.gpu_memory_bytes, width, screen)
@@ -116,10 +115,10 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
         else:
             made = ", ".join(f"{name} {sizes.bare(n)}" for name, n in e.states.items() if n)
         peak = e.peak_tensor_bytes
-        head = f"peak {sizes.full(peak)}" if peak is not None else f"states alone {sizes.full(kept(e))}"
+        head = f"peak {sizes.full(peak)}" if peak is not None else f"states alone {sizes.full(e.kept_bytes)}"
         speed = f"; {tokens_per_second(e)} tokens/s per GPU" if e.step is not None else ""
         host = f"; host {sizes.full(e.host_bytes_per_node)} per node" if e.host_bytes_per_node else ""
-        judged = Text(wrap(f"{e.label}: {verdict(report, e, sizes)}", screen), style=_STYLE[e.fits])
+        judged = Text(wrap(f"{e.label}: {in_words(report, e, sizes.full)}", screen), style=_STYLE[e.fits])
         lines = [
             paint(judged, screen),
             paint(Text("  ") + _bar(report, e, min(screen.width - 2, 2 * BAR_WIDTHS[1]), screen), screen),

@@ -83,12 +83,6 @@ RCCL_FIRST_BYTES = (512 * _MIB, 1280 * _MIB)
 RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
 """Context and first communicator on AMD: about 1 GiB; each further one about 0.65 GiB (Lumi-supercomputer/LUMI-AI-Guide#111)."""
 
-WORKSPACE_BYTES = {"hopper": 2 * 32 * _MIB, "blackwell": 2 * 32 * _MIB}
-WORKSPACE_BYTES_ELSEWHERE = 2 * 8320 * 1024
-"""cuBLAS's workspaces come out of PyTorch's segments, so they are part of the allocated figure and not of this overhead; they
-are what an estimate that knows tensors only may add. One for cuBLAS and one for cuBLASLt.
-Source: ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize; two of 32 MiB on an H100 in pytorch/pytorch#144397."""
-
 RESERVED_PER_ALLOCATED = 1.39
 """The most that PyTorch was seen to reserve per byte in use without being asked to share the GPU: 9.18 GiB for 6.61 (FSDP on
 RTX 3080, huggingface/trl#3436), 82 GB for 60 (FSDP2 on H100, pytorch/pytorch#147179)."""
@@ -116,6 +110,10 @@ class DeviceOverhead:
     @property
     def high_bytes(self) -> int:
         return sum(part.high_bytes for part in self.parts)
+
+    @property
+    def middle_bytes(self) -> int:
+        return (self.low_bytes + self.high_bytes) // 2
 
 
 def communicators(plan: Plan) -> tuple[int, int]:
@@ -182,30 +180,26 @@ def _part(name: str, ends: tuple[int, int]) -> Part:
 
 # What fits
 
-Figure = Literal["peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes"]
+Figure = Literal["peak_allocated_bytes", "peak_reserved_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a job fits, by the best figure known. `fits` is None where that figure leaves it open.
+    """Whether a job fits, by the best figure known. `certain` is None where that figure leaves it open.
 
-    `least_bytes` and `most_bytes` are what nvidia-smi would show; where only tensors or allocated bytes are known the upper
-    end allows for the worst reserved memory seen.
+    `least_bytes` and `most_bytes` are what nvidia-smi would show; where only allocated bytes are known the upper end allows
+    for the worst reserved memory seen. `needed_bytes` is the figure known, with the middle of what CUDA and NCCL take.
     """
 
-    fits: bool | None
-    fits_by: Figure
+    by: Figure
+    certain: bool | None
+    needed_bytes: int
     least_bytes: int
     most_bytes: int
 
 
 def verdict(
-    overhead: DeviceOverhead,
-    gpu: Gpu,
-    *,
-    tensor_bytes: int,
-    allocated_bytes: int | None = None,
-    reserved_bytes: int | None = None,
+    overhead: DeviceOverhead, gpu: Gpu, *, allocated_bytes: int, reserved_bytes: int | None = None
 ) -> Verdict:
     """The device figure against what the driver offers.
 
@@ -216,18 +210,18 @@ def verdict(
     >>> from fsdp_advisor.plan import Plan
     >>> gpu = find_gpu("H100")
     >>> overhead = device_overhead(gpu, Plan(strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=1))
-    >>> [verdict(overhead, gpu, tensor_bytes=n * 2**30).fits for n in (40, 70, 79)]
+    >>> [verdict(overhead, gpu, allocated_bytes=n * 2**30).certain for n in (40, 70, 79)]
     [True, None, False]
     """
-    figure: Figure
-    if reserved_bytes is not None:
-        figure, least, most = "peak_reserved_bytes", reserved_bytes, reserved_bytes
-    elif allocated_bytes is not None:
-        figure, least, most = "peak_allocated_bytes", allocated_bytes, int(allocated_bytes * RESERVED_PER_ALLOCATED)
-    else:
-        workspaces = WORKSPACE_BYTES.get(gpu.architecture or "hopper", WORKSPACE_BYTES_ELSEWHERE)
-        figure, least = "peak_tensor_bytes", tensor_bytes
-        most = int((tensor_bytes + workspaces) * RESERVED_PER_ALLOCATED)
-    least, most = least + overhead.low_bytes, most + overhead.high_bytes
-    fits = False if least > gpu.memory_bytes else True if most <= gpu.memory_bytes else None
-    return Verdict(fits=fits, fits_by=figure, least_bytes=least, most_bytes=most)
+    figure: Figure = "peak_allocated_bytes" if reserved_bytes is None else "peak_reserved_bytes"
+    known = allocated_bytes if reserved_bytes is None else reserved_bytes
+    most = int(allocated_bytes * RESERVED_PER_ALLOCATED) if reserved_bytes is None else reserved_bytes
+    least, most = known + overhead.low_bytes, most + overhead.high_bytes
+    certain = False if least > gpu.memory_bytes else True if most <= gpu.memory_bytes else None
+    return Verdict(
+        by=figure,
+        certain=certain,
+        needed_bytes=known + overhead.middle_bytes,
+        least_bytes=least,
+        most_bytes=most,
+    )

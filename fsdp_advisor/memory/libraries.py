@@ -18,10 +18,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.held import round_up
-from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.schedules import schedule_for
-from fsdp_advisor.memory.score import compile_tape
-from fsdp_advisor.memory.wrapping import marked
+from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 
@@ -81,20 +78,9 @@ def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int)
     `max_memory_allocated` counts whole blocks, which may exceed that by up to 1 MiB each where the large pool leaves a block
     unsplit: `allocator.reserve` has that figure.
     """
-    peaks = []
-    for scratch in (False, True):
-        schedule = schedule_for(profile, plan)
-        score = compile_tape(
-            profile,
-            marked(profile, tape, plan),
-            plan.micro_batch_size,
-            plan.seq_len,
-            grad_marks=schedule.grad_marks,
-            scratch=scratch,
-        )
-        peaks.append(replay(profile, score, schedule, plan.gradient_accumulation_steps).peak)
+    tensors = replayed(profile, tape, plan).peak
     return Allocated(
-        tensor_bytes=peaks[0],
-        scratch_bytes=peaks[1] - peaks[0],
+        tensor_bytes=tensors,
+        scratch_bytes=replayed(profile, tape, plan, scratch=True).peak - tensors,
         workspace_bytes=WORKSPACES * round_up(workspace_bytes),
     )

@@ -107,13 +107,12 @@ def test_more_nodes_take_more() -> None:
 def test_verdicts(n_bytes: int, gpu: object) -> None:
     """Knowing more never turns a certain answer round, and the range holds what is known."""
     overhead = device_overhead(gpu, plan())  # type: ignore[arg-type]  # a Gpu
-    tensors = verdict(overhead, gpu, tensor_bytes=n_bytes)  # type: ignore[arg-type]
-    reserved = verdict(overhead, gpu, tensor_bytes=n_bytes, reserved_bytes=n_bytes)  # type: ignore[arg-type]
-    assert tensors.least_bytes == reserved.least_bytes <= reserved.most_bytes <= tensors.most_bytes
-    if tensors.fits is not None:
-        assert reserved.fits is tensors.fits
-    assert reserved.fits_by == "peak_reserved_bytes"
-    assert tensors.fits_by == "peak_tensor_bytes"
+    known = verdict(overhead, gpu, allocated_bytes=n_bytes)  # type: ignore[arg-type]
+    walked = verdict(overhead, gpu, allocated_bytes=n_bytes, reserved_bytes=n_bytes)  # type: ignore[arg-type]
+    assert known.least_bytes == walked.least_bytes <= walked.needed_bytes <= walked.most_bytes <= known.most_bytes
+    if known.certain is not None:
+        assert walked.certain is known.certain
+    assert (known.by, walked.by) == ("peak_allocated_bytes", "peak_reserved_bytes")
 
 
 def test_between_certain_answers_it_is_open() -> None:
@@ -127,4 +126,4 @@ def test_between_certain_answers_it_is_open() -> None:
         gpu.memory_bytes - overhead.low_bytes + 1: False,
     }
     for n_bytes, fits in figures.items():
-        assert verdict(overhead, gpu, tensor_bytes=n_bytes, allocated_bytes=n_bytes).fits is fits
+        assert verdict(overhead, gpu, allocated_bytes=n_bytes).certain is fits

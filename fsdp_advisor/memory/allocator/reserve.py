@@ -16,9 +16,7 @@ from fsdp_advisor.memory.allocator.trace import Steps, Trace
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.libraries import WORKSPACES
 from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.schedules import schedule_for
-from fsdp_advisor.memory.score import compile_tape
-from fsdp_advisor.memory.wrapping import marked
+from fsdp_advisor.memory.step import composed
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 
@@ -114,15 +112,7 @@ def reserve(
 
 def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0) -> Steps:
     """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included."""
-    schedule = schedule_for(profile, plan)
-    score = compile_tape(
-        profile,
-        marked(profile, tape, plan),
-        plan.micro_batch_size,
-        plan.seq_len,
-        grad_marks=schedule.grad_marks,
-        scratch=True,
-    )
+    schedule, score = composed(profile, tape, plan, scratch=True)
     trace = Trace(profile, score)
     replay(profile, score, schedule, plan.gradient_accumulation_steps, trace)
     workspaces = (round_up(workspace_bytes),) * WORKSPACES if workspace_bytes else ()
