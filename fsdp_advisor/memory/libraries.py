@@ -74,21 +74,25 @@ class Allocated:
         return self.tensor_bytes + self.scratch_bytes + self.workspace_bytes
 
 
-def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int) -> Allocated:
+def allocated(
+    profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int, tensor_bytes: int | None = None
+) -> Allocated:
     """What is allocated at the highest, each storage rounded up to 512; `workspace_bytes` is that of one workspace.
 
-    `max_memory_allocated` counts whole blocks, which may exceed that by up to 1 MiB each where the large pool leaves a block
-    unsplit: `allocator.reserve` has that figure.
+    `tensor_bytes` is the tensors' peak on the same tape, for who knows it already. `max_memory_allocated` counts whole blocks,
+    which may exceed this by up to 1 MiB each where the large pool leaves a block unsplit: `allocator.reserve` has that figure.
     """
-    peaks = []
-    for scratch in (False, True):
+
+    def peak(*, scratch: bool) -> int:
         schedule = schedule_for(profile, plan)
         score = compile_tape(
             profile, tape, plan.micro_batch_size, plan.seq_len, grad_marks=schedule.grad_marks, scratch=scratch
         )
-        peaks.append(replay(profile, score, schedule, plan.gradient_accumulation_steps).peak)
+        return replay(profile, score, schedule, plan.gradient_accumulation_steps).peak
+
+    tensors = peak(scratch=False) if tensor_bytes is None else tensor_bytes
     return Allocated(
-        tensor_bytes=peaks[0],
-        scratch_bytes=peaks[1] - peaks[0],
+        tensor_bytes=tensors,
+        scratch_bytes=peak(scratch=True) - tensors,
         workspace_bytes=WORKSPACES * round_up(workspace_bytes),
     )
