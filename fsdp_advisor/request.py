@@ -61,7 +61,9 @@ class EstimateRequest(BaseModel):
         if not isinstance(values, dict):
             return values
         return {
-            name: (value.strip() if name in ("model", "gpu", "interconnect", "allocator_conf") else value.strip().lower())
+            name: (
+                value.strip() if name in ("model", "gpu", "interconnect", "allocator_conf") else value.strip().lower()
+            )
             if isinstance(value, str)
             else value
             for name, value in values.items()

@@ -98,9 +98,7 @@ class Resolved:
         return tape
 
 
-def resolve(
-    name: str, *, allow_hub: bool = True, allow_paths: bool = True, allow_recording: bool = True
-) -> Resolved:
+def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allow_recording: bool = True) -> Resolved:
     """The model that `name` means.
 
     In order: a catalogued id or alias; a file or directory on disk (if `allow_paths`); a bare parameter count; the hub (if

@@ -112,7 +112,7 @@ def estimate(
     destination = Destination(path=output, force=force)
     form = _format(format, json)
     destination.check()
-    report = answer(request, explain=explain is not None)
+    report = answer(request, explain=explain is not None, settle=True)
     for remark in report.notes:
         note(remark, quiet=quiet)
     records = None

@@ -37,7 +37,9 @@ def explanation(report: Report, estimate: StrategyEstimate, screen: Screen) -> s
         blocks[0] += "\n" + wrap(f"Highest by phase: {phases}", screen, indent="  ")
         blocks.append(_live_set(estimate, sizes, screen))
     lines = [
-        f"Kept from step to step: {sizes.near(estimate.kept_bytes)} ({states})" if states else "Nothing is kept on the GPU"
+        f"Kept from step to step: {sizes.near(estimate.kept_bytes)} ({states})"
+        if states
+        else "Nothing is kept on the GPU"
     ]
     lines = [*([line] if (line := loss_line(estimate)) else []), *lines, *host_lines(estimate, sizes)]
     lines += job_lines(estimate, sizes)

@@ -111,7 +111,9 @@ def _parameters(kind: type[EstimateRequest]) -> list[inspect.Parameter]:
         text = HELP.get(name, field.description or "")
         if field.annotation is bool:
             flag = typer.Option(dashed(name), help=text)
-            switch = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, flag])
+            switch = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, flag]
+            )
             result.append(switch)
             continue
         if name in getattr(kind, "SEARCHED", ()):

@@ -198,9 +198,7 @@ class Verdict:
     most_bytes: int
 
 
-def verdict(
-    overhead: DeviceOverhead, gpu: Gpu, *, allocated_bytes: int, reserved_bytes: int | None = None
-) -> Verdict:
+def verdict(overhead: DeviceOverhead, gpu: Gpu, *, allocated_bytes: int, reserved_bytes: int | None = None) -> Verdict:
     """The device figure against what the driver offers.
 
     Certainly no: the least that is needed is more than there is. Certainly yes: the most is less. Between them it is open,

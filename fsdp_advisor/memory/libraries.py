@@ -75,7 +75,7 @@ class Allocated:
 def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int) -> Allocated:
     """What is allocated at the highest, each storage rounded up to 512; `workspace_bytes` is that of one workspace.
 
-    `max_memory_allocated` counts whole blocks, which may exceed that by up to 1 MiB each where the large pool leaves a block
+    `max_memory_allocated` counts whole blocks, which may exceed this by up to 1 MiB each where the large pool leaves a block
     unsplit: `allocator.reserve` has that figure.
     """
     tensors = replayed(profile, tape, plan).peak

@@ -16,7 +16,7 @@ from math import prod
 
 from fsdp_advisor.memory import deepspeed, optimizers
 from fsdp_advisor.memory.held import round_up
-from fsdp_advisor.memory.replay import AT_ROOT
+from fsdp_advisor.memory.ledger import AT_ROOT
 from fsdp_advisor.memory.schedules.fsdp1 import flat_elements
 from fsdp_advisor.memory.schedules.fsdp2 import shard_shape
 from fsdp_advisor.memory.schedules.units import per_unit, places

@@ -34,9 +34,7 @@ def composed(
 
 
 @lru_cache(maxsize=4096)
-def replayed(
-    profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False
-) -> Ledger:
+def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Ledger:
     """A plan's steady step, as `composed`."""
     schedule, score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
     return replay(profile, score, schedule, plan.gradient_accumulation_steps)

@@ -18,7 +18,7 @@ from fsdp_advisor import hub
 from fsdp_advisor.errors import UnknownModel
 from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved
 from fsdp_advisor.report import Report
-from fsdp_advisor.resolve import NAMES_HINT, Resolved, resolve
+from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.server.questions import PASTED, Question
 from fsdp_advisor.server.recordings import Recordings
 from fsdp_advisor.server.replies import HOUR, reply, tag
@@ -119,9 +119,7 @@ class Answers:
             return await self._recordings.resolved(question.config.encode(), PASTED, "config", question.request)
         name = question.request.model
         try:
-            return await self._apart(
-                lambda: resolve(name, allow_hub=False, allow_paths=False, allow_recording=False)
-            )
+            return await self._apart(lambda: resolve(name, allow_hub=False, allow_paths=False, allow_recording=False))
         except UnknownModel:
             if not self._settings.allow_hub or not hub.can_be_repo_id(name):
                 raise

@@ -23,7 +23,10 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     408: {"model": Problem, "description": "The request took too long to arrive"},
     413: {"model": Problem, "description": "The body is too large"},
     422: {"model": Problem, "description": "Impossible values, or a configuration that describes no model"},
-    503: {"model": Problem, "description": "More requests than are answered at once; Retry-After says when to ask again"},
+    503: {
+        "model": Problem,
+        "description": "More requests than are answered at once; Retry-After says when to ask again",
+    },
 }
 _CHANGED = {304: {"description": "Not changed since the ETag that was sent"}}
 

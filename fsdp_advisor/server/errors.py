@@ -87,7 +87,7 @@ def explained(errors: Sequence[Any]) -> AdvisorError:
     """The first of FastAPI's complaints, in the words of the command line."""
     first = dict(errors[0])
     if first["type"] == "json_invalid":
-        return AdvisorError("the body is not valid JSON", hint="send an object such as {\"model\": \"7B\", \"gpus\": 8}")
+        return AdvisorError("the body is not valid JSON", hint='send an object such as {"model": "7B", "gpus": 8}')
     place, *names = first["loc"]
     if not names and place == "body":
         return AdvisorError("the body is not a JSON object", hint="with Content-Type: application/json")

@@ -29,7 +29,9 @@ async def healthz(response: Response) -> Health:
     return Health(status="up")
 
 
-@router.get("/readyz", summary="Whether the catalog is loaded", response_model=Ready, responses={503: {"model": Problem}})
+@router.get(
+    "/readyz", summary="Whether the catalog is loaded", response_model=Ready, responses={503: {"model": Problem}}
+)
 async def readyz(response: Response) -> Ready | Response:
     try:
         models = len(await run_in_threadpool(catalog.entries))

@@ -56,7 +56,10 @@ def surround(app: FastAPI, settings: Settings) -> None:
     app.add_middleware(Limits, settings=settings, metrics=metrics)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["Content-Type"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Content-Type"],
         )
     app.add_middleware(SecurityHeaders)
     app.add_middleware(Observation, metrics=metrics)
@@ -149,7 +152,9 @@ class Limits:
         try:
             whole = await self._whole(scope, receive)
             if isinstance(whole, Refused):
-                return await problem(whole.status, whole.error, whole.hint, {"Connection": "close"})(scope, receive, send)
+                return await problem(whole.status, whole.error, whole.hint, {"Connection": "close"})(
+                    scope, receive, send
+                )
             return await self.app(scope, whole, send)
         finally:
             self.in_flight -= 1

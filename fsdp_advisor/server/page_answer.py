@@ -15,9 +15,10 @@ from fsdp_advisor.resolve import Resolved
 from fsdp_advisor.server import page_drawings as drawings
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import alive, figures, left_out, warnings
-from fsdp_advisor.server.page_words import TIMES, job, kept, verdict
+from fsdp_advisor.server.page_words import TIMES, job
 from fsdp_advisor.speed import Interval
 from fsdp_advisor.units import format_gib, format_speed
+from fsdp_advisor.verdict import in_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def _like(asked: EstimateRequest, winner: Candidate) -> EstimateRequest:
 
 def nearest(report: Report) -> StrategyEstimate:
     """The row that needs least."""
-    return min(report.estimates, key=lambda e: kept(e) if e.needed_bytes is None else e.needed_bytes)
+    return min(report.estimates, key=lambda e: e.kept_bytes if e.needed_bytes is None else e.needed_bytes)
 
 
 def view(found: Answer, config: str | None = None) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
     recommendation, report, chosen = found.recommendation, found.report, found.chosen
     files = exports(report, chosen, config)
     return {
-        "title": f"{_name(chosen)}, {verdict(report, chosen)}: {report.model_name} - fsdp-advisor",
+        "title": f"{_name(chosen)}, {in_words(report, chosen)}: {report.model_name} - fsdp-advisor",
         "problem": None,
         "lasting": report.model_source != "hub",  # what the hub says may change at any time
         "fits": recommendation.fits,
@@ -153,14 +154,16 @@ def says(found: Answer) -> str:
     where = f"{ranks}{TIMES}{report.gpu_name}" if ranks > 1 else f"one {report.gpu_name}"
     has, need = report.gpu_memory_bytes, chosen.needed_bytes
     if winner is None:
-        needed = f"its states alone take {format_gib(kept(chosen))}" if need is None else f"it needs {format_gib(need)}"
+        needed = (
+            f"its states alone take {format_gib(chosen.kept_bytes)}" if need is None else f"it needs {format_gib(need)}"
+        )
         return f"Nothing fits on {where}. {_name(chosen)} comes nearest: {needed}, and a GPU has {format_gib(has)}."
     plan = winner.plan
     how = f", micro-batch {plan.micro_batch_size}"
     how += f", {plan.gradient_accumulation_steps} of them a step" if plan.gradient_accumulation_steps > 1 else ""
     how += ", with activation checkpointing" if plan.activation_checkpointing == "full" else ""
     if need is None:
-        return f"{_name(chosen)}{how}: its states take {format_gib(kept(chosen))} of {format_gib(has)} on each of {where}; the peak is not known."
+        return f"{_name(chosen)}{how}: its states take {format_gib(chosen.kept_bytes)} of {format_gib(has)} on each of {where}; the peak is not known."
     speed = winner.tokens_per_second_per_gpu
     fast = f", and each trains about {format_speed(speed)}" if speed else ""
     return f"{_name(chosen)}{how}: it peaks at {format_gib(need)} of the {format_gib(has)} on each of {where}{fast}."

@@ -24,8 +24,8 @@ from fsdp_advisor.charts import (
     stream_timeline,
 )
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.server.page_words import kept, verdict
 from fsdp_advisor.speed import Interval
+from fsdp_advisor.verdict import in_words
 
 WIDE, NARROW = 960, 350
 """The two widths every chart is laid out for, in pixels: the page's column, and a phone's."""
@@ -86,13 +86,13 @@ def bars(report: Report, chosen: StrategyEstimate) -> Drawing:
         if e.at_peak is not None and e.peak_tensor_bytes is not None:
             parts = part_bytes(e.at_peak, max(0, (e.needed_bytes or 0) - e.peak_tensor_bytes))
         else:
-            parts = ((PARTS[0], kept(e)),)
+            parts = ((PARTS[0], e.kept_bytes),)
         drawn.append(
             Bar(
                 label=e.label,
                 backend=e.plan.backend,
                 parts=parts,
-                verdict=verdict(report, e),
+                verdict=in_words(report, e),
                 fits=e.fits,
                 chosen=e is chosen,
                 complete=e.at_peak is not None,

@@ -10,7 +10,7 @@ from fsdp_advisor.estimator import estimate
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server import page_drawings
 from fsdp_advisor.server.page_figures import alive
-from fsdp_advisor.server.page_words import TIMES, kept
+from fsdp_advisor.server.page_words import TIMES
 from fsdp_advisor.units import format_count, format_gib
 
 EXAMPLE: dict[str, Any] = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3"}
@@ -75,9 +75,9 @@ def _rule(job: dict[str, Any]) -> dict[str, Any]:
         "where": f"{report.request.gpus}{TIMES}{report.gpu_name}",
         "batch": f"{report.request.micro_batch_size}{TIMES}{report.seq_len:,}",
         "by_name": named.label,
-        "by_name_needs": format_gib(kept(named) if named.needed_bytes is None else named.needed_bytes),
+        "by_name_needs": format_gib(named.kept_bytes if named.needed_bytes is None else named.needed_bytes),
         "by_name_fits": named.fits,
         "zero3_by_thumb": format_gib(by_thumb),
-        "zero3_needs": format_gib(kept(sharded) if sharded.needed_bytes is None else sharded.needed_bytes),
+        "zero3_needs": format_gib(sharded.kept_bytes if sharded.needed_bytes is None else sharded.needed_bytes),
         "first_that_fits": fitting.label if fitting else None,
     }

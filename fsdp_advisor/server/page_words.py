@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.units import format_count, format_gib
+from fsdp_advisor.report import Report
+from fsdp_advisor.units import format_count
 
 TIMES = " \u00d7 "
 
@@ -24,19 +24,3 @@ def job(report: Report) -> list[str]:
         words.append(f"{request.gradient_accumulation_steps} micro-batches a step")
     words.append(f"{request.activation_checkpointing.replace('none', 'no')} activation checkpointing")
     return words
-
-
-def verdict(report: Report, estimate: StrategyEstimate) -> str:
-    """Whether it fits, and by how much."""
-    need = estimate.needed_bytes
-    if need is not None:
-        room = report.gpu_memory_bytes - need
-        return f"fits, {format_gib(room)} free" if estimate.fits else f"needs {format_gib(-room)} more"
-    if estimate.fits is False:
-        return f"states alone need {format_gib(kept(estimate) - report.gpu_memory_bytes)} more"
-    return "peak unknown"
-
-
-def kept(estimate: StrategyEstimate) -> int:
-    """What stays on the GPU from step to step."""
-    return sum(estimate.states.values())

@@ -14,7 +14,12 @@ PASTED = "config.json"
 """What a pasted configuration is called in the answer."""
 
 _EXPLAIN = "Add each strategy's timeline, and its peak with a fused loss."
-_EXAMPLE: dict[str, Any] = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB", "precision": "bf16-mixed"}
+_EXAMPLE: dict[str, Any] = {
+    "model": "meta-llama/Llama-2-7b-hf",
+    "gpus": 4,
+    "gpu": "A100-40GB",
+    "precision": "bf16-mixed",
+}
 
 
 @dataclass(frozen=True, slots=True)

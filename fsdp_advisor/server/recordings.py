@@ -126,7 +126,10 @@ class Recordings:
             head, blob = await self._process.ask(job)
         except RecorderDied as died:
             self._process = None
-            head, blob = {"refused": {"kind": "NotRecordable", "message": f"{job['name']}: {died}", "hint": _SMALLER}}, b""
+            head, blob = (
+                {"refused": {"kind": "NotRecordable", "message": f"{job['name']}: {died}", "hint": _SMALLER}},
+                b"",
+            )
         except BaseException:  # the asker has gone: the process is in the middle of something
             await self.close()
             raise

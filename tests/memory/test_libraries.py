@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import replayed
+from fsdp_advisor.memory.allocator import traced
+from fsdp_advisor.memory.allocator.trace import Trace
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
-from fsdp_advisor.models.profile import Variant
+from fsdp_advisor.memory.replay import replay
+from fsdp_advisor.memory.schedules import schedule_for
+from fsdp_advisor.memory.score import compile_tape
+from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.resolve import resolve
 
@@ -49,15 +57,35 @@ def test_real_attention(attention: str, precision: str, capability: tuple[int, i
     assert real_attention(variant, capability).attention == becomes
 
 
-def test_allocated_counts_scratch_and_workspaces() -> None:
-    """Where the highest point lies in a layer's backward, the flash kernel's fp32 accumulator of dq stands on it."""
+def flash_job() -> tuple[Profile, Tape, Plan]:
     profile = resolve("meta-llama/Llama-3.2-1B").profile
     assert profile is not None
-    tape = profile.tapes[Variant("fsdp2", "bf16-mixed", "flash_attention_2", "full", False).key]
     plan = Plan(
-        strategy="zero3", backend="fsdp2", shard_degree=4, seq_len=8192, micro_batch_size=1,
-        attention="flash_attention_2", activation_checkpointing="full",
-    )  # fmt: skip
+        strategy="zero3",
+        backend="fsdp2",
+        shard_degree=4,
+        seq_len=2048,
+        micro_batch_size=1,
+        attention="flash_attention_2",
+    )
+    return profile, profile.tapes[Variant("fsdp2", "bf16-mixed", "flash_attention_2", "none", False).key], plan
+
+
+def test_scratch_is_walked_and_is_no_tensor() -> None:
+    """Per layer, with shared keys: the fp32 accumulator of dq, one fp32 per row and head, dk and dv of every query head."""
+    profile, tape, plan = flash_job()
+    schedule = schedule_for(profile, plan)
+    bare = Trace(profile, compile_tape(profile, tape, 1, 2048))
+    replay(profile, compile_tape(profile, tape, 1, 2048), schedule, 1, bare)
+    tensors = Counter(bare.steps(schedule.made_by_first_step).requests)
+    more = Counter(traced(profile, tape, plan).requests) - tensors
+    elements = 2048 * 32 * 64
+    assert more == {elements * 4: 16, 2048 * 32 * 4: 16, elements * 2: 32}
+
+
+def test_allocated_is_tensors_scratch_and_two_workspaces() -> None:
+    profile, tape, plan = flash_job()
     result = allocated(profile, tape, plan, workspace_bytes=cublas_workspace_bytes((9, 0)))
+    assert result.tensor_bytes == replayed(profile, tape, plan).peak
     assert result.peak_bytes == result.tensor_bytes + result.scratch_bytes + 2 * 32 * 2**20
-    assert result.scratch_bytes >= 0
+    assert allocated(profile, tape, plan, workspace_bytes=32 * 2**20, tensor_bytes=result.tensor_bytes) == result
