@@ -17,7 +17,7 @@ def in_words(report: Report, estimate: StrategyEstimate, full: Callable[[int], s
         return "peak unknown"
     if estimate.fits:
         if needs is None or needs > has:
-            return "fits, but slowly: see the warning"
+            return "fits, but slowly"
         return f"fits, {full(has - needs)} free"
     if needs is not None and needs > has:
         return f"needs {full(needs - has)} more"

@@ -142,11 +142,43 @@ def test_the_json_has_the_contracts_keys() -> None:
             "peak_reserved_bytes", "peak_device_bytes", "peak_phase", "phase_peaks", "states", "at_peak",
             "host_bytes_per_node", "tokens_per_second_per_gpu", "step_seconds", "not_modelled",
         } <= set(row)  # fmt: skip
-        for unknown in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
+        for unknown in ("peak_reserved_bytes", "peak_device_bytes"):
             assert row[unknown] is None
             assert any(unknown in reason for reason in row["not_modelled"])
+        assert row["peak_allocated_bytes"] == sum(row["allocated_breakdown"].values())
+        assert row["needed_bytes"] == row["peak_allocated_bytes"] + sum(row["device_overhead_bytes_range"]) // 2
+        assert row["headroom_bytes"] == report["gpu"]["memory_bytes"] - row["needed_bytes"]
+        assert row["fits"] is (row["headroom_bytes"] >= 0) and row["fits_by"] == "peak_allocated_bytes"
         assert row["step_seconds"] == sum(row["step_breakdown"].values()) > 0
         assert set(row["at_peak"]) == set(ACCOUNTS)
+
+
+def test_reserved_memory_is_walked_when_asked_and_where_it_decides() -> None:
+    job = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"}
+    asked = estimate(**job, reserved=True)
+    settled = estimate(**job, settle=True)
+    for full, row, cheap in zip(asked.estimates, settled.estimates, estimate(**job).estimates, strict=True):
+        assert full.reserved is not None and full.verdict is not None and full.fits_by == "peak_device_bytes"
+        assert full.peak_tensor_bytes == row.peak_tensor_bytes == cheap.peak_tensor_bytes
+        assert (full.peak_allocated_bytes or 0) <= (full.peak_reserved_bytes or 0) < (full.peak_device_bytes or 0)
+        low, high = full.as_dict()["peak_device_bytes_range"]
+        assert low < (full.peak_device_bytes or 0) < high
+        open_ = cheap.verdict is not None and cheap.verdict.certain is None
+        assert (row.reserved is not None) is open_
+        assert row.fits is full.fits or not open_
+    walked = [row for row in settled.estimates if row.reserved is not None]
+    assert 0 < len(walked) < len(settled.estimates)
+
+
+def test_the_allocators_settings_change_what_is_reserved() -> None:
+    job = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "H100", "strategy": "zero2", "offload": "optimizer"}
+    (plain,), (expandable,) = (
+        estimate(**job, **conf).estimates
+        for conf in ({"reserved": True}, {"allocator_conf": "expandable_segments:True"})
+    )
+    assert (expandable.peak_reserved_bytes or 0) < (plain.peak_reserved_bytes or 0)
+    with pytest.raises(UsageError):
+        estimate(**job, allocator_conf="expandable_segment:True")
 
 
 REFUSED = [

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from fsdp_advisor.cli.selection import row_name
+from fsdp_advisor.estimator import NOT_WALKED
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_count, format_gib
@@ -168,7 +169,9 @@ def left_out(report: Report) -> str:
     """What no figure holds, in one line. What is left out of some rows only is named by `--explain`."""
     common = _common(report)
     more = [row_name(e) for e in report.estimates if len(reasons(e)) > len(common)]
-    return "; ".join([*common, *([f"more for {', '.join(more)}, see --explain"] if more else [])])
+    if more:
+        common.append(f"{'more for ' if common else 'what --explain says of '}{', '.join(more)}")
+    return "; ".join(common)
 
 
 def left_out_besides(report: Report, estimate: StrategyEstimate) -> list[str]:
@@ -183,8 +186,8 @@ def _common(report: Report) -> list[str]:
 
 
 def reasons(estimate: StrategyEstimate) -> list[str]:
-    """What the row's figures do not hold, without the names of the JSON keys."""
-    return [item.partition(": ")[2] or item for item in estimate.not_modelled]
+    """What the row's figures do not hold, without the names of the JSON keys; reserved memory is there for the asking."""
+    return [item.partition(": ")[2] or item for item in estimate.not_modelled if item != NOT_WALKED]
 
 
 def loss_line(estimate: StrategyEstimate) -> str:

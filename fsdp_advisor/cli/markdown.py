@@ -47,7 +47,7 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
         _escape(assumed(report, sizes)),
         "\n".join([_row(header), _row(["---", "---", *["---:"] * (len(header) - 3), "---"]), *map(_row, rows)]),
         *(f"Warning: {_escape(warning)}" for warning in warnings(report)),
-        f"Not in these figures: {_escape(left_out(report))}.",
+        *([f"Not in these figures: {_escape(omitted)}."] if (omitted := left_out(report)) else []),
     ]
     if explained is not None:
         from fsdp_advisor.cli.explain import explanation  # rich is not needed without it

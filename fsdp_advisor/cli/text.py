@@ -68,6 +68,9 @@ def _columns(report: Report, sizes: Sizes) -> list[Column]:
             for name in ("parameters", "gradients", "optimizer")
         ]
         columns.append(Column("states", [sizes.bare(e.kept_bytes) for e in estimates], right=True))
+    if report.request.reserved or report.request.allocator_conf:
+        walked = [_or_unknown(e.peak_reserved_bytes, sizes) for e in estimates]
+        columns.append(Column("reserved", walked, right=True, rank=1))
     if any(e.step is not None for e in estimates):
         columns.append(Column(SPEED, [tokens_per_second(e) for e in estimates], right=True, rank=1))
     host = [sizes.bare(e.host_bytes_per_node) if e.host_bytes_per_node else NONE for e in estimates]
@@ -133,13 +136,19 @@ def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool) -
     known = next((e for e in report.estimates if e.at_peak is not None), None)
     states = "States per GPU" + (", by the textbook" if sizes.decimal else "")
     what = "Peak per GPU, counting tensors" if known else states
-    speed = "tokens per second per GPU; " if speed_shown else ""
+    beside = (
+        "the verdict adds cuBLAS, CUDA, NCCL and, where that decides it, the allocator's fragmentation" if known else ""
+    )
+    speed = "tokens per second per GPU" if speed_shown else ""
     lines = [
         legend(PARTS if known else [_STATES], screen),
-        wrap(f"{what}, in {sizes.unit}; {speed}host memory per node.", screen),
+        wrap(
+            f"{'; '.join(p for p in (f'{what}, in {sizes.unit}', beside, speed, 'host memory per node') if p)}.", screen
+        ),
         *(wrap(f"warning: {warning}", screen, indent="  ") for warning in warnings(report)),
-        wrap(f"Not in these figures: {left_out(report)}.", screen, indent="  "),
     ]
+    if omitted := left_out(report):
+        lines.append(wrap(f"Not in these figures: {omitted}.", screen, indent="  "))
     if known:
         example = next((e for e in report.estimates if e.fits), known)
         lines.append(wrap(f"What is alive at the peak, and when: --explain {row_name(example)}", screen))

@@ -43,9 +43,9 @@ def test_a_pipe_gets_everything_uncoloured() -> None:
     text = ran.stdout.decode()
     assert "\x1b" not in text
     assert "…" not in text
-    assert text.count("ZeRO-") == 6
+    assert sum(line.startswith("ZeRO-") for line in text.splitlines()) == 6
     assert "free" in text
-    assert "activ." in text
+    assert "tokens/s" in text
 
 
 def test_colour_only_on_a_terminal_and_not_with_no_color() -> None:
