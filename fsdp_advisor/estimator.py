@@ -139,7 +139,32 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
     variant, tape = _taped(model, model.profile, plan)
-    return replayed(model.profile, _flash(model.profile, variant) or tape, plan).peak
+    return replayed(model.profile, _flash(model.profile, variant) or tape, plan, scratch=True).peak
+
+
+def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserved:
+    """A plan through the caching allocator, and whether it fits beside what CUDA and NCCL take. Cheaper than a whole row.
+
+    Its verdict is `fits` or `does_not_fit`: what runs only while cached memory is given back is not told from what does not.
+    """
+    assert model.profile is not None
+    variant, tape = _taped(model, model.profile, plan)
+    real = real_attention(variant, gpu.compute_capability)
+    room = gpu.memory_bytes - device_overhead(gpu, plan).middle_bytes
+    collects = conf.garbage_collection_threshold > 0  # what it reserves hangs on the limit
+    found = reserve(
+        model.profile,
+        model.profile.tapes.get(real.key) or tape,
+        plan,
+        conf=conf,
+        limit_bytes=room if collects else None,
+        device_bytes=gpu.memory_bytes,
+        workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
+    )
+    if collects:
+        return found
+    most = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
+    return replace(found, verdict="fits" if found.reserved_peak_bytes <= most else "does_not_fit")
 
 
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
@@ -277,7 +302,7 @@ def _estimate(
         states=states,
         host=host,
         overhead=overhead,
-        phase_peaks=replayed(profile, real_tape, plan).phase_peaks,
+        phase_peaks=replayed(profile, real_tape, plan, scratch=True).phase_peaks,
     )
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
     step = step_of(profile, variant, tape, plan, gpu)
@@ -300,7 +325,7 @@ def _estimate(
         peak_where=ledger.peak_where,
         phase_peaks=ledger.phase_peaks,
         states=kept,
-        at_peak=dict(zip(ACCOUNTS, ledger.at_peak, strict=True)),
+        at_peak=dict(zip(ACCOUNTS, ledger.at_peak, strict=False)),
         host_bytes_per_node=host.steady,
         host_loading_bytes_per_node=loading,
         fused_loss_peak_bytes=replayed(profile, tape, plan, fused_loss=True).peak if explain else None,

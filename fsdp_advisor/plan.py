@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.errors import UsageError
@@ -32,6 +32,11 @@ class Plan:
     backward_prefetch: str = "pre"
     framework: str = "torch"
     wrap: str = "layer"
+
+    @property
+    def any_batch(self) -> Plan:
+        """The plan for whatever does not depend on the batch, so that plans which differ in it alone share that."""
+        return replace(self, micro_batch_size=1, seq_len=1)
 
     @property
     def world_size(self) -> int:
@@ -157,22 +162,25 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     return [_plan(request, s, o, seq_len) for s, o in possible]
 
 
-def _refuse(request: EstimateRequest, strategy: str, backend: str) -> None:
-    """Raises UsageError for what a framework fails at, and for what is not known of a backend."""
-    prepared = request.framework in ("accelerate", "trainer")
-    if request.wrap == "none" and backend == "fsdp1":
-        raise UsageError(
+def refusal(
+    strategy: str, backend: str, *, framework: str, wrap: str, activation_checkpointing: str
+) -> UsageError | None:
+    """What a framework fails at, and what is not known of a backend."""
+    if wrap == "none" and backend == "fsdp1":
+        return UsageError(
             "backend fsdp1 is estimated with a unit per layer alone", hint="--backend fsdp2 has --wrap none"
         )
-    if request.wrap == "none" and backend == "fsdp2" and prepared and request.activation_checkpointing == "full":
-        raise UsageError(
+    prepared = framework in ("accelerate", "trainer")
+    if wrap == "none" and backend == "fsdp2" and prepared and activation_checkpointing == "full":
+        return UsageError(
             "accelerate checkpoints the layers that it wraps, and wrap none wraps none", hint="--wrap layer"
         )
-    if request.framework == "trainer" and backend == "fsdp1" and strategy != "zero3":
-        raise UsageError(
+    if framework == "trainer" and backend == "fsdp1" and strategy != "zero3":
+        return UsageError(
             f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
             hint="--backend fsdp2, or --framework accelerate",
         )
+    return None
 
 
 def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -> Plan:
@@ -196,7 +204,15 @@ def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
-    _refuse(request, strategy, backend)
+    refused = refusal(
+        strategy,
+        backend,
+        framework=request.framework,
+        wrap=request.wrap,
+        activation_checkpointing=request.activation_checkpointing,
+    )
+    if refused is not None:
+        raise refused
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
         raise UsageError(f"backend {backend} cannot offload to nvme", hint="only deepspeed can: --backend deepspeed")
     shards, replicas = degrees(strategy, request.gpus, request.nnodes)

@@ -80,7 +80,7 @@ def job_peaks(
     Saving comes between two steps, on top of what is kept.
     """
     room = gpu.memory_bytes - overhead.low_bytes
-    ways, saves = _around_the_steps(profile, _apart_from_the_batch(plan), gpu.memory_bytes)
+    ways, saves = _around_the_steps(profile, _apart_from_the_step(plan), gpu.memory_bytes)
     loading = advised(ways, gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
     kept = sum(h.rounded for h in (states.parameters, states.optimizer, states.communication, states.buffers))
     if plan.backend == "deepspeed":  # a buffer that is never given back
@@ -105,9 +105,9 @@ def job_peaks(
     )
 
 
-def _apart_from_the_batch(plan: Plan) -> Plan:
-    """What loading and saving depend on, so that plans that differ in their batch alone share it."""
-    return replace(plan, micro_batch_size=1, seq_len=1, gradient_accumulation_steps=1, activation_checkpointing="none")
+def _apart_from_the_step(plan: Plan) -> Plan:
+    """What loading and saving depend on, so that plans that differ in their step alone share it."""
+    return replace(plan.any_batch, gradient_accumulation_steps=1, activation_checkpointing="none", attention="sdpa")
 
 
 @lru_cache(maxsize=1024)

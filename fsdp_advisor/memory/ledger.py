@@ -20,6 +20,9 @@ ACCOUNTS = (
     "other",  # the batch, buffers
 )
 (PARAMETERS, GRADIENTS, OPTIMIZER, UNSHARDED_PARAMETERS, UNSHARDED_GRADIENTS, COMMUNICATION, ACTIVATIONS, LOSS, TEMPORARIES, OTHER) = range(10)  # fmt: skip
+SCRATCH = len(ACCOUNTS)
+"""What kernels take for themselves: beside the accounts, for it is no tensor."""
+SLOTS = SCRATCH + 1
 PHASES = ("forward", "backward", "optimizer")
 STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "pre-unshard")
 (COMPUTE, COPY_IN, ALL_GATHER, REDUCE_SCATTER, PRE_UNSHARD) = range(5)
@@ -71,10 +74,10 @@ class Ledger:
     `allocator.trace.Trace` hears the same and writes down each storage.
     """
 
-    live: Live = field(default_factory=lambda: [0] * len(ACCOUNTS))
+    live: Live = field(default_factory=lambda: [0] * SLOTS)
     total: int = 0
     peak: int = 0
-    at_peak: Live = field(default_factory=lambda: [0] * len(ACCOUNTS))
+    at_peak: Live = field(default_factory=lambda: [0] * SLOTS)
     peak_phase: str = "forward"
     peak_where: str = ""
     phase: str = "forward"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.held import round_up
+from fsdp_advisor.memory.ledger import SCRATCH
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
@@ -61,7 +62,7 @@ def real_attention(variant: Variant, compute_capability: tuple[int, int] | None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """The highest of a step, and what it is made of: `scratch_bytes` is what kernels' own memory adds to the highest."""
+    """The highest of a step, and what it is made of there: `scratch_bytes` is kernels' own working memory."""
 
     tensor_bytes: int
     scratch_bytes: int
@@ -78,9 +79,9 @@ def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int)
     `max_memory_allocated` counts whole blocks, which may exceed this by up to 1 MiB each where the large pool leaves a block
     unsplit: `allocator.reserve` has that figure.
     """
-    tensors = replayed(profile, tape, plan).peak
+    ledger = replayed(profile, tape, plan, scratch=True)
     return Allocated(
-        tensor_bytes=tensors,
-        scratch_bytes=replayed(profile, tape, plan, scratch=True).peak - tensors,
+        tensor_bytes=ledger.peak - ledger.at_peak[SCRATCH],
+        scratch_bytes=ledger.at_peak[SCRATCH],
         workspace_bytes=WORKSPACES * round_up(workspace_bytes),
     )

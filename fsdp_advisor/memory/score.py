@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import (
-    ACCOUNTS,
     ACTIVATIONS,
     LOSS,
     OTHER,
+    SCRATCH,
+    SLOTS,
     TEMPORARIES,
     UNSHARDED_GRADIENTS,
     UNSHARDED_PARAMETERS,
@@ -25,7 +27,7 @@ _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every
     Category.CAST_PARAMETER: UNSHARDED_PARAMETERS,
     Category.INPUT: OTHER,
     Category.UNSHARDED_GRADIENT: UNSHARDED_GRADIENTS,
-    Category.SCRATCH: TEMPORARIES,
+    Category.SCRATCH: SCRATCH,
 }
 
 _ALLOC, _FREE, _GRAD_READY = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD_READY)
@@ -70,14 +72,14 @@ def compile_tape(
     """The tape at micro-batch `b` and `t` tokens.
 
     `grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes;
-    `scratch` counts kernels' own working memory, among the temporaries.
+    `scratch` counts kernels' own working memory.
     """
     left_out = frozenset({_LOSS} if fused_loss else ()) | frozenset(() if scratch else {_SCRATCH})
     used = {a for births in tape.births for a, category in births if category not in left_out}
     sizes = [round_up(evaluate(p, b, t)) if i in used else 0 for i, p in enumerate(tape.sizes)]
     phases: dict[str, list[Part]] = {"forward": [], "backward": []}
-    for index, segment in enumerate(tape.segments):
-        steps = _fold(profile, tape, index, sizes, left_out, grad_marks)
+    for segment, stretches in zip(tape.segments, _stretches(profile, tape, left_out, grad_marks), strict=True):
+        steps = tuple([_block(s, sizes) if isinstance(s, _Stretch) else s for s in stretches])
         parts = phases[segment.phase]
         if segment.stack == ROOT or not parts or parts[-1].stack != segment.stack:
             parts.append(Part(segment.stack, {}))
@@ -101,53 +103,86 @@ def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
     return profile.stacks[born.stack].counts[born.layer]
 
 
-def _fold(
-    profile: Profile, tape: Tape, index: int, sizes: list[int], left_out: frozenset[int], grad_marks: bool
-) -> tuple[Step, ...]:
-    segment = tape.segments[index]
-    steps: list[Step] = []
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Births and deaths between two marks, each by the index of its size, how often it counts (negative: it dies), and its account.
+
+    `layer` and `root` are the sizes of the gradients born in it. None of it depends on B and T.
+    """
+
+    sizes: tuple[int, ...]
+    times: tuple[int, ...]
+    accounts: tuple[int, ...]
+    layer: tuple[int, ...]
+    root: tuple[int, ...]
+    events: tuple[int, int, int]
+
+
+@lru_cache(maxsize=2048)
+def _stretches(
+    profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool
+) -> tuple[tuple[_Stretch | tuple[int, int, int], ...], ...]:
+    """Each of the tape's segments as stretches and marks."""
+    return tuple(_segment(profile, tape, index, left_out, grad_marks) for index in range(len(tape.segments)))
+
+
+def _segment(
+    profile: Profile, tape: Tape, index: int, left_out: frozenset[int], grad_marks: bool
+) -> tuple[_Stretch | tuple[int, int, int], ...]:
+    segment, births = tape.segments[index], tape.births
+    steps: list[_Stretch | tuple[int, int, int]] = []
+    changes: list[tuple[int, int, int]] = []
+    layer: list[int] = []
+    root: list[int] = []
     start = 0
-    births = tape.births
-    live = [0] * len(ACCOUNTS)
-    high: tuple[int, ...] = tuple(live)
-    total = high_total = layer_gradients = root_gradients = 0
-    touched = False
+
+    def close(end: int) -> None:
+        if changes:
+            sizes, times, accounts = zip(*changes, strict=True)
+            steps.append(_Stretch(sizes, times, accounts, tuple(layer), tuple(root), (index, start, end)))
+            for kept in (changes, layer, root):
+                kept.clear()
+
     for at, (op, a, b) in enumerate(segment.events):
         if op == _ALLOC:
             if b in left_out:
                 continue
-            n_bytes = sizes[a]
             if b >= _GRADIENT:
-                account = UNSHARDED_GRADIENTS
-                if (b - _GRADIENT) & 1:
-                    root_gradients += n_bytes
-                else:
-                    layer_gradients += n_bytes
-            else:
-                account = _ACCOUNT[b]
-            live[account] += n_bytes
-            total += n_bytes
-            touched = True
-            if total > high_total:
-                high_total, high = total, tuple(live)
+                (root if (b - _GRADIENT) & 1 else layer).append(a)
+            changes.append((a, 1, _account(b)))
         elif op == _FREE:
             size, category = births[a][b]
-            if category in left_out:
-                continue
-            n_bytes = sizes[size] * _deaths(profile, tape.segments[a], segment)
-            live[UNSHARDED_GRADIENTS if category >= _GRADIENT else _ACCOUNT[category]] -= n_bytes
-            total -= n_bytes
-            touched = True
+            if category not in left_out:
+                changes.append((size, -_deaths(profile, tape.segments[a], segment), _account(category)))
         elif op != _GRAD_READY or grad_marks:
-            if touched:
-                steps.append(Block(tuple(live), high, high_total, layer_gradients, root_gradients, (index, start, at)))
-                live = [0] * len(ACCOUNTS)
-                high = tuple(live)
-                total = high_total = layer_gradients = root_gradients = 0
-                touched = False
+            close(at)
             steps.append((op, a, b))
             start = at + 1
-    if touched:
-        end = len(segment.events)
-        steps.append(Block(tuple(live), high, high_total, layer_gradients, root_gradients, (index, start, end)))
+    close(len(segment.events))
     return tuple(steps)
+
+
+def _account(category: int) -> int:
+    return UNSHARDED_GRADIENTS if category >= _GRADIENT else _ACCOUNT[category]
+
+
+def _block(stretch: _Stretch, sizes: list[int]) -> Block:
+    """A stretch at one (B, T)."""
+    changes = [sizes[size] * times for size, times in zip(stretch.sizes, stretch.times, strict=True)]
+    totals = list(accumulate(changes))
+    high_total = max(totals)
+    highest = totals.index(high_total) + 1 if high_total > 0 else 0
+    live = [0] * SLOTS
+    high = live
+    for at, (account, n_bytes) in enumerate(zip(stretch.accounts, changes, strict=True)):
+        if at == highest:
+            high = list(live)
+        live[account] += n_bytes
+    return Block(
+        tuple(live),
+        tuple(high if highest < len(changes) else live),
+        max(high_total, 0),
+        sum([sizes[size] for size in stretch.layer]),
+        sum([sizes[size] for size in stretch.root]),
+        stretch.events,
+    )

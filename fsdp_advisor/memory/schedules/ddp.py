@@ -49,6 +49,29 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
     return result + Held.of(filled)
 
 
+@lru_cache(maxsize=1024)
+def _states(profile: Profile, plan: Plan) -> States:
+    """Of any batch: what is kept."""
+    element = plan.param_bytes
+
+    def parameters(unit: Unit) -> Held:
+        return sum((Held.of(p.elements * element) for p in unit.parameters), NOTHING)
+
+    def gradients(unit: Unit) -> Held:
+        return sum((Held.of(p.elements * element) for p in unit.parameters if p.trainable), NOTHING)
+
+    def optimizer(unit: Unit) -> Held:
+        return sum((optimizers.kept(plan.optim, p.shape, element) for p in unit.parameters if p.trainable), NOTHING)
+
+    return States(
+        parameters=total(profile, parameters),
+        gradients=total(profile, gradients),
+        optimizer=total(profile, optimizer),
+        communication=buckets(profile, element) if plan.world_size > 1 else NOTHING,
+        buffers=buffers(profile),
+    )
+
+
 class DdpSchedule:
     distinct_micro_batches = 2
     made_by_first_step = frozenset({OPTIMIZER})
@@ -57,24 +80,7 @@ class DdpSchedule:
         self._profile, self._plan = profile, plan
         self.grad_marks = plan.gradient_accumulation_steps > 1
         self._logits = Held.of(logits_elements(profile, plan) * (2 if plan.precision == "bf16" else 4))
-        element = plan.param_bytes
-
-        def parameters(unit: Unit) -> Held:
-            return sum((Held.of(p.elements * element) for p in unit.parameters), NOTHING)
-
-        def gradients(unit: Unit) -> Held:
-            return sum((Held.of(p.elements * element) for p in unit.parameters if p.trainable), NOTHING)
-
-        def optimizer(unit: Unit) -> Held:
-            return sum((optimizers.kept(plan.optim, p.shape, element) for p in unit.parameters if p.trainable), NOTHING)
-
-        self.states = States(
-            parameters=total(profile, parameters),
-            gradients=total(profile, gradients),
-            optimizer=total(profile, optimizer),
-            communication=buckets(profile, element) if plan.world_size > 1 else NOTHING,
-            buffers=buffers(profile),
-        )
+        self.states = _states(profile, plan.any_batch)
 
     def begin_step(self, ledger: Ledger) -> None:
         ledger.born(PARAMETERS, self.states.parameters)

@@ -21,7 +21,6 @@ from fsdp_advisor.memory.deepspeed import Buffers, Filled, Settings, settings_of
 from fsdp_advisor.memory.deepspeed_zero3 import Gathered, gathered
 from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
-    ACCOUNTS,
     ALL_GATHER,
     AT_ROOT,
     COMMUNICATION,
@@ -32,6 +31,7 @@ from fsdp_advisor.memory.ledger import (
     OTHER,
     PARAMETERS,
     REDUCE_SCATTER,
+    SLOTS,
     TEMPORARIES,
     UNSHARDED_GRADIENTS,
     Alive,
@@ -44,7 +44,7 @@ from fsdp_advisor.memory.score import Step
 from fsdp_advisor.models.profile import Op, Parameter, Profile
 from fsdp_advisor.plan import Plan
 
-_STILL = (0,) * len(ACCOUNTS)
+_STILL = (0,) * SLOTS
 
 
 @dataclass(frozen=True, slots=True)

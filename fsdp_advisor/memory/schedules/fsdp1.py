@@ -9,7 +9,9 @@ runs ahead of the GPU by at most two all-gathers (`_unshard` and `_reshard` with
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.held import NOTHING, Held, States
@@ -80,6 +82,49 @@ class UnitBytes:
     gradients: Held
 
 
+def _measure(unit: Unit, plan: Plan) -> UnitBytes:
+    alone = plan.shard_degree == 1
+    numels = [p.elements for p in unit.parameters]
+    elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
+    local = elements // plan.shard_degree
+    pieces = first_shard(numels, plan.compute_bytes, local)
+    optimizer = temporaries = norms = NOTHING
+    for parameter, piece in zip(unit.parameters, pieces, strict=True):
+        if parameter.trainable and piece:
+            norms += Held.of(optimizers.NORM_BYTES)
+            optimizer += optimizers.kept(plan.optim, (piece,), plan.param_bytes)
+            if plan.optim != "adafactor":
+                temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
+    casts = plan.reduce_bytes != plan.compute_bytes and not alone
+    reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
+    return UnitBytes(
+        shard=Held.of(local * plan.param_bytes),
+        optimizer=optimizer,
+        optimizer_temporaries=temporaries,
+        low_precision_shard=Held.of(local * plan.compute_bytes) if plan.mixed and not alone else NOTHING,
+        unsharded=Held.of(elements * plan.compute_bytes) if plan.mixed or not alone else NOTHING,
+        reduce_input=Held.of(elements * plan.reduce_bytes) if casts else NOTHING,
+        reduce_output=Held.of(local * plan.reduce_bytes) if reduces_low else NOTHING,
+        norms=norms,
+        gradients=Held.of(local * plan.param_bytes),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], States]:
+    """Of any batch: the units' bytes, and what is kept of them."""
+    units = per_unit(profile, lambda unit: _measure(unit, plan))
+    states = States(buffers=buffers(profile))
+    if plan.offload != "parameters":
+        states = replace(
+            states,
+            parameters=summed(profile, units, "shard"),
+            gradients=summed(profile, units, "gradients"),
+            optimizer=summed(profile, units, "optimizer"),
+        )
+    return units, states
+
+
 class Fsdp1Schedule:
     made_by_first_step = frozenset({OPTIMIZER, GRADIENTS})
 
@@ -91,46 +136,8 @@ class Fsdp1Schedule:
         self._alone = plan.shard_degree == 1
         self.grad_marks = False
         self.distinct_micro_batches = 3 if plan.defers_reduction else 2
-        self._units = per_unit(profile, self._measure)
-        self.states = self._states()
+        self._units, self.states = _measured(profile, plan.any_batch)
         self._prefetched = False
-
-    def _measure(self, unit: Unit) -> UnitBytes:
-        plan = self._plan
-        numels = [p.elements for p in unit.parameters]
-        elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
-        local = elements // plan.shard_degree
-        pieces = first_shard(numels, plan.compute_bytes, local)
-        optimizer = temporaries = norms = NOTHING
-        for parameter, piece in zip(unit.parameters, pieces, strict=True):
-            if parameter.trainable and piece:
-                norms += Held.of(optimizers.NORM_BYTES)
-                optimizer += optimizers.kept(plan.optim, (piece,), plan.param_bytes)
-                if plan.optim != "adafactor":
-                    temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
-        casts = plan.reduce_bytes != plan.compute_bytes and not self._alone
-        reduces_low = plan.reduce_bytes != plan.param_bytes and not self._alone
-        return UnitBytes(
-            shard=Held.of(local * plan.param_bytes),
-            optimizer=optimizer,
-            optimizer_temporaries=temporaries,
-            low_precision_shard=Held.of(local * plan.compute_bytes) if plan.mixed and not self._alone else NOTHING,
-            unsharded=Held.of(elements * plan.compute_bytes) if plan.mixed or not self._alone else NOTHING,
-            reduce_input=Held.of(elements * plan.reduce_bytes) if casts else NOTHING,
-            reduce_output=Held.of(local * plan.reduce_bytes) if reduces_low else NOTHING,
-            norms=norms,
-            gradients=Held.of(local * plan.param_bytes),
-        )
-
-    def _states(self) -> States:
-        if self._offload:
-            return States(buffers=buffers(self._profile))
-        return States(
-            parameters=summed(self._profile, self._units, "shard"),
-            gradients=summed(self._profile, self._units, "gradients"),
-            optimizer=summed(self._profile, self._units, "optimizer"),
-            buffers=buffers(self._profile),
-        )
 
     def begin_step(self, ledger: Ledger) -> None:
         ledger.born(PARAMETERS, self.states.parameters)

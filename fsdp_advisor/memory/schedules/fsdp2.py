@@ -9,8 +9,9 @@ compute stream; streams wait for one another by events, so nothing is held back 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from fsdp_advisor.memory import optimizers
@@ -33,7 +34,7 @@ from fsdp_advisor.memory.ledger import (
     Place,
 )
 from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
-from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, Part, wrapping_for
+from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, Part, Wrapping, wrapping_for
 from fsdp_advisor.models.profile import ROOT, Parameter, Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -65,6 +66,53 @@ class UnitBytes:
     shards: tuple[int, ...]  # elements of each parameter's local shard, for world size 1 and offload
 
 
+def _measure(unit: Unit, plan: Plan) -> UnitBytes:
+    n, offload = plan.shard_degree, plan.offload == "parameters"
+    shapes = [shard_shape(p.shape, n) for p in unit.parameters]
+    locals_ = [prod(s) for s in shapes]
+    elements = sum(locals_)
+    reduced = 0
+    parameters = optimizer = unsharded = NOTHING
+    for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
+        parameters += Held.of(e * plan.param_bytes)
+        unsharded += Held.of(e * n * plan.compute_bytes)
+        if parameter.trainable:
+            optimizer += optimizers.kept(plan.optim, shape, plan.param_bytes)
+            reduced += e
+    return UnitBytes(
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=Held.of(reduced * plan.param_bytes),
+        gather_input=Held.of(elements * plan.compute_bytes) if plan.mixed and not offload else NOTHING,
+        gather_output=Held.of(elements * n * plan.compute_bytes),
+        unsharded=unsharded,
+        reduce_input=Held.of(reduced * n * plan.reduce_bytes),
+        reduce_output=Held.of(reduced * plan.reduce_bytes) if plan.reduce_bytes != plan.param_bytes else NOTHING,
+        shards=tuple(locals_),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _measured(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[Place, UnitBytes], States]:
+    """Of any batch: the units, their bytes, and what is kept of them."""
+    wrapping = wrapping_for(profile, plan)
+    units = {} if wrapping.whole else per_unit(profile, lambda unit: _measure(unit, plan))
+    units |= {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
+
+    states = States(buffers=buffers(profile))
+    if plan.offload != "parameters":
+        kept = {what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer")}
+        states = replace(states, **kept)
+    return wrapping, units, states
+
+
+def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[Place, UnitBytes], what: str) -> Held:
+    """Over the root, the layers, and the parts of the root that are units of their own."""
+    beside = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
+    rest: Held = getattr(units[AT_ROOT], what) if wrapping.whole else summed(profile, units, what)
+    return sum(beside, rest)
+
+
 class Fsdp2Schedule:
     made_by_first_step = frozenset({OPTIMIZER})
 
@@ -74,54 +122,9 @@ class Fsdp2Schedule:
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
         self._casts = plan.mixed
-        self._wrapping = wrapping_for(profile, plan)
-        self._units = {} if self._wrapping.whole else per_unit(profile, self._measure)
-        self._units |= {place: self._measure(part.unit) for place, part in self._wrapping.parts.items()}
+        self._wrapping, self._units, self.states = _measured(profile, plan.any_batch)
         self.grad_marks = plan.defers_reduction
         self.distinct_micro_batches = 3 if plan.defers_reduction else 2
-        self.states = self._states()
-
-    def _measure(self, unit: Unit) -> UnitBytes:
-        plan, n = self._plan, self._plan.shard_degree
-        shapes = [shard_shape(p.shape, n) for p in unit.parameters]
-        locals_ = [prod(s) for s in shapes]
-        elements = sum(locals_)
-        reduced = 0
-        parameters = optimizer = unsharded = NOTHING
-        for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
-            parameters += Held.of(e * plan.param_bytes)
-            unsharded += Held.of(e * n * plan.compute_bytes)
-            if parameter.trainable:
-                optimizer += optimizers.kept(plan.optim, shape, plan.param_bytes)
-                reduced += e
-        return UnitBytes(
-            parameters=parameters,
-            optimizer=optimizer,
-            gradients=Held.of(reduced * plan.param_bytes),
-            gather_input=Held.of(elements * plan.compute_bytes) if self._casts and not self._offload else NOTHING,
-            gather_output=Held.of(elements * n * plan.compute_bytes),
-            unsharded=unsharded,
-            reduce_input=Held.of(reduced * n * plan.reduce_bytes),
-            reduce_output=Held.of(reduced * plan.reduce_bytes) if plan.reduce_bytes != plan.param_bytes else NOTHING,
-            shards=tuple(locals_),
-        )
-
-    def _states(self) -> States:
-        if self._offload:
-            return States(buffers=buffers(self._profile))
-        return States(
-            parameters=self._summed("parameters"),
-            gradients=self._summed("gradients"),
-            optimizer=self._summed("optimizer"),
-            buffers=buffers(self._profile),
-        )
-
-    def _summed(self, what: str) -> Held:
-        """Over the root, the layers, and the parts of the root that are units of their own."""
-        beside = (getattr(self._units[place], what) for place in self._wrapping.parts if place != AT_ROOT)
-        whole = self._wrapping.whole
-        rest: Held = getattr(self._units[AT_ROOT], what) if whole else summed(self._profile, self._units, what)
-        return sum(beside, rest)
 
     # The step
 
@@ -211,7 +214,9 @@ class Fsdp2Schedule:
         self._reducing = NONE_ALIVE
         if self._all_reduced:
             numbers = tuple(number for alive in self._all_reduced for number in alive[2])
-            ledger.died((COMMUNICATION, self._summed("reduce_output").rounded, numbers))
+            ledger.died(
+                (COMMUNICATION, _summed(self._profile, self._wrapping, self._units, "reduce_output").rounded, numbers)
+            )
             self._all_reduced.clear()
 
     def optimizer_step(self, ledger: Ledger) -> None:
