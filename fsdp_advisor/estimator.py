@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from pydantic import ValidationError
 
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
-from fsdp_advisor.memory.allocator import AllocatorConf, Reserved, reserve
 from fsdp_advisor.memory.device import device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks
@@ -29,6 +28,9 @@ from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.speed import Interval, StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.units import format_gib
+
+if TYPE_CHECKING:  # the allocator is imported where it is walked
+    from fsdp_advisor.memory.allocator import AllocatorConf, Reserved
 
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
@@ -96,7 +98,7 @@ def estimate_resolved(
 ) -> Report:
     """As `estimate`, for a model that is at hand."""
     gpu, notes = gpu_of(request)
-    conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else AllocatorConf()
+    conf = _allocator_conf(request)
     walk: Walk = "always" if request.reserved or request.allocator_conf else "if open" if settle else "never"
     limit = model.profile.max_seq_len if model.profile else None
     seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
@@ -132,7 +134,7 @@ def estimate_plan(
     """One row of a report."""
     if model.profile is None:
         return _count_estimate(model.parameters, plan, gpu)
-    return _estimate(model, model.profile, plan, gpu, explain, walk, conf or AllocatorConf())
+    return _estimate(model, model.profile, plan, gpu, explain, walk, conf)
 
 
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
@@ -147,6 +149,8 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
 
     Its verdict is `fits` or `does_not_fit`: what runs only while cached memory is given back is not told from what does not.
     """
+    from fsdp_advisor.memory.allocator import reserve
+
     assert model.profile is not None
     variant, tape = _taped(model, model.profile, plan)
     real = real_attention(variant, gpu.compute_capability)
@@ -174,6 +178,14 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     variant, tape = _taped(model, model.profile, plan)
     step = step_of(model.profile, variant, tape, plan, gpu)
     return None if step is None else step.seconds
+
+
+def _allocator_conf(request: EstimateRequest) -> AllocatorConf | None:
+    if request.allocator_conf is None:
+        return None
+    from fsdp_advisor.memory.allocator import AllocatorConf
+
+    return AllocatorConf.parse(request.allocator_conf)
 
 
 def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
@@ -218,7 +230,7 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
 
 
 def _estimate(
-    model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool, walk: Walk, conf: AllocatorConf
+    model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool, walk: Walk, conf: AllocatorConf | None
 ) -> StrategyEstimate:
     schedule = schedule_for(profile, plan)
     states = schedule.states
@@ -279,6 +291,8 @@ def _estimate(
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
     reserved = None
     if walk == "always" or (walk == "if open" and judged.certain is None):
+        from fsdp_advisor.memory.allocator import reserve
+
         reserved = reserve(
             profile,
             real_tape,

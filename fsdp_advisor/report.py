@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.memory.allocator import Reserved
 from fsdp_advisor.memory.device import DeviceOverhead, Verdict
 from fsdp_advisor.memory.job import JobPeaks
 from fsdp_advisor.memory.ledger import Point
@@ -13,6 +12,9 @@ from fsdp_advisor.memory.libraries import Allocated
 from fsdp_advisor.plan import Plan, label
 from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.speed import StepTime
+
+if TYPE_CHECKING:
+    from fsdp_advisor.memory.allocator import Reserved
 
 SCHEMA_VERSION = 1
 

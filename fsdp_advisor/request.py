@@ -107,6 +107,8 @@ class RecommendRequest(EstimateRequest):
         "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     )  # fmt: skip
 
+    model_config = ConfigDict(defer_build=True)  # the commands that only list its fields need no validator
+
     # mypy: wider than in an estimate, where nothing is open
     offload: Literal[Offload, "auto"] = "auto"  # type: ignore[assignment]
     offload_device: Literal["cpu", "nvme", "auto"] = "auto"  # type: ignore[assignment]
