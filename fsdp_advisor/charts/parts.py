@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.memory.ledger import GROUPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,21 +21,25 @@ class Part:
 
 
 PARTS = (
-    Part(key="states", name="states", accounts=("parameters", "gradients", "optimizer"), colour="#27507f"),
+    Part(key="states", name="states", accounts=GROUPS["states"], colour="#27507f"),
     Part(
         key="gathered",
         name="gathered units, communication",
-        accounts=("unsharded_parameters", "unsharded_gradients", "communication"),
+        accounts=GROUPS["gathered"],
         colour="#5b9bc9",
         weave="M-2 2L2 -2M0 8L8 0M6 10L10 6",
     ),
     Part(
-        key="activations", name="activations", accounts=("activations",), colour="#e3a52f", weave="M2 1.2v1.6M6 5.2v1.6"
+        key="activations",
+        name="activations",
+        accounts=GROUPS["activations"],
+        colour="#e3a52f",
+        weave="M2 1.2v1.6M6 5.2v1.6",
     ),
-    Part(key="loss", name="loss", accounts=("loss",), colour="#c4502b", weave="M2 0V8M6 0V8"),
-    Part(key="other", name="other", accounts=("temporaries", "other"), colour="#6d7681", weave="M0 2H8M0 6H8"),
+    Part(key="loss", name="loss", accounts=GROUPS["loss"], colour="#c4502b", weave="M2 0V8M6 0V8"),
+    Part(key="other", name="other", accounts=GROUPS["other"], colour="#6d7681", weave="M0 2H8M0 6H8"),
 )
-"""Together all accounts, so that they sum to the tensor peak. The colours stay apart in every form of colour blindness."""
+"""They sum to the tensor peak. The colours stay apart in every form of colour blindness."""
 
 BESIDE = Part(
     key="beside",
@@ -45,8 +49,6 @@ BESIDE = Part(
     weave="M0 0L8 8M-2 6L2 10M6 -2L10 2",
 )
 """What a GPU holds beside tensors: cuBLAS and kernels' workspaces, the allocator's segments, CUDA context, NCCL."""
-
-assert sorted(account for part in PARTS for account in part.accounts) == sorted(ACCOUNTS)
 
 
 def part_bytes(at_peak: Mapping[str, int], beside_bytes: int = 0) -> tuple[tuple[Part, int], ...]:

@@ -6,7 +6,6 @@ from rich.text import Text
 
 from fsdp_advisor.cli.drawing import Column, bar, draw, widths, wrap
 from fsdp_advisor.cli.figures import (
-    ACCOUNT_MEANING,
     PARTS,
     Sizes,
     host_lines,
@@ -16,7 +15,7 @@ from fsdp_advisor.cli.figures import (
 )
 from fsdp_advisor.cli.job import job_lines
 from fsdp_advisor.cli.output import Screen
-from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.report import Report, StrategyEstimate
 
 _STATES = PARTS[0]
@@ -64,7 +63,7 @@ def _live_set(estimate: StrategyEstimate, sizes: Sizes, screen: Screen) -> str:
             Column("alive at the peak", [name.replace("_", " ") for _, name in rows]),
             Column(sizes.unit, [sizes.bare(n) for n, _ in rows], right=True),
             Column("share", [f"{100 * n / total:.1f} %" for n, _ in rows], right=True),
-            Column("what it is", [ACCOUNT_MEANING.get(name, "") for _, name in rows]),
+            Column("what it is", [ACCOUNTS.get(name, "") for _, name in rows]),
         ],
         screen,
     )

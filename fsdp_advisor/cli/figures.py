@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.estimator import NOT_WALKED
-from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.memory.ledger import GROUPS
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_count, format_gib
 
@@ -31,34 +31,19 @@ class Part:
 
 
 PARTS = (
-    Part("states", "states", ("parameters", "gradients", "optimizer"), "blue", "█", "S"),
+    Part("states", "states", GROUPS["states"], "blue", "█", "S"),
     Part(
         "gathered",
         "gathered units + communication",
-        ("unsharded_parameters", "unsharded_gradients", "communication"),
+        GROUPS["gathered"],
         "magenta",
         "▓",
         "G",
     ),
-    Part("activ.", "activations", ("activations",), "cyan", "▒", "A"),
-    Part("loss", "loss", ("loss",), "yellow", "░", "L"),
-    Part("other", "other", ("temporaries", "other"), "white", "▚", "O"),
+    Part("activ.", "activations", GROUPS["activations"], "cyan", "▒", "A"),
+    Part("loss", "loss", GROUPS["loss"], "yellow", "░", "L"),
+    Part("other", "other", GROUPS["other"], "white", "▚", "O"),
 )
-"""Together all accounts, so that the parts sum to the peak."""
-assert sorted(a for part in PARTS for a in part.accounts) == sorted(ACCOUNTS)
-
-ACCOUNT_MEANING = {
-    "parameters": "weights kept from step to step",
-    "gradients": "gradients kept until the optimizer step",
-    "optimizer": "optimizer state, master weights included",
-    "unsharded_parameters": "gathered layers; autocast's casts",
-    "unsharded_gradients": "whole gradients, not yet reduced",
-    "communication": "buckets and buffers of collectives",
-    "activations": "saved in forward for backward",
-    "loss": "logits and what the loss makes of them",
-    "temporaries": "born and dead within one phase",
-    "other": "the batch, buffers",
-}
 
 
 def decimal_gb(n_bytes: int) -> str:

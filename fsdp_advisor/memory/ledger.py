@@ -7,18 +7,27 @@ from dataclasses import dataclass, field
 from fsdp_advisor.memory.held import Held
 from fsdp_advisor.models.profile import ROOT
 
-ACCOUNTS = (
-    "parameters",  # the shard that is kept
-    "gradients",  # the shard that is kept, or DDP's whole gradients
-    "optimizer",
-    "unsharded_parameters",  # gathered units; autocast's copies of weights
-    "unsharded_gradients",
-    "communication",  # inputs and outputs of collectives, buckets
-    "activations",
-    "loss",
-    "temporaries",
-    "other",  # the batch, buffers
-)
+ACCOUNTS = {
+    "parameters": "weights kept from step to step",
+    "gradients": "gradients kept until the optimizer step",
+    "optimizer": "optimizer state, master weights included",
+    "unsharded_parameters": "gathered layers; autocast's casts",
+    "unsharded_gradients": "whole gradients, not yet reduced",
+    "communication": "buckets and buffers of collectives",
+    "activations": "saved in forward for backward",
+    "loss": "logits and what the loss makes of them",
+    "temporaries": "born and dead within one phase",
+    "other": "the batch, buffers",
+}
+"""What may be alive, and what that is."""
+GROUPS = {
+    "states": ("parameters", "gradients", "optimizer"),
+    "gathered": ("unsharded_parameters", "unsharded_gradients", "communication"),
+    "activations": ("activations",),
+    "loss": ("loss",),
+    "other": ("temporaries", "other"),
+}
+"""The accounts as people think of them, and as every bar is made of them: together all."""
 (PARAMETERS, GRADIENTS, OPTIMIZER, UNSHARDED_PARAMETERS, UNSHARDED_GRADIENTS, COMMUNICATION, ACTIVATIONS, LOSS, TEMPORARIES, OTHER) = range(10)  # fmt: skip
 SCRATCH = len(ACCOUNTS)
 """What kernels take for themselves: beside the accounts, for it is no tensor."""

@@ -7,21 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.charts import PARTS
+from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_gib
-
-MEANING = {
-    "parameters": "weights kept from step to step",
-    "gradients": "gradients kept until the optimizer step",
-    "optimizer": "optimizer state, master weights included",
-    "unsharded_parameters": "gathered layers; autocast's casts",
-    "unsharded_gradients": "whole gradients, not yet reduced",
-    "communication": "buckets and buffers of collectives",
-    "activations": "saved in forward for backward",
-    "loss": "logits and what the loss makes of them",
-    "temporaries": "born and dead within one phase",
-    "other": "the batch, buffers",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +48,7 @@ def alive(estimate: StrategyEstimate) -> list[Alive]:
         Alive(
             part=part_of[name],
             name=name.replace("_", " "),
-            meaning=MEANING[name],
+            meaning=ACCOUNTS[name],
             size=format_bytes(n),
             share=f"{100 * n / total:.1f} %",
         )
