@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from pydantic import ValidationError
 
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, UsageError
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
+from fsdp_advisor.memory.deepspeed import hidden_size
 from fsdp_advisor.memory.device import device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks
@@ -118,6 +119,7 @@ def estimate_resolved(
         task=model.profile.task if model.profile else None,
         layer_classes=model.profile.layer_classes if model.profile else (),
         largest_parameter_elements=model.profile.largest_parameter_elements if model.profile else None,
+        hidden_size=hidden_size(model.profile) if model.profile else None,
         notes=(*model.notes, *notes),
     )
 
@@ -169,6 +171,16 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
         return found
     most = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
     return replace(found, verdict="fits" if found.reserved_peak_bytes <= most else "does_not_fit")
+
+
+def tape_on(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
+    """What the plan's steps come to on a GPU: for sdpa the recording of its flash kernel, made now if it is not there."""
+    assert model.profile is not None
+    variant, tape = _taped(model, model.profile, plan)
+    try:
+        return model.tape(real_attention(variant, gpu.compute_capability))
+    except NotRecordable:
+        return tape
 
 
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.errors import UsageError
@@ -36,7 +37,12 @@ class Plan:
     @property
     def any_batch(self) -> Plan:
         """The plan for whatever does not depend on the batch, so that plans which differ in it alone share that."""
-        return replace(self, micro_batch_size=1, seq_len=1)
+        return _any_batch(self)
+
+    @property
+    def any_step(self) -> Plan:
+        """The plan for whatever does not depend on what a step computes: what is kept, loaded, saved and sent."""
+        return _any_step(self)
 
     @property
     def world_size(self) -> int:
@@ -82,6 +88,16 @@ class Plan:
     def defers_reduction(self) -> bool:
         """Whether gradients stay whole until the last micro-batch: accelerate's `accumulate` and the Trainer use `no_sync`."""
         return self.prepared and self.gradient_accumulation_steps > 1
+
+
+@lru_cache(maxsize=2048)
+def _any_batch(plan: Plan) -> Plan:
+    return replace(plan, micro_batch_size=1, seq_len=1)
+
+
+@lru_cache(maxsize=2048)
+def _any_step(plan: Plan) -> Plan:
+    return replace(plan.any_batch, gradient_accumulation_steps=1, activation_checkpointing="none", attention="sdpa")
 
 
 BACKENDS: dict[str, tuple[str, ...]] = {

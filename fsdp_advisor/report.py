@@ -185,6 +185,7 @@ class Report:
     task: str | None = None
     layer_classes: tuple[str, ...] = ()
     largest_parameter_elements: int | None = None
+    hidden_size: int | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -7,7 +7,8 @@
 """
 
 from fsdp_advisor.advice.answer import recommend, recommend_resolved
+from fsdp_advisor.advice.fragmentation import Fragmentation
 from fsdp_advisor.advice.judge import Candidate
 from fsdp_advisor.advice.result import Advice, Recommendation, Remedy
 
-__all__ = ["Advice", "Candidate", "Recommendation", "Remedy", "recommend", "recommend_resolved"]
+__all__ = ["Advice", "Candidate", "Fragmentation", "Recommendation", "Remedy", "recommend", "recommend_resolved"]

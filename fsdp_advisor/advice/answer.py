@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,16 @@ from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.families import Family, Job, families
 from fsdp_advisor.advice.finding import Finder, Finding
-from fsdp_advisor.advice.judge import Bytes, Candidate, Judge, Timer
+from fsdp_advisor.advice.fragmentation import MOST_WALKS, Allocator
+from fsdp_advisor.advice.judge import Bytes, Candidate, Judge, Timer, anything_goes
 from fsdp_advisor.advice.result import Advice, Recommendation, Remedy
 from fsdp_advisor.advice.rules import rules_of_thumb
 from fsdp_advisor.advice.search import Search
+from fsdp_advisor.advice.settling import Settled, anything, settle
 from fsdp_advisor.advice.tree import NO, YES, Node, grow
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, step_seconds
-from fsdp_advisor.plan import OFFLOADS
+from fsdp_advisor.plan import OFFLOADS, Plan
 from fsdp_advisor.report import Report
 from fsdp_advisor.request import RecommendRequest
 from fsdp_advisor.resolve import Resolved, resolve
@@ -36,12 +38,17 @@ def recommend(request: RecommendRequest | None = None, /, *, timer: Timer = step
 
 
 def recommend_resolved(
-    report: Report, model: Resolved, request: RecommendRequest, *, timer: Timer = step_seconds
+    report: Report,
+    model: Resolved,
+    request: RecommendRequest,
+    *,
+    timer: Timer = step_seconds,
+    allowed: Callable[[Plan], bool] = anything_goes,
 ) -> Recommendation:
-    """As `recommend`, beside a report that is at hand."""
+    """As `recommend`, beside a report that is at hand. `allowed` says which plans are looked at, whatever their batch."""
     if model.profile is None and request.find in ("batch", "sequence"):
         raise UsageError(f"{model.name} is a bare parameter count: it has no layers", hint="name a model to find this")
-    search = _search(report, model, request, timer)
+    search = _search(report, model, request, timer, allowed)
     limit = model.profile.max_seq_len if model.profile is not None else None
     finder = Finder(request=request, search=search, max_seq_len=limit)
     finding = None
@@ -52,15 +59,18 @@ def recommend_resolved(
             search = finder.on(finding.winner.plan.world_size)
         elif finding.winner is not None and finding.what == "gpu-type":
             search = finder.on_gpu(finding.winner.gpu)
-    remedies = () if search.leaders else tuple(_remedies(finder, search))
-    winner = finding.winner if finding is not None else next(iter(search.leaders), None)
+        settled = _as_found(search, finding)
+    else:
+        settled = settle(search)
+    winner = settled.winner
+    remedies = () if winner is not None else tuple(_remedies(finder, search))
     return Recommendation(
         request=request,
         winner=winner,
-        estimate=search.judge.estimate(winner.plan) if winner else None,
-        rivals=tuple(c for c in search.leaders if winner is None or c.family != winner.family),
-        refused=search.losers,
-        tree=grow(search, finding, _what_would(remedies)),
+        estimate=search.judge.whole(winner) if winner else None,
+        rivals=settled.rivals if winner else (),
+        refused=(*settled.failed, *(settled.rivals if not winner else ()), *search.losers),
+        tree=grow(search, finding, settled, _what_would(remedies)),
         rules=rules_of_thumb(search.judge, lambda strategy, offload: _plainly(search, strategy, offload), winner),
         gpu_memory_bytes=search.judge.gpu.memory_bytes,
         available_bytes=search.judge.available_bytes,
@@ -73,6 +83,13 @@ def recommend_resolved(
     )
 
 
+def _as_found(search: Search, finding: Finding) -> Settled:
+    """What was looked for, beside the others by the cheap figures."""
+    winner = finding.winner
+    rivals = tuple(c for c in search.leaders if winner is None or c.family != winner.family)
+    return Settled(winner=winner, attempts=((winner,),) if winner is not None and winner.walked else (), rivals=rivals)
+
+
 def _find(finder: Finder) -> tuple[Finder, Finding]:
     """What was looked for, without offload as long as nothing is known of the host; with it where nothing else fits."""
     request, search = finder.request, finder.search
@@ -81,10 +98,13 @@ def _find(finder: Finder) -> tuple[Finder, Finding]:
         on_gpu = replace(finder, search=replace(search, families=plain))
         if plain and (finding := on_gpu.find()).winner is not None:
             return on_gpu, finding
+        finder.search.judge.allocator.allow()
     return finder, finder.find()
 
 
-def _search(report: Report, model: Resolved, request: RecommendRequest, timer: Timer) -> Search:
+def _search(
+    report: Report, model: Resolved, request: RecommendRequest, timer: Timer, allowed: Callable[[Plan], bool]
+) -> Search:
     judge = Judge(
         model=model,
         gpu=gpu_of(request.as_estimate)[0],
@@ -92,18 +112,19 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
         timer=timer,
         host_available_bytes=request.host_memory,
         bytes=Bytes(model),
+        allocator=Allocator(allocator_conf=request.allocator_conf),
+        allowed=allowed,
     )
     world, nnodes = request.gpus, request.nnodes
     if request.find == "gpus" and request.global_batch_size is not None:  # one that divides; others are looked at later
         world, nnodes = _dividing(request, request.global_batch_size), 1
     job = Job.of(request, gpus=world, nnodes=nnodes, seq_len=report.seq_len)
-    allowed = batches(request, world=world)
-    able = judge.able(families(request, nnodes=nnodes), job, allowed)
+    sizes = batches(request, world=world)
+    able = judge.able(families(request, nnodes=nnodes), job, sizes)
     if not able:
-        raise NotRecordable(
-            next(iter(judge.bytes.left_out.values())), hint="leave out what is held, such as --attention"
-        )
-    return Search(judge=judge, job=job, batches=allowed, families=able)
+        why = next(iter(judge.bytes.left_out.values()), "nothing does all of what is asked")
+        raise NotRecordable(why, hint="leave out what is held, such as --attention")
+    return Search(judge=judge, job=job, batches=sizes, families=able)
 
 
 def _dividing(request: RecommendRequest, whole: int) -> int:
@@ -130,10 +151,13 @@ def _plainly(search: Search, strategy: str, offload: str) -> Candidate | None:
 def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
     """What would fit where nothing does: offload, checkpointing, more GPUs, a larger GPU, fewer tokens."""
     job, gpu = search.job, search.judge.gpu.name
+    search.judge.allocator.allow()
     for held, what, free in _RELEASED:
         if getattr(finder.request, held) == "none":
             opened = finder.request.model_copy(update={held: "auto"})
-            if replace(search, families=families(opened, nnodes=job.nnodes)).anything_fits:
+            more = search.judge.able(families(opened, nnodes=job.nnodes), job, search.batches)
+            found = anything(replace(search, families=more))
+            if found is not None and found.fits is not False:
                 yield Remedy(options={held: free}, because=f"{what} would do")
     if finder.request.find != "gpus" and (fewest := finder.fewest(MOST_ADVISED)) is not None:
         nodes = finder.nodes(fewest)
@@ -141,7 +165,8 @@ def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
         yield Remedy(options={"gpus": fewest, "nnodes": nodes}, because=f"{fewest} x {gpu}{on_nodes} would do")
     if finder.request.find != "gpu-type" and (name := finder.smallest_gpu()) is not None:
         yield Remedy(options={"gpu": name}, because=f"{job.gpus} x {name} would do")
-    if search.judge.model.profile is not None and (tokens := finder.longest()) is not None:
+    search.judge.allocator.most = search.judge.allocator.walks + MOST_WALKS // 2
+    if search.judge.model.profile is not None and (tokens := finder.shorter()) is not None:
         yield Remedy(options={"seq_len": tokens}, because=f"{tokens} tokens instead of {job.seq_len} would do")
 
 

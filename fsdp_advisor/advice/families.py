@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsdp_advisor.plan import OFFLOADS, Plan, degrees, label
+from fsdp_advisor.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, degrees, label, refusal
 from fsdp_advisor.request import RecommendRequest
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -24,6 +24,8 @@ class Job:
     optim: str
     attention: str
     backward_prefetch: str = "pre"
+    framework: str = "torch"
+    wrap: str = "layer"
 
     @classmethod
     def of(cls, request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int) -> Job:
@@ -35,6 +37,8 @@ class Job:
             optim=request.optim,
             attention=request.attention,
             backward_prefetch=request.backward_prefetch,
+            framework=request.framework,
+            wrap=request.wrap,
         )
 
 
@@ -95,6 +99,8 @@ class Family:
             activation_checkpointing=self.activation_checkpointing,
             attention=job.attention,
             backward_prefetch=job.backward_prefetch,
+            framework=job.framework,
+            wrap=job.wrap,
         )
 
 
@@ -102,8 +108,10 @@ def families(request: RecommendRequest, *, nnodes: int) -> tuple[Family, ...]:
     """Every family that the request leaves open, simplest first.
 
     HSDP on one node is ZeRO-3 and left out unless asked for. NVMe is looked at where host memory is limited (it takes as
-    much of the GPU as the CPU does), or asked for.
+    much of the GPU as the CPU does), or asked for. FSDP1 is looked at where it is named: `auto` means FSDP2, and FSDP1's
+    record_stream holds back memory that only shows in reserved bytes. What the framework cannot do, or refuses, is left out.
     """
+    backends_open = tuple(b for b in FRAMEWORK_BACKENDS[request.framework] if b != "fsdp1" or request.backend == b)
     devices = (request.offload_device,) if request.offload_device != "auto" else DEVICES
     if request.offload_device == "auto" and request.host_memory is None:
         devices = ("cpu",)
@@ -122,8 +130,13 @@ def families(request: RecommendRequest, *, nnodes: int) -> tuple[Family, ...]:
         for checkpointing in CHECKPOINTING
         if request.offload in ("auto", offload)
         and request.backend in ("auto", backend)
+        and backend in backends_open
         and request.activation_checkpointing in ("auto", checkpointing)
         and (request.strategy == strategy or (request.strategy == "all" and (strategy != "hsdp" or nnodes > 1)))
         and (device == "cpu" or backend == "deepspeed")
+        and refusal(
+            strategy, backend, framework=request.framework, wrap=request.wrap, activation_checkpointing=checkpointing
+        )
+        is None
     ]
     return tuple(sorted(found, key=lambda family: family.simplicity))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 from fsdp_advisor.advice.batches import Batches, batches
 from fsdp_advisor.advice.curve import Curve
 from fsdp_advisor.advice.families import Family, Job, families
+from fsdp_advisor.advice.fragmentation import MOST_WALKS
 from fsdp_advisor.advice.judge import Candidate
-from fsdp_advisor.advice.search import Search, choose, spread
+from fsdp_advisor.advice.search import Search, spread
+from fsdp_advisor.advice.settling import LEANEST, anything, largest, settle
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import gpu_of, tensor_bytes
 from fsdp_advisor.hardware import Gpu, list_gpus
@@ -72,57 +74,95 @@ class Finder:
     # The largest micro-batch
 
     def batch(self) -> Finding:
-        """Of each family the largest micro-batch that fits; of all the largest, then the fastest."""
+        """The largest micro-batch that any family fits, fragmentation counted; beside it each family's by the cheap figures."""
         search = self.search
-        rows = [search.at(family, size) for family, size in search.settled.items()]
-        rows.sort(key=lambda c: (-c.plan.micro_batch_size, c.order))
-        winner = choose([c for c in rows if c.plan.micro_batch_size == rows[0].plan.micro_batch_size]) if rows else None
+        accumulating = search.batches.accumulation(search.batches.smallest) > 1
+        winner, walked = largest(
+            search,
+            search.settled,
+            search.batches.sizes,
+            search.at,
+            lambda f: search.judge.bytes.curve(f, search.job, accumulating=accumulating),
+        )
         return Finding(
             what="batch",
             answer=winner.plan.micro_batch_size if winner else None,
             because=f"the largest micro-batch on each of {search.job.gpus} GPUs that leaves the margin",
             winner=winner,
-            rows=tuple(rows),
-            frontier=search.frontier(),
+            rows=_rows(winner, walked, (search.at(f, size) for f, size in search.settled.items())),
+            frontier=tuple(c for c in search.frontier() if winner and _within(c, winner)),
         )
 
     # The longest sequence
 
     def sequence(self) -> Finding:
-        """Of each family the most tokens that fit at the smallest micro-batch, up to the model's maximum."""
+        """The most tokens that any family fits at the smallest micro-batch, up to the model's maximum, fragmentation counted."""
         search = self.search
-        rows = [search.judge.candidate(self._of_length(f, n)) for f, n in self._lengths().items()]
-        rows.sort(key=lambda c: (-c.plan.seq_len, c.order))
-        winner = choose([c for c in rows if c.plan.seq_len == rows[0].plan.seq_len]) if rows else None
+        lengths = self._lengths()
+        winner, walked = self._longest_of(lengths)
         size = search.batches.smallest
         because = f"the longest sequence at micro-batch {size} that leaves the margin"
         shown: tuple[Candidate, ...] = ()
         if winner:
             if winner.plan.seq_len == self.max_seq_len:
                 because = f"the model's own maximum, which leaves the margin at micro-batch {size}"
-            lengths = spread(range(1, winner.plan.seq_len + 1), 12)[1:]
-            shown = tuple(search.judge.candidate(self._of_length(winner.family, n)) for n in lengths)
+            shorter = spread(range(1, winner.plan.seq_len + 1), 12)[1:]
+            shown = tuple(search.judge.candidate(self._of_length(winner.family, n)) for n in shorter)
         return Finding(
             what="sequence",
             answer=winner.plan.seq_len if winner else None,
             because=because,
             winner=winner,
-            rows=tuple(rows),
+            rows=_rows(winner, walked, (search.judge.candidate(self._of_length(f, n)) for f, n in lengths.items())),
             frontier=shown,
         )
 
-    def longest(self) -> int | None:
-        """The most tokens that any family holds."""
-        return max(self._lengths().values(), default=None)
+    def shorter(self) -> int | None:
+        """The most tokens that fit, fewer than the job's, of the leanest. Families that hold fewer than another are not looked
+        at further."""
+        below = self.search.job.seq_len - 1
+        found: dict[Family, int] = {}
+        for family in reversed(self.search.families):  # the leanest first
+            more = max(found.values(), default=0) + 1
+            if more > below or self._curve(family)(more) > self.search.judge.available_bytes:
+                continue
+            if (tokens := self._longest(family)) is not None:
+                found[family] = min(tokens, below)
+        lean = sorted(found, key=lambda f: -found[f])[:LEANEST]
+        winner, _ = self._longest_of({f: found[f] for f in lean})
+        return winner.plan.seq_len if winner else None
+
+    def _longest_of(self, bounds: dict[Family, int]) -> tuple[Candidate | None, dict[Family, Candidate]]:
+        return largest(
+            self.search,
+            bounds,
+            range(1, self._most_tokens + 1),
+            lambda f, n: self.search.judge.candidate(self._of_length(f, n)),
+            self._curve,
+        )
+
+    @property
+    def _most_tokens(self) -> int:
+        return self.max_seq_len or MAX_SEQ_LEN
+
+    def _curve(self, family: Family) -> Curve:
+        """Tensor bytes over the number of tokens."""
+        if family not in self._curves:
+            model = self.search.judge.model
+            self._curves[family] = Curve(lambda n: tensor_bytes(model, self._of_length(family, n)))
+        return self._curves[family]
+
+    @cached_property
+    def _curves(self) -> dict[Family, Curve]:
+        return {}
 
     def _lengths(self) -> dict[Family, int]:
-        most = self.max_seq_len or MAX_SEQ_LEN
-        return {f: n for f in self.search.families if (n := self._longest(f, most)) is not None}
+        """By family, the most tokens that fit by the cheap figures."""
+        return {f: n for f in self.search.families if (n := self._longest(f)) is not None}
 
-    def _longest(self, family: Family, most: int) -> int | None:
+    def _longest(self, family: Family) -> int | None:
         judge = self.search.judge
-        curve = Curve(lambda n: tensor_bytes(judge.model, self._of_length(family, n)))
-        tokens = curve.largest_within(range(1, most + 1), judge.available_bytes)
+        tokens = self._curve(family).largest_within(range(1, self._most_tokens + 1), judge.available_bytes)
         if tokens is None:
             return None
         low, high, at = 0, tokens + 1, tokens
@@ -146,8 +186,10 @@ class Finder:
         most = self.request.gpus if self.request.gpus > 1 else MAX_GPUS
         name = self.search.judge.gpu.name
         worlds = self._worlds(most)
+        self.search.judge.allocator.allow(2 * MOST_WALKS)
         least = self.fewest(most)
-        if least is None:
+        winner = _settled(self.on(least)) if least is not None else None
+        if least is None or winner is None:
             return Finding(
                 what="gpus",
                 answer=None,
@@ -157,18 +199,38 @@ class Finder:
                 frontier=(),
             )
         shown = [n for i in range(SHOWN_WORLDS) if (n := least << i) in worlds]
-        rows = tuple(found[0] for n in shown if (found := self.on(n).leaders))
+        rows = (winner, *(found[0] for n in shown[1:] if (found := self.on(n).leaders)))
         return Finding(
             what="gpus",
             answer=least,
             because=f"the fewest {name} on which anything leaves the margin",
-            winner=rows[0],
+            winner=winner,
             rows=rows,
             frontier=self.on(least).frontier(),
         )
 
     def fewest(self, most: int = MAX_GPUS) -> int | None:
-        """The least number of GPUs on which something fits.
+        """The least number of GPUs on which something fits, fragmentation counted."""
+        first = self._fewest_cheaply(most)
+        if first is None or self.search.judge.model.profile is None:
+            return first
+        worlds = [n for n in self._worlds(most) if n >= first]
+        low, high, step = -1, 0, 1
+        while not self._settles(worlds[high]):
+            if high == len(worlds) - 1:
+                return None
+            low, high, step = high, min(high + step, len(worlds) - 1), 2 * step
+        while high - low > 1:
+            at = (low + high) // 2
+            low, high = (low, at) if self._settles(worlds[at]) else (at, high)
+        return worlds[high]
+
+    def _settles(self, world: int) -> bool:
+        found = anything(self.on(world))
+        return found is not None and found.fits is not False
+
+    def _fewest_cheaply(self, most: int) -> int | None:
+        """The least number of GPUs on which something fits by the cheap figures.
 
         More GPUs may need more of each: DDP's buckets begin with the second, and FSDP2 pads a tensor of 8 experts on 16
         GPUs to twice its size. So numbers are looked at one by one, up to ONE_BY_ONE and then from the last doubling on
@@ -176,6 +238,8 @@ class Finder:
         alone, shared by all, are too much need no look.
         """
         worlds = [n for n in self._worlds(most) if self._states // n <= self.search.judge.available_bytes]
+        if len(worlds) > 1 and self._too_large_without_states(worlds[-1]):
+            worlds = [n for n in worlds if n == 1]  # where nothing is sent
         near = [n for n in worlds if n <= ONE_BY_ONE]
         far = worlds[len(near) :]
         return self._first(near) or self._first(self._doubling(far))
@@ -190,6 +254,14 @@ class Finder:
             passed = at + 1
             at = len(worlds) if passed == len(worlds) else min(2 * at + 1, len(worlds) - 1)
         return worlds[passed : at + 1]
+
+    def _too_large_without_states(self, world: int) -> bool:
+        """Whether on so many GPUs all families need too much beside the states, which are all that more GPUs share."""
+        search = self.on(world)
+        size, steps = search.batches.smallest, search.batches.accumulation(search.batches.smallest)
+        found = (search.judge.untimed(f.plan(search.job, size, steps)) for f in search.families)
+        has = search.judge.available_bytes
+        return all(c.needed_bytes is not None and c.needed_bytes - c.state_bytes > has for c in found)
 
     @cached_property
     def _states(self) -> int:
@@ -240,7 +312,14 @@ class Finder:
         """Every GPU of the table with its fastest plan; the one with the least memory that fits is the answer."""
         memory = {gpu.name: gpu.memory_bytes for gpu in list_gpus()}
         rows = sorted(self._on_each(), key=lambda c: (c.fits is False, memory[c.gpu], c.order))
-        winner = rows[0] if rows and rows[0].fits is not False else None
+        self.search.judge.allocator.allow(2 * MOST_WALKS)
+        winner = None
+        for at, row in enumerate(rows):
+            if winner is not None or row.fits is False:
+                break
+            winner = _settled(self.on_gpu(row.gpu))
+            rows[at] = winner or self._nearest(row)
+        rows.sort(key=lambda c: (c.fits is False, memory[c.gpu], c.order))
         return Finding(
             what="gpu-type",
             answer=winner.gpu if winner else None,
@@ -253,7 +332,12 @@ class Finder:
     def smallest_gpu(self) -> str | None:
         """The one with the least memory on which something fits."""
         able = sorted(self._able(), key=lambda g: (g.memory_bytes, g.name))
-        return next((gpu.name for gpu in able if self.on_gpu(gpu.name).anything_fits), None)
+        found = (anything(self.on_gpu(gpu.name)) for gpu in able)
+        return next((c.gpu for c in found if c is not None and c.fits is not False), None)
+
+    def _nearest(self, row: Candidate) -> Candidate:
+        """What came nearest on that GPU, where nothing fits with fragmentation."""
+        return anything(self.on_gpu(row.gpu)) or row
 
     def on_gpu(self, name: str) -> Search:
         """The same search on another type of GPU."""
@@ -273,3 +357,26 @@ class Finder:
     def _able(self) -> list[Gpu]:
         """GPUs that compute in the precision asked for."""
         return [g for g in list_gpus() if g.bf16_flops is not None or not self.request.precision.startswith("bf16")]
+
+
+def _settled(search: Search) -> Candidate | None:
+    """The fastest that fits with fragmentation; the leanest are walked first, for they tell whether anything does."""
+    lean = anything(search)
+    if lean is None or lean.fits is False:
+        return None
+    return settle(search).winner or lean
+
+
+def _rows(
+    winner: Candidate | None, walked: dict[Family, Candidate], cheap: Iterable[Candidate]
+) -> tuple[Candidate, ...]:
+    """A row per family: what was walked as it came out, the others by the cheap figures; the largest first."""
+    rows = [walked.get(c.family, c) for c in cheap]
+    others = [c for c in rows if winner is None or c.family != winner.family]
+    others.sort(key=lambda c: (c.fits is False, -c.plan.micro_batch_size, -c.plan.seq_len, c.order))
+    return (*([winner] if winner else []), *others)
+
+
+def _within(candidate: Candidate, winner: Candidate) -> bool:
+    """Whether a point is not beyond what its family was found to fit."""
+    return candidate.family != winner.family or candidate.plan.micro_batch_size <= winner.plan.micro_batch_size

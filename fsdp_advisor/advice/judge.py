@@ -10,9 +10,11 @@ from typing import Any
 from fsdp_advisor.advice.batches import Batches
 from fsdp_advisor.advice.curve import Curve
 from fsdp_advisor.advice.families import Family, Job
+from fsdp_advisor.advice.fragmentation import Allocator, Fragmentation
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.estimator import estimate_plan, tensor_bytes
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.resolve import Resolved
@@ -21,12 +23,19 @@ Timer = Callable[[Resolved, Plan, Gpu], float | None]
 """Seconds of one optimizer step; None where they are not known."""
 
 
+def anything_goes(plan: Plan) -> bool:
+    """No plan is ruled out."""
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One configuration with its verdict.
 
-    `needed_bytes` is the best known figure (None: a bare parameter count, of which `state_bytes` are known), to be at most
-    `available_bytes`, the GPU's memory less the margin. `host_available_bytes` None: not asked about.
+    `needed_bytes` is what is known cheaply, allocated bytes with what CUDA and NCCL take (None: a bare parameter count, of
+    which `state_bytes` are known), to be at most `available_bytes`, the GPU's memory less the margin.
+    `host_available_bytes` None: not asked about. `walked`: what the caching allocator reserves, with its fragmentation and
+    under the settings `allocator_conf`; None where the allocator was not walked.
     """
 
     plan: Plan
@@ -37,6 +46,7 @@ class Candidate:
     host_bytes_per_node: int
     host_available_bytes: int | None = None
     step_seconds: float | None = None
+    walked: Fragmentation | None = None
 
     @property
     def family(self) -> Family:
@@ -50,7 +60,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool | None:
-        if self.host_fits is False:
+        if self.host_fits is False or (self.walked is not None and not self.walked.fits):
             return False
         if self.needed_bytes is None:
             return False if self.state_bytes > self.available_bytes else None
@@ -69,6 +79,16 @@ class Candidate:
     @property
     def label(self) -> str:
         return self.family.label
+
+    @property
+    def allocator_conf(self) -> str | None:
+        """What PYTORCH_ALLOC_CONF has to say for it to fit, or was asked to say."""
+        return self.walked.allocator_conf if self.walked else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables to launch it with."""
+        return {"PYTORCH_ALLOC_CONF": self.allocator_conf} if self.allocator_conf else {}
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -95,6 +115,9 @@ class Candidate:
             "fits": self.fits,
             "needed_bytes": self.needed_bytes,
             "available_bytes": self.available_bytes,
+            "peak_reserved_bytes": self.walked.reserved_bytes if self.walked else None,
+            "peak_device_bytes": self.walked.device_bytes if self.walked else None,
+            "environment": self.environment,
             "host_bytes_per_node": self.host_bytes_per_node,
             "step_seconds": self.step_seconds,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
@@ -156,6 +179,8 @@ class Judge:
     timer: Timer
     host_available_bytes: int | None
     bytes: Bytes
+    allocator: Allocator = field(default_factory=Allocator)
+    allowed: Callable[[Plan], bool] = anything_goes
 
     @cached_property
     def available_bytes(self) -> int:
@@ -166,9 +191,11 @@ class Judge:
         return replace(self, gpu=gpu)
 
     def able(self, families: Iterable[Family], job: Job, batches: Batches) -> tuple[Family, ...]:
-        """The families that can be judged: by their recordings, or where these cannot be had, as too large by their states."""
+        """The families that are allowed and can be judged: by their recordings, or where these cannot be had, as too large by
+        their states."""
+        families = tuple(f for f in families if self.allowed(f.plan(job, batches.smallest)))
         if self.model.profile is None:
-            return tuple(families)
+            return families
         sizes = batches.sizes[:2]  # a recording for micro-batch 1, and one for more
         return tuple(
             f
@@ -179,10 +206,18 @@ class Judge:
     def estimate(self, plan: Plan) -> StrategyEstimate:
         return estimate_plan(self.model, plan, self.gpu)
 
+    def whole(self, candidate: Candidate) -> StrategyEstimate:
+        """The whole row of what is recommended, the allocator's figures included."""
+        conf = AllocatorConf.parse(candidate.allocator_conf) if candidate.allocator_conf else None
+        return estimate_plan(self.model, candidate.plan, self.gpu, walk="always", conf=conf)
+
     def candidate(self, plan: Plan) -> Candidate:
         """The plan with the best known figure of its bytes, and its time if it fits."""
         found = self.untimed(plan)
-        return found if found.fits is False else replace(found, step_seconds=self.seconds(plan))
+        return found if found.fits is False else self.timed(found)
+
+    def timed(self, candidate: Candidate) -> Candidate:
+        return replace(candidate, step_seconds=self.seconds(candidate.plan))
 
     def untimed(self, plan: Plan) -> Candidate:
         """The plan with the best known figure of its bytes."""
@@ -196,6 +231,12 @@ class Judge:
             host_bytes_per_node=estimate.host_bytes_per_node,
             host_available_bytes=self.host_available_bytes,
         )
+
+    def walked(self, candidate: Candidate, settings: Sequence[str | None] | None = None) -> tuple[Candidate, ...]:
+        """A candidate through the caching allocator, under each of its settings until it fits. Empty: no walks are left."""
+        settings = self.allocator.settings if settings is None else settings
+        found = self.allocator.through(self.model, candidate.plan, self.gpu, settings)
+        return tuple(replace(candidate, walked=fragmentation) for fragmentation in found)
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan may run: by its tensors, and if these do not settle it, by the best known figure."""

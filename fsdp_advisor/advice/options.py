@@ -6,7 +6,8 @@ from fsdp_advisor.advice.judge import Candidate
 from fsdp_advisor.request import EstimateRequest, RecommendRequest
 
 _LEFT_TO_DEFAULTS = ("interconnect", "precision", "optim", "attention", "backward_prefetch", "nnodes", "micro_batch_size",
-                     "gradient_accumulation_steps", "activation_checkpointing", "offload", "offload_device")  # fmt: skip
+                     "gradient_accumulation_steps", "activation_checkpointing", "offload", "offload_device", "framework",
+                     "wrap", "allocator_conf")  # fmt: skip
 
 
 def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ...]:
@@ -30,6 +31,9 @@ def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ..
         "activation_checkpointing": plan.activation_checkpointing,
         "attention": plan.attention,
         "backward_prefetch": plan.backward_prefetch,
+        "framework": plan.framework,
+        "wrap": plan.wrap,
+        "allocator_conf": candidate.allocator_conf,
     }
     words: list[str] = []
     for name, value in values.items():

@@ -13,7 +13,7 @@ from fsdp_advisor.advice.judge import Candidate
 from fsdp_advisor.advice.options import options_of
 from fsdp_advisor.advice.rules import RuleOfThumb
 from fsdp_advisor.advice.search import TIE
-from fsdp_advisor.advice.tree import Tree, numbers
+from fsdp_advisor.advice.tree import FRAGMENTATION, Tree, numbers
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import RecommendRequest
 
@@ -33,8 +33,9 @@ class Remedy:
 class Recommendation:
     """What to launch and why. `winner` None: nothing fits, and `remedies` say what would.
 
-    `rivals` are the best of every other family that fits, the fastest first; `refused` those that do not fit at their
-    smallest micro-batch; `left_out` those that could not be looked at. `estimate` is the winner's whole row.
+    `rivals` are the best of every other family that fits by the cheap figures, the fastest first; `refused` those that do
+    not, at their smallest micro-batch, or not with fragmentation; `left_out` those that could not be looked at. `estimate`
+    is the winner's whole row.
     """
 
     request: RecommendRequest
@@ -63,7 +64,7 @@ class Recommendation:
             return "nothing fits: " + "; ".join(r.because for r in self.remedies) if self.remedies else "nothing fits"
         if self.finding is not None:
             return self.finding.because
-        last = self.tree.path[-1]
+        last = next(n for n in reversed(self.tree.path) if n.id not in FRAGMENTATION)
         return f"{last.question} {last.because}"
 
     @property
@@ -80,6 +81,8 @@ class Recommendation:
         """Why another candidate is not the one."""
         if other.fits is False:
             return f"{numbers(other)}, at micro-batch {other.plan.micro_batch_size}"
+        if self.winner is None and other.fits:
+            return "it fits before fragmentation, and was not walked through the allocator"
         if other.fits is None:
             return "its states fit too, but it is less simple"
         if self.winner is None:
@@ -125,7 +128,7 @@ class Recommendation:
 _KEYS = (
     "strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "seq_len", "gpus", "nnodes", "gpu", "fits", "needed_bytes",
-    "available_bytes", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
+    "available_bytes", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
 )  # fmt: skip
 
 

@@ -3,12 +3,12 @@
 DDP first; if it does not fit, which term is too large. Where it is what grows with the batch, recomputing it or a smaller
 micro-batch may do; where it is the states, they are sharded further and further, then recomputed, cut smaller, moved to
 the host, to NVMe. The first question answered by yes says that something fits. What is recommended is the fastest of all
-that fit, which need not be the first.
+that fit, which need not be the first; and the last questions are whether it fits with the allocator's fragmentation too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,14 @@ from fsdp_advisor.advice.families import Family
 from fsdp_advisor.advice.finding import Finding
 from fsdp_advisor.advice.judge import Candidate
 from fsdp_advisor.advice.search import Search
+from fsdp_advisor.advice.settling import Settled
 from fsdp_advisor.plan import label
 from fsdp_advisor.units import format_gib, format_speed
 
 YES, NO, PERHAPS = "yes", "no", "perhaps"
 STATES, ACTIVATIONS = "states", "activations"
+FRAGMENTATION = ("fragmentation", "expandable_segments", "next")
+"""Questions about what the allocator reserves, the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ class _Rung:
     size: int
 
 
-def grow(search: Search, finding: Finding | None, more: Node) -> Tree:
+def grow(search: Search, finding: Finding | None, settled: Settled, more: Node) -> Tree:
     """The tree of a search, its path lit.
 
     It ends in what was looked for, else in the fastest; where nothing fits, in `more`: what another job would do.
@@ -102,7 +105,7 @@ def grow(search: Search, finding: Finding | None, more: Node) -> Tree:
         nodes.append(replace(node, taken=taken))
         if node.id != "term":
             nodes.append(_fits(node, taken=taken and node.answer in (YES, PERHAPS)))
-    nodes += _end(search, path[-1], finding, more)
+    nodes += _end(search, path[-1], finding, settled, more)
     return Tree(nodes=tuple(nodes))
 
 
@@ -241,6 +244,8 @@ def numbers(candidate: Candidate) -> str:
         room = candidate.host_available_bytes
         there = f", which has {format_gib(room)}" if room is not None else ""
         said += f"; and {format_gib(host)} of host memory per node{there}"
+    if candidate.walked is not None:
+        said += f"; with fragmentation {candidate.walked.said}"
     return said
 
 
@@ -281,8 +286,9 @@ def _fits(node: Node, *, taken: bool) -> Node:
     )
 
 
-def _end(search: Search, last: Node, finding: Finding | None, more: Node) -> list[Node]:
-    """What follows the questions: any other configuration, the fastest of those that fit, or what would help."""
+def _end(search: Search, last: Node, finding: Finding | None, settled: Settled, more: Node) -> list[Node]:
+    """What follows the questions: any other configuration, the fastest of those that fit, whether fragmentation leaves it
+    so, or what would help."""
     result: list[Node] = []
     leaders = search.leaders
     after, on = last.id, last.answer or ""
@@ -302,11 +308,13 @@ def _end(search: Search, last: Node, finding: Finding | None, more: Node) -> lis
             )
         )
         after, on = "other", YES if leaders else NO
+    winner = settled.winner
     if leaders:
-        sought = finding.winner if finding is not None else None
-        winner = sought or leaders[0]
-        leaf = _sought(finding) if finding is not None and sought else _fastest(leaders)
-        result.append(replace(leaf, parent=after, on=on))
+        leaf = _sought(finding) if finding is not None and winner else _fastest(leaders)
+        for node in (leaf, *_fragmented(settled)):
+            result.append(replace(node, parent=after, on=on))
+            after, on = node.id, node.answer or ""
+    if winner is not None:
         result.append(
             Node(
                 id="recommended",
@@ -314,8 +322,8 @@ def _end(search: Search, last: Node, finding: Finding | None, more: Node) -> lis
                 because=numbers(winner),
                 needed_bytes=_need(winner),
                 available_bytes=winner.available_bytes,
-                parent=leaf.id,
-                on=result[-1].answer or "",
+                parent=after,
+                on=on,
                 taken=True,
                 outcome=True,
             )
@@ -323,6 +331,44 @@ def _end(search: Search, last: Node, finding: Finding | None, more: Node) -> lis
     else:
         result.append(replace(more, parent=after, on=on, taken=True))
     return result
+
+
+def _fragmented(settled: Settled) -> Iterator[Node]:
+    """Whether the best fits with the allocator's fragmentation, as it is set, then with expandable segments; else what does."""
+    if not settled.attempts:
+        if settled.winner is None:
+            yield _walked("fragmentation", "Does any still fit with the allocator's fragmentation?", NO, None)
+        return
+    for index, candidate in enumerate(settled.attempts[0]):
+        id, what = ("expandable_segments", "Does it with expandable segments?") if index else ("fragmentation", _STILL)
+        node = _walked(id, what, _answer(candidate), candidate)
+        yield replace(node, because=candidate.walked.numbers) if index and candidate.walked else node
+    if len(settled.attempts) > 1:
+        winner = settled.winner
+        nearest = winner or settled.attempts[-1][-1]
+        answer = f"{winner.label}, micro-batch {winner.plan.micro_batch_size}" if winner is not None else "none"
+        yield _walked("next", f"Which is the next that does ({len(settled.attempts)} plans walked)?", answer, nearest)
+
+
+_STILL = "Does it still fit with the allocator's fragmentation?"
+
+
+def _answer(candidate: Candidate) -> str:
+    return YES if candidate.walked is not None and candidate.walked.fits else NO
+
+
+def _walked(id: str, question: str, answer: str, candidate: Candidate | None) -> Node:
+    """A question about what the allocator reserves, with its numbers."""
+    walked = candidate.walked if candidate is not None else None
+    return Node(
+        id=id,
+        question=question,
+        answer=answer,
+        because=walked.said if walked is not None else "nothing that was walked through the allocator",
+        needed_bytes=walked.device_bytes if walked is not None else None,
+        available_bytes=walked.memory_bytes if walked is not None else None,
+        taken=True,
+    )
 
 
 _SOUGHT = {

@@ -7,9 +7,11 @@ shape has a class). It has a title and a description, patterns as well as colour
 
 from fsdp_advisor.charts.accuracy import AccuracyPoint, accuracy
 from fsdp_advisor.charts.bars import Bar, stacked_bars
+from fsdp_advisor.charts.comparison import two_timelines
 from fsdp_advisor.charts.frontier import FrontierPoint, frontier
 from fsdp_advisor.charts.parts import BESIDE, PARTS, Part, part_bytes
 from fsdp_advisor.charts.streams import Span, stream_timeline
+from fsdp_advisor.charts.svg import stacked
 from fsdp_advisor.charts.timeline import Moment, memory_timeline, unfold
 from fsdp_advisor.charts.tree import TreeNode, decision_tree
 
@@ -28,7 +30,9 @@ __all__ = [
     "frontier",
     "memory_timeline",
     "part_bytes",
+    "stacked",
     "stacked_bars",
     "stream_timeline",
+    "two_timelines",
     "unfold",
 ]

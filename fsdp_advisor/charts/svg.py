@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable
 from html import escape
@@ -155,3 +156,17 @@ def frame(key: str, title: str, description: str, width: float, height: float, *
         font_family="system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
         font_size=SMALL,
     )
+
+
+def stacked(*drawings: str, title: str, gap: float = 16) -> str:
+    """Drawings of `frame`, one below the other, as one."""
+    sizes = [tuple(map(float, _VIEW_BOX.search(drawing).groups())) for drawing in drawings]  # type: ignore[union-attr]  # `frame` writes one
+    width, height = max(w for w, _ in sizes), sum(h for _, h in sizes) + gap * (len(sizes) - 1)
+    body, at = [], 0.0
+    for drawing, (_, h) in zip(drawings, sizes, strict=True):
+        body.append(element("g", drawing, transform=f"translate(0 {number(at)})"))
+        at += h + gap
+    return frame("stacked", title, f"{len(drawings)} drawings.", width, height, *body)
+
+
+_VIEW_BOX = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from fsdp_advisor.advice import Advice, Candidate, Recommendation, Remedy
+from fsdp_advisor.advice import Advice, Candidate, Fragmentation, Recommendation, Remedy
 from fsdp_advisor.cli.drawing import Column, bar, draw, fitting, legend, paint
 from fsdp_advisor.cli.drawing import wrap as fill
 from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN
@@ -88,8 +88,16 @@ def _winner(r: Recommendation, screen: Screen) -> str:
         lines[-1] += f"; host memory {format_gib(winner.host_bytes_per_node)} per node"
     if winner.tokens_per_second_per_gpu and winner.step_seconds:
         lines[-1] += f"; {format_speed(winner.tokens_per_second_per_gpu)} per GPU, {winner.step_seconds:.3g} s per step"
+    if winner.walked is not None:
+        lines[-1] += f"; {_fragmentation(winner.walked)}"
     lines += [_bar(estimate, r, screen), *_training(r), *(f"warning: {warning}" for warning in estimate.warnings)]
     return "\n".join([lines[0], *(_indented(line, screen) if i != 1 else line for i, line in enumerate(lines[1:]))])
+
+
+def _fragmentation(walked: Fragmentation) -> str:
+    """What the device shows in the end, and what that takes."""
+    device = f"{format_gib(walked.device_bytes)} of {format_gib(walked.memory_bytes)} with fragmentation"
+    return device + (f", under PYTORCH_ALLOC_CONF={walked.allocator_conf}" if walked.allocator_conf else "")
 
 
 def _indented(line: str, screen: Screen) -> str:
@@ -151,7 +159,8 @@ def _runners_up(r: Recommendation, screen: Screen) -> str:
     fit = "fit" if r.fits else "may fit"
     rest = [*([f"{fitting_more} more {fit}"] if fitting_more else []), *([f"{refused} do not fit"] if refused else [])]
     judged = f"{r.configurations:,} configurations were judged"
-    return "Runners-up\n" + table + "\n" + wrap("; ".join([*rest, judged]) + "; --json has them all.", screen)
+    said = "; ".join([*rest, "all before fragmentation" if r.winner and r.winner.walked else "", judged])
+    return "Runners-up\n" + table + "\n" + wrap(said.replace("; ; ", "; ") + "; --json has them all.", screen)
 
 
 def _found(r: Recommendation, screen: Screen) -> str:
@@ -190,6 +199,10 @@ def _table(rows: Sequence[Candidate], reasons: Sequence[str] | None, screen: Scr
     }
     if what in own:
         columns.insert(0, own[what])
+    if what is not None:
+        columns.append(
+            Column("fragmented", [_gib(c.walked.device_bytes) if c.walked else NONE for c in rows], right=True)
+        )
     if what == "gpu-type":
         columns.append(Column("has", [_gib(c.available_bytes) for c in rows], right=True))
         columns.append(
@@ -242,11 +255,12 @@ def _launch(advice: Advice, screen: Screen) -> str:
     """The export of the first consumer that can do the plan, and the line that uses it. Commands are never broken."""
     r = advice.recommendation
     assert r.estimate is not None
-    job = Job.of(advice.report, r.estimate)
+    job = Job.of(advice.report, r.estimate, environment=r.winner.environment if r.winner else None)
     able = [target for target in TARGETS.values() if target.cannot(job) is None]
+    able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # what was estimated comes first
     if not able:
         return wrap("No consumer that can be exported to does this plan.", screen)
     target, others = able[0], [t.name for t in able[1:]]
     export = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {target.file_name}"
     also = f"Other targets: {', '.join(others)}." if others else ""
-    return "\n".join(["To launch it", f"  {export}", f"  {target.usage(job, target.file_name)}", *([wrap(also, screen)] if also else [])])  # fmt: skip
+    return "\n".join(["To launch it", f"  {export}", f"  {target.line(job, target.file_name)}", *([wrap(also, screen)] if also else [])])  # fmt: skip

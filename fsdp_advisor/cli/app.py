@@ -8,6 +8,7 @@ import typer
 
 from fsdp_advisor.cli import export as exporting
 from fsdp_advisor.cli import recommend as advising
+from fsdp_advisor.cli import serve as serving
 from fsdp_advisor.cli import validate as validation
 from fsdp_advisor.cli.options import (
     ForceOption,
@@ -223,3 +224,4 @@ def _json(value: Any) -> str:
 advising.register(app)
 exporting.register(app)
 validation.register(app)
+serving.register(app)

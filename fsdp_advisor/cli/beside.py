@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 SHOWN = (
     ("peak_allocated_bytes", "allocated"),
     ("peak_reserved_bytes", "reserved"),
+    ("peak_device_bytes", "device"),
     ("peak_tensor_bytes", "tensors"),
 )
-"""The figures a rung may find, the most telling first."""
+"""The figures a rung may find. A record's own prediction is of the GPU at hand, and of a stand-in without NCCL."""
 
 
 def run_beside(report: Report, *, quiet: bool) -> list[Record]:
@@ -65,6 +66,7 @@ def into_json(document: dict[str, Any], records: list[Record]) -> None:
             "outcome": record.outcome,
             "message": record.message,
             "figures": record.measured,
+            "predicted": {name: record.predicted[name] for name, _ in SHOWN if name in record.predicted},
             "errors": record.errors,
             "versions": record.versions,
         }

@@ -76,7 +76,7 @@ RecordsOption = Annotated[
 ]
 SnapshotOption = Annotated[
     Optional[Path],  # noqa: UP045  # likewise
-    typer.Option(metavar="FILE", help="Keep PyTorch's memory history for pytorch.org/memory_viz (needs a GPU)."),
+    typer.Option(metavar="FILE", help="Keep PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed)."),
 ]
 TimeoutOption = Annotated[
     Optional[float],  # noqa: UP045  # likewise
@@ -88,7 +88,7 @@ EndpointOption = Annotated[
 ]
 PlotOption = Annotated[
     Optional[Path],  # noqa: UP045  # likewise
-    typer.Option(metavar="FILE", help="Also draw predicted against measured (.svg, .png, .pdf; needs matplotlib)."),
+    typer.Option(metavar="FILE.svg", help="Also draw predicted against measured, and a case's step from both sides."),
 ]
 
 
@@ -171,7 +171,7 @@ def validate(
     if sbatch:
         from fsdp_advisor.validation.measure import sbatch_example
 
-        destination.write(sbatch_example(request))
+        destination.write(sbatch_example(request, records=records))
         return FITS
     cases = _cases(
         [request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1.value, rdzv_endpoint=rdzv_endpoint
@@ -336,7 +336,7 @@ def report(
     quiet: QuietOption = False,
 ) -> int:
     """Sum up records: every case, the errors per rung, strategy and figure, and the verdicts."""
-    from fsdp_advisor.validation import records
+    from fsdp_advisor.validation import drawing, records
     from fsdp_advisor.validation import report as summary
 
     form = _form(format, json)
@@ -347,6 +347,6 @@ def report(
         note(remark, quiet=quiet)
     made = summary.latest(made)
     if plot is not None:
-        summary.plot(made, plot)
+        drawing.draw(made, plot)
     destination.write(summary.render(made, form))
     return FITS

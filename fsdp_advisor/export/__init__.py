@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, script, trainer
-from fsdp_advisor.export.job import Exported, Job, Target
+from fsdp_advisor.export.job import FRAMEWORKS, Exported, Job, Target, left_out, with_environment
 
 __all__ = ["TARGETS", "Exported", "Job", "Target", "export", "find"]
 
@@ -60,9 +60,19 @@ def export(target: str, job: Job) -> Exported:
         file_name=consumer.file_name,
         media_type=consumer.media_type,
         text=text,
-        usage=consumer.usage(job, consumer.file_name),
-        notes=notes,
+        usage=consumer.line(job, consumer.file_name),
+        notes=(*notes, *_notes(consumer, job)),
     )
+
+
+def _notes(consumer: Target, job: Job) -> list[str]:
+    """What holds for every consumer: whose behaviour was estimated, and what a file cannot set."""
+    notes = left_out(job)
+    if job.plan.prepared and consumer.behaves_as(job.plan) != job.plan.framework:
+        notes.append(f"the prediction is of {FRAMEWORKS[job.plan.framework]}, which {consumer.name} does not run")
+    if job.environment and not consumer.command:
+        notes.append("launch it with " + with_environment(job, "...").removesuffix(" ..."))
+    return notes
 
 
 def _refusal(consumer: Target, job: Job) -> UsageError:

@@ -20,6 +20,7 @@ from fsdp_advisor.export.job import (
     no_8bit_on_fsdp2,
     no_bf16_masters_on_the_host,
     no_single_shard,
+    refused,
 )
 from fsdp_advisor.memory.deepspeed import stage
 from fsdp_advisor.plan import Plan
@@ -29,12 +30,18 @@ PORT = 29500
 
 MIXED = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}
+WRAP_POLICY = {"layer": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP"}
 FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 
 
 def cannot(job: Job) -> str | None:
     plan = job.plan
-    return no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
+    return (
+        refused(job, "accelerate")
+        or no_8bit_on_fsdp2(plan)
+        or no_single_shard(plan)
+        or no_bf16_masters_on_the_host(plan)
+    )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -87,10 +94,11 @@ def _distributed_type(plan: Plan) -> str:
 def _fsdp(job: Job) -> dict[str, Any]:
     """What both versions take. Without a class to wrap, accelerate takes the model's own `_no_split_modules`."""
     plan = job.plan
-    wrap = {"fsdp_transformer_layer_cls_to_wrap": ",".join(job.layer_classes)} if job.layer_classes else {}
+    wrap = {"fsdp_auto_wrap_policy": WRAP_POLICY[plan.wrap]}
+    if job.layer_classes and plan.wrap == "layer":
+        wrap["fsdp_transformer_layer_cls_to_wrap"] = ",".join(job.layer_classes)
     return {
         "fsdp_version": 2 if plan.backend == "fsdp2" else 1,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         **wrap,
         "fsdp_offload_params": plan.offload == "parameters",
         "fsdp_activation_checkpointing": plan.activation_checkpointing == "full",
@@ -114,11 +122,13 @@ def _fsdp1(plan: Plan) -> dict[str, Any]:
 
 
 def _needs_a_file(plan: Plan) -> bool:
-    """bf16 master weights, where NVMe is mounted and other optimizers on the host are said in DeepSpeed's own file alone.
+    """bf16 master weights, where NVMe is mounted and other optimizers on the host are said in DeepSpeed's own file alone; and
+    so are the bucket sizes that "auto" would mean, without which DeepSpeed takes its own.
 
-    The launcher hands no `offload_*_nvme_path` on (utils/launch.py, prepare_deepspeed_cmd_env).
+    The launcher hands no `offload_*_nvme_path` on (utils/launch.py, prepare_deepspeed_cmd_env); without a file the plugin
+    writes none of the keys that are filled in where they are "auto" (utils/dataclasses.py, DeepSpeedPlugin.__post_init__).
     """
-    if plan.precision == "bf16":
+    if plan.precision == "bf16" or plan.prepared:
         return True
     return plan.offload != "none" and (plan.offload_device == "nvme" or not plan.optim.startswith("adamw"))
 
@@ -147,18 +157,24 @@ def _notes(plan: Plan) -> list[str]:
     if plan.nnodes > 1:
         notes.append(f"on every node: --machine_rank RANK --main_process_ip HOST, the host in place of {HEAD_NODE}")
     if plan.backend == "deepspeed" and _needs_a_file(plan):
-        notes.append(f"it reads {deepspeed.FILE}, which `fsdp-advisor export deepspeed` writes")
+        framework = f" --framework {plan.framework}" if plan.prepared else ""
+        notes.append(f"it reads {deepspeed.FILE}, which `fsdp-advisor export deepspeed{framework}` writes")
     if plan.gradient_accumulation_steps > 1 and plan.backend in ("fsdp1", "fsdp2"):
-        steps = plan.gradient_accumulation_steps
-        notes.append(
-            "the estimate reduces each micro-batch's gradients: "
-            f"GradientAccumulationPlugin(num_steps={steps}, sync_each_batch=True)"
-        )
+        notes.append(_accumulation(plan))
     return notes
 
 
+def _accumulation(plan: Plan) -> str:
+    plugin = f"GradientAccumulationPlugin(num_steps={plan.gradient_accumulation_steps}, sync_each_batch=True)"
+    if plan.defers_reduction:
+        return f"gradients stay whole until the last micro-batch, as predicted; {plugin} reduces each, for less memory"
+    return f"the estimate reduces each micro-batch's gradients: {plugin}"
+
+
 def behaviour(plan: Plan) -> list[str]:
-    """Where accelerate, and what trains through it, does otherwise than the plain engine that was estimated."""
+    """Where accelerate, and what trains through it, does otherwise than the plain engine, if that was estimated."""
+    if plan.prepared:
+        return []
     if plan.backend == "fsdp2":
         reduced = "" if not plan.mixed else f", and reduces gradients in {MIXED[plan.precision]}, not fp32"
         return [f"accelerate wraps embedding and head as units of their own{reduced}; the estimate is of plain PyTorch"]
@@ -176,4 +192,5 @@ TARGET = Target(
     cannot=cannot,
     write=write,
     usage=lambda job, file: f"accelerate launch --config_file {file} train.py",
+    framework="accelerate",
 )

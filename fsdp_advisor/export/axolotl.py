@@ -19,6 +19,7 @@ from fsdp_advisor.export.job import (
     no_8bit_on_fsdp2,
     no_bf16_masters_on_the_host,
     no_single_shard,
+    refused,
 )
 from fsdp_advisor.plan import Plan
 
@@ -38,7 +39,9 @@ def cannot(job: Job) -> str | None:
         return "it has given up FSDP1: --backend fsdp2"
     if plan.precision == "bf16" and plan.backend != "deepspeed":
         return "it takes any bf16 for mixed precision: --precision bf16-mixed"
-    return no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
+    return (
+        refused(job, "trainer") or no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
+    )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -86,8 +89,8 @@ def _engine(job: Job) -> dict[str, Any]:
             "dp_shard_size": plan.shard_degree,
             **({"dp_replicate_size": plan.replica_degree} if plan.replica_degree > 1 else {}),
             "fsdp_config": {
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ",".join(job.layer_classes),
+                "auto_wrap_policy": accelerate.WRAP_POLICY[plan.wrap],
+                **({"transformer_layer_cls_to_wrap": ",".join(job.layer_classes)} if plan.wrap == "layer" else {}),
                 "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
                 "offload_params": plan.offload == "parameters",
                 "activation_checkpointing": checkpointing,
@@ -95,7 +98,7 @@ def _engine(job: Job) -> dict[str, Any]:
                 "state_dict_type": "SHARDED_STATE_DICT",
             },
         }
-        if plan.gradient_accumulation_steps > 1:
+        if plan.gradient_accumulation_steps > 1 and not plan.defers_reduction:
             sharding["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         return sharding
     recompute: dict[str, Any] = {"gradient_checkpointing": checkpointing}
@@ -115,4 +118,5 @@ TARGET = Target(
     cannot=cannot,
     write=write,
     usage=lambda job, file: f"axolotl train {file}",
+    framework="trainer",
 )

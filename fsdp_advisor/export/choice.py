@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
@@ -9,7 +10,7 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job, Target
-from fsdp_advisor.plan import OFFLOADS, Plan
+from fsdp_advisor.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, refusal
 from fsdp_advisor.report import Report
 from fsdp_advisor.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.resolve import Resolved, resolve
@@ -25,14 +26,15 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
     """A report of one row, the plan to export.
 
     With a strategy it is that one, with the target's backend where the choice is left open; without one, the fastest that
-    fits with the recommendation's margin, and what was not given is searched. Raises NothingFits, or as `estimate` does.
+    fits with the recommendation's margin, and what was not given is searched. Unless a framework is given, it is estimated
+    as the target trains it, and its allocator is walked. Raises NothingFits, or as `estimate` does.
     """
     consumer = find(target)
     model = model or resolve(request.model)
-    request = _with_backend(consumer, request)
+    request = _as_it_trains(consumer, _with_backend(consumer, request))
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
-    return estimate_resolved(request, model)
+    return estimate_resolved(request.model_copy(update={"reserved": True}), model)
 
 
 def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest:
@@ -46,18 +48,43 @@ def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest
     return request.model_copy(update={"backend": consumer.backend})
 
 
+def _as_it_trains(consumer: Target, request: EstimateRequest) -> EstimateRequest:
+    """With the target's framework, unless it cannot do what is asked: then the target says so itself, and who can."""
+    if "framework" in request.model_fields_set:
+        return request
+    known = FRAMEWORK_BACKENDS[consumer.framework]
+    strategies = OFFLOADS[request.offload] if request.strategy == "all" else (request.strategy,)
+    able = {s: set(OFFLOADS[request.offload].get(s, ())) for s in strategies}
+    if request.backend != "auto":
+        able = {s: backends & {request.backend} for s, backends in able.items()}
+    possible = any(
+        b in known
+        and refusal(
+            s,
+            b,
+            framework=consumer.framework,
+            wrap=request.wrap,
+            activation_checkpointing=request.activation_checkpointing,
+        )
+        is None
+        for s, backends in able.items()
+        for b in backends
+    )
+    return request.model_copy(update={"framework": consumer.framework}) if possible else request
+
+
 def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) -> EstimateRequest:
     """The request of the best plan that fits; what was given is held, as by `recommend`."""
     given = {name: getattr(request, name) for name in request.model_fields_set}
     searched = RecommendRequest(**given)
     report = estimate_resolved(searched.as_estimate, model)
-    advice = recommend_resolved(report, model, searched)
-    for candidate in (advice.winner, *advice.rivals):
-        if candidate is not None:
-            pinned = request.model_copy(update=_options(candidate.plan))
-            one = estimate_resolved(pinned, model)
-            if consumer.cannot(Job.of(one, one.estimates[0])) is None:
-                return pinned
+    job = Job.of(report, report.estimates[0])
+    advice = recommend_resolved(
+        report, model, searched, allowed=lambda plan: consumer.cannot(replace(job, plan=plan)) is None
+    )
+    if advice.winner is not None:
+        chosen = {"allocator_conf": advice.winner.allocator_conf}
+        return request.model_copy(update=_options(advice.winner.plan) | chosen)
     raise NothingFits(
         f"nothing that {consumer.name} can do fits {report.gpu_name} with {100 * searched.margin:g} % left free",
         hint="; ".join(remedy.because for remedy in advice.remedies[:2])

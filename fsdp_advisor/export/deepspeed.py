@@ -1,5 +1,7 @@
 """DeepSpeed's JSON configuration, with integers only: the batch, the buckets and offload as the estimate assumes them.
 
+Where accelerate or the Trainer trains, the buckets are those that they fill in for "auto".
+
 Source: deepspeed/runtime/config.py, zero/config.py, zero/offload_config.py, precision_config.py (0.19.8).
 """
 
@@ -9,7 +11,7 @@ import json
 from typing import Any
 
 from fsdp_advisor.export.job import Job, Target, global_batch_size, no_bf16_masters_on_the_host
-from fsdp_advisor.memory.deepspeed import DEFAULTS, shard_elements, stage
+from fsdp_advisor.memory.deepspeed import settings_for, shard_elements, stage
 from fsdp_advisor.plan import OFFLOADS, Plan
 
 FILE = "ds_config.json"
@@ -31,10 +33,12 @@ def cannot(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     config = {**_batch(job.plan), **engine(job), **_optimizer(job.plan)}
-    notes = []
+    notes: list[str] = []
     if job.plan.offload_device == "nvme" and job.plan.offload != "none":
         notes.append(NVME_NOTE)
-    if "optimizer" not in config:
+    if "optimizer" not in config and job.plan.prepared:
+        notes.append("the optimizer is the training loop's own, as accelerate hands it to DeepSpeed")
+    elif "optimizer" not in config:
         notes.append("DeepSpeed cannot make the 8-bit optimizer: pass bitsandbytes.optim.AdamW8bit to initialize()")
     else:
         notes.append(
@@ -81,14 +85,15 @@ def engine(job: Job) -> dict[str, Any]:
 
 def _zero(job: Job) -> dict[str, Any]:
     plan = job.plan
-    zero: dict[str, Any] = {"stage": stage(plan), "reduce_bucket_size": DEFAULTS.reduce_bucket_size}
+    settings = settings_for(job.hidden_size, plan)
+    zero: dict[str, Any] = {"stage": stage(plan), "reduce_bucket_size": settings.reduce_bucket_size}
     if stage(plan) == 3:
         zero |= {
-            "sub_group_size": DEFAULTS.sub_group_size,
-            "stage3_prefetch_bucket_size": DEFAULTS.prefetch_bucket_size,
-            "stage3_param_persistence_threshold": DEFAULTS.param_persistence_threshold,
-            "stage3_max_live_parameters": DEFAULTS.max_live_parameters,
-            "stage3_max_reuse_distance": DEFAULTS.max_reuse_distance,
+            "sub_group_size": settings.sub_group_size,
+            "stage3_prefetch_bucket_size": settings.prefetch_bucket_size,
+            "stage3_param_persistence_threshold": settings.param_persistence_threshold,
+            "stage3_max_live_parameters": settings.max_live_parameters,
+            "stage3_max_reuse_distance": settings.max_reuse_distance,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     if plan.offload != "none":
@@ -112,8 +117,11 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     """The plan's optimizer; AdamW on the host is DeepSpeedCPUAdam.
 
     Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes its arguments,
-    any name DeepSpeed does not know is one of torch.optim.
+    any name DeepSpeed does not know is one of torch.optim. Under a framework it is the training loop's own, but for bf16
+    masters on the host.
     """
+    if plan.prepared and not (plan.precision == "bf16" and plan.offload != "none"):
+        return {}
     name, parameters = "AdamW", {"lr": LEARNING_RATE}
     match plan.optim:
         case "sgd":
@@ -143,4 +151,5 @@ TARGET = Target(
     write=write,
     usage=lambda job, file: f"deepspeed --num_gpus {job.plan.ranks_per_node} train.py --deepspeed {file}",
     backend="deepspeed",
+    framework="deepspeed",
 )

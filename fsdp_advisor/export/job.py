@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.plan import Plan, refusal
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
 
@@ -17,6 +18,8 @@ VERSIONS = {
     "axolotl": "0.18.0",
 }
 """What the exports were read in, loaded by and (axolotl apart, whose published schema was read) run with."""
+
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 
 WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "bf16-mixed": "float32", "fp16-mixed": "float32"}
 """The dtype in which the model is handed to PyTorch's engines."""
@@ -30,11 +33,15 @@ PEAKS = {
 """A report's figures of the peak, the most complete first, and how the header calls them."""
 
 
+FRAMEWORKS = {"accelerate": "accelerate", "trainer": "the Trainer"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One plan for one model on one kind of GPU, and what was predicted of it.
 
     `task` is the profile's; a bare parameter count has none and no layers. `peaks` holds the figures of PEAKS that are known.
+    `environment` are the variables to launch it with, `not_modelled` what the figures leave out.
     """
 
     plan: Plan
@@ -47,11 +54,16 @@ class Job:
     gpu_memory_bytes: int
     peaks: dict[str, int]
     host_bytes_per_node: int
+    hidden_size: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    not_modelled: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, report: Report, estimate: StrategyEstimate) -> Job:
-        """The job of one of a report's rows."""
+    def of(cls, report: Report, estimate: StrategyEstimate, environment: Mapping[str, str] | None = None) -> Job:
+        """The job of one of a report's rows; `environment` as the request's `allocator_conf` says, unless given."""
         figures = estimate.as_dict()
+        conf = report.request.allocator_conf
+        asked = {ALLOCATOR_VARIABLE: conf} if conf else {}
         return cls(
             plan=estimate.plan,
             label=estimate.label,
@@ -63,6 +75,9 @@ class Job:
             gpu_memory_bytes=report.gpu_memory_bytes,
             peaks={name: figures[name] for name in PEAKS if figures.get(name) is not None},
             host_bytes_per_node=estimate.host_bytes_per_node,
+            hidden_size=report.hidden_size,
+            environment=asked if environment is None else environment,
+            not_modelled=tuple(item.partition(": ")[2] or item for item in estimate.not_modelled),
         )
 
     @property
@@ -110,8 +125,8 @@ class Target:
     """A consumer: what it is called, what it reads, what it cannot do and how its file is written.
 
     `cannot(job)` is the reason, as the end of the sentence "NAME cannot do this: ...", or None. `write(job)` gives the text and
-    the notes, `usage(job, file)` the line that uses the file. `backend` is the only one it has, where `--backend auto` would choose
-    others.
+    the notes, `usage(job, file)` the line that uses the file, which is a `command` of the shell or not. `backend` is the only one
+    it has, where `--backend auto` would choose others; `framework` whose behaviour is estimated for it.
     """
 
     name: str
@@ -123,6 +138,17 @@ class Target:
     write: Callable[[Job], tuple[str, tuple[str, ...]]]
     usage: Callable[[Job, str], str]
     backend: str | None = None
+    framework: str = "torch"
+    command: bool = True
+
+    def line(self, job: Job, file: str) -> str:
+        """The line that uses the file, with the variables that it needs."""
+        usage = self.usage(job, file)
+        return with_environment(job, usage) if self.command else usage
+
+    def behaves_as(self, plan: Plan) -> str:
+        """The framework that trains the plan: by itself DeepSpeed does as it is estimated in plain PyTorch."""
+        return plan.framework if {self.framework, plan.framework} == {"deepspeed", "torch"} else self.framework
 
 
 def header(job: Job, *packages: str) -> list[str]:
@@ -132,6 +158,10 @@ def header(job: Job, *packages: str) -> list[str]:
     batch = f"micro-batch {plan.micro_batch_size} x accumulation {steps} x ranks {ranks}"
     lines = [job.title, f"Batch: {batch} = {global_batch_size(plan)}, each of {plan.seq_len} tokens."]
     lines.append(_prediction(job))
+    if job.environment:
+        lines.append(
+            "Predicted with " + ", ".join(f"{k}={v}" for k, v in job.environment.items()) + " in the environment."
+        )
     if plan.offload != "none":
         lines.append(f"Predicted host memory per node: {format_gib(job.host_bytes_per_node)}.")
     lines.append("Checked against " + ", ".join(f"{p} {VERSIONS[p]}" for p in packages) + ". Written by fsdp-advisor.")
@@ -143,7 +173,13 @@ def _prediction(job: Job) -> str:
         return "Predicted peak: unknown."
     verdict = f"margin {100 * job.margin:.1f} %" if job.margin >= 0 else "it does not fit"
     peak, memory = format_gib(job.peaks[job.peak]), format_gib(job.gpu_memory_bytes)
-    return f"Predicted peak per GPU: {peak} {PEAKS[job.peak]}; {job.gpu_name} has {memory}, {verdict}."
+    by = f" under {FRAMEWORKS[job.plan.framework]}" if job.plan.prepared else ""
+    return f"Predicted peak per GPU{by}: {peak} {PEAKS[job.peak]}; {job.gpu_name} has {memory}, {verdict}."
+
+
+def with_environment(job: Job, command: str) -> str:
+    """A command of the shell with the variables before it."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in job.environment.items()), command])
 
 
 def comments(lines: list[str]) -> str:
@@ -160,7 +196,25 @@ def global_batch_size(plan: Plan) -> int:
     return plan.micro_batch_size * plan.gradient_accumulation_steps * plan.world_size
 
 
+def left_out(job: Job) -> list[str]:
+    """What the predicted peak of a framework does not hold, as a note."""
+    return ["not in the prediction: " + "; ".join(job.not_modelled)] if job.plan.prepared and job.not_modelled else []
+
+
 # What several consumers cannot do, for the same reason
+
+
+def refused(job: Job, framework: str) -> str | None:
+    """What the framework itself fails at, whichever was estimated."""
+    plan = job.plan
+    error = refusal(
+        plan.strategy,
+        plan.backend,
+        framework=framework,
+        wrap=plan.wrap,
+        activation_checkpointing=plan.activation_checkpointing,
+    )
+    return str(error) if error is not None else None
 
 
 def no_8bit_on_fsdp2(plan: Plan) -> str | None:

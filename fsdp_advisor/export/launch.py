@@ -29,6 +29,7 @@ def _write(job: Job, template: str, checked: tuple[str, ...]) -> tuple[str, tupl
         port=accelerate.PORT,
         accelerate_file=accelerate.TARGET.file_name,
         deepspeed_file=deepspeed.FILE,
+        environment=dict(job.environment),
         job_name=re.sub(r"[^A-Za-z0-9._-]+", "-", job.model_name).strip("-.")[-60:] or "train",
     )
     return text, (f"it starts {SCRIPT}; what follows the script's name on the command line is handed to it",)
@@ -40,7 +41,7 @@ def _anything(job: Job) -> None:
 
 def _target(
     name: str, description: str, file_name: str, *packages: str, starts_with: str = "bash",
-    cannot: Callable[[Job], str | None] = _anything, backend: str | None = None,
+    cannot: Callable[[Job], str | None] = _anything, backend: str | None = None, framework: str = "torch",
 ) -> Target:  # fmt: skip
     return Target(
         name=name,
@@ -52,16 +53,17 @@ def _target(
         write=lambda job: _write(job, f"{file_name}.jinja", packages),
         usage=lambda job, file: f"{starts_with} {file}",
         backend=backend,
+        framework=framework,
     )
 
 
 TORCHRUN = _target("torchrun", "torchrun launch line (shell)", "torchrun.sh", "torch")
 ACCELERATE = _target(
     "accelerate-launch", "accelerate launch line (shell)", "accelerate-launch.sh", "accelerate", "torch",
-    cannot=accelerate.cannot,
+    cannot=accelerate.cannot, framework="accelerate",
 )  # fmt: skip
 DEEPSPEED = _target(
     "deepspeed-launch", "deepspeed launch line (shell)", "deepspeed-launch.sh", "deepspeed", "torch",
-    cannot=deepspeed.cannot, backend="deepspeed",
+    cannot=deepspeed.cannot, backend="deepspeed", framework="deepspeed",
 )  # fmt: skip
 SBATCH = _target("sbatch", "Slurm batch script (shell)", "train.sbatch", "torch", starts_with="sbatch")

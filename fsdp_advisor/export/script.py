@@ -5,7 +5,7 @@ Source: torch 2.13, torch.distributed.fsdp (`fully_shard`), torch.distributed.ch
 
 from __future__ import annotations
 
-from fsdp_advisor.export.job import WEIGHTS, Job, Target, comments, header, no_8bit_on_fsdp2
+from fsdp_advisor.export.job import WEIGHTS, Job, Target, comments, header, no_8bit_on_fsdp2, with_environment
 from fsdp_advisor.export.launch import RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.rendering import render
 
@@ -44,13 +44,13 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     text = render(
         "train.py.jinja",
         header=comments(header(job, *checked)),
-        launch=_launch(job, SCRIPT),
+        launch=with_environment(job, _launch(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,
         model=job.model_name,
         auto=AUTO[job.task],
         task=job.task,
-        layers=list(job.layer_classes),
+        layers=list(job.layer_classes) if plan.wrap == "layer" else [],
         predicted=job.peaks.get(job.allocated or ""),
         fsdp=plan.backend == "fsdp2",
         reshard=plan.strategy in ("zero3", "hsdp"),

@@ -18,19 +18,20 @@ from fsdp_advisor.export.job import (
     no_8bit_on_fsdp2,
     no_bf16_masters_on_the_host,
     no_single_shard,
+    refused,
 )
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import AUTO
 from fsdp_advisor.plan import Plan
-
-FSDP1_SHARDING = {"zero2": "shard_grad_op", "zero3": "full_shard", "hsdp": "hybrid_shard"}
 
 
 def cannot(job: Job) -> str | None:
     plan = job.plan
     if job.task is None:
         return "a bare parameter count is no model"
-    return no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
+    return (
+        refused(job, "trainer") or no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
+    )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -78,7 +79,7 @@ def _arguments(job: Job) -> dict[str, Any]:
     checkpointing = plan.activation_checkpointing == "full"
     if plan.backend in ("fsdp1", "fsdp2"):
         arguments |= {"fsdp": True, "fsdp_config": _fsdp(job)}
-        if plan.gradient_accumulation_steps > 1:
+        if plan.gradient_accumulation_steps > 1 and not plan.defers_reduction:
             arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         return arguments
     if checkpointing:
@@ -93,8 +94,8 @@ def _fsdp(job: Job) -> dict[str, Any]:
     config: dict[str, Any] = {
         "version": 2 if plan.backend == "fsdp2" else 1,
         "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": list(job.layer_classes),
+        "auto_wrap_policy": accelerate.WRAP_POLICY[plan.wrap],
+        **({"transformer_layer_cls_to_wrap": list(job.layer_classes)} if plan.wrap == "layer" else {}),
         "cpu_offload": plan.offload == "parameters",
         "activation_checkpointing": plan.activation_checkpointing == "full",
         "cpu_ram_efficient_loading": True,
@@ -102,7 +103,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
     }
     if plan.backend == "fsdp1":
         config |= {
-            "reshard_after_forward": FSDP1_SHARDING[plan.strategy],
+            "reshard_after_forward": "full_shard",
             "backward_prefetch": accelerate.FSDP1_PREFETCH[plan.backward_prefetch].lower(),
             "forward_prefetch": False,
             "use_orig_params": True,
@@ -120,4 +121,6 @@ TARGET = Target(
     cannot=cannot,
     write=write,
     usage=lambda job, file: f"from {PurePath(file).stem} import training_arguments",
+    framework="trainer",
+    command=False,
 )

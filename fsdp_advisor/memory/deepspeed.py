@@ -46,8 +46,12 @@ def settings_of(profile: Profile, plan: Plan) -> Settings:
 
     Source: accelerate/accelerator.py, _prepare_deepspeed; transformers/integrations/deepspeed.py, trainer_config_finalize.
     """
-    hidden = _hidden_size(profile) if plan.prepared else None
-    if hidden is None:
+    return settings_for(hidden_size(profile), plan)
+
+
+def settings_for(hidden: int | None, plan: Plan) -> Settings:
+    """As `settings_of`, of a model's hidden size."""
+    if hidden is None or not plan.prepared:
         return DEFAULTS
     if stage(plan) < 3:
         return Settings(reduce_bucket_size=hidden * hidden)
@@ -58,7 +62,7 @@ def settings_of(profile: Profile, plan: Plan) -> Settings:
     )
 
 
-def _hidden_size(profile: Profile) -> int | None:
+def hidden_size(profile: Profile) -> int | None:
     """`config.hidden_size`, by whatever name the model's family writes it."""
     text = profile.config.get("text_config")
     for config in (profile.config, text if isinstance(text, dict) else {}):

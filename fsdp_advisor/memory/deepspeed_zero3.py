@@ -53,6 +53,15 @@ class Gathered:
     def high_bytes(self) -> int:
         return max(visit.high_bytes for visit in self.forward + self.backward)
 
+    @property
+    def levels(self) -> Gathered:
+        """Without the births and deaths, which are most of it and only the allocator follows."""
+
+        def levels(visits: tuple[Visit, ...]) -> tuple[Visit, ...]:
+            return tuple(Visit(v.place, v.high_bytes, v.after_bytes) for v in visits)
+
+        return Gathered(levels(self.forward), levels(self.backward))
+
 
 @dataclass(slots=True)
 class _Fetcher:

@@ -7,6 +7,7 @@ in host memory, parameters and gradients pinned; DeepSpeed's part is `deepspeed_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from fsdp_advisor.memory import deepspeed_host, optimizers
@@ -31,6 +32,11 @@ class HostMemory:
 
 def host_memory(profile: Profile, plan: Plan) -> HostMemory:
     """Of one node of the plan."""
+    return _host_memory(profile, plan.any_batch)
+
+
+@lru_cache(maxsize=1024)
+def _host_memory(profile: Profile, plan: Plan) -> HostMemory:
     ranks = plan.ranks_per_node
     if plan.backend == "deepspeed":
         host = deepspeed_host.host(profile, plan)

@@ -6,7 +6,7 @@ A job that fits while it trains may still die before the first step or at the fi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -80,7 +80,9 @@ def job_peaks(
     Saving comes between two steps, on top of what is kept.
     """
     room = gpu.memory_bytes - overhead.low_bytes
-    ways, saves = _around_the_steps(profile, _apart_from_the_step(plan), gpu.memory_bytes)
+    looked_at = gpu.memory_bytes if plan.backend == "deepspeed" else None
+    ways = _loadings(profile, plan.any_step, looked_at)
+    saves = _savings(profile, plan.any_step)
     loading = advised(ways, gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
     kept = sum(h.rounded for h in (states.parameters, states.optimizer, states.communication, states.buffers))
     if plan.backend == "deepspeed":  # a buffer that is never given back
@@ -105,16 +107,14 @@ def job_peaks(
     )
 
 
-def _apart_from_the_step(plan: Plan) -> Plan:
-    """What loading and saving depend on, so that plans that differ in their step alone share it."""
-    return replace(plan.any_batch, gradient_accumulation_steps=1, activation_checkpointing="none", attention="sdpa")
+@lru_cache(maxsize=2048)
+def _loadings(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> tuple[Loading, ...]:
+    return loadings(profile, plan, gpu_memory_bytes=gpu_memory_bytes)
 
 
 @lru_cache(maxsize=1024)
-def _around_the_steps(
-    profile: Profile, plan: Plan, gpu_memory_bytes: int
-) -> tuple[tuple[Loading, ...], tuple[Saving, ...]]:
-    return loadings(profile, plan, gpu_memory_bytes=gpu_memory_bytes), savings(profile, plan)
+def _savings(profile: Profile, plan: Plan) -> tuple[Saving, ...]:
+    return savings(profile, plan)
 
 
 def _highest(phase_peaks: Mapping[str, int] | None) -> int | None:

@@ -52,17 +52,27 @@ Changes = tuple[tuple[int, int], ...]
 class Block:
     """A stretch of a tape between two marks, at given B and T: what it leaves behind, and its highest point.
 
-    `net` and `high` are bytes by account, relative to the block's beginning; `high_total` is the sum of `high`.
+    `net` and `high` are bytes by account, relative to the block's beginning: `net` of the accounts that it changes, `high` of all.
+    `high_total` is the sum of `high`.
     `layer_gradients` and `root_gradients` are the gradients born in it, of the segment's own unit and of the root.
     `events` is where it stands on the tape: (segment, first event, end).
     """
 
-    net: tuple[int, ...]
+    net: tuple[tuple[int, int], ...]
     high: tuple[int, ...]
     high_total: int
     layer_gradients: int = 0
     root_gradients: int = 0
     events: tuple[int, int, int] = (0, 0, 0)
+
+
+def changed(live: Live) -> tuple[tuple[int, int], ...]:
+    """The accounts that are not where they were, with their bytes.
+
+    >>> changed([0, 512, 0])
+    ((1, 512),)
+    """
+    return tuple((account, n_bytes) for account, n_bytes in enumerate(live) if n_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +197,7 @@ class Ledger:
             self.high = reached
             if reached > self.peak:
                 self._new_peak(reached, [a + b for a, b in zip(self.live, block.high, strict=True)])
-        self.shift(block.net)
+        self.move(block)
         if block.layer_gradients:
             self.own_gradients += block.layer_gradients
             self.fresh_gradients += block.layer_gradients
@@ -212,7 +222,14 @@ class Ledger:
             if self.total > self.peak:
                 self._new_peak(self.total, list(self.live))
 
-    def shift(self, net: tuple[int, ...] | Live, times: int = 1) -> None:
+    def move(self, block: Block) -> None:
+        """To the end of a block, without looking for a peak on the way."""
+        live = self.live
+        for account, n_bytes in block.net:
+            live[account] += n_bytes
+            self.total += n_bytes
+
+    def shift(self, net: Live, times: int = 1) -> None:
         """Move by `net` as often as given, without looking for a peak on the way."""
         live = self.live
         for account, n_bytes in enumerate(net):

@@ -8,7 +8,7 @@ A schedule whose own state spans many layers (`WalksEveryLayer`) is shown each o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 from fsdp_advisor.memory.held import States
 from fsdp_advisor.memory.ledger import AT_ROOT, Ledger, Place
@@ -41,7 +41,6 @@ class Schedule(Protocol):
     def optimizer_step(self, ledger: Ledger) -> None: ...
 
 
-@runtime_checkable
 class WalksEveryLayer(Protocol):
     """A schedule for which, in the phases that `walk_all` names, no two repetitions of a layer need be alike.
 
@@ -88,7 +87,7 @@ def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger:
         if entries[i][0] != ROOT and not entries[i][3]:
             upcoming = (entries[i][0], entries[i][1])
     before: list[list[int]] = []
-    walker = schedule if isinstance(schedule, WalksEveryLayer) and ledger.phase in schedule.walk_all else None
+    walker = _walks_every_layer(schedule, ledger.phase)
     for i, ((stack, layer, steps, skipped, period), after) in enumerate(zip(entries, following, strict=True)):
         if skipped and walker is not None:
             pattern = [((s, n), _name(profile, (s, n)), own) for s, n, own, _, _ in entries[i - period : i]]
@@ -108,6 +107,13 @@ def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger:
         _play(steps, schedule, ledger, place, after)
         ledger.point(ledger.where)
         before.append(list(ledger.live))
+
+
+def _walks_every_layer(schedule: Schedule, phase: str) -> WalksEveryLayer | None:
+    """The schedule, if it does; asked by attribute, since to ask a protocol costs as much as a layer."""
+    if phase not in getattr(schedule, "walk_all", ()):
+        return None
+    return cast(WalksEveryLayer, schedule)
 
 
 def _entries(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from fsdp_advisor.memory.held import round_up
@@ -17,8 +18,9 @@ from fsdp_advisor.memory.ledger import (
     UNSHARDED_GRADIENTS,
     UNSHARDED_PARAMETERS,
     Block,
+    changed,
 )
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape, evaluate
+from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Tape, evaluate
 
 _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every event
     Category.TEMPORARY: TEMPORARIES,
@@ -75,16 +77,33 @@ def compile_tape(
     `scratch` counts kernels' own working memory.
     """
     left_out = frozenset({_LOSS} if fused_loss else ()) | frozenset(() if scratch else {_SCRATCH})
-    used = {a for births in tape.births for a, category in births if category not in left_out}
-    sizes = [round_up(evaluate(p, b, t)) if i in used else 0 for i, p in enumerate(tape.sizes)]
+    sizes = [0] * len(tape.sizes)
+    for i, polynomial in _used(tape, left_out):
+        sizes[i] = round_up(evaluate(polynomial, b, t))
+    known: dict[int, Callable[[Events], Block]] = {}
+
+    def block(stretch: _Stretch) -> Block:
+        """Layers of a kind make the same changes: they are added up once."""
+        made = known.get(id(stretch.changes))
+        if made is None:
+            made = known[id(stretch.changes)] = _added_up(stretch.changes, sizes)
+        return made(stretch.events)
+
     phases: dict[str, list[Part]] = {"forward": [], "backward": []}
     for segment, stretches in zip(tape.segments, _stretches(profile, tape, left_out, grad_marks), strict=True):
-        steps = tuple([_block(s, sizes) if isinstance(s, _Stretch) else s for s in stretches])
+        steps = tuple([block(s) if isinstance(s, _Stretch) else s for s in stretches])
         parts = phases[segment.phase]
         if segment.stack == ROOT or not parts or parts[-1].stack != segment.stack:
             parts.append(Part(segment.stack, {}))
         parts[-1].steps[segment.layer if segment.stack != ROOT else 0] = steps
     return Score(tuple(phases["forward"]), tuple(phases["backward"]), tape, tuple(sizes), left_out)
+
+
+@lru_cache(maxsize=2048)
+def _used(tape: Tape, left_out: frozenset[int]) -> tuple[tuple[int, Polynomial], ...]:
+    """The sizes that something has which is not left out, with their indices."""
+    used = {a for births in tape.births for a, category in births if category not in left_out}
+    return tuple((i, tape.sizes[i]) for i in sorted(used))
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
@@ -103,9 +122,13 @@ def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
     return profile.stacks[born.stack].counts[born.layer]
 
 
+Events = tuple[int, int, int]
+"""Where a stretch stands on the tape: (segment, first event, end)."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Births and deaths between two marks, each by the index of its size, how often it counts (negative: it dies), and its account.
+class _Changes:
+    """Births and deaths in order, each by the index of its size, how often it counts (negative: it dies), and its account.
 
     `layer` and `root` are the sizes of the gradients born in it. None of it depends on B and T.
     """
@@ -115,7 +138,14 @@ class _Stretch:
     accounts: tuple[int, ...]
     layer: tuple[int, ...]
     root: tuple[int, ...]
-    events: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What happens between two marks. `changes` that are equal are one object, all over the tape."""
+
+    changes: _Changes
+    events: Events
 
 
 @lru_cache(maxsize=2048)
@@ -123,11 +153,17 @@ def _stretches(
     profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool
 ) -> tuple[tuple[_Stretch | tuple[int, int, int], ...], ...]:
     """Each of the tape's segments as stretches and marks."""
-    return tuple(_segment(profile, tape, index, left_out, grad_marks) for index in range(len(tape.segments)))
+    known: dict[_Changes, _Changes] = {}
+    return tuple(_segment(profile, tape, index, left_out, grad_marks, known) for index in range(len(tape.segments)))
 
 
 def _segment(
-    profile: Profile, tape: Tape, index: int, left_out: frozenset[int], grad_marks: bool
+    profile: Profile,
+    tape: Tape,
+    index: int,
+    left_out: frozenset[int],
+    grad_marks: bool,
+    known: dict[_Changes, _Changes],
 ) -> tuple[_Stretch | tuple[int, int, int], ...]:
     segment, births = tape.segments[index], tape.births
     steps: list[_Stretch | tuple[int, int, int]] = []
@@ -139,7 +175,8 @@ def _segment(
     def close(end: int) -> None:
         if changes:
             sizes, times, accounts = zip(*changes, strict=True)
-            steps.append(_Stretch(sizes, times, accounts, tuple(layer), tuple(root), (index, start, end)))
+            made = _Changes(sizes, times, accounts, tuple(layer), tuple(root))
+            steps.append(_Stretch(known.setdefault(made, made), (index, start, end)))
             for kept in (changes, layer, root):
                 kept.clear()
 
@@ -166,8 +203,8 @@ def _account(category: int) -> int:
     return UNSHARDED_GRADIENTS if category >= _GRADIENT else _ACCOUNT[category]
 
 
-def _block(stretch: _Stretch, sizes: list[int]) -> Block:
-    """A stretch at one (B, T)."""
+def _added_up(stretch: _Changes, sizes: list[int]) -> Callable[[Events], Block]:
+    """A stretch at one (B, T), to be had wherever it stands."""
     changes = [sizes[size] * times for size, times in zip(stretch.sizes, stretch.times, strict=True)]
     totals = list(accumulate(changes))
     high_total = max(totals)
@@ -178,11 +215,11 @@ def _block(stretch: _Stretch, sizes: list[int]) -> Block:
         if at == highest:
             high = list(live)
         live[account] += n_bytes
-    return Block(
-        tuple(live),
+    return partial(
+        Block,
+        changed(live),
         tuple(high if highest < len(changes) else live),
         max(high_total, 0),
         sum([sizes[size] for size in stretch.layer]),
         sum([sizes[size] for size in stretch.root]),
-        stretch.events,
     )

@@ -33,7 +33,7 @@ def composed(
     return schedule, score
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Ledger:
     """A plan's steady step, as `composed`."""
     schedule, score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)

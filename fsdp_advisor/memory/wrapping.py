@@ -169,7 +169,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         )
     if plan.backend == "deepspeed":
         notes.append(
-            'bucket sizes and thresholds are "auto" in the DeepSpeed configuration, filled in by the hidden size'
+            'bucket sizes and thresholds other than those that "auto" stands for in the DeepSpeed configuration'
         )
     if plan.framework == "accelerate":
         notes.append("a loop that keeps the model's outputs beyond the loss holds the logits as long")

@@ -71,7 +71,9 @@ def search(pattern: str | None = None) -> list[Entry]:
     return [e for e in entries() if wanted in e.id.lower() or any(wanted in a.lower() for a in e.aliases)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(
+    maxsize=None
+)  # one copy of each: what is computed of a profile holds it, so that a forgotten one would be there twice
 def profile(entry: Entry) -> Profile:
     """The shipped profile of a model."""
     with zipfile.ZipFile(PATH) as archive:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from fsdp_advisor.models.profile import Buffer, Parameter, Profile, Run, Segment, Stack, Tape, Unit
+from fsdp_advisor.models.profile import Buffer, Event, Parameter, Profile, Run, Segment, Stack, Tape, Unit
 
 FORMAT = 1
 RECORDING = 1
@@ -24,12 +24,14 @@ _EVENT = 3
 
 
 class StoredTapes(MutableMapping[str, Tape]):
-    """The tapes of a stored profile, made when first asked for."""
+    """The tapes of a stored profile, made when first asked for. They share segments, and segments events, as they do in the file."""
 
     def __init__(self, header: dict[str, Any], events: array[int]) -> None:
         self._header, self._events = header, events
         self._sizes = tuple(tuple(p) for p in header["sizes"])
         self._made: dict[str, Tape] = {}
+        self._segments: dict[int, Segment] = {}
+        self._known: dict[Event, Event] = {}
 
     def __getitem__(self, key: str) -> Tape:
         if key not in self._made:
@@ -38,9 +40,14 @@ class StoredTapes(MutableMapping[str, Tape]):
         return self._made[key]
 
     def _segment(self, index: int) -> Segment:
+        if index not in self._segments:
+            self._segments[index] = self._read(index)
+        return self._segments[index]
+
+    def _read(self, index: int) -> Segment:
         phase, stack, layer, start, count, matmul, attention, traffic, operators = self._header["segments"][index]
         flat = self._events[start * _EVENT : (start + count) * _EVENT]
-        events = tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
+        events = tuple([self._known.setdefault(e, e) for e in zip(flat[0::3], flat[1::3], flat[2::3], strict=True)])
         sizes = self._sizes
         return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
 

@@ -9,15 +9,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fsdp_advisor import hub
+from fsdp_advisor.advice import Advice, recommend_resolved
 from fsdp_advisor.errors import UnknownModel
 from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved
+from fsdp_advisor.export import Job, export
+from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.report import Report
+from fsdp_advisor.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.server.questions import PASTED, Question
 from fsdp_advisor.server.recordings import Recordings
@@ -31,18 +35,20 @@ QUESTION_BYTES = 2048
 """About what a question takes in memory."""
 
 T = TypeVar("T")
+Asked = TypeVar("Asked", bound=EstimateRequest)
 
 
 class Document:
-    """A finished answer as JSON, with its entity tag; kept compressed, since most take it so."""
+    """A finished answer with its entity tag; kept compressed, since most take it so. `file_name`: it is a file to keep."""
 
-    __slots__ = ("etag", "gzipped", "lasting")
+    __slots__ = ("etag", "file_name", "gzipped", "lasting", "media_type")
 
-    def __init__(self, content: dict[str, Any], *, lasting: bool = True) -> None:
-        body = json.dumps(content, separators=(",", ":")).encode()
+    def __init__(
+        self, body: bytes, *, lasting: bool, media_type: str = "application/json", file_name: str | None = None
+    ) -> None:
         self.gzipped = gzip.compress(body, compresslevel=6, mtime=0)
         self.etag = tag(body)
-        self.lasting = lasting
+        self.lasting, self.media_type, self.file_name = lasting, media_type, file_name
 
     @property
     def body(self) -> bytes:
@@ -51,12 +57,16 @@ class Document:
     def reply(self, request: Request) -> Response:
         """The answer in the coding that the asker takes, or 304. What the hub says may change at any time."""
         zipped = "gzip" in request.headers.get("accept-encoding", "")
+        headers = {"Content-Encoding": "gzip"} if zipped else {}
+        if self.file_name is not None:
+            headers["Content-Disposition"] = f'attachment; filename="{self.file_name}"'
         return reply(
             request,
             self.gzipped if zipped else self.body,
+            self.media_type,
             max_age=HOUR if self.lasting else None,
             etag=self.etag,
-            headers={"Content-Encoding": "gzip"} if zipped else None,
+            headers=headers,
         )
 
     @property
@@ -77,8 +87,8 @@ class Answers:
         self._document_bytes = 0
         self.hits = self.misses = 0
 
-    async def estimate(self, question: Question) -> Document:
-        """The answer as the contract's JSON. Raises AdvisorError."""
+    async def answer(self, question: Question) -> Document:
+        """An estimate or a recommendation as the contract's JSON, or an exported file. Raises AdvisorError."""
         if (found := self._documents.get(question)) is not None:
             self._documents.move_to_end(question)
             self.hits += 1
@@ -137,15 +147,35 @@ class Answers:
 
 
 def _report(question: Question, resolved: Resolved) -> Report:
-    """The report; a server's own GPU is nobody's business, so that the default is taken where none is named."""
-    request, notes = question.request, ()
-    if request.gpu is None:
-        request = request.model_copy(update={"gpu": DEFAULT_GPU})
-        notes = (f"GPU: {DEFAULT_GPU} is assumed; name another with gpu",)
-    report = estimate_resolved(request, resolved, explain=question.explain)
-    return replace(report, notes=(*report.notes, *notes))
+    request = question.request
+    return _noted(request, estimate_resolved(_on_some_gpu(request), resolved, explain=question.explain))
 
 
 def _document(question: Question, resolved: Resolved) -> Document:
-    report = _report(question, resolved)
-    return Document(report.as_dict(timeline=question.explain), lasting=resolved.source != "hub")
+    lasting = resolved.source != "hub"
+    if question.target is not None:
+        report = report_for(question.target, _on_some_gpu(question.request), resolved)
+        made = export(question.target, Job.of(report, report.estimates[0]))
+        return Document(made.text.encode(), lasting=lasting, media_type=made.media_type, file_name=made.file_name)
+    if isinstance(question.request, RecommendRequest):
+        content = advised(resolved, question.request).as_dict()
+    else:
+        content = _report(question, resolved).as_dict(timeline=question.explain)
+    return Document(json.dumps(content, separators=(",", ":")).encode(), lasting=lasting)
+
+
+def advised(model: Resolved, request: RecommendRequest) -> Advice:
+    """What is recommended."""
+    report = _noted(request, estimate_resolved(_on_some_gpu(request).as_estimate, model))
+    return Advice(report=report, recommendation=recommend_resolved(report, model, _on_some_gpu(request)))
+
+
+def _on_some_gpu(request: Asked) -> Asked:
+    """A server's own GPU is nobody's business: the default is taken where none is named."""
+    return request if request.gpu is not None else request.model_copy(update={"gpu": DEFAULT_GPU})
+
+
+def _noted(request: EstimateRequest, report: Report) -> Report:
+    if request.gpu is not None:
+        return report
+    return replace(report, notes=(*report.notes, f"GPU: {DEFAULT_GPU} is assumed; name another with gpu"))

@@ -6,15 +6,24 @@ import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from starlette.responses import Response
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import PlainTextResponse, Response
 
+from fsdp_advisor.export import TARGETS, find
 from fsdp_advisor.hardware import Gpu, list_gpus
 from fsdp_advisor.models import catalog
 from fsdp_advisor.server import schema
 from fsdp_advisor.server.answers import Answers
 from fsdp_advisor.server.errors import Problem
-from fsdp_advisor.server.questions import EstimateBody, EstimateQuery, Question
+from fsdp_advisor.server.questions import (
+    EstimateBody,
+    EstimateQuery,
+    ExportBody,
+    ExportQuery,
+    Question,
+    RecommendBody,
+    RecommendQuery,
+)
 from fsdp_advisor.server.replies import HOUR, reply
 
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -28,27 +37,55 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
         "description": "More requests than are answered at once; Retry-After says when to ask again",
     },
 }
-_CHANGED = {304: {"description": "Not changed since the ETag that was sent"}}
+_CHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "Not changed since the ETag that was sent"}}
 
 router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
 Pattern = Annotated[str | None, Query(max_length=200, description="Only names that contain this")]
 
 
-@router.get("/estimate", summary="Memory of a job under one strategy or all", tags=["answers"],
+@router.get("/estimate", summary="Memory and time of a job under one strategy or all", tags=["answers"],
             response_model=schema.Estimate, responses=_CHANGED)  # fmt: skip
 async def estimate_asked(request: Request, query: Annotated[EstimateQuery, Query()]) -> Response:
-    return await _estimate(request, query.question())
+    return await _answer(request, query.question())
 
 
 @router.post("/estimate", summary="The same, for a job or a config.json in the body", tags=["answers"],
              response_model=schema.Estimate)  # fmt: skip
 async def estimate_posted(request: Request, body: EstimateBody) -> Response:
-    return await _estimate(request, body.question())
+    return await _answer(request, body.question())
 
 
-async def _estimate(request: Request, question: Question) -> Response:
+@router.get("/recommend", summary="The fastest configuration that fits, and why", tags=["answers"],
+            response_model=schema.Estimate, responses=_CHANGED)  # fmt: skip
+async def recommend_asked(request: Request, query: Annotated[RecommendQuery, Query()]) -> Response:
+    return await _answer(request, query.question())
+
+
+@router.post("/recommend", summary="The same, for a job or a config.json in the body", tags=["answers"],
+             response_model=schema.Estimate)  # fmt: skip
+async def recommend_posted(request: Request, body: RecommendBody) -> Response:
+    return await _answer(request, body.question())
+
+
+Target = Annotated[str, Path(max_length=64, description="What the file is for", examples=list(TARGETS))]
+_FILE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}, "description": "The file"}, **_CHANGED}
+
+
+@router.get("/export/{target}", summary="The file that launches a job, or the recommended one", tags=["answers"],
+            response_class=PlainTextResponse, responses=_FILE)  # fmt: skip
+async def export_asked(request: Request, target: Target, query: Annotated[ExportQuery, Query()]) -> Response:
+    return await _answer(request, query.question(find(target).name))
+
+
+@router.post("/export/{target}", summary="The same, for a job or a config.json in the body", tags=["answers"],
+             response_class=PlainTextResponse, responses=_FILE)  # fmt: skip
+async def export_posted(request: Request, target: Target, body: ExportBody) -> Response:
+    return await _answer(request, body.question(find(target).name))
+
+
+async def _answer(request: Request, question: Question) -> Response:
     answers: Answers = request.app.state.answers
-    document = await answers.estimate(question)
+    document = await answers.answer(question)
     return document.reply(request)
 
 

@@ -57,6 +57,8 @@ def log_as_json(level: str) -> None:
         logger.handlers[:] = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
+    if level == "info":  # uvicorn's account of starting and stopping is for debugging
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 class Metrics:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
-from fsdp_advisor.advice import Advice, Candidate, Recommendation, recommend_resolved
+from fsdp_advisor.advice import Candidate, Recommendation
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import DEFAULT_GPU, estimate_plan, estimate_resolved, gpu_of, streams_of
+from fsdp_advisor.estimator import estimate_plan, estimate_resolved, gpu_of, streams_of
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.resolve import Resolved
 from fsdp_advisor.server import page_drawings as drawings
+from fsdp_advisor.server.answers import advised
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import alive, figures, left_out, warnings
 from fsdp_advisor.server.page_words import TIMES, job
@@ -29,17 +30,6 @@ class Answer:
     report: Report
     chosen: StrategyEstimate
     streams: tuple[Interval, ...]
-
-
-def advised(model: Resolved, request: RecommendRequest) -> Advice:
-    """What is recommended. Where no GPU is named the default is taken: a server's own is nobody's business."""
-    notes: tuple[str, ...] = ()
-    if request.gpu is None:
-        request = request.model_copy(update={"gpu": DEFAULT_GPU})
-        notes = (f"no GPU is named, so {DEFAULT_GPU} is assumed",)
-    report = estimate_resolved(request.as_estimate, model)
-    advice = Advice(report=report, recommendation=recommend_resolved(report, model, request))
-    return replace(advice, report=replace(report, notes=(*report.notes, *notes)))
 
 
 def answer(model: Resolved, request: RecommendRequest) -> Answer:

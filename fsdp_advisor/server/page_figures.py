@@ -92,7 +92,7 @@ def figures(report: Report) -> list[Group]:
     groups = [
         ("Highest of the step", [r for key, name in _PEAKS for r in row(name, [x.get(key) for x in rows])]),
         ("Highest by phase", [r for phase in ("forward", "backward", "optimizer") for r in row(phase, member("phase_peaks", phase))]),
-        ("Alive at the peak", [r for key in MEANING for r in nonzero("at_peak", key)]),
+        ("Alive at the peak", [r for key in ACCOUNTS for r in nonzero("at_peak", key)]),
         ("Kept from step to step", [r for key in states for r in nonzero("states", key)]),
         (
             "Host memory per node",

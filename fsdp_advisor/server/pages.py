@@ -17,7 +17,7 @@ from fsdp_advisor.hardware import GPUS
 from fsdp_advisor.models import catalog
 from fsdp_advisor.request import RecommendRequest
 from fsdp_advisor.server import page_accuracy, page_answer, page_form, page_how
-from fsdp_advisor.server.answers import Answers
+from fsdp_advisor.server.answers import Answers, advised
 from fsdp_advisor.server.errors import refusal
 from fsdp_advisor.server.questions import PASTED, Question
 from fsdp_advisor.server.rendering import render
@@ -72,9 +72,7 @@ async def home_json(request: Request) -> Response:
     try:
         question, asked = _question(said or dict(page_form.EXAMPLE))
         answers: Answers = request.app.state.answers
-        document = await answers.worked(
-            question, lambda model: page_answer.advised(model, asked).as_dict(timeline=True)
-        )
+        document = await answers.worked(question, lambda model: advised(model, asked).as_dict(timeline=True))
     except AdvisorError as error:
         return refusal(error)
     lasting = document["model"]["source"] != "hub"
@@ -106,6 +104,44 @@ def _page(path: str, template: str, make: Any) -> None:
 
     router.add_api_route(path, page, methods=["GET"], name=path)
     router.add_api_route(f"{path}.json", as_json, methods=["GET"], name=f"{path}.json")
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    """The REST routes as the OpenAPI document has them; complete for programs at /openapi.json."""
+    described = request.app.openapi()
+    routes = [
+        {
+            "method": method.upper(),
+            "path": path,
+            "summary": operation.get("summary"),
+            "parameters": _parameters(operation),
+        }
+        for path, operations in described["paths"].items()
+        for method, operation in operations.items()
+    ]
+    body = await run_in_threadpool(lambda: render(request, "docs.html", routes=routes))
+    return reply(request, body, HTML)
+
+
+def _parameters(operation: dict[str, Any]) -> list[dict[str, Any]]:
+    """An operation's parameters as a table shows them."""
+    rows = []
+    for parameter in operation.get("parameters", []):
+        schema = parameter.get("schema", {})
+        kinds = [schema, *schema.get("anyOf", [])]
+        takes = next((", ".join(map(str, k["enum"])) for k in kinds if "enum" in k), None)
+        default = schema.get("default")
+        rows.append(
+            {
+                "name": parameter["name"],
+                "required": parameter.get("required", False),
+                "takes": takes or " or ".join(k["type"] for k in kinds if k.get("type") not in (None, "null")),
+                "default": "" if default is None else default,
+                "meaning": parameter.get("description") or schema.get("description") or "",
+            }
+        )
+    return rows
 
 
 def _models() -> dict[str, Any]:

@@ -1,71 +1,189 @@
-"""What is asked over HTTP: the command line's request, and what only HTTP has, a configuration pasted in place of a model's name."""
+"""What is asked over HTTP: the command line's requests, and what only HTTP has, a configuration pasted in place of a model's name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.advice.families import Job, families
+from fsdp_advisor.estimator import variant_of
+from fsdp_advisor.plan import Plan, plans
+from fsdp_advisor.request import EstimateRequest, RecommendRequest
 
 PASTED = "config.json"
 """What a pasted configuration is called in the answer."""
 
-_EXPLAIN = "Add each strategy's timeline, and its peak with a fused loss."
-_EXAMPLE: dict[str, Any] = {
+EXAMPLE: dict[str, Any] = {
     "model": "meta-llama/Llama-2-7b-hf",
     "gpus": 4,
     "gpu": "A100-40GB",
     "precision": "bf16-mixed",
 }
+EXAMPLE_CONFIG: dict[str, Any] = {
+    "config": {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "vocab_size": 32000,
+    },
+    "gpus": 2,
+}
+
+Asked = TypeVar("Asked", bound=EstimateRequest)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question, whole: equal questions have equal answers. `config` is the JSON text of a pasted configuration."""
+    """One question, whole: equal questions have equal answers.
+
+    A `RecommendRequest` asks for a recommendation, any other for an estimate. `config` is the JSON text of a pasted
+    configuration. `target` asks for an export; of its request only what is `given` is held.
+    """
 
     request: EstimateRequest
     explain: bool = False
     config: str | None = None
+    target: str | None = None
+    given: frozenset[str] = frozenset()
+
+    @property
+    def searched(self) -> RecommendRequest | None:
+        """The request of the search that answers this question; None where nothing is searched."""
+        if isinstance(self.request, RecommendRequest):
+            return self.request
+        if self.target is not None and self.request.strategy == "all":
+            return RecommendRequest(**{name: getattr(self.request, name) for name in self.given})
+        return None
+
+    @property
+    def slow(self) -> bool:
+        """Whether the answer takes a part of a second: a search, or a walk through the allocator."""
+        return self.searched is not None or self.request.reserved or self.request.allocator_conf is not None
+
+    def variants(self) -> set[str]:
+        """The recordings that the answer replays, by their keys. Raises UsageError."""
+        return {variant_of(plan).key for plan in self._plans()}
+
+    def _plans(self) -> Iterator[Plan]:
+        searched = self.searched
+        if searched is None and self.target is None:
+            yield from plans(self.request, seq_len=1)
+            return
+        if searched is None:  # the target may have a backend of its own
+            searched = RecommendRequest(**self.request.model_dump())
+        yield from plans(searched.as_estimate, seq_len=1)
+        job = Job.of(searched, gpus=searched.gpus, nnodes=searched.nnodes, seq_len=1)
+        sizes = (1, 2) if searched.micro_batch_size is None else (searched.micro_batch_size,)
+        if searched.find == "batch":
+            sizes = (1, 2)
+        yield from (family.plan(job, size) for family in families(searched, nnodes=searched.nnodes) for size in sizes)
+
+
+# As they come: query strings and bodies
+
+Explain = Annotated[bool, Field(description="Add each strategy's timeline, and its peak with a fused loss.")]
+Model = Annotated[str, Field(min_length=1, max_length=4096, description="A name, or a number of parameters.")]
+Config = Annotated[dict[str, JsonValue] | None, Field(description="A transformers config.json, in place of `model`.")]
+_ONE_MODEL = ConfigDict(
+    defer_build=False,
+    json_schema_extra={
+        "oneOf": [{"required": ["model"]}, {"required": ["config"]}],
+        "examples": [EXAMPLE, EXAMPLE_CONFIG],
+    },
+)
 
 
 class EstimateQuery(EstimateRequest):
-    """A query string."""
+    """A query string that asks for an estimate."""
 
-    explain: Annotated[bool, Field(description=_EXPLAIN)] = False
+    explain: Explain = False
 
     def question(self) -> Question:
-        return Question(_request(self), self.explain)
+        return Question(_request(self, EstimateRequest), explain=self.explain)
 
 
-class EstimateBody(EstimateQuery):
-    """A posted job: `model`, or `config` in its place."""
+class RecommendQuery(RecommendRequest):
+    """A query string that asks for a recommendation."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [{"required": ["model"]}, {"required": ["config"]}],
-            "examples": [_EXAMPLE, {"config": {"model_type": "llama", "hidden_size": 512}, "gpus": 2}],
-        }
-    )
+    model_config = ConfigDict(defer_build=False)
 
-    model: Annotated[str, Field(min_length=1, max_length=4096)] = PASTED
-    config: Annotated[
-        dict[str, JsonValue] | None, Field(description="A transformers config.json, in place of `model`.")
-    ] = None
+    explain: Explain = False
+
+    def question(self) -> Question:
+        return Question(_request(self, RecommendRequest), explain=self.explain)
+
+
+class ExportQuery(EstimateRequest):
+    """A query string that asks for a file to launch with."""
+
+    def question(self, target: str) -> Question:
+        request = _request(self, EstimateRequest)
+        return Question(request, target=target, given=frozenset(request.model_fields_set))
+
+
+class _Posted(EstimateRequest):
+    """What every body does alike."""
 
     @model_validator(mode="after")
-    def _one_model(self) -> EstimateBody:
-        if (self.config is None) == ("model" not in self.model_fields_set):
+    def _one_model(self) -> _Posted:
+        if (getattr(self, "config", None) is None) == ("model" not in self.model_fields_set):
             raise ValueError("give model or config, one of them")
         return self
 
+    @property
+    def pasted(self) -> str | None:
+        """The configuration, in one spelling."""
+        config = getattr(self, "config", None)
+        return None if config is None else json.dumps(config, sort_keys=True, separators=(",", ":"))
+
+
+class EstimateBody(_Posted):
+    """A posted job to estimate: `model`, or `config` in its place."""
+
+    model_config = _ONE_MODEL
+
+    model: Model = PASTED
+    config: Config = None
+    explain: Explain = False
+
     def question(self) -> Question:
-        config = None if self.config is None else json.dumps(self.config, sort_keys=True, separators=(",", ":"))
-        return Question(_request(self), self.explain, config)
+        return Question(_request(self, EstimateRequest), explain=self.explain, config=self.pasted)
 
 
-def _request(asked: EstimateRequest) -> EstimateRequest:
-    """The part that the command line has too."""
-    return EstimateRequest(**{name: getattr(asked, name) for name in EstimateRequest.model_fields})
+class RecommendBody(RecommendRequest, _Posted):
+    """A posted job to recommend for: `model`, or `config` in its place."""
+
+    model_config = _ONE_MODEL
+
+    model: Model = PASTED
+    config: Config = None
+    explain: Explain = False
+
+    def question(self) -> Question:
+        return Question(_request(self, RecommendRequest), explain=self.explain, config=self.pasted)
+
+
+class ExportBody(_Posted):
+    """A posted job to export: `model`, or `config` in its place."""
+
+    model_config = _ONE_MODEL
+
+    model: Model = PASTED
+    config: Config = None
+
+    def question(self, target: str) -> Question:
+        request = _request(self, EstimateRequest)
+        given = frozenset(request.model_fields_set)
+        return Question(request, config=self.pasted, target=target, given=given)
+
+
+def _request(asked: EstimateRequest, kind: type[Asked]) -> Asked:
+    """The part that the command line has too; what was not given stays so."""
+    given = {name: getattr(asked, name) for name in asked.model_fields_set if name in kind.model_fields}
+    return kind(**{"model": PASTED, **given})

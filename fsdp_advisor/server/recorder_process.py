@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +34,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever libraries print is not an answer
     _bound(bounds["memory_bytes"])
+    tempfile.tempdir = os.devnull  # libraries ask for a folder, and none can be tried out where no file is written
     importlib.import_module("fsdp_advisor.tracing")
     _confine()
     for line in sys.stdin.buffer:
@@ -102,7 +104,7 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     for variant in wanted:
         try:
             model.tape(variant)
-        except AdvisorError as error:
+        except AdvisorError as error:  # noqa: PERF203  # each variant may be refused by itself
             refusals[variant.key] = error
             if isinstance(error, NoSuchAttention) and variant.attention == "sdpa":  # eager is taken in its place
                 wanted.append(replace(variant, attention="eager"))

@@ -238,6 +238,7 @@ def _environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "FSDP_ADVISOR_CACHE": os.devnull,  # a folder that nothing can be kept in
+        "TORCHINDUCTOR_CACHE_DIR": "/",  # one that is there: torch makes it when it is imported
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }

@@ -23,7 +23,7 @@ class Settings(BaseSettings):
             ge=0,
             le=65535,
             validation_alias=AliasChoices(PREFIX + "PORT", "PORT"),
-            description="Port to listen on; 0 lets the system choose.",
+            description="Port to listen on; 0 takes any that is free. The variable PORT is taken too.",
         ),
     ] = 8000
     workers: Annotated[int, Field(ge=1, le=256, description="Server processes.")] = 1
@@ -37,7 +37,7 @@ class Settings(BaseSettings):
     ] = ()
     root_path: Annotated[str, Field(description="Path under which a proxy serves this, such as /advisor.")] = ""
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Field(description="Least severity that is logged.")
+        Literal["debug", "info", "warning", "error"], Field(description="Least severity that is logged, as JSON lines.")
     ] = "info"
 
     max_in_flight: Annotated[int, Field(ge=1, description="Requests at once per worker; others get status 503.")] = 64

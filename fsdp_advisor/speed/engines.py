@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.models.profile import Profile, Unit
@@ -83,7 +82,6 @@ def reduce_bytes(plan: Plan) -> int:
     return 2 if plan.mixed and plan.backend == "deepspeed" else plan.param_bytes
 
 
-@lru_cache(maxsize=4096)
 def unit_costs(unit: Unit, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float) -> UnitCosts:
     """A unit's collectives and copies. Raises nothing; a world of one communicates nothing."""
     shards, replicas = groups(plan, gpu, between)
@@ -122,7 +120,6 @@ def unit_costs(unit: Unit, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per
     )
 
 
-@lru_cache(maxsize=1024)
 def engine_of(profile: Profile, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float) -> Engine:
     """The engine of a plan, with what happens once per step."""
     shards, _ = groups(plan, gpu, between)

@@ -114,7 +114,7 @@ def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link)
     return _step_time(profile, tape, plan, gpu, between, device)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def _step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link, device: Device) -> StepTime:
     compute, engine, costs = parts(profile, tape, plan, gpu, between, device)
     last = MicroBatch(profile, compute, engine, costs, reduces=True).walk()
@@ -157,15 +157,22 @@ def parts(
     """A step's compute, its engine and every unit's costs on it."""
     checkpointing = plan.activation_checkpointing == "full"
     compute = compute_of(profile, tape, plan.micro_batch_size, plan.seq_len, device, checkpointing)
-    engine = engine_of(profile, plan, gpu, between, device.memory_bytes_per_s)
-    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, between, device.memory_bytes_per_s)}
+    return compute, *_engine_and_costs(profile, plan.any_step, gpu, between, device.memory_bytes_per_s)
+
+
+@lru_cache(maxsize=2048)
+def _engine_and_costs(
+    profile: Profile, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float
+) -> tuple[Engine, dict[Place, UnitCosts]]:
+    engine = engine_of(profile, plan, gpu, between, memory_bytes_per_s)
+    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, between, memory_bytes_per_s)}
     known: dict[int, UnitCosts] = {}
     for number, stack in enumerate(profile.stacks):
         for layer, unit in enumerate(stack.units):
             if id(unit) not in known:
-                known[id(unit)] = unit_costs(unit, plan, gpu, between, device.memory_bytes_per_s)
+                known[id(unit)] = unit_costs(unit, plan, gpu, between, memory_bytes_per_s)
             costs[number, layer] = known[id(unit)]
-    return compute, engine, costs
+    return engine, costs
 
 
 def _exposed(streams: Streams) -> float:

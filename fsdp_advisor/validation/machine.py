@@ -1,4 +1,4 @@
-"""What this machine is: its GPUs, its driver, the versions that decide what a run does. Never makes a CUDA context."""
+"""What this machine is: its GPUs, its driver, the versions that decide what a run does. `gpu_here` alone makes a CUDA context."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import importlib.util
 import os
 import platform
 import re
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.errors import MissingExtra
+from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.hardware.lookup import lookup
+from fsdp_advisor.memory.allocator import AllocatorConf
 
+_ASKED = "torch.cuda.get_device_properties on this machine"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -30,6 +35,38 @@ def gpu_count() -> int:
     return int(torch.cuda.device_count()) if torch.backends.cuda.is_built() else 0
 
 
+def gpu_here(index: int = 0) -> Gpu | None:
+    """The GPU that this process uses, as CUDA describes it, with the table's rates if it is there. Makes a CUDA context."""
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(index)
+    memory_bytes = int(found.total_memory)
+    known = lookup(found.name) or Gpu(
+        name=found.name,
+        full_name=found.name,
+        memory_bytes=memory_bytes,
+        nominal_memory_bytes=memory_bytes,
+        memory_source=_ASKED,
+        source="not in the table: nothing but what CUDA says is known",
+    )
+    known = replace(known, memory_bytes=memory_bytes, memory_source=_ASKED)
+    if torch.version.hip is not None:  # AMD's version numbers are no compute capabilities
+        return known
+    return replace(known, compute_capability=(found.major, found.minor), multiprocessors=found.multi_processor_count)
+
+
+def set_allocator(conf: str | None) -> None:
+    """Give this process the allocator's settings, before it allocates; the environment's stay where there are none.
+
+    Raises UsageError for settings that PyTorch does not have.
+    """
+    if conf is not None:
+        AllocatorConf.parse(conf)  # torch's own complaint has no hint
+        torch: Any = importlib.import_module("torch")
+        torch._C._accelerator_setAllocatorSettings(conf)
+
+
 def versions(*, deepspeed: bool = False, cuda: bool = False) -> dict[str, str]:
     """Of everything that a run depends on."""
     found = {"python": platform.python_version()}
@@ -40,6 +77,7 @@ def versions(*, deepspeed: bool = False, cuda: bool = False) -> dict[str, str]:
         return found
     torch: Any = importlib.import_module("torch")
     found["gpu"] = str(torch.cuda.get_device_name())
+    found["compute_capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     found["cuda"] = str(torch.version.cuda)
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if (driver := driver_version()) is not None:

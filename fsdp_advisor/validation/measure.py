@@ -51,6 +51,8 @@ def launch_ranks(case: Case) -> Ended:
     (folder / "job.json").write_text(json.dumps(job))
     left = case.timeout_seconds - (time.monotonic() - began)
     ended = _watch(folder, command(case, folder), max(1.0, left))
+    if ended.outcome == "timeout" and case.rdzv_endpoint is not None and not any((folder / "ranks").rglob("*.log")):
+        ended = _did_not_meet(case.rdzv_endpoint, ended.message)
     told = {**predicted.told, **ended.told}
     if ended.outcome == "ok":
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,7 +85,9 @@ def check(case: Case) -> None:
                 )
             raise NotHere(
                 f"gpus {request.gpus}, nnodes {request.nnodes}: {per_node} on this machine, more than the {there} it has",
-                hint="--rung stand-in lets one GPU play rank 0 of any world",
+                hint=f"--gpus {there} measures on those there are; --device cpu runs real ranks over gloo"
+                if request.backend == "deepspeed"
+                else "--rung stand-in lets one GPU play rank 0 of any world",
             )
     elif case.snapshot is not None:
         raise NotHere("PyTorch keeps a memory history of GPUs alone", hint="leave --snapshot out")
@@ -98,7 +102,7 @@ def ranks_here(case: Case) -> int:
 def _predict(case: Case, tell: Tell) -> None:
     from fsdp_advisor.validation import real
 
-    prediction = predict(case.request)
+    prediction = predict(case.request, "measure", case.device)
     tell("prediction", prediction.as_dict())
     real.check(prediction.plan, case.device)
 
@@ -164,6 +168,14 @@ def ended_with(folder: Path, status: int, log: str) -> Ended:
     return Ended(outcome="crash", message=f"the launcher ended with {describe_exit(status)}; log: {folder}")
 
 
+def _did_not_meet(endpoint: str, ended: str) -> Ended:
+    return Ended(
+        outcome="error",
+        message=f"the nodes did not meet at {endpoint}: {ended}",
+        hint="start the same command on every node; or something else answers there, and another port is free",
+    )
+
+
 def _port_taken(folder: Path) -> Ended:
     return Ended(
         outcome="error",
@@ -215,12 +227,15 @@ def _first_host(environment: Mapping[str, str]) -> str:
         return f"{match[1]}{match[2]}" if match else nodes
 
 
-def sbatch_example(request: EstimateRequest) -> str:
-    """A batch script that measures the request under Slurm, one launcher per node."""
+def sbatch_example(request: EstimateRequest, *, records: Path | None = None) -> str:
+    """A batch script that measures the request under Slurm, one launcher per node. Rank 0 writes the record."""
     per_node = request.gpus // request.nnodes
     options: list[str] = []
     for name, value in request.model_dump(exclude_defaults=True).items():
-        options += [f"--{name.replace('_', '-')}", str(value)]
+        options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    if records is not None:
+        options += ["--records", str(records)]
+    job = f"-m fsdp_advisor validate --rung measure \\\n  {shlex.join(options)}"
     return f"""#!/bin/bash
 #SBATCH --job-name=fsdp-advisor
 #SBATCH --nodes={request.nnodes}
@@ -230,8 +245,8 @@ def sbatch_example(request: EstimateRequest) -> str:
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --nnodes={request.nnodes} --nproc-per-node={per_node} \\
   --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" \\
-  -m fsdp_advisor validate --rung measure \\
-  {shlex.join(options)}
+  {job}
+# Without torchrun: --ntasks-per-node={per_node} above, and srun python {job.splitlines()[0].removesuffix(" " + chr(92))} ...
 """
 
 

@@ -146,11 +146,16 @@ class StorageMeter:
 
 
 class CudaMeter:
-    """What CUDA's caching allocator says: `reset_peak_memory_stats` at a phase's start, peaks at its end."""
+    """What CUDA's caching allocator says: `reset_peak_memory_stats` at a phase's start, peaks at its end.
+
+    The allocator counts when the host asks, so phases need no waiting for the GPU, which would change what it holds; only a
+    step's end waits, as reading the loss does. Durations are therefore right for whole steps alone.
+    """
 
     def __init__(self, index: int = 0) -> None:
         self._index = index
         self._began = 0.0
+        self._phase = ""
 
     def __enter__(self) -> CudaMeter:
         return self
@@ -161,12 +166,13 @@ class CudaMeter:
         pass
 
     def begin(self, phase: str) -> None:
-        torch.cuda.synchronize(self._index)
+        self._phase = phase
         torch.cuda.reset_peak_memory_stats(self._index)
         self._began = time.perf_counter()
 
     def end(self) -> Phase:
-        torch.cuda.synchronize(self._index)
+        if self._phase == "optimizer":
+            torch.cuda.synchronize(self._index)
         seconds = time.perf_counter() - self._began
         stats = torch.cuda.memory_stats(self._index)
         return Phase({name: int(stats[f"{name}.all.peak"]) for name in CUDA_FIGURES}, seconds)
@@ -176,4 +182,5 @@ class CudaMeter:
 
     def settle(self) -> None:
         gc.collect()
+        torch.cuda.synchronize(self._index)
         torch.cuda.empty_cache()

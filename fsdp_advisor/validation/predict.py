@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import estimate_resolved, gpu_of
+from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.memory.allocator import AllocatorConf, Segment
+from fsdp_advisor.memory.ledger import Point
 from fsdp_advisor.models import cache
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.resolve import Resolved, resolve
-from fsdp_advisor.validation.records import thinned
+from fsdp_advisor.validation import machine
+from fsdp_advisor.validation.case import Device
+from fsdp_advisor.validation.on_gpu import conf_in_force, estimate_on
+from fsdp_advisor.validation.records import Rung, thinned
 
 if TYPE_CHECKING:
     from fsdp_advisor.tracing.source import Source
 
 PREDICTED = (
-    "peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "peak_phase", "phase_peaks",
-    "states", "at_peak", "step_seconds", "tokens_per_second_per_gpu", "warnings",
+    "peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "peak_device_bytes_range",
+    "device_overhead_bytes_range", "allocated_breakdown", "allocator", "peak_phase", "phase_peaks", "states", "at_peak",
+    "step_seconds", "tokens_per_second_per_gpu", "warnings",
 )  # fmt: skip
 """Keys of an estimate that a record keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One case as estimated, and what is needed to run it."""
+    """One case as estimated, and what is needed to run it.
+
+    `fits` is of the steps, which are all that is run. `needed_bytes` is what they take of the GPU, None where it is not known;
+    `segments` what the allocator of a run on a GPU holds in the end.
+    """
 
     request: dict[str, Any]
     plan: Plan
     predicted: dict[str, Any]
     fits: bool | None
+    needed_bytes: int | None
     gpu_memory_bytes: int
     config: dict[str, Any]
     task: str
+    segments: tuple[Segment, ...] = ()
 
     def source(self) -> Source:
         """The model, to be run. Imports torch."""
@@ -47,33 +61,75 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Prediction:
-        return cls(**{**values, "plan": Plan(**values["plan"])})
+        """What `as_dict` gave, through JSON or not."""
+        segments = tuple(Segment(**{**s, "blocks": tuple(map(tuple, s["blocks"]))}) for s in values["segments"])
+        return cls(**{**values, "plan": Plan(**values["plan"]), "segments": segments})
 
 
-def predict(request: EstimateRequest) -> Prediction:
-    """The prediction of a request for one strategy. Raises AdvisorError as `estimate` does, and for a bare count."""
+def predict(
+    request: EstimateRequest, rung: Rung = "simulate", device: Device = "cpu", *, gpu: Gpu | None = None
+) -> Prediction:
+    """The prediction of a request for one strategy. Raises AdvisorError as `estimate` does, and for a bare count.
+
+    For a rung on a GPU it is of `gpu`, or else of the one at hand, with the memory of the one asked for; to ask what is at
+    hand makes a CUDA context.
+    """
     if request.strategy == "all":
         raise UsageError("one strategy at a time is run", hint="--strategy ddp, zero1, zero2, zero3 or hsdp")
     model = resolve_here(request.model)
     profile = model.profile
     assert profile is not None
-    report = estimate_resolved(request, model)
+    on_gpu = rung != "simulate" and device == "cuda"
+    conf = conf_in_force(request) if on_gpu else request.allocator_conf
+    report = estimate_resolved(request, model, settle=not on_gpu)
     (one,) = report.estimates
-    values = one.as_dict()
-    plan = one.plan
-    resolved = {**request.model_dump(), "model": report.model_name, "gpu": report.gpu_name}
+    plan, needed = one.plan, one.needed_bytes
+    gpu_name, gpu_memory_bytes = report.gpu_name, report.gpu_memory_bytes
+    fits = _steps_fit(one, gpu_memory_bytes)
+    timeline: tuple[Point, ...] = one.timeline
+    segments: tuple[Segment, ...] = ()
+    figures: dict[str, Any] = {}
+    if on_gpu:
+        gpu = gpu or _at_hand(request)
+        gpu_memory_bytes = gpu.memory_bytes
+        gpu_name = gpu.name if request.gpu is None else gpu_name
+        found = estimate_on(model, plan, gpu, rung, AllocatorConf.parse(conf) if conf else AllocatorConf())
+        one, fits, figures, timeline, segments = (
+            found.estimate, found.fits, found.figures, found.timeline, found.segments
+        )  # fmt: skip
+        needed = one.needed_bytes
+    values = {**one.as_dict(), **figures}
+    resolved = {**request.model_dump(), "model": report.model_name, "gpu": gpu_name, "allocator_conf": conf}
     resolved |= {name: getattr(plan, name) for name in resolved if hasattr(plan, name)}
+    kept = {name: values[name] for name in (*PREDICTED, *figures) if values.get(name) is not None}
     return Prediction(
         request=resolved,
         plan=plan,
-        predicted={name: values[name] for name in PREDICTED if values.get(name) is not None}
-        | _time(one)
-        | _timeline(one),
-        fits=one.fits,
-        gpu_memory_bytes=report.gpu_memory_bytes,
+        predicted=kept | _time(one) | _timeline(timeline),
+        fits=fits,
+        needed_bytes=needed,
+        gpu_memory_bytes=gpu_memory_bytes,
         config=dict(profile.config),
         task=profile.task,
+        segments=segments,
     )
+
+
+def _steps_fit(one: StrategyEstimate, gpu_memory_bytes: int) -> bool | None:
+    """The estimate's verdict less what it says of loading and saving, which no run does."""
+    if one.reserved is not None:
+        return one.reserved.verdict != "does_not_fit"
+    return one.fits if one.needed_bytes is None else one.needed_bytes <= gpu_memory_bytes
+
+
+def _at_hand(request: EstimateRequest) -> Gpu:
+    """The attached GPU, with the memory and the network of the one asked for; that one itself where there is none."""
+    asked, _ = gpu_of(request)
+    here = machine.gpu_here()
+    if here is None:
+        return asked
+    here = replace(here, inter_node=asked.inter_node or here.inter_node)
+    return here if request.gpu is None else replace(here, memory_bytes=asked.memory_bytes)
 
 
 def resolve_here(name: str) -> Resolved:
@@ -98,9 +154,9 @@ def _time(one: StrategyEstimate) -> dict[str, float]:
     return {} if one.step is None else {"step_seconds_without_communication": one.step.seconds_without_communication}
 
 
-def _timeline(one: StrategyEstimate) -> dict[str, Any]:
+def _timeline(points: Iterable[Point]) -> dict[str, Any]:
     """The highest bytes of each stretch of the step, by phase, for a plot beside the measured ones."""
     highs: dict[str, list[int]] = {}
-    for point in one.timeline:
+    for point in points:
         highs.setdefault(point.phase, []).extend([point.high_bytes] * point.repeats)
     return {"timeline": {phase: thinned(values) for phase, values in highs.items()}} if highs else {}

@@ -7,14 +7,19 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.errors import AdvisorError, UsageError
+from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.launch import Ended, die_with_parent, failure_of
 from fsdp_advisor.validation.measure import adopt_slurm, end_on_termination, started_rank
+from fsdp_advisor.validation.on_gpu import STEADY
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record
+
+if TYPE_CHECKING:
+    from fsdp_advisor.validation.stand_in import Baseline
 
 
 def main(folder: Path) -> None:
@@ -25,10 +30,11 @@ def main(folder: Path) -> None:
     try:
         job = json.loads((folder / "job.json").read_text())
         device: str = job["device"]
-        context = with_group(device)
         prediction = Prediction.from_dict(job["prediction"])
+        machine.set_allocator(prediction.request.get("allocator_conf"))
+        base = with_group(device)
         snapshot = Path(job["snapshot"]) if job["snapshot"] and rank == 0 else None
-        told = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, context=context)
+        told = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, base=base)
         if rank == 0:
             (folder / "result.json").write_text(json.dumps(told))
     except BaseException as error:
@@ -54,13 +60,14 @@ def as_rank(case: Case) -> tuple[Record, Ended] | None:
         raise UsageError(f"gpus {case.request.gpus}, not the {world} ranks that were started", hint=f"--gpus {world}")
     os.environ.update(adopt_slurm(dict(os.environ)))
     try:
-        context = with_group(case.device)
+        machine.set_allocator(case.request.allocator_conf)
+        base = with_group(case.device)
         import torch.distributed as dist
 
         told: list[Any] = [None]
         if rank == 0:
             try:
-                told = [predict(case.request).as_dict()]
+                told = [predict(case.request, "measure", case.device).as_dict()]
             except AdvisorError as error:
                 told = [failure_of(error)]
         dist.broadcast_object_list(told, device=_current(case.device))
@@ -68,7 +75,7 @@ def as_rank(case: Case) -> tuple[Record, Ended] | None:
             raise Ended(**told[0]).error()
         prediction = Prediction.from_dict(told[0])
         snapshot = case.snapshot if rank == 0 else None
-        found = measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, context=context)
+        found = measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, base=base)
         end_group()
     except AdvisorError:
         raise
@@ -86,21 +93,21 @@ def _current(device: str) -> Any:
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
 
-def with_group(device: str) -> int | None:
-    """Join the ranks; on GPUs the local rank's own is made the current one first. The size of its CUDA context."""
+def with_group(device: str) -> Baseline | None:
+    """Join the ranks; on GPUs the local rank's own is made the current one first, and what it holds by then is told."""
     import torch
     import torch.distributed as dist
 
-    from fsdp_advisor.validation.stand_in import context_bytes
+    from fsdp_advisor.validation.stand_in import baseline
 
     if device == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         return None
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    context = context_bytes(local)
+    base = baseline(local)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-    return context
+    return base
 
 
 def end_group() -> None:
@@ -117,16 +124,15 @@ def measure(
     *,
     zero1: Any = "deepspeed",
     snapshot: Path | None = None,
-    context: int | None = None,
+    base: Baseline | None = None,
 ) -> dict[str, Any]:
     """This rank's steady step, and on rank 0 everybody's; needs the process group. What comes back is as a worker tells it."""
     import torch
     import torch.distributed as dist
 
-    from fsdp_advisor.validation import machine
     from fsdp_advisor.validation.meter import CudaMeter, Meter, StorageMeter
     from fsdp_advisor.validation.real import assemble, figures, mesh_for, steady_step
-    from fsdp_advisor.validation.stand_in import device_figures, memory_history
+    from fsdp_advisor.validation.stand_in import allocator_figures, memory_history, untimed
 
     plan = prediction.plan
     gossip = dist.new_group(backend="gloo")  # figures travel on the host
@@ -138,13 +144,18 @@ def measure(
         with meter:
             trainer = assemble(prediction.source(), plan, device, mesh, rung="measure", zero1=zero1)
             phases = steady_step(
-                trainer, meter, plan.gradient_accumulation_steps, pick=max if cuda else min, steady=3 if cuda else 5
+                trainer,
+                meter,
+                plan.gradient_accumulation_steps,
+                pick=max if cuda else min,
+                steady=STEADY["measure"] if cuda else 5,
             )
         found = figures(phases, communicates=True)
-        if cuda:
-            found |= device_figures(index, int(str(found["peak_reserved_bytes"])))
-    if context is not None:
-        found["context_bytes"] = context
+        if snapshot is not None:
+            found = untimed(found)
+        if base is not None:
+            ours = prediction.segments if dist.get_rank() == 0 else None
+            found |= allocator_figures(index, base, found, ours)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found, group=gossip)
     versions = machine.versions(deepspeed=plan.backend == "deepspeed" and zero1 == "deepspeed", cuda=cuda)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable
@@ -18,11 +19,9 @@ from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.engines import mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.meter import Meter, Phase
+from fsdp_advisor.validation.on_gpu import WARM_UP
 from fsdp_advisor.validation.records import Rung
 from fsdp_advisor.validation.steps import PHASES, TorchTrainer, Trainer, autocast_of, batch_of, layers_of, take_step
-
-WARM_UP, STEADY = 2, 3
-"""Steps before those that count (states are made, cuBLAS takes its workspaces, DDP rebuilds its buckets), and those that do."""
 
 Zero1 = Literal["deepspeed", "torch"]
 """Who does ZeRO-1: DeepSpeed, or torch.distributed.optim.ZeroRedundancyOptimizer under DDP."""
@@ -121,17 +120,17 @@ def steady_step(
     meter: Meter,
     accumulation: int,
     *,
+    steady: int,
     pick: Callable[[list[int]], int] = max,
-    steady: int = STEADY,
 ) -> dict[str, Phase]:
     """The steady-state step's phases: of each figure `pick` over the last steps, of each duration the median.
 
     Over gloo `pick` is `min`: its threads let go of a collective's tensors some moments late, which only ever adds.
     """
-    meter.settle()
+    meter.settle()  # but not later, for what the first steps leave in the allocator's cache is part of what a job holds
     for _ in range(WARM_UP):
         take_step(trainer, meter, accumulation)
-    meter.settle()
+    gc.collect()
     steps = [take_step(trainer, meter, accumulation) for _ in range(steady)]
     result = {}
     for phase in PHASES:

@@ -61,7 +61,7 @@ class Record:
     def errors(self) -> dict[str, float]:
         """Signed relative errors, (predicted - measured) / measured, of every figure both sides know.
 
-        Members of `phase_peaks` and `at_peak` are named with a dot: `phase_peaks.backward`.
+        Members are named with dots: `phase_peaks.backward`, `phases.backward.reserved_bytes`.
         """
         predicted, measured = dict(_flat(self.predicted)), dict(_flat(self.measured))
         timed = self.device.startswith("cuda")  # a CPU's time says nothing of a GPU's
@@ -106,7 +106,7 @@ class Record:
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{k}", v) for k, v in value.items() if _is_number(v))
+            yield from ((f"{name}.{inner}", number) for inner, number in _flat(value))
         elif _is_number(value):
             yield name, value
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fsdp_advisor.errors import MissingExtra, UsageError
-from fsdp_advisor.units import GIB, format_gib
+from fsdp_advisor.units import format_gib
 from fsdp_advisor.validation.records import FIGURES, Record
 
 PHASES = ("forward", "backward", "optimizer")
@@ -104,8 +101,8 @@ def percentile(values: Sequence[float], percent: float, *, ordered: bool = False
 
 
 def verdicts(records: Iterable[Record]) -> Verdicts:
-    """Over the records in which both sides are known."""
-    counts = Counter((r.fits_predicted, r.fits_really) for r in records)
+    """Over the runs on a GPU, in which alone something really fits or does not, as far as both sides are known."""
+    counts = Counter((r.fits_predicted, r.fits_really) for r in records if r.device != "cpu")
     return Verdicts(
         right_fits=counts[True, True],
         wrong_fits=counts[True, False],
@@ -120,11 +117,36 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def main_figure(record: Record) -> str | None:
-    """The strongest figure that was measured and, if any is, predicted too."""
-    both = [f for f in FIGURES if f in record.measured and f in record.predicted]
-    measured = [f for f in FIGURES if f in record.measured]
-    found = both or measured
+    """The strongest figure that was measured and, if any is, predicted too; the device's, predicted as a range, comes last."""
+    order = [f for f in ("peak_device_bytes", *FIGURES[:-1]) if f in record.measured]
+    both = [f for f in order if f in record.predicted]
+    found = both or order
     return found[-1] if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """In how many cases a measured figure lies in the range that was predicted."""
+
+    rung: str
+    figure: str
+    cases: int
+    within: int
+
+
+def ranges(records: Iterable[Record]) -> list[Within]:
+    """One row per rung and figure that is predicted as a range: `<figure>_range`."""
+    groups: dict[tuple[str, str], list[bool]] = {}
+    for record in records:
+        for name, ends in record.predicted.items():
+            figure = name.removesuffix("_range")
+            found = record.measured.get(figure)
+            if name != figure and isinstance(found, int) and isinstance(ends, (list, tuple)):
+                groups.setdefault((place(record), figure), []).append(ends[0] <= found <= ends[1])
+    return [
+        Within(rung=rung, figure=figure, cases=len(hits), within=sum(hits))
+        for (rung, figure), hits in sorted(groups.items())
+    ]
 
 
 def as_dict(records: Sequence[Record]) -> dict[str, Any]:
@@ -146,6 +168,7 @@ def as_dict(records: Sequence[Record]) -> dict[str, Any]:
             }
             for s in spreads(records)
         ],
+        "ranges": [{"rung": w.rung, "figure": w.figure, "cases": w.cases, "within": w.within} for w in ranges(records)],
         "verdicts": {
             "right_fits": found.right_fits,
             "wrong_fits": found.wrong_fits,
@@ -172,7 +195,7 @@ def render(records: Sequence[Record], form: str) -> str:
     ]
     if rows:
         parts.append(table(("rung", "strategy", "figure", "cases", "median", "p95", "worst"), rows, 3))
-    parts.append("\n".join(_verdict_lines(records)))
+    parts.append("\n".join([*_range_lines(records), *_snapshot_lines(records), *_verdict_lines(records)]))
     devices = sorted({r.versions["gpu"] for r in records if "gpu" in r.versions})
     made = sorted(
         {
@@ -191,7 +214,10 @@ def render_case(record: Record, form: str) -> str:
         return json.dumps(record.as_dict(), indent=2)
     table = _markdown if form == "markdown" else _text
     rows = []
-    for figure in (*FIGURES, *(f"phase_peaks.{phase}" for phase in PHASES)):
+    of_phases = [f"phase_peaks.{phase}" for phase in PHASES]
+    if "phases" in record.measured:
+        of_phases = [f"phases.{phase}.{name}_bytes" for name in ("allocated", "reserved") for phase in PHASES]
+    for figure in (*FIGURES, *of_phases):
         values = [_value(side, figure) for side in (record.predicted, record.measured)]
         if any(v is not None for v in values):
             shown = [format_gib(v) if v is not None else "-" for v in values]
@@ -207,6 +233,7 @@ def render_case(record: Record, form: str) -> str:
             f"{name} over {len(values)} ranks: largest {max(values):,}, rank 0 {values[0]:,}, spread {max(values) - min(values):,}"
         )
     seconds = [_seconds(record, name) for name in TIMES if name in record.measured]
+    seconds += [*_range_lines([record]), *_snapshot_lines([record])]
     verdict = f"fits: {_yes_no(record.fits_predicted)} said, {_yes_no(record.fits_really)} {'did' if record.device == 'cuda' else 'found'}"
     return "\n\n".join([*parts, "\n".join([*seconds, verdict])])
 
@@ -219,15 +246,16 @@ def _seconds(record: Record, name: str) -> str:
 
 
 def _value(figures: dict[str, Any], name: str) -> int | None:
-    outer, _, inner = name.partition(".")
-    found = figures.get(outer)
-    found = found.get(inner) if inner and isinstance(found, dict) else found
+    found: Any = figures
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
     return found if isinstance(found, int) else None
 
 
 def _worth_a_row(spread: Spread) -> bool:
     """For people: the memory figures by strategy, their phases over all of them. The data has every row."""
-    return spread.figure in (*FIGURES, *TIMES) or (spread.strategy == "all" and spread.figure.startswith("phase_peaks"))
+    phase = spread.figure.startswith("phase_peaks.") or spread.figure.endswith((".allocated_bytes", ".reserved_bytes"))
+    return spread.figure in (*FIGURES, *TIMES) or (spread.strategy == "all" and phase)
 
 
 CASE_COLUMNS = ("case", "rung", "outcome", "figure", "predicted", "measured", "error", "fits: said", "did")
@@ -251,6 +279,27 @@ def _case_row(record: Record) -> list[str]:
     ]
 
 
+def _range_lines(records: Sequence[Record]) -> list[str]:
+    return [f"{w.figure} within the predicted range: {w.within} of {w.cases} ({w.rung})" for w in ranges(records)]
+
+
+def _snapshot_lines(records: Sequence[Record]) -> list[str]:
+    """How the allocator's segments in the end compare with the model's, block by block."""
+    found = [r.measured["snapshot"] for r in records if isinstance(r.measured.get("snapshot"), dict)]
+    if not found:
+        return []
+    alike, held, modelled = (sum(s[name] for s in found) for name in ("alike", "segments", "modelled_segments"))
+    whole = sum(s["alike"] == s["segments"] == s["modelled_segments"] for s in found)
+    lines = [
+        f"segments alike block by block: {alike} of {held} held, {modelled} modelled"
+        + (f"; all of them in {whole} of {len(found)} runs" if len(found) > 1 else "")
+    ]
+    if len(found) == 1:
+        lines += [f"only held: {one}" for one in found[0]["only_recorded"]]
+        lines += [f"only modelled: {one}" for one in found[0]["only_modelled"]]
+    return lines
+
+
 def _verdict_lines(records: Sequence[Record]) -> list[str]:
     found = verdicts(records)
     outcomes = ", ".join(f"{n} {outcome}" for outcome, n in Counter(r.outcome for r in records).most_common())
@@ -265,21 +314,23 @@ def _verdict_lines(records: Sequence[Record]) -> list[str]:
             f"{found.wrong_misfits} wrongly do not; {', '.join(shares)}"
         )
     lines += [f"{r.outcome}: {r.label}: {r.message}" for r in records if r.outcome not in ("ok", "oom")]
-    for record in records:
-        if (
-            record.fits_predicted is not None
-            and record.fits_really is not None
-            and record.fits_predicted != record.fits_really
-        ):
-            lines.append(f"wrong verdict: {record.label}" + (", close to full" if near_full(record) else ""))
+    for record in filter(wrong_verdict, records):
+        lines.append(f"wrong verdict: {record.label}" + (", close to full" if near_full(record) else ""))
     return lines
 
 
+def wrong_verdict(record: Record) -> bool:
+    """Whether a run on a GPU ended otherwise than was said."""
+    known = record.fits_predicted is not None and record.fits_really is not None
+    return record.device != "cpu" and known and record.fits_predicted != record.fits_really
+
+
 def near_full(record: Record) -> bool:
-    """Whether the measured figure is so close to the GPU's memory that either verdict may be right."""
-    limit = record.measured.get("device_memory_bytes")
-    figure = main_figure(record)
-    found = record.measured.get(figure) if figure else None
+    """Whether the device's figure, where a run ended for lack of memory the predicted one, is so close to the GPU's memory that
+    either verdict may be right.
+    """
+    limit = record.detail.get("gpu_memory_bytes", record.measured.get("device_memory_bytes"))
+    found = record.measured.get("peak_device_bytes", record.predicted.get("peak_device_bytes"))
     return isinstance(limit, int) and isinstance(found, int) and abs(found / limit - 1) <= NEAR_FULL
 
 
@@ -317,53 +368,3 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) 
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, rule, *rows)
     )
-
-
-def plot(records: Sequence[Record], path: Path) -> None:
-    """Predicted against measured, one point per case; and the two timelines of the last case that has them.
-
-    The file's ending says what it is. Raises MissingExtra without matplotlib, UsageError where no case has both figures.
-    """
-    points = [
-        (r.rung, r.measured[f] / GIB, r.predicted[f] / GIB)
-        for r in records
-        if (f := main_figure(r)) and f in r.predicted and f in r.measured
-    ]
-    if not points:
-        raise UsageError("no record has a figure both predicted and measured", hint="run a campaign first")
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise MissingExtra("a plot needs matplotlib", extra="plot") from None
-    timed = next((r for r in reversed(records) if r.measured.get("timeline") and r.predicted.get("timeline")), None)
-    figure, axes = pyplot.subplots(
-        1, 2 if timed else 1, figsize=(13 if timed else 6.5, 6), layout="constrained", squeeze=False
-    )
-    scatter = axes[0][0]
-    for rung in sorted({rung for rung, _, _ in points}):
-        xs, ys = [x for r, x, _ in points if r == rung], [y for r, _, y in points if r == rung]
-        scatter.scatter(xs, ys, s=16, alpha=0.7, label=f"{rung} ({len(xs)})")
-    ends = [pick(v for _, x, y in points for v in (x, y)) for pick in (min, max)]
-    scatter.plot(ends, ends, linewidth=0.8, color="black")
-    scatter.set(xlabel="measured, GiB", ylabel="predicted, GiB", xscale="log", yscale="log", title="peaks")
-    scatter.legend()
-    if timed:
-        lines = axes[0][1]
-        for name, values in (("measured", timed.measured["timeline"]), ("predicted", timed.predicted["timeline"])):
-            xs, ys = [], []
-            for number, phase in enumerate(PHASES):
-                highs = values.get(phase, [])
-                xs += [number + i / max(1, len(highs)) for i in range(len(highs))]
-                ys += [high / GIB for high in highs]
-            lines.step(xs, ys, where="post", label=name, linewidth=1)
-        lines.set(xticks=[0.5, 1.5, 2.5], xticklabels=PHASES, ylabel="alive, GiB", title=timed.label)
-        lines.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        hint = "name a .svg, .png or .pdf file in a folder that exists"
-        raise UsageError(f"cannot write {path}: {error}", hint=hint) from None
-    finally:
-        pyplot.close(figure)

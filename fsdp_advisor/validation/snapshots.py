@@ -14,6 +14,9 @@ from typing import Any
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.memory.allocator import Segment
 
+KEPT = 5
+"""Segments of each side that a record names."""
+
 Layout = tuple[str, bool, tuple[tuple[int, bool], ...]]
 """(``small`` or ``large``, expandable, blocks as (bytes, in use))."""
 
@@ -31,6 +34,18 @@ class SnapshotComparison:
     @property
     def equal(self) -> bool:
         return not self.only_recorded and not self.only_modelled
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a record keeps: how many segments are alike, both sums, and the first of those that differ, in words."""
+        return {
+            "segments": self.alike + len(self.only_recorded),
+            "modelled_segments": self.alike + len(self.only_modelled),
+            "alike": self.alike,
+            "recorded_bytes": self.recorded_bytes,
+            "modelled_bytes": self.modelled_bytes,
+            "only_recorded": [_in_words(layout) for layout in self.only_recorded[:KEPT]],
+            "only_modelled": [_in_words(layout) for layout in self.only_modelled[:KEPT]],
+        }
 
     @property
     def error(self) -> float:
@@ -63,6 +78,17 @@ def _recorded_layout(segment: Mapping[str, Any]) -> Layout:
 
 def _modelled_layout(segment: Segment) -> Layout:
     return "large" if segment.is_large else "small", segment.is_expandable, segment.blocks
+
+
+def _in_words(layout: Layout) -> str:
+    """A segment on one line: its pool, its size, and what is in use of how many blocks.
+
+    >>> _in_words(("large", False, ((5 * 2**20, True), (15 * 2**20, False))))
+    'large, 20971520 bytes, 5242880 in use, 2 blocks'
+    """
+    pool, expandable, blocks = layout
+    n_bytes, used = sum(size for size, _ in blocks), sum(size for size, in_use in blocks if in_use)
+    return f"{pool}{' expandable' if expandable else ''}, {n_bytes} bytes, {used} in use, {len(blocks)} blocks"
 
 
 def _bytes(layouts: Counter[Layout]) -> int:

@@ -6,21 +6,33 @@ its statistics are real, and only time lacks its communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdp_advisor.memory.allocator import Segment
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.tracing.source import Source
 from fsdp_advisor.validation.engines import fake_process_group
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.meter import CudaMeter, Meter
+from fsdp_advisor.validation.on_gpu import STEADY
 from fsdp_advisor.validation.real import assemble, check, figures, mesh_for, steady_step
+from fsdp_advisor.validation.snapshots import compare_snapshot
 
 SNAPSHOT_ENTRIES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a GPU holds before a run allocates: this process's CUDA context, and what other processes have."""
+
+    context_bytes: int
+    others_bytes: int
 
 
 def stand_in(
@@ -30,12 +42,13 @@ def stand_in(
     device: str = "cuda",
     meter: Meter | None = None,
     snapshot: Path | None = None,
-    context: int | None = None,
+    base: Baseline | None = None,
+    segments: Iterable[Segment] | None = None,
 ) -> dict[str, Any]:
     """The figures of a steady-state step of rank 0, measured on this machine's first GPU (or under `meter`).
 
-    `context` is the CUDA context's size where the caller has made it (`context_bytes`). Raises NotHere without a GPU, or for
-    DeepSpeed, which needs real ranks.
+    `base` is what the GPU held where the caller has made the CUDA context (`baseline`); `segments` what the allocator is
+    predicted to hold in the end. Raises NotHere without a GPU, or for DeepSpeed, which needs real ranks.
     """
     check(plan, device)
     if plan.backend == "deepspeed":
@@ -47,26 +60,29 @@ def stand_in(
         raise NotHere("no GPU is at hand, and a stand-in needs one", hint="--rung simulate needs none")
     if snapshot is not None and device != "cuda":
         raise NotHere("PyTorch keeps a memory history of GPUs alone", hint="leave --snapshot out")
-    if device == "cuda" and context is None:
-        context = context_bytes(0)
+    if device == "cuda" and base is None:
+        base = baseline(0)
     watch: Meter = meter or CudaMeter(0)
     with memory_history(snapshot), fake_process_group(plan.world_size):
         mesh = mesh_for(plan, device, watch)
         with watch:
             trainer = assemble(source, plan, device, mesh, rung="stand-in")
-            phases = steady_step(trainer, watch, plan.gradient_accumulation_steps, steady=2)
+            phases = steady_step(trainer, watch, plan.gradient_accumulation_steps, steady=STEADY["stand-in"])
         found: dict[str, Any] = figures(phases, communicates=plan.world_size == 1)
-        if device == "cuda":
-            found |= device_figures(0, found["peak_reserved_bytes"])
-    if context is not None:
-        found["context_bytes"] = context
-    return found
+        if base is not None:
+            found |= allocator_figures(0, base, found, segments)
+    return found if snapshot is None else untimed(found)
 
 
-def context_bytes(index: int) -> int:
+def untimed(found: dict[str, Any]) -> dict[str, Any]:
+    """Figures of a run whose memory history was kept: the stack of each allocation is walked, which takes its time."""
+    return {name: value for name, value in found.items() if not name.startswith("step_seconds")}
+
+
+def baseline(index: int) -> Baseline:
     """Makes the CUDA context and tells its size: what the driver gave out meanwhile (NVML), or else all it has given out.
 
-    To be called before anything else touches the GPU. The second figure holds other processes' memory too, where there are any.
+    To be called before anything else touches the GPU. Without NVML other processes' memory counts as the context's.
     """
     before = _used(index)
     torch.cuda.set_device(index)
@@ -74,10 +90,12 @@ def context_bytes(index: int) -> int:
     torch.cuda.synchronize(index)
     after = _used(index)
     reserved = torch.cuda.memory_reserved(index)
-    if before is not None and after is not None:
-        return after - before - reserved
     free, total = torch.cuda.mem_get_info(index)
-    return total - free - reserved
+    given_out = total - free - reserved
+    if before is None or after is None:
+        return Baseline(given_out, 0)
+    context = after - before - reserved
+    return Baseline(context, max(0, given_out - context))
 
 
 def _used(index: int) -> int | None:
@@ -88,16 +106,28 @@ def _used(index: int) -> int | None:
         return None
 
 
-def device_figures(index: int, peak_reserved_bytes: int) -> dict[str, Any]:
-    """What the driver has given out at the peak: the allocator's reserve, the context, libraries' own and NCCL's."""
+def allocator_figures(
+    index: int, base: Baseline, measured: Mapping[str, Any], segments: Iterable[Segment] | None
+) -> dict[str, Any]:
+    """What this process holds of the GPU at the peak, what the allocator had to do for it, and what it holds block by block.
+
+    Called at the end of a step, with the model still there. The device's peak is the allocator's, with all else that the
+    driver has given out to this process: its context, kernels, libraries' own memory and NCCL's.
+    """
     free, total = torch.cuda.mem_get_info(index)
+    beside = total - free - torch.cuda.memory_reserved(index) - base.others_bytes
     stats = torch.cuda.memory_stats(index)
-    return {
-        "peak_device_bytes": peak_reserved_bytes + total - free - torch.cuda.memory_reserved(index),
+    found: dict[str, Any] = {
+        "peak_device_bytes": int(measured["peak_reserved_bytes"]) + beside,
+        "context_bytes": base.context_bytes,
         "device_memory_bytes": total,
         "allocator_retries": int(stats["num_alloc_retries"]),
         "segments": int(stats["segment.all.current"]),
     }
+    if segments is not None:
+        held = [segment for segment in torch.cuda.memory_snapshot() if segment.get("device", index) == index]
+        found["snapshot"] = compare_snapshot(held, segments).as_dict()
+    return found
 
 
 @contextmanager

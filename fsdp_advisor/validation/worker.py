@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_advisor.validation import launch, machine
 from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.launch import Ended, Tell
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record, thinned
@@ -30,10 +31,19 @@ def run(case: Case) -> tuple[Record, Ended]:
 
 
 def work(case: Case, tell: Tell) -> None:
-    """Predict, then simulate or stand in; each is told as soon as it is known."""
-    cuda = case.device == "cuda" and case.rung != "simulate"
+    """Predict, then simulate or stand in; each is told as soon as it is known. Of a GPU, first what it holds before the run."""
+    if case.rung == "simulate" and case.snapshot is not None:
+        raise NotHere("PyTorch keeps a memory history of GPUs alone", hint="leave --snapshot out, or --rung stand-in")
+    cuda = case.device == "cuda" and case.rung != "simulate" and machine.gpu_count() > 0
     tell("versions", machine.versions(deepspeed=case.request.backend == "deepspeed"))
-    prediction = predict(case.request)
+    base = None
+    if cuda:
+        from fsdp_advisor.validation.stand_in import baseline
+
+        machine.set_allocator(case.request.allocator_conf)
+        base = baseline(0)
+        tell("versions", machine.versions(cuda=True))
+    prediction = predict(case.request, case.rung, case.device)
     tell("prediction", prediction.as_dict())
     if case.rung == "simulate":
         from fsdp_advisor.validation.simulate import simulate
@@ -47,14 +57,10 @@ def work(case: Case, tell: Tell) -> None:
             "timeline": {phase: thinned(values) for phase, values in alive.items()},
         }
     else:
-        from fsdp_advisor.validation.stand_in import context_bytes, stand_in
+        from fsdp_advisor.validation.stand_in import stand_in
 
-        context = None
-        if cuda and machine.gpu_count():
-            context = context_bytes(0)
-            tell("versions", machine.versions(cuda=True))
         meter = None
-        if not cuda:
+        if case.device == "cpu":
             import torch
 
             from fsdp_advisor.validation.meter import StorageMeter
@@ -67,7 +73,8 @@ def work(case: Case, tell: Tell) -> None:
             device=case.device,
             meter=meter,
             snapshot=case.snapshot,
-            context=context,
+            base=base,
+            segments=prediction.segments,
         )
     tell("measured", measured)
 
@@ -80,7 +87,7 @@ def record_of(case: Case, ended: Ended) -> Record:
     measured: dict[str, Any] = told.get("measured", {})
     predicted = prediction.predicted if prediction else {}
     fits = prediction.fits if prediction else None
-    detail = dict(ended.detail)
+    detail = dict(ended.detail) | ({"gpu_memory_bytes": prediction.gpu_memory_bytes} if prediction else {})
     if prediction and prediction.plan.strategy == "zero1" and case.zero1 == "torch":
         predicted, fits = {}, None
         detail["engine"] = "torch.distributed.optim.ZeroRedundancyOptimizer, which the estimate does not model"
@@ -104,7 +111,8 @@ def record_of(case: Case, ended: Ended) -> Record:
 def really_fits(ended: Ended, measured: dict[str, Any], prediction: Prediction | None) -> bool | None:
     """Out of memory did not fit, unless the GPU that ran out is smaller than the one asked about.
 
-    What ended well fits where the strongest figure of the worst rank is within the GPU's memory.
+    What ended well fits where the strongest figure of the worst rank is within the GPU's memory. Where tensors alone were
+    found, what else a GPU holds is taken from the prediction.
     """
     if ended.outcome == "oom":
         smaller = (
@@ -113,9 +121,9 @@ def really_fits(ended: Ended, measured: dict[str, Any], prediction: Prediction |
         )
         return None if smaller else False
     measured = {**measured, **measured.get("largest", {})}
-    strongest = measured.get(
-        "peak_device_bytes", measured.get("peak_reserved_bytes", measured.get("peak_tensor_bytes"))
-    )
-    if ended.outcome != "ok" or prediction is None or strongest is None:
+    if ended.outcome != "ok" or prediction is None:
         return None
-    return bool(strongest <= prediction.gpu_memory_bytes)
+    found = measured.get("peak_device_bytes", measured.get("peak_reserved_bytes"))
+    if found is None and "peak_tensor_bytes" in measured and prediction.needed_bytes is not None:
+        found = prediction.needed_bytes + measured["peak_tensor_bytes"] - prediction.predicted["peak_tensor_bytes"]
+    return None if found is None else bool(found <= prediction.gpu_memory_bytes)

@@ -12,6 +12,7 @@ from asked import GPT2, LLAMA, advise, clock, unknown
 
 import fsdp_advisor
 from fsdp_advisor import estimate, recommend
+from fsdp_advisor.advice.settling import NEAR
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.request import EstimateRequest
 
@@ -41,7 +42,7 @@ def test_every_alternative_is_rejected_with_its_reason() -> None:
     assert recommendation.winner is not None
     rows = recommendation.as_dict()["rejected"]
     named = [(r["strategy"], r["backend"], r["offload"], r["activation_checkpointing"]) for r in rows]
-    assert len(named) == len(set(named)) == 31  # of 32 families
+    assert len(named) == len(set(named)) == 23  # of 24 families
     whys = {name: row["because"] for name, row in zip(named, rows, strict=True)}
     assert re.fullmatch(r"needs 1\d\d\.\d\d GiB, has 36\.24 GiB, at micro-batch 1", whys["ddp", "ddp", "none", "none"])
     assert whys["zero3", "deepspeed", "parameters", "full"].startswith("it fits, but is ")
@@ -55,7 +56,8 @@ def test_options_mean_the_same_plan() -> None:
         given = {word[2:].replace("-", "_"): next(words) for word in words}
         [row] = fsdp_advisor.estimate(**given).estimates
         assert row.plan == recommendation.winner.plan
-        assert row.needed_bytes == recommendation.winner.needed_bytes
+        device = recommendation.winner.walked.device_bytes if recommendation.winner.walked else None
+        assert row.needed_bytes == (device if "allocator_conf" in given else recommendation.winner.needed_bytes)
 
 
 def test_the_margin_is_left_free() -> None:
@@ -103,7 +105,7 @@ def test_fewer_tokens_help_where_the_batch_is_what_is_too_large() -> None:
     [tokens] = (r.options["seq_len"] for r in recommendation.remedies if "seq_len" in r.options)
     assert isinstance(tokens, int)
     assert advise(**job, micro_batch_size=4, seq_len=tokens).fits
-    assert not advise(**job, micro_batch_size=4, seq_len=tokens + 1).fits
+    assert not advise(**job, micro_batch_size=4, seq_len=int(tokens * (1 + 1.5 * NEAR))).fits  # no nearer
 
 
 def test_rules_of_thumb_and_where_they_err() -> None:
@@ -126,11 +128,14 @@ def test_the_gpt2_of_the_source_documents() -> None:
     assert ddp.plan.micro_batch_size == 1
     assert extra_large.winner is not None
     assert extra_large.winner.plan.strategy != "ddp"
-    largest = {
-        c.family.label: c.plan.micro_batch_size
-        for c in advise(model=GPT2, **job, find="batch").finding.rows  # type: ignore[union-attr]
-    }
-    assert 0 < largest["DDP (ddp)"] < largest["ZeRO-2 (fsdp1)"] < largest["ZeRO-3 (fsdp1)"]
+    largest = [
+        advise(
+            model=GPT2, **job, find="batch", strategy=strategy, backend=backend, activation_checkpointing="none"
+        ).finding
+        for strategy, backend in (("ddp", "ddp"), ("zero2", "fsdp1"), ("zero3", "fsdp1"))
+    ]
+    ddp_size, zero2_size, zero3_size = (finding.answer for finding in largest if finding is not None)
+    assert 0 < ddp_size < zero2_size < zero3_size  # type: ignore[operator]  # numbers, all three
 
 
 def test_what_is_left_open_has_the_estimates_defaults() -> None:

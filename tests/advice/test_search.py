@@ -86,6 +86,23 @@ def test_families_are_what_the_backends_can_do() -> None:
     assert "hsdp" not in {f.strategy for f in search_of(model=LLAMA, gpus=8).families}
 
 
+def test_fsdp1_is_looked_at_where_it_is_named() -> None:
+    assert "fsdp1" not in {f.backend for f in search_of(model=LLAMA, gpus=16, nnodes=2).families}
+    assert {f.backend for f in search_of(model=LLAMA, gpus=16, nnodes=2, backend="fsdp1").families} == {"fsdp1"}
+
+
+def test_families_are_what_the_framework_can_do() -> None:
+    search = search_of(model=LLAMA, gpus=8, framework="deepspeed")
+    assert {f.backend for f in search.families} == {"deepspeed"}
+    search = search_of(model=LLAMA, gpus=8, framework="trainer", backend="fsdp1")
+    assert {f.strategy for f in search.families} == {"zero3"}
+    search = search_of(model=LLAMA, gpus=8, framework="accelerate", wrap="none")
+    sharded = [f for f in search.families if f.backend == "fsdp2"]
+    assert sharded and {f.activation_checkpointing for f in sharded} == {"none"}
+    plans = [f.plan(search.job, 1) for f in search.families]
+    assert {(p.framework, p.wrap) for p in plans} == {("accelerate", "none")}
+
+
 def test_the_frontier_rises_in_memory_and_speed() -> None:
     points = search_of(**JOBS["free"]).frontier()
     assert len(points) > 3

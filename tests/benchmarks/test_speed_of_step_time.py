@@ -10,7 +10,7 @@ from fsdp_advisor.estimator import variant_of
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.models import catalog
 from fsdp_advisor.plan import Plan
-from fsdp_advisor.speed import engines, step, work
+from fsdp_advisor.speed import step, work
 
 H100 = find_gpu("H100")
 
@@ -33,7 +33,7 @@ def test_step_time(benchmark: BenchmarkFixture, gpus: int, depth: str) -> None:
     tape = profile.tapes[variant_of(plan).key]
 
     def answer() -> None:
-        for cache in (step._step_time, work.compute_of, engines.engine_of, engines.unit_costs):
+        for cache in (step._step_time, step._engine_and_costs, work.compute_of):
             cache.cache_clear()
         speed.step_time(profile, tape, plan, H100, between)
 

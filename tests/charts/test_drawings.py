@@ -24,8 +24,10 @@ from fsdp_advisor.charts import (
     frontier,
     memory_timeline,
     part_bytes,
+    stacked,
     stacked_bars,
     stream_timeline,
+    two_timelines,
     unfold,
 )
 from fsdp_advisor.charts.scale import log_ticks, ticks
@@ -86,6 +88,11 @@ def _accuracy(words: str, width: int) -> str:
     return accuracy(points, width=width)
 
 
+def _both(words: str, width: int) -> str:
+    predicted = {"forward": [2 * GIB, 4 * GIB], "backward": [5 * GIB], "optimizer": [GIB]}
+    return two_timelines(predicted, {**predicted, "backward": [4 * GIB] * 70}, label=words, width=width)
+
+
 CHARTS: dict[str, Draw] = {
     "bars": _bars,
     "timeline": _timeline,
@@ -93,6 +100,7 @@ CHARTS: dict[str, Draw] = {
     "streams": _streams,
     "frontier": _frontier,
     "accuracy": _accuracy,
+    "two timelines": _both,
 }
 
 
@@ -308,3 +316,22 @@ def test_kinds_look_apart_however_many() -> None:
     root = ET.fromstring(stream_timeline(spans, label="x"))
     looks = [ET.tostring(p).replace((p.get("id") or "").encode(), b"") for p in root.iter(f"{SVG}pattern")]
     assert len(looks) == len(set(looks)) == 20
+
+
+def test_two_timelines_say_both_peaks_and_need_neither() -> None:
+    described = ET.fromstring(_both("ZeRO-3", 700)).find(f"{SVG}desc")
+    assert described is not None and described.text == "The peaks: predicted 5.00 GiB; measured 4.00 GiB."
+    assert "none" in two_timelines({}, {}, label="nothing")
+
+
+def test_drawings_stand_one_below_the_other() -> None:
+    first, second = _accuracy("a", 400), _both("b", 700)
+    root = ET.fromstring(stacked(first, second, title="both"))
+    inner = [ET.fromstring(one) for one in (first, second)]
+    assert root.get("width") == max(one.get("width", "") for one in inner)
+    assert [e.get("viewBox") for e in root.iter(f"{SVG}svg")][1:] == [one.get("viewBox") for one in inner]
+    assert [e.get("transform") for e in root.findall(f"{SVG}g")] == [
+        "translate(0 0)", f"translate(0 {float(inner[0].get('height', '')) + 16:g})",
+    ]  # fmt: skip
+    ids = [e.get("id") for e in root.iter() if e.get("id")]
+    assert len(ids) == len(set(ids))

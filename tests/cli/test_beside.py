@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_advisor import estimate
+from fsdp_advisor.cli import beside
+from fsdp_advisor.validation.records import Record
+
 pytest.importorskip("torch")
 
 TINY = {
@@ -41,3 +45,28 @@ def test_text_shows_both_and_says_what_was_not_run(tmp_path: Path) -> None:
     assert sum(line.endswith("+0.000%") for line in lines) == 2  # zero2 and zero3
     assert any("not run: ZeRO-3 + full offload: offload parameters cannot be simulated" in line for line in lines)
     assert "simulate: this machine has no GPU" in run.stderr
+
+
+def test_what_a_gpu_found_stands_beside_what_is_predicted_of_it() -> None:
+    report = estimate(model="openai-community/gpt2", gpus=8, strategy="zero3", gpu="H100-80GB")
+    measured = {"peak_allocated_bytes": 2 << 30, "peak_reserved_bytes": 4 << 30, "peak_device_bytes": 5 << 30}
+    predicted = {"peak_allocated_bytes": 2 << 30, "peak_reserved_bytes": 3 << 30, "peak_device_bytes": 4 << 30}
+    record = Record(
+        request={**report.request.model_dump(), "backend": "fsdp2", "seq_len": 1024},
+        rung="stand-in", device="cuda", outcome="ok", measured=measured, predicted=predicted,
+    )  # fmt: skip
+    lines = beside.as_lines(report, [record])
+    assert [line.split()[3] for line in lines[2:]] == ["allocated", "reserved", "device"]
+    assert lines[3].split()[-1] == "-25.000%" and "3.00 GiB" in lines[3] and "4.00 GiB" in lines[3]
+    document = report.as_dict()
+    beside.into_json(document, [record])
+    shown = document["estimates"][0]["measured"]
+    assert shown["predicted"] == predicted and shown["errors"]["peak_reserved_bytes"] == -0.25
+
+
+def test_a_run_out_of_memory_says_so() -> None:
+    report = estimate(model="openai-community/gpt2", gpus=8, strategy="zero3", gpu="H100-80GB")
+    request = {**report.request.model_dump(), "backend": "fsdp2", "seq_len": 1024}
+    record = Record(request=request, rung="stand-in", device="cuda", outcome="oom", message="CUDA out of memory.")
+    lines = beside.as_lines(report, [record])
+    assert "oom" in lines[2] and lines[-1].endswith("ZeRO-3: CUDA out of memory.")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor import estimate
+
 LLAMA = ("--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "A100-40GB")
 TOO_LARGE = ("--model", "meta-llama/Llama-2-70b-hf", "--gpus", "2", "--gpu", "24GiB", "--offload", "none")
 
@@ -48,10 +50,12 @@ def test_text_stays_within_the_screen(name: str, cli: Cli) -> None:
 
 
 def test_json_is_the_estimates_with_the_recommendation(cli: Cli) -> None:
-    estimate, ran = json.loads(cli("estimate", *LLAMA, "--json").out), cli("recommend", *LLAMA, "--json")
-    document = json.loads(ran.out)
-    assert document["estimates"] == estimate["estimates"]
+    plain = estimate(model=LLAMA[1], gpus=int(LLAMA[3]), gpu=LLAMA[5])
+    document = json.loads(cli("recommend", *LLAMA, "--json").out)
+    assert document["estimates"] == plain.as_dict()["estimates"]
     assert document["recommendation"]["strategy"] == "zero3"
+    assert document["recommendation"]["peak_reserved_bytes"] < document["recommendation"]["peak_device_bytes"]
+    assert document["recommendation"]["peak_device_bytes"] <= document["gpu"]["memory_bytes"]
     assert [step["answer"] for step in document["recommendation"]["path"][:2]] == ["no", "states"]
 
 
@@ -61,7 +65,17 @@ def test_what_it_prints_to_launch_works(cli: Cli, tmp_path: Path, monkeypatch: p
     assert line is not None
     monkeypatch.chdir(tmp_path)
     assert cli(*line[1].split()).status == 0
-    assert (tmp_path / "accelerate.yaml").read_text().startswith("#")
+    text = (tmp_path / "train.py").read_text()
+    assert text.startswith("# meta-llama/Llama-2-7b-hf: ZeRO-3 (fsdp2)")
+    shown = re.search(r"(\d+\.\d\d GiB) of 39\.39 GiB with fragmentation", out)
+    assert shown is not None
+    assert f"Predicted peak per GPU: {shown[1]} of the device's memory" in text
+
+
+def test_the_launch_line_is_of_what_was_estimated(cli: Cli) -> None:
+    out = cli("recommend", *LLAMA, "--framework", "accelerate").out
+    assert "  fsdp-advisor export accelerate " in out
+    assert "--framework accelerate" in out
 
 
 def test_underscores_and_help(cli: Cli) -> None:

@@ -18,7 +18,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from export_jobs import job, jobs, plan
+from export_jobs import HIDDEN, job, jobs, plan
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from fsdp_advisor.export import Job, export
@@ -130,8 +130,29 @@ def test_the_deepspeed_plugin_of_each_rank_is_the_plan() -> None:
         assert config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") == place
         shards = p.offload_device if p.offload == "parameters" else "none"
         assert config["zero_optimization"].get("offload_param", {}).get("device", "none") == shards
+        if p.prepared:  # as "auto" would be filled in
+            assert config["zero_optimization"]["reduce_bucket_size"] == HIDDEN**2
         if place == "nvme":
             assert config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/local_nvme"
+
+
+def test_one_unit_is_no_wrapping() -> None:
+    environment = launched(job(plan("zero3", "fsdp2", wrap="none", framework="accelerate")))[2]
+    assert environment["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in environment or environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] in (
+        "",
+        "None",
+    )
+
+
+@pytest.mark.parametrize("framework", ["torch", "accelerate"])
+def test_deepspeed_has_a_file_where_its_buckets_are_not_its_own(framework: str) -> None:
+    exported = export("accelerate", job(plan("zero3", "deepspeed", framework=framework)))
+    section = yaml.safe_load(exported.text)["deepspeed_config"]
+    assert ("deepspeed_config_file" in section) == (framework == "accelerate")
+    assert any("export deepspeed --framework accelerate" in note for note in exported.notes) == (
+        framework == "accelerate"
+    )
 
 
 def test_several_nodes_are_launched_from_the_file() -> None:

@@ -129,7 +129,7 @@ def reference(model: Path, accumulation: int) -> list[float]:
     ("of", "more"),
     [
         (plan("hsdp", "fsdp2", 2, gpus=2, precision="fp16-mixed", offload="parameters"), ["--defer-reduction"]),
-        (plan("zero2", "fsdp2", gpus=2, precision="bf16", optim="sgd_momentum"), ["--init", "random"]),
+        (plan("zero2", "fsdp2", gpus=2, precision="bf16", optim="sgd_momentum", wrap="none"), ["--init", "random"]),
         (plan("ddp", "ddp", gpus=2, precision="bf16-mixed", gradient_accumulation_steps=2), ["--tokens", "tokens.npy"]),
     ],
     ids=["hsdp-offload-fp16", "zero2-bf16-sgd-random", "ddp-bf16-mixed-own-tokens"],
@@ -160,9 +160,12 @@ def test_accelerate_shards_as_its_configuration_says(tiny: dict[str, Path], tmp_
     assert found["local"] == pytest.approx(found["whole"] / 2, rel=0.01)
 
 
-def test_accelerate_hands_deepspeed_its_configuration(tiny: dict[str, Path], tmp_path: Path) -> None:
-    of = job(plan("zero3", "deepspeed", gpus=2))
+@pytest.mark.parametrize("framework", ["torch", "accelerate"])
+def test_accelerate_hands_deepspeed_its_configuration(framework: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    of = job(plan("zero3", "deepspeed", gpus=2, framework=framework))
     written(tmp_path, "accelerate", of)
+    if framework == "accelerate":
+        written(tmp_path, "deepspeed", of)
     found = worker(tmp_path, "accelerate_train.py", "accelerate-launch", of, tiny["tied"])
     assert (found["distributed_type"], found["stage"]) == ("DEEPSPEED", 3)
 

@@ -22,6 +22,7 @@ from fsdp_advisor.estimator import make_request
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.choice import NothingFits, report_for
 from fsdp_advisor.export.job import VERSIONS, global_batch_size
+from fsdp_advisor.units import format_gib
 
 HOSTILE = (
     'it\'s/"quoted"',
@@ -119,7 +120,8 @@ def test_every_plan_can_be_exported_but_for_two_that_nobody_runs() -> None:
         expected = {"torchrun", "sbatch"}
         if runs:
             own = {"ddp": {"ddp"}, "fsdp2": {"fsdp2"}, "deepspeed": {"deepspeed", "deepspeed-launch"}, "fsdp1": set()}
-            expected |= {"accelerate", "accelerate-launch", "trainer"} | own[p.backend]
+            expected |= {"accelerate", "accelerate-launch"} | own[p.backend]
+            expected |= {"trainer"} if p.backend != "fsdp1" or p.strategy == "zero3" else set()
         if runs and p.backend != "fsdp1" and (p.precision != "bf16" or p.backend == "deepspeed"):
             expected |= {"axolotl"}
         assert able == expected, p
@@ -144,6 +146,8 @@ def test_python_files_are_formatted_and_without_findings(target: str, tmp_path: 
         ("fsdp2", plan("zero1", "deepspeed"), "fsdp2 cannot do ZeRO-1 (deepspeed): it trains with FSDP2"),
         ("ddp", plan("zero3", "fsdp2"), "ddp cannot do ZeRO-3 (fsdp2): it trains with DDP"),
         ("deepspeed", plan("ddp", "ddp"), "deepspeed cannot do DDP: it shards with DeepSpeed"),
+        ("trainer", plan("zero2", "fsdp1"), "trainer cannot do ZeRO-2 (fsdp1): framework trainer with backend fsdp1 has no zero2"),
+        ("accelerate", plan("zero3", "fsdp2", wrap="none", activation_checkpointing="full"), "accelerate checkpoints the layers that it wraps"),
         ("axolotl", plan("zero3", "fsdp1"), "axolotl cannot do ZeRO-3 (fsdp1): it has given up FSDP1"),
         ("axolotl", plan("zero3", "fsdp2", precision="bf16"), "it takes any bf16 for mixed precision"),
         ("accelerate", plan("hsdp", "fsdp2", 8), "accelerate cannot do HSDP (fsdp2): replicas of one GPU each are DDP"),
@@ -178,6 +182,57 @@ def test_the_backend_is_the_target_s_where_it_is_left_open() -> None:
     assert backend("deepspeed", strategy="ddp") == "ddp"
 
 
+@pytest.mark.parametrize(
+    ("target", "framework"),
+    [
+        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"),
+        ("deepspeed", "deepspeed"), ("deepspeed-launch", "deepspeed"), ("fsdp2", "torch"), ("ddp", "torch"),
+        ("torchrun", "torch"), ("sbatch", "torch"),
+    ],
+)  # fmt: skip
+def test_what_is_estimated_is_what_the_target_trains(target: str, framework: str) -> None:
+    options = {
+        "model": "openai-community/gpt2",
+        "gpus": 4,
+        "gpu": "24GiB",
+        "strategy": "ddp" if target == "ddp" else "zero3",
+    }
+    (row,) = report_for(target, make_request(options)).estimates
+    assert row.plan.framework == framework
+    assert row.peak_device_bytes is not None  # the allocator is walked
+    (given,) = report_for(target, make_request(options | {"framework": "torch"})).estimates
+    assert given.plan.framework == "torch"
+
+
+def test_the_header_names_the_framework_and_the_notes_what_it_leaves_out() -> None:
+    options = {"model": "openai-community/gpt2", "gpus": 4, "gpu": "24GiB", "strategy": "zero3"}
+    report = report_for("accelerate", make_request(options))
+    exported = export("accelerate", Job.of(report, report.estimates[0]))
+    device = report.estimates[0].peak_device_bytes
+    assert device is not None
+    assert f"Predicted peak per GPU under accelerate: {format_gib(device)} of the device's memory; " in exported.text
+    assert any(note.startswith("not in the prediction: ") and "model's outputs" in note for note in exported.notes)
+    assert not any("estimate is of plain PyTorch" in note for note in exported.notes)
+    trainer = export("trainer", Job.of(report, report.estimates[0]))
+    assert "the prediction is of accelerate, which trainer does not run" in trainer.notes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_allocator_is_set_where_it_is_launched(target: str) -> None:
+    of = replace(example(target), environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    exported = export(target, of)
+    variable = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    if exported.file_name.endswith((".sh", ".sbatch")):
+        assert f"\nexport {variable}\n" in exported.text
+    if target == "trainer":
+        assert f"launch it with {variable}" in exported.notes
+    else:
+        assert exported.usage.startswith(variable + " ")
+    if not exported.file_name.endswith(".json"):
+        assert f"# Predicted with {variable} in the environment." in exported.text
+    assert "PYTORCH_ALLOC_CONF" not in export(target, example(target)).text
+
+
 def test_a_job_is_made_from_a_report() -> None:
     report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB", strategy="zero3")
     made = Job.of(report, report.estimates[0])
@@ -194,13 +249,12 @@ def test_without_a_strategy_it_is_the_best_that_fits_and_that_the_target_can_do(
     report = report_for(target, request)
     (chosen,) = report.estimates
     assert chosen.fits and export(target, Job.of(report, chosen)).text
-    best = recommend(model=request.model, gpus=4, gpu="A100-40GB").recommendation
+    assert chosen.reserved is not None and chosen.reserved.verdict == "fits"
+    framework = TARGETS[target].framework
+    best = recommend(model=request.model, gpus=4, gpu="A100-40GB", framework=framework).recommendation
     assert best.winner is not None
-    ranked = [best.winner.plan, *(rival.plan for rival in best.rivals)]
-    able = [p for p in ranked if TARGETS[target].cannot(job(p)) is None]
-    assert chosen.plan in ranked and chosen.plan.backend == able[0].backend
-    if target != "deepspeed":
-        assert chosen.plan == able[0]
+    if TARGETS[target].cannot(job(best.winner.plan)) is None:
+        assert chosen.plan == best.winner.plan
 
 
 def test_what_is_given_is_held() -> None:

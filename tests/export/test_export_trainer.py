@@ -19,11 +19,16 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed.runtime.config
 from accelerate.utils import FullyShardedDataParallelPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
-from export_jobs import RANKS, job, jobs, plan
+from export_jobs import HIDDEN, RANKS, job, jobs, plan
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fsdp_advisor.export import Job, export
+from fsdp_advisor.memory.deepspeed import DEFAULTS
+
+AUTO = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +61,10 @@ def test_every_file_makes_arguments(tmp_path: Path) -> None:
         assert bool(arguments.fsdp) == sharded
         assert bool(arguments.activation_checkpointing) == (not sharded and p.activation_checkpointing == "full")
         if sharded and p.gradient_accumulation_steps > 1:
-            assert arguments.accelerator_config.gradient_accumulation_kwargs["sync_each_batch"] is True
+            told = arguments.accelerator_config.gradient_accumulation_kwargs
+            assert (told == {"sync_each_batch": True}) == (
+                p.framework == "torch"
+            )  # else gradients wait, as the Trainer has it
         replicas = arguments.parallelism_config
         assert (replicas is not None) == (p.backend == "fsdp2" and p.strategy == "hsdp" and p.replica_degree > 1)
         if replicas is not None:
@@ -90,8 +98,8 @@ def test_the_plugin_is_the_plan(tmp_path: Path) -> None:
             assert plugin.reshard_after_forward is (p.strategy in ("zero3", "hsdp"))
             assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == (p.offload == "parameters")
         else:
-            sharding = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}[p.strategy]
-            assert plugin.reshard_after_forward.name == sharding
+            assert p.strategy == "zero3"  # transformers has no other
+            assert plugin.reshard_after_forward.name == "FULL_SHARD"
             assert plugin.cpu_offload.offload_params == (p.offload == "parameters")
             prefetch = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}[p.backward_prefetch]
             assert getattr(plugin.backward_prefetch, "name", None) == prefetch
@@ -113,6 +121,21 @@ def test_what_deepspeed_is_given_is_taken(tmp_path: Path) -> None:
         assert loaded.zero_config.stage == int(p.strategy[-1])
         assert loaded.bfloat16_config.enabled == p.precision.startswith("bf16")
         assert "auto" not in str(config.config)
+        buckets = (loaded.zero_config.reduce_bucket_size, loaded.zero_config.prefetch_bucket_size)
+        filled = HfTrainerDeepSpeedConfig(dict(found["deepspeed"]) | {"zero_optimization": AUTO | {"stage": 3}})
+        filled.trainer_config_process(arguments)
+        filled.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN)), 100)
+        auto = filled.config["zero_optimization"]
+        if p.framework == "trainer":  # what Trainer would fill in
+            assert buckets[0] == auto["reduce_bucket_size"]
+            assert p.strategy != "zero3" or buckets[1] == auto["stage3_prefetch_bucket_size"]
+        else:
+            assert buckets == (DEFAULTS.reduce_bucket_size, DEFAULTS.prefetch_bucket_size)
+
+
+def test_one_unit() -> None:
+    found = written(job(plan("zero3", "fsdp2", wrap="none", framework="trainer")))["fsdp_config"]
+    assert found["auto_wrap_policy"] == "NO_WRAP" and "transformer_layer_cls_to_wrap" not in found
 
 
 def test_momentum_has_no_name_of_its_own() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from draw_errors import TABLE, table
+from errors_table import TABLE, table
 from published_runs import Row, published, said, unsayable
 from published_split import FITTED, part_of
 
@@ -136,5 +136,5 @@ def test_most_measured_times_lie_in_the_stated_range() -> None:
 
 
 def test_the_table_of_errors_is_of_this_model() -> None:
-    """`python tests/speed/draw_errors.py` writes it anew; a change of the model is to be seen in its rows."""
+    """`python tests/speed/errors_table.py` writes it anew; a change of the model is to be seen in its rows."""
     assert TABLE.read_text() == table()

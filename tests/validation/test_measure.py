@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,19 @@ def test_a_taken_port_is_one_clear_line(tmp_path: Path) -> None:
     assert "port is taken" in ended.message and "--rdzv-endpoint" in ended.hint
 
 
+def test_a_place_where_nobody_meets_is_named(model: str) -> None:
+    """Something else answers at the port, so that no rank is ever started."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = measure.launch_ranks(
+            replace(case(model, timeout_seconds=12, strategy="zero3", gpus=2), rdzv_endpoint=endpoint)
+        )
+    assert ended.outcome == "error" and endpoint in ended.message and "every node" in ended.hint
+    assert Path(ended.detail["log"]).is_dir()
+
+
 def test_a_rank_s_own_error_is_told(tmp_path: Path) -> None:
     late = {"outcome": "error", "message": "timed out", "detail": {}, "rank": 0, "time": 2.0}
     first = {"outcome": "oom", "message": "CUDA out of memory.", "detail": {"asked_bytes": 1}, "rank": 3, "time": 1.0}
@@ -202,6 +216,9 @@ def test_too_few_gpus_offer_a_stand_in_and_nodes_a_meeting_place(model: str, mon
     with pytest.raises(NotHere) as caught:
         measure.check(case(model, device="cuda", strategy="zero3", gpus=8))
     assert "stand-in" in caught.value.hint and "8" in caught.value.message and "2" in caught.value.message
+    with pytest.raises(NotHere) as alone:
+        measure.check(case(model, device="cuda", strategy="zero1", backend="deepspeed", gpus=8))
+    assert "stand-in" not in alone.value.hint and "--gpus 2" in alone.value.hint
     with pytest.raises(UsageError) as missing:
         measure.check(case(model, device="cuda", strategy="zero3", gpus=4, nnodes=2))
     assert "--rdzv-endpoint" in missing.value.hint
@@ -229,6 +246,9 @@ def test_the_sbatch_example_asks_for_what_the_request_says(model: str) -> None:
     assert "--nodes=2" in script and "--gpus-per-node=8" in script and "--nproc-per-node=8" in script
     assert "--model Qwen/Qwen2.5-0.5B --gpus 16 --nnodes 2 --strategy hsdp" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    flagged = make_request({"model": "gpt2", "strategy": "ddp", "reserved": True})
+    script = measure.sbatch_example(flagged, records=Path("out.jsonl"))
+    assert "--strategy ddp --reserved --records out.jsonl\n" in script
 
 
 def test_ranks_are_summed_up() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from fsdp_advisor.errors import MissingExtra, UsageError
-from fsdp_advisor.validation import report
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.validation import drawing, report
 from fsdp_advisor.validation.records import Record, thinned
 
 GIB = 2**30
@@ -148,16 +149,17 @@ def test_one_case_is_shown_figure_by_figure(form: str) -> None:
 
 def test_records_are_read_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from fsdp_advisor.validation import campaign, case, failures, ladder, records, report;"
-        "print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+        "import sys; from fsdp_advisor.validation import campaign, case, drawing, failures, ladder, records, report;"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 
 
-def test_a_plot_needs_matplotlib_and_something_to_show(tmp_path: Path) -> None:
+def test_a_drawing_needs_something_to_show_and_a_place_to_go(tmp_path: Path) -> None:
+    path = tmp_path / "p.svg"
     with pytest.raises(UsageError, match="no record"):
-        report.plot([record(None, None)], tmp_path / "p.svg")
+        drawing.draw([record(None, None)], path)
     line = {"forward": [1, 2], "backward": [3, 2], "optimizer": [1]}
     timed = record(
         1,
@@ -166,15 +168,59 @@ def test_a_plot_needs_matplotlib_and_something_to_show(tmp_path: Path) -> None:
         predicted={"peak_tensor_bytes": 3, "timeline": line},
         n=9,
     )
-    if importlib.util.find_spec("matplotlib") is None:
-        with pytest.raises(MissingExtra) as caught:
-            report.plot([*RECORDS, timed], tmp_path / "p.svg")
-        assert "plot" in caught.value.hint
-        return
-    report.plot([*RECORDS, timed], tmp_path / "p.svg")
-    assert "<svg" in (tmp_path / "p.svg").read_text()
-    with pytest.raises(UsageError, match="cannot write"):
-        report.plot(RECORDS, tmp_path / "no" / "p.svg")
+    drawing.draw([*RECORDS, timed], path)
+    root = ElementTree.parse(path).getroot()
+    words = " ".join(text for text in root.itertext())
+    assert "stand-in, allocated (4)" in words and "stand-in, tensors (2)" in words and "-reserved" not in words
+    assert timed.label in words and "measured" in words
+    assert "optimizer" not in drawing.drawing(RECORDS)  # no case has a timeline
+    for bad, said in (
+        (tmp_path / "p.png", "SVG"),
+        (tmp_path / "p", "SVG"),
+        (tmp_path / "no" / "p.svg", "cannot write"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            drawing.draw(RECORDS, bad)
+
+
+def test_a_runs_figures_on_a_gpu_are_told_by_phase_by_range_and_by_block() -> None:
+    peaks = {phase: {"allocated_bytes": 40 * GIB, "reserved_bytes": 50 * GIB} for phase in report.PHASES}
+    said = {phase: {"allocated_bytes": 38 * GIB, "reserved_bytes": 50 * GIB} for phase in report.PHASES}
+    held = {
+        "segments": 9, "modelled_segments": 8, "alike": 7, "recorded_bytes": 9, "modelled_bytes": 8,
+        "only_recorded": ["large, 9 bytes"], "only_modelled": ["small, 8 bytes"],
+    }  # fmt: skip
+    measured = {"peak_reserved_bytes": 50 * GIB, "peak_device_bytes": 52 * GIB, "context_bytes": GIB}
+    predicted = {"peak_reserved_bytes": 50 * GIB, "peak_device_bytes": 51 * GIB}
+    ranges = {"peak_device_bytes_range": [50 * GIB, 53 * GIB], "context_bytes_range": [1, 2]}
+    one = record(
+        1,
+        1,
+        measured={**measured, "phases": peaks, "snapshot": held},
+        predicted={**predicted, **ranges, "phases": said},
+    )
+    assert report.main_figure(one) == "peak_reserved_bytes"
+    text = report.render_case(one, "text")
+    assert "phases.backward.allocated_bytes" in text and "-5.00 %" in text
+    assert "peak_device_bytes within the predicted range: 1 of 1" in text and "context_bytes within" in text
+    assert "segments alike block by block: 7 of 9 held, 8 modelled" in text and "only held: large, 9 bytes" in text
+    many = [replace(one, request={**one.request, "seq_len": n}) for n in (1, 2)]
+    text = report.render(many, "text")
+    assert "14 of 18 held, 16 modelled; all of them in 0 of 2 runs" in text and "context_bytes within the predicted range: 0 of 2" in text  # fmt: skip
+    assert {r["figure"]: r["within"] for r in json.loads(report.render(many, "json"))["ranges"]} == {
+        "peak_device_bytes": 2,
+        "context_bytes": 0,
+    }
+
+
+def test_a_simulation_says_nothing_of_verdicts_and_close_to_full_is_of_the_device() -> None:
+    assert report.verdicts([record(1, 1, rung="simulate", device="cpu")]) == report.Verdicts()
+    failed = record(
+        None, None, said=True, did=False, outcome="oom", predicted={"peak_device_bytes": 79 * GIB},
+        detail={"gpu_memory_bytes": 80 * GIB},
+    )  # fmt: skip
+    assert report.near_full(failed) and report.wrong_verdict(failed)
+    assert not report.near_full(replace(failed, predicted={"peak_device_bytes": 70 * GIB}))
 
 
 def test_thinning_keeps_every_peak() -> None:

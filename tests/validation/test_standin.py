@@ -166,6 +166,14 @@ def test_without_a_gpu_a_stand_in_says_so(model: str) -> None:
     assert record.outcome == "error" and "no GPU" in record.message and ended.exit_status == 2
 
 
+def test_a_simulation_keeps_no_memory_history(model: str, tmp_path: Path) -> None:
+    request = make_request({"model": model, **JOB, "strategy": "zero3", "gpus": 4})
+    record, ended = run(
+        Case(request=request, rung="simulate", device="cpu", timeout_seconds=60, snapshot=tmp_path / "x")
+    )
+    assert record.outcome == "error" and "memory history" in record.message and ended.exit_status == 2
+
+
 def test_a_case_in_a_process_of_its_own_becomes_a_record(model: str) -> None:
     request = make_request({"model": model, **JOB, "strategy": "zero3", "gpus": 4, "gpu": "24GiB"})
     for rung in ("simulate", "stand-in"):

@@ -8,6 +8,7 @@ the queue of kernel launches), which holds back what `record_stream` marks; coll
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
@@ -78,21 +79,14 @@ def reserve(
     limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`).
     """
     conf = conf or AllocatorConf()
-    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes)
-    free = _Walk(steps, conf, None, None)
-    result = Reserved(
-        allocated_peak_bytes=free.allocator.allocated_peak,
-        requested_peak_bytes=free.allocator.requested_peak,
-        reserved_peak_bytes=free.allocator.driver.peak,
-        steps_until_steady=free.steady_after,
-        segments=tuple(free.allocator.segments()),
-    )
+    result = _with_room(profile, tape, plan, conf, workspace_bytes)
     if limit_bytes is None:
         return result
     device = device_bytes if device_bytes is not None else limit_bytes
     within = result.reserved_peak_bytes <= min(limit_bytes, int(conf.per_process_memory_fraction * device))
     if within and not conf.garbage_collection_threshold:
         return replace(result, verdict="fits")
+    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes)
     walk = _Walk(steps, conf, limit_bytes, device)
     verdict = walk.verdict
     helps = None
@@ -107,6 +101,19 @@ def reserve(
         retries_per_step=walk.retries_per_step,
         expandable_segments_help=helps,
         refused=walk.refused,
+    )
+
+
+@lru_cache(maxsize=128)
+def _with_room(profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, workspace_bytes: int) -> Reserved:
+    """The walk without a limit. It is remembered: advice asks for it before an estimate does."""
+    walk = _Walk(traced(profile, tape, plan, workspace_bytes=workspace_bytes), conf, None, None)
+    return Reserved(
+        allocated_peak_bytes=walk.allocator.allocated_peak,
+        requested_peak_bytes=walk.allocator.requested_peak,
+        reserved_peak_bytes=walk.allocator.driver.peak,
+        steps_until_steady=walk.steady_after,
+        segments=tuple(walk.allocator.segments()),
     )
 
 

@@ -38,6 +38,7 @@ from fsdp_advisor.memory.ledger import (
     Block,
     Ledger,
     Place,
+    changed,
 )
 from fsdp_advisor.memory.schedules.deepspeed_zero3 import Gathering
 from fsdp_advisor.memory.score import Step
@@ -83,13 +84,12 @@ class _Arithmetic:
     states: States
     parameters: Held  # of the states, without what is released at the optimizer step
     buffers: Buffers
-    gathered: Gathered
     gradients: dict[Place, tuple[Gradient, ...]]  # by parameter of the unit
     starts: tuple[tuple[int, ...], ...]  # by stack and layer: where it begins in the flat buffer
     boundary: tuple[tuple[int, int], ...]  # stage 1: (account, bytes) once the last backward is over
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic:
     buffers = deepspeed.buffers(profile, plan, settings)
     gradients, starts = _layout(profile, plan, buffers)
@@ -98,11 +98,20 @@ def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic
         states=states,
         parameters=deepspeed.shards(profile, plan) if buffers.sharded else states.parameters,
         buffers=buffers,
-        gathered=gathered(profile, plan, settings) if stage(plan) == 3 else Gathered((), ()),
         gradients=gradients,
         starts=starts,
         boundary=_boundary(profile, plan, buffers) if buffers.whole_gradients else (),
     )
+
+
+@lru_cache(maxsize=8)
+def _gathered_storages(profile: Profile, plan: Plan, settings: Settings) -> Gathered:
+    return gathered(profile, plan, settings)
+
+
+@lru_cache(maxsize=1024)
+def _gathered_levels(profile: Profile, plan: Plan, settings: Settings) -> Gathered:
+    return gathered(profile, plan, settings).levels
 
 
 def _layout(
@@ -300,17 +309,18 @@ class DeepspeedSchedule:
         self._profile = profile
         self._last = plan.gradient_accumulation_steps - 1
         self._stage = stage(plan)
-        self._known = _arithmetic(profile, plan, settings)
+        self._plan, self._settings = plan, settings
+        self._known = _arithmetic(profile, replace(plan, activation_checkpointing="none"), settings)
         self.states = self._known.states
         self.walk_all = frozenset({1: (), 2: ("backward",), 3: ("forward", "backward")}[self._stage])
         self._offloads = bool(self._known.buffers.offload_cast_bytes)
         self._bucket = _Bucket(self._known.buffers, plan.shard_degree)
-        self._gathering = Gathering(self._known.gathered)
         self._folded: dict[int, tuple[tuple[Step, ...], Folded | None]] = {}
 
     # The step
 
     def begin_step(self, ledger: Ledger) -> None:
+        self._gathering = Gathering(self._gathered(follows_storages=ledger.follows_storages))
         ledger.born(PARAMETERS, self._known.parameters)
         self._persistent = ledger.born(PARAMETERS, self._known.buffers.released_at_step, ALL_GATHER)
         ledger.born(GRADIENTS, self.states.gradients)
@@ -396,6 +406,24 @@ class DeepspeedSchedule:
         ledger.died(self._averaged)
         self._averaged = NONE_ALIVE
 
+    def _gathered(self, *, follows_storages: bool) -> Gathered:
+        """Stage 3's, which depends on the few things of a plan that are kept here."""
+        if self._stage < 3:
+            return Gathered((), ())
+        plan = self._plan
+        plan = Plan(
+            strategy=plan.strategy,
+            backend=plan.backend,
+            offload=plan.offload if deepspeed.offloads_parameters(plan) else "none",
+            shard_degree=plan.shard_degree,
+            precision="fp32" if plan.precision == "fp32" else "bf16",  # in which it computes
+            seq_len=1,
+            activation_checkpointing=plan.activation_checkpointing,
+        )
+        if follows_storages:
+            return _gathered_storages(self._profile, plan, self._settings)
+        return _gathered_levels(self._profile, plan, self._settings)
+
     # A layer at once
 
     def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool:
@@ -451,7 +479,7 @@ class DeepspeedSchedule:
         live = list(mark.live)
         live[COMMUNICATION] += copy
         live[TEMPORARIES] += temporaries
-        return Block(_STILL, tuple(live), total)
+        return Block((), tuple(live), total)
 
     def _fold(self, place: Place, steps: tuple[Step, ...]) -> Folded | None:
         """A layer's steps as one block, unless there are marks that are not its own or its last gradient is oversized."""
@@ -463,7 +491,7 @@ class DeepspeedSchedule:
                 if ledger.total + step.high_total > high:
                     high = ledger.total + step.high_total
                     high_live = [a + b for a, b in zip(ledger.live, step.high, strict=True)]
-                ledger.shift(step.net)
+                ledger.move(step)
                 continue
             op, parameter, at_root = step
             if op != Op.GRAD_READY:
@@ -484,7 +512,7 @@ class DeepspeedSchedule:
                 high_live[UNSHARDED_GRADIENTS] += waiting
         if waiting:
             return None
-        return Folded(Block(tuple(ledger.live), tuple(high_live), high), tuple(marks), oversized)
+        return Folded(Block(changed(ledger.live), tuple(high_live), high), tuple(marks), oversized)
 
     def _start(self, place: Place) -> int:
         return 0 if place == AT_ROOT else self._known.starts[place[0]][self._left[place[0]]]

@@ -143,7 +143,8 @@ class Fsdp1Schedule:
         ledger.born(PARAMETERS, self.states.parameters)
         ledger.born(OPTIMIZER, self.states.optimizer)
         ledger.born(OTHER, self.states.buffers)
-        self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, REDUCE_SCATTER)
+        made_on = COMPUTE if self._alone and not self._plan.mixed else REDUCE_SCATTER  # NO_SHARD keeps autograd's own
+        self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, made_on)
         self._prefetched = False
         self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
         self._whole: defaultdict[Place, deque[Alive]] = defaultdict(deque)  # gradients whose reduction is deferred

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from memory.allocator.test_trace import JOBS, job
 
+from fsdp_advisor import estimate
 from fsdp_advisor.memory.allocator import AllocatorConf, reserve
 from fsdp_advisor.memory.libraries import allocated
 
@@ -27,6 +28,18 @@ def test_peaks_are_in_order_and_the_state_repeats(strategy: tuple[str, str, str]
     assert result.verdict is None
     if conf.expandable_segments:
         assert result.allocated_peak_bytes == result.requested_peak_bytes  # every remainder is split off
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_fsdp1_on_one_rank_keeps_autograds_own_gradients(precision: str, accumulation: int) -> None:
+    report = estimate(
+        model=TINY, gpu="H100", backend="fsdp1", strategy="zero3", gpus=1, micro_batch_size=2, reserved=True,
+        precision=precision, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    (one,) = report.estimates
+    assert one.reserved is not None and one.allocated is not None and one.reserved.steps_until_steady is not None
+    assert one.reserved.requested_peak_bytes == one.allocated.peak_bytes
 
 
 def test_verdicts() -> None:

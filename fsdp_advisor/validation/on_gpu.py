@@ -1,0 +1,144 @@
+"""What the estimate says of a run on a GPU: with the kernels that the GPU at hand takes, and the allocator walked as the run walks it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_advisor.estimator import estimate_plan, tape_on
+from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, Segment, reserve, traced
+from fsdp_advisor.memory.device import device_overhead, verdict
+from fsdp_advisor.memory.ledger import ACCOUNTS, Point
+from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
+from fsdp_advisor.memory.step import replayed
+from fsdp_advisor.models.profile import Profile, Tape
+from fsdp_advisor.plan import Plan
+from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.validation.records import Rung
+
+WARM_UP = 2
+"""Steps before those that count: states are made, cuBLAS takes its workspaces, DDP rebuilds its buckets."""
+STEADY: dict[Rung, int] = {"stand-in": 2, "measure": 3}
+"""Steps that count, by rung."""
+
+CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where PyTorch looks for the allocator's settings, the first that is set. Source: c10/core/AllocatorConfig.h (torch 2.13)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnGpu:
+    """One plan on one GPU. `figures` go over the estimate's own of the same names; `segments` stand when the run ends."""
+
+    estimate: StrategyEstimate
+    fits: bool
+    figures: dict[str, Any]
+    timeline: tuple[Point, ...]
+    segments: tuple[Segment, ...]
+
+
+def conf_in_force(request: EstimateRequest) -> str | None:
+    """The allocator's settings that a run of the request has: its own, else the environment's."""
+    return request.allocator_conf or next((os.environ[name] for name in CONF_VARIABLES if os.environ.get(name)), None)
+
+
+def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: AllocatorConf) -> OnGpu:
+    """`fits` is of the steps alone: a run neither loads a checkpoint nor saves one.
+
+    A stand-in's process group is a fake one, so it has no NCCL.
+    """
+    assert model.profile is not None
+    profile = model.profile
+    tape = tape_on(model, plan, gpu)
+    grouped = plan if rung == "measure" else replace(plan, shard_degree=1, replica_degree=1, nnodes=1)
+    overhead = device_overhead(gpu, grouped, lazy_loading=os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "EAGER")
+    workspace_bytes = cublas_workspace_bytes(gpu.compute_capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    reserved = reserve(
+        profile,
+        tape,
+        plan,
+        conf=conf,
+        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=gpu.memory_bytes,
+        workspace_bytes=workspace_bytes,
+    )
+    judged = verdict(
+        overhead,
+        gpu,
+        allocated_bytes=reserved.allocated_peak_bytes,
+        reserved_bytes=reserved.reserved_peak_bytes,
+    )
+    fits = reserved.verdict != "does_not_fit"
+    ledger = replayed(profile, tape, plan)
+    phases, segments = walked_as_run(
+        profile, tape, plan, conf, workspace_bytes=workspace_bytes, n_steps=WARM_UP + STEADY[rung]
+    )
+    context = next((part for part in overhead.parts if part.name == "CUDA context"), None)
+    figures: dict[str, Any] = {
+        "peak_tensor_bytes": ledger.peak,
+        "peak_requested_bytes": reserved.requested_peak_bytes,
+        "peak_phase": ledger.peak_phase,
+        "phase_peaks": ledger.phase_peaks,
+        "at_peak": dict(zip(ACCOUNTS, ledger.at_peak, strict=False)),
+        "phases": phases,
+    }
+    if context is not None:
+        figures["context_bytes_range"] = [context.low_bytes, context.high_bytes]
+    estimate = replace(
+        estimate_plan(model, plan, gpu),
+        fits=fits,
+        fits_by="peak_device_bytes",
+        needed_bytes=judged.needed_bytes,
+        headroom_bytes=gpu.memory_bytes - judged.needed_bytes,
+        allocated=allocated(profile, tape, plan, workspace_bytes=workspace_bytes),
+        reserved=reserved,
+        verdict=judged,
+        overhead=overhead,
+    )
+    return OnGpu(
+        estimate=estimate, fits=fits, figures=figures, timeline=tuple(ledger.timeline), segments=tuple(segments)
+    )
+
+
+def walked_as_run(
+    profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, *, workspace_bytes: int, n_steps: int
+) -> tuple[dict[str, dict[str, int]], Iterator[Segment]]:
+    """The allocator through exactly the steps that a run takes, on a GPU with room to spare.
+
+    The peaks of each phase over the steps that count, under the words that a run measures; and the segments in the end.
+    """
+    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes)
+    allocator = CachingAllocator(steps.requests, conf)
+    starts = [at for at, _, _ in steps.places[1:]]
+    parts = [
+        (phase, steps.following[begin:end])
+        for (_, phase, _), begin, end in zip(steps.places, [0, *starts], [*starts, None], strict=True)
+    ]
+    phases: dict[str, dict[str, int]] = {}
+    allocator.run(steps.setup)
+    for number in range(n_steps):
+        for phase, operations in [("", steps.first)] if number == 0 else parts:
+            peaks = _run(allocator, operations)
+            if number >= WARM_UP:
+                so_far = phases.setdefault(phase, peaks)
+                phases[phase] = {name: max(so_far[name], peaks[name]) for name in peaks}
+        allocator.begin_step()
+        for born, known in steps.handed_on:
+            allocator.address[known] = allocator.address[born]
+    return phases, allocator.segments()
+
+
+def _run(allocator: CachingAllocator, operations: tuple[int, ...]) -> dict[str, int]:
+    """The peaks of a stretch, as `reset_peak_memory_stats` at its start gives them."""
+    allocator.allocated_peak, allocator.requested_peak = allocator.allocated, allocator.requested
+    allocator.driver.peak = allocator.driver.reserved
+    allocator.run(operations)
+    return {
+        "allocated_bytes": allocator.allocated_peak,
+        "reserved_bytes": allocator.driver.peak,
+        "requested_bytes": allocator.requested_peak,
+    }

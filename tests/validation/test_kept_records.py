@@ -1,0 +1,172 @@
+"""Today's predictions against every record in tests/records: what it takes to say that the model is right on a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.estimator import make_request
+from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.hardware.lookup import lookup
+from fsdp_advisor.models import cache
+from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.validation import records, report
+from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.records import Record
+
+pytest.importorskip("torch")
+
+FOLDER = Path(__file__).parents[1] / "records"
+FILES = sorted(FOLDER.rglob("*.jsonl"))
+NONE_YET = "tests/records has no records: nothing measured holds the predictions yet (see its README.md)"
+
+STANDARD = {"peak_tensor_bytes": (0.005, 0.005), "peak_allocated_bytes": (0.01, 0.03), "peak_reserved_bytes": (0.05, 0.10)}  # fmt: skip
+"""By figure: the largest median and the largest error, either way."""
+
+
+def today(record: Record) -> Record:
+    """The record with what is predicted of its case now, on the GPU that it names."""
+    request = make_request({k: v for k, v in record.request.items() if k in EstimateRequest.model_fields})
+    found = predict(request, record.rung, "cpu" if record.device == "cpu" else "cuda", gpu=_gpu(record))
+    return replace(record, predicted=found.predicted, fits_predicted=found.fits)
+
+
+def _gpu(record: Record) -> Gpu | None:
+    """As CUDA described it where the record was made."""
+    if record.device == "cpu":
+        return None
+    name, capability = record.versions["gpu"], record.versions.get("compute_capability")
+    limit = record.detail.get("gpu_memory_bytes", record.measured.get("device_memory_bytes"))
+    gpu = lookup(name) or Gpu(
+        name=name, full_name=name, memory_bytes=limit, nominal_memory_bytes=limit, memory_source="record", source="record"
+    )  # fmt: skip
+    major_minor = tuple(map(int, capability.split("."))) if capability else gpu.compute_capability
+    return replace(gpu, memory_bytes=limit or gpu.memory_bytes, compute_capability=major_minor)  # type: ignore[arg-type]
+
+
+def faults(made: Sequence[Record]) -> list[str]:
+    """Where the predictions in the records fall short of the standard."""
+    found = []
+    for spread in report.spreads(made):
+        most_median, most = STANDARD.get(spread.figure, (None, None))
+        if spread.strategy != "all" or most_median is None or most is None:
+            continue
+        told = f"{spread.rung}, {spread.figure} over {spread.cases} cases: "
+        if abs(spread.median) > most_median:
+            found.append(told + f"median {spread.median:+.2%}")
+        if abs(spread.worst) > most:
+            found.append(told + f"worst {spread.worst:+.2%}")
+    wrong = [record for record in made if report.wrong_verdict(record) and not report.near_full(record)]
+    return found + [f"wrong verdict: {record.label}" for record in wrong]
+
+
+def held(path: Path) -> list[str]:
+    """The faults of today's predictions of a file's records, as far as they were made with the versions installed."""
+    made, notes = records.read(path)
+    assert not notes, notes
+    installed = cache.installed_versions() or {}
+    ours = [
+        r for r in report.latest(made) if all(r.versions.get(n, "").split("+")[0] == v for n, v in installed.items())
+    ]
+    if len(ours) < len(made):
+        warnings.warn(f"{path.name}: {len(made) - len(ours)} records of other versions are not held", stacklevel=1)
+    return faults([today(record) for record in ours if record.outcome in ("ok", "oom")])
+
+
+@pytest.mark.parametrize("path", FILES or [None], ids=lambda path: path.name if path else "no-records-yet")
+def test_todays_predictions_hold_against_every_record(path: Path | None) -> None:
+    if path is None:
+        print(NONE_YET)
+        warnings.warn(NONE_YET, stacklevel=1)
+        assert "No record of a GPU is here yet" in (FOLDER / "README.md").read_text()
+        return
+    assert held(path) == []
+
+
+def test_the_readme_of_the_records_tells_what_is_there() -> None:
+    on_gpu = any(record.device != "cpu" for path in FILES for record in records.read(path)[0])
+    assert ("No record of a GPU is here yet" in (FOLDER / "README.md").read_text()) is not on_gpu
+
+
+# The check itself, on records that are made up
+
+GPU = "NVIDIA H100 80GB HBM3"
+JOB: dict[str, Any] = {
+    "model": "openai-community/gpt2",
+    "gpus": 8,
+    "strategy": "zero3",
+    "seq_len": 1024,
+    "gpu": "H100-80GB",
+}
+
+
+def made_up(micro_batch_size: int, *, allocated: float = 1.0, reserved: float = 1.0, **changes: Any) -> Record:
+    """A stand-in's record whose figures are so many times what is predicted today, with a prediction that was far off."""
+    gpu = lookup(GPU)
+    assert gpu is not None
+    found = predict(make_request({**JOB, "micro_batch_size": micro_batch_size}), "stand-in", "cuda", gpu=gpu)
+    factors = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "peak_device_bytes": reserved}
+    measured = {name: round(found.predicted[name] * factor) for name, factor in factors.items()}
+    values: dict[str, Any] = {
+        "request": found.request,
+        "rung": "stand-in",
+        "device": "cuda",
+        "outcome": "ok",
+        "versions": {**(cache.installed_versions() or {}), "gpu": GPU, "compute_capability": "9.0"},
+        "measured": measured,
+        "predicted": {"peak_allocated_bytes": 1},
+        "fits_predicted": False,
+        "fits_really": True,
+        "detail": {"gpu_memory_bytes": found.gpu_memory_bytes},
+    }
+    return Record(**{**values, **changes})
+
+
+def written(folder: Path, *made: Record) -> Path:
+    path = folder / "h100.jsonl"
+    for record in made:
+        records.append(path, record)
+    return path
+
+
+def test_right_records_hold_whatever_was_predicted_when_they_were_made(tmp_path: Path) -> None:
+    path = written(tmp_path, made_up(2), made_up(4, allocated=0.98, reserved=0.91), made_up(8, allocated=1.001))
+    assert held(path) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([{"allocated": 0.96}], "peak_allocated_bytes over 3 cases: worst +4.17%"),
+        ([{"allocated": 1.02}, {"allocated": 1.02}, {"allocated": 1.02}], "peak_allocated_bytes over 5 cases: median -"),
+        ([{"reserved": 1.15}], "peak_reserved_bytes over 3 cases: worst -13.04%"),
+        ([{"reserved": 1.08}, {"reserved": 1.07}, {"reserved": 1.06}], "peak_reserved_bytes over 5 cases: median -"),
+        ([{"outcome": "oom", "measured": {}, "fits_really": False}], "wrong verdict: openai-community/gpt2 zero3 fsdp2 x8"),
+    ],
+    ids=["allocated-worst", "allocated-median", "reserved-worst", "reserved-median", "verdict"],
+)  # fmt: skip
+def test_wrong_ones_are_seen(wrong: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
+    path = written(tmp_path, made_up(2), made_up(4), *(made_up(8 + n, **one) for n, one in enumerate(wrong)))
+    found = held(path)
+    assert len(found) == 1 and said in found[0]
+
+
+def test_records_of_other_versions_are_left_out_and_said_so(tmp_path: Path) -> None:
+    path = written(tmp_path, made_up(2, allocated=2, versions={"torch": "2.0.0", "transformers": "5.0.0", "gpu": GPU}))
+    with pytest.warns(UserWarning, match="1 records of other versions"):
+        assert held(path) == []
+
+
+def test_a_wrong_verdict_close_to_full_is_forgiven(tmp_path: Path) -> None:
+    record = made_up(2)
+    needs = today(record).predicted["peak_device_bytes"]
+    close = {"gpu_memory_bytes": round(needs * 1.02)}
+    failed = replace(record, outcome="oom", measured={}, fits_really=False, detail=close)
+    assert held(written(tmp_path, failed)) == []
+    far = replace(failed, detail={"gpu_memory_bytes": round(needs * 1.2)})
+    assert len(faults([today(far)])) == 1
