@@ -124,10 +124,14 @@ class RecommendRequest(EstimateRequest):
         float, BeforeValidator(_fraction), Field(ge=0, lt=1, description="of the GPU's memory, left free: 0.08 or 8%")
     ] = 0.08
     host_memory: Annotated[
-        int | None, _reads(parse_bytes), Field(ge=2**30, description="of one node, such as 512GiB")
+        Annotated[int, Field(ge=2**30)] | None,
+        _reads(parse_bytes),
+        Field(description="of one node, such as 512GiB"),
     ] = None
     tokens: Annotated[
-        int | None, _reads(parse_count), Field(ge=1, le=10**18, description="to train on, such as 10e9 or 10B")
+        Annotated[int, Field(ge=1, le=10**18)] | None,
+        _reads(parse_count),
+        Field(description="to train on, such as 10e9 or 10B"),
     ] = None
     price: Annotated[float | None, Field(ge=0, le=1e6, description="of one GPU for one hour, in any currency")] = None
 

@@ -58,7 +58,7 @@ def test_the_live_set_sums_to_the_peak(
         gradient_accumulation_steps=accumulation,
     )
     assert result.at_peak is not None and result.phase_peaks is not None
-    assert tuple(result.at_peak) == ACCOUNTS
+    assert tuple(result.at_peak) == tuple(ACCOUNTS)
     assert all(n >= 0 for n in result.at_peak.values())
     assert sum(result.at_peak.values()) == result.peak_tensor_bytes == max(result.phase_peaks.values())
     assert result.phase_peaks[result.peak_phase or ""] == result.peak_tensor_bytes

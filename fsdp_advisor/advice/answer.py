@@ -12,11 +12,12 @@ from fsdp_advisor.advice.families import Family, Job, families
 from fsdp_advisor.advice.finding import Finder, Finding
 from fsdp_advisor.advice.fragmentation import MOST_WALKS, Allocator
 from fsdp_advisor.advice.judge import Bytes, Candidate, Judge, Timer, anything_goes
+from fsdp_advisor.advice.nodes import NO, YES, Node
 from fsdp_advisor.advice.result import Advice, Recommendation, Remedy
 from fsdp_advisor.advice.rules import rules_of_thumb
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.settling import Settled, anything, settle
-from fsdp_advisor.advice.tree import NO, YES, Node, grow
+from fsdp_advisor.advice.tree import grow
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, step_seconds
 from fsdp_advisor.plan import OFFLOADS, Plan

@@ -10,10 +10,11 @@ from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.families import Family
 from fsdp_advisor.advice.finding import Finding
 from fsdp_advisor.advice.judge import Candidate
+from fsdp_advisor.advice.nodes import Tree
 from fsdp_advisor.advice.options import options_of
 from fsdp_advisor.advice.rules import RuleOfThumb
 from fsdp_advisor.advice.search import TIE
-from fsdp_advisor.advice.tree import FRAGMENTATION, Tree, numbers
+from fsdp_advisor.advice.tree import FRAGMENTATION, numbers
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import RecommendRequest
 

@@ -28,8 +28,8 @@ NEAR = 0.02
 class Settled:
     """The best that fits with fragmentation (`winner`; None: nothing that was walked does).
 
-    `attempts` are the plans walked in their order, each under one or two settings of the allocator; `rivals` the best of each other family
-    as far as is known, the fastest first; `failed` families of which no micro-batch fits.
+    `attempts` are the plans walked in their order, each under one or two settings of the allocator; `rivals` the best of each
+    other family as far as is known, the fastest first; `failed` families of which no micro-batch fits.
     """
 
     winner: Candidate | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import wraps
 from pathlib import Path
@@ -127,8 +127,15 @@ def _parameters(kind: type[EstimateRequest]) -> list[inspect.Parameter]:
     return result
 
 
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _kinds(inner)
+
+
 def _metavar(annotation: Any) -> str:
-    kinds = (annotation, *get_args(annotation))
+    kinds = list(_kinds(annotation))
     for kind in kinds:
         if get_origin(kind) is Literal:
             return "[" + "|".join(get_args(kind)) + "]"

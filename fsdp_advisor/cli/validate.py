@@ -76,7 +76,10 @@ RecordsOption = Annotated[
 ]
 SnapshotOption = Annotated[
     Optional[Path],  # noqa: UP045  # likewise
-    typer.Option(metavar="FILE", help="Keep PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed)."),
+    typer.Option(
+        metavar="FILE",
+        help="Keep PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed).",
+    ),
 ]
 TimeoutOption = Annotated[
     Optional[float],  # noqa: UP045  # likewise

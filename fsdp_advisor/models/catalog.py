@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zipfile
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from fsdp_advisor.models.profile import Profile
@@ -71,9 +71,7 @@ def search(pattern: str | None = None) -> list[Entry]:
     return [e for e in entries() if wanted in e.id.lower() or any(wanted in a.lower() for a in e.aliases)]
 
 
-@lru_cache(
-    maxsize=None
-)  # one copy of each: what is computed of a profile holds it, so that a forgotten one would be there twice
+@cache  # one copy of each: what is computed of a profile holds it, so that a forgotten one would be there twice
 def profile(entry: Entry) -> Profile:
     """The shipped profile of a model."""
     with zipfile.ZipFile(PATH) as archive:

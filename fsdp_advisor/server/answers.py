@@ -126,7 +126,7 @@ class Answers:
     async def _resolved(self, question: Question) -> Resolved:
         """The model asked for. Nothing of this machine but catalog and memory is looked at."""
         if question.config is not None:
-            return await self._recordings.resolved(question.config.encode(), PASTED, "config", question.request)
+            return await self._recordings.resolved(question.config.encode(), PASTED, "config", question.variants())
         name = question.request.model
         try:
             return await self._apart(lambda: resolve(name, allow_hub=False, allow_paths=False, allow_recording=False))
@@ -134,7 +134,7 @@ class Answers:
             if not self._settings.allow_hub or not hub.can_be_repo_id(name):
                 raise
         data, _ = await asyncio.to_thread(hub.download, name, for_strangers=True)
-        return await self._recordings.resolved(data, name, "hub", question.request)
+        return await self._recordings.resolved(data, name, "hub", question.variants())
 
     async def _apart(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from fsdp_advisor.export import TARGETS, find
 from fsdp_advisor.hardware import Gpu, list_gpus
@@ -56,29 +56,32 @@ async def estimate_posted(request: Request, body: EstimateBody) -> Response:
 
 
 @router.get("/recommend", summary="The fastest configuration that fits, and why", tags=["answers"],
-            response_model=schema.Estimate, responses=_CHANGED)  # fmt: skip
+            response_model=schema.Advice, responses=_CHANGED)  # fmt: skip
 async def recommend_asked(request: Request, query: Annotated[RecommendQuery, Query()]) -> Response:
     return await _answer(request, query.question())
 
 
 @router.post("/recommend", summary="The same, for a job or a config.json in the body", tags=["answers"],
-             response_model=schema.Estimate)  # fmt: skip
+             response_model=schema.Advice)  # fmt: skip
 async def recommend_posted(request: Request, body: RecommendBody) -> Response:
     return await _answer(request, body.question())
 
 
 Target = Annotated[str, Path(max_length=64, description="What the file is for", examples=list(TARGETS))]
-_FILE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}, "description": "The file"}, **_CHANGED}
+_FILE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {made.media_type: {} for made in TARGETS.values()}, "description": "The file"},
+    **_CHANGED,
+}
 
 
 @router.get("/export/{target}", summary="The file that launches a job, or the recommended one", tags=["answers"],
-            response_class=PlainTextResponse, responses=_FILE)  # fmt: skip
+            responses=_FILE)  # fmt: skip
 async def export_asked(request: Request, target: Target, query: Annotated[ExportQuery, Query()]) -> Response:
     return await _answer(request, query.question(find(target).name))
 
 
 @router.post("/export/{target}", summary="The same, for a job or a config.json in the body", tags=["answers"],
-             response_class=PlainTextResponse, responses=_FILE)  # fmt: skip
+             responses=_FILE)  # fmt: skip
 async def export_posted(request: Request, target: Target, body: ExportBody) -> Response:
     return await _answer(request, body.question(find(target).name))
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.staticfiles import StaticFiles
 
 from fsdp_advisor import __version__
-from fsdp_advisor.server import api, health, middleware
+from fsdp_advisor.server import api, health, middleware, pages
 from fsdp_advisor.server.answers import Answers
 from fsdp_advisor.server.assets import static_dir
 from fsdp_advisor.server.errors import add_handlers
@@ -21,12 +21,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """A server's application; settings are read from the environment where none are given."""
     settings = settings or Settings()
     log_as_json(settings.log_level)
-    answers = Answers(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await answers.close()
+        ending, app.state.answers = app.state.answers, Answers(settings)  # it may be started again
+        await ending.close()
 
     app = FastAPI(
         title="fsdp-advisor",
@@ -39,17 +39,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.settings, app.state.answers, app.state.metrics = settings, answers, Metrics()
+    app.state.settings, app.state.answers, app.state.metrics = settings, Answers(settings), Metrics()
     add_handlers(app)
     app.include_router(api.router)
     app.include_router(health.router)
-    try:
-        from fsdp_advisor.server import pages
-    except ModuleNotFoundError:
-        pass
-    else:
-        app.include_router(pages.router)
-    if static_dir().is_dir():
-        app.mount("/static", StaticFiles(directory=static_dir()), name="static")
+    app.include_router(pages.router)
+    app.mount("/static", StaticFiles(directory=static_dir()), name="static")
     middleware.surround(app, settings)
     return app

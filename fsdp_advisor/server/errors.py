@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import compile_path
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import complaint
@@ -94,6 +95,12 @@ def explained(errors: Sequence[Any]) -> AdvisorError:
     return complaint({**first, "loc": tuple(n for n in names if isinstance(n, (str, int)))})
 
 
+def _methods(request: Request) -> list[str]:
+    """What the route can do: its path may stand there once for each method."""
+    routes = request.app.openapi()["paths"].items()
+    return sorted(m.upper() for path, able in routes if compile_path(path)[0].match(request.url.path) for m in able)
+
+
 def add_handlers(app: FastAPI) -> None:
     """Errors of every origin become the one shape; what nobody foresaw is the middleware's."""
 
@@ -108,4 +115,7 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         what = {404: "no such page", 405: f"{request.method} is not possible here"}.get(error.status_code, error.detail)
-        return problem(error.status_code, what, _HINTS.get(error.status_code, "see /docs"), error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods(request)) or headers.get("Allow", "GET")
+        return problem(error.status_code, what, _HINTS.get(error.status_code, "see /docs"), headers)

@@ -87,7 +87,7 @@ def _question(said: dict[str, str]) -> tuple[Question, RecommendRequest]:
     if config is not None:
         options["model"] = PASTED
     request = make_request(options, RecommendRequest)
-    return Question(request.as_estimate, config=config), request
+    return Question(request, config=config), request
 
 
 def _page(path: str, template: str, make: Any) -> None:

@@ -21,13 +21,10 @@ from typing import Any, Literal
 import fsdp_advisor
 from fsdp_advisor import errors
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable
-from fsdp_advisor.estimator import variant_of
 from fsdp_advisor.models import cache
 from fsdp_advisor.models.config import parse_config, trained_part
 from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.models.store import load
-from fsdp_advisor.plan import plans
-from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.resolve import Resolved
 from fsdp_advisor.server.errors import ServerBusy
 from fsdp_advisor.server.settings import MIB, Settings
@@ -67,11 +64,10 @@ class Recordings:
         self._waiting = 0
         self._process: RecorderProcess | None = None
 
-    async def resolved(self, data: bytes, name: str, source: Source, request: EstimateRequest) -> Resolved:
-        """The model of a configuration, with the tapes that the request replays. Raises AdvisorError."""
+    async def resolved(self, data: bytes, name: str, source: Source, variants: set[str]) -> Resolved:
+        """The model of a configuration, with the tapes of these variants. Raises AdvisorError."""
         trained_part(parse_config(data, name), name)  # refuse here what needs no torch to be refused
         key = hashlib.sha256(json.dumps([source, name]).encode() + data).hexdigest()
-        variants = {variant_of(plan).key for plan in plans(request, seq_len=1)}
         if self._lacking(key, variants):
             await self._record(key, data, name, source, variants)
         self._known.move_to_end(key)

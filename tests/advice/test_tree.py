@@ -8,7 +8,8 @@ import pytest
 from asked import GPT2, LLAMA, advise, unknown
 
 from fsdp_advisor.advice import Recommendation
-from fsdp_advisor.advice.tree import ACTIVATIONS, FRAGMENTATION, NO, STATES, YES
+from fsdp_advisor.advice.nodes import NO, YES
+from fsdp_advisor.advice.tree import ACTIVATIONS, FRAGMENTATION, STATES
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.plan import BACKENDS

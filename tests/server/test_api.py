@@ -1,0 +1,114 @@
+"""The REST routes: the contract's answers, as their schema describes them, and as the command line gives them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from fsdp_advisor.estimator import estimate_resolved, make_request
+from fsdp_advisor.export import TARGETS
+from fsdp_advisor.resolve import resolve
+from fsdp_advisor.server import schema
+
+LLAMA = "meta-llama/Llama-2-7b-hf"
+JOBS: list[dict[str, Any]] = [
+    {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"},
+    {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3", "reserved": True},
+    {"model": LLAMA, "gpus": 16, "nnodes": 2, "gpu": "H100", "explain": True, "activation_checkpointing": "full"},
+    {"model": "mistralai/Mixtral-8x7B-v0.1", "gpus": 8, "gpu": "H100", "precision": "bf16"},
+    {"model": "mistralai/Mixtral-8x7B-v0.1", "gpus": 8, "gpu": "H100", "strategy": "ddp"},
+    {"model": "7e9", "gpus": 4, "gpu": "24GiB", "precision": "fp32"},
+    {"model": "openai-community/gpt2", "gpus": 2, "gpu": "24GiB", "offload": "parameters"},
+]
+
+
+def _keys_are_described(answer: dict[str, Any], kind: type[schema.Estimate] = schema.Estimate) -> None:
+    kind.model_validate(answer)
+    assert set(answer) == set(schema.Estimate.model_fields)
+    described = set(schema.StrategyEstimate.model_fields)
+    for row in answer["estimates"]:
+        assert described - {"timeline"} <= set(row) <= described
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(str(v) for v in job.values()))
+def test_get_and_post_give_what_python_gives(client: TestClient, job: dict[str, Any]) -> None:
+    asked = client.get("/api/v1/estimate", params=job)
+    posted = client.post("/api/v1/estimate", json=job)
+    assert asked.status_code == posted.status_code == 200
+    assert asked.content == posted.content
+    answer = asked.json()
+    _keys_are_described(answer)
+    options = {k: v for k, v in job.items() if k != "explain"}
+    model = resolve(job["model"], allow_recording=False)  # a server records nothing that was not pasted
+    expected = estimate_resolved(make_request(options), model, explain="explain" in job).as_dict(
+        timeline="explain" in job
+    )
+    assert answer == json.loads(json.dumps(expected))
+
+
+@pytest.mark.parametrize("find", [None, "batch", "gpus"])
+def test_recommend_fills_the_recommendation(client: TestClient, find: str | None) -> None:
+    job = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"} | ({"find": find} if find else {})
+    asked = client.get("/api/v1/recommend", params=job)
+    assert asked.status_code == 200 and asked.content == client.post("/api/v1/recommend", json=job).content
+    answer = asked.json()
+    _keys_are_described(answer, schema.Advice)
+    chosen = answer["recommendation"]
+    assert chosen["strategy"] in ("ddp", "zero1", "zero2", "zero3") and chosen["path"]
+    assert all({"question", "answer", "because"} <= set(node) for node in chosen["path"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_export_can_be_downloaded(client: TestClient, target: str) -> None:
+    backend = "deepspeed" if "deepspeed" in target else "ddp" if target == "ddp" else "fsdp2"
+    job = {
+        "model": LLAMA,
+        "gpus": 4,
+        "gpu": "H100",
+        "strategy": "ddp" if backend == "ddp" else "zero3",
+        "backend": backend,
+    }
+    got = client.get(f"/api/v1/export/{target}", params=job)
+    assert got.status_code == 200, got.text
+    assert got.headers["content-disposition"].startswith("attachment; filename=") and got.text
+    assert client.post(f"/api/v1/export/{target}", json=job).text == got.text
+
+
+def test_lists(client: TestClient) -> None:
+    models, gpus = client.get("/api/v1/models?pattern=llama-2").json(), client.get("/api/v1/gpus?pattern=h100").json()
+    assert {m["id"] for m in models} >= {LLAMA} and all("llama-2" in m["id"].lower() for m in models)
+    assert {g["name"] for g in gpus} >= {"H100-80GB"}
+
+
+def test_an_answer_can_be_asked_for_again(client: TestClient) -> None:
+    url = f"/api/v1/estimate?model={LLAMA}&gpus=4&gpu=H100"
+    first = client.get(url)
+    assert "max-age" in first.headers["cache-control"] and first.headers["content-encoding"] == "gzip"
+    again = client.get(url, headers={"If-None-Match": first.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    plain = client.get(url, headers={"Accept-Encoding": "identity"})
+    assert "content-encoding" not in plain.headers and plain.json() == first.json()
+
+
+def test_health_metrics_and_description(client: TestClient) -> None:
+    assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
+    client.get(f"/api/v1/estimate?model={LLAMA}")
+    metrics = client.get("/metrics").text
+    assert 'route="/api/v1/estimate"' in metrics
+    described = client.get("/openapi.json").json()
+    for path in ("estimate", "recommend", "export/{target}"):
+        assert set(described["paths"][f"/api/v1/{path}"]) == {"get", "post"}
+    assert client.get("/docs").status_code == 200
+
+
+def test_a_pasted_config_is_answered_and_kept(client: TestClient) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # fmt: skip
+    body = {"config": config, "gpus": 2, "gpu": "24GiB", "strategy": "zero3"}
+    first = client.post("/api/v1/estimate", json=body)
+    assert first.status_code == 200, first.text
+    assert first.json()["model"]["source"] == "config" and first.json()["estimates"][0]["peak_tensor_bytes"] > 0
+    assert client.post("/api/v1/estimate", json=body).content == first.content

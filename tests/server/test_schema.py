@@ -1,0 +1,24 @@
+"""Schemathesis over the OpenAPI document: no server error, and every answer as described, whatever is sent."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
+
+from fsdp_advisor.server.app import create_app  # noqa: E402  # after the check for schemathesis
+from fsdp_advisor.server.settings import Settings  # noqa: E402
+
+CASES = 190
+"""Of each operation, of which there are 11."""
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Settings(log_level="error", record_seconds=5)))
+
+
+@schema.parametrize()
+@settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_description_holds(case: schemathesis.Case) -> None:
+    case.call_and_validate(excluded_checks=[positive_data_acceptance])  # a name may be unknown, a job impossible
