@@ -68,7 +68,9 @@ def export(target: str, job: Job) -> Exported:
 def _notes(consumer: Target, job: Job) -> list[str]:
     """What holds for every consumer: whose behaviour was estimated, and what a file cannot set."""
     notes = left_out(job)
-    if job.plan.prepared and consumer.behaves_as(job.plan) != job.plan.framework:
+    readers = ("deepspeed", job.plan.framework)  # accelerate and the Trainer read DeepSpeed's file
+    runs_it = consumer.framework in readers
+    if job.plan.prepared and not runs_it:
         notes.append(f"the prediction is of {FRAMEWORKS[job.plan.framework]}, which {consumer.name} does not run")
     if job.environment and not consumer.command:
         notes.append("launch it with " + with_environment(job, "...").removesuffix(" ..."))

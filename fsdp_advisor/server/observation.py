@@ -68,7 +68,7 @@ class Metrics:
         shared = os.environ.get(MULTIPROCESS)
         self._registry = registry = CollectorRegistry()
         if shared:
-            MultiProcessCollector(registry)
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # of prometheus_client
         else:
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)

@@ -80,8 +80,6 @@ class Question:
         yield from plans(searched.as_estimate, seq_len=1)
         job = Job.of(searched, gpus=searched.gpus, nnodes=searched.nnodes, seq_len=1)
         sizes = (1, 2) if searched.micro_batch_size is None else (searched.micro_batch_size,)
-        if searched.find == "batch":
-            sizes = (1, 2)
         yield from (family.plan(job, size) for family in families(searched, nnodes=searched.nnodes) for size in sizes)
 
 

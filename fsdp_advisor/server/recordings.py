@@ -149,7 +149,7 @@ _SMALLER = "a smaller configuration, or one strategy at a time, may do"
 def _error(told: dict[str, str]) -> AdvisorError:
     """An error that the process told of, as an error of its class."""
     kind = getattr(errors, told["kind"], NotRecordable)
-    error = Exception.__new__(kind if issubclass(kind, AdvisorError) else NotRecordable)
+    error: AdvisorError = Exception.__new__(kind if issubclass(kind, AdvisorError) else NotRecordable)
     AdvisorError.__init__(error, told["message"], hint=told["hint"])
     return error
 

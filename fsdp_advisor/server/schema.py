@@ -120,7 +120,7 @@ class Estimate(BaseModel):
 class Advice(Estimate):
     """The answer to a job of which some things were open: the report with the estimate's defaults, and what to take."""
 
-    request: Annotated[RecommendRequest, Field(description="The job, with what is open")]  # type: ignore[assignment]  # wider
+    request: Annotated[RecommendRequest, Field(description="The job, with what is open")]
 
 
 class ModelRow(BaseModel):
