@@ -71,6 +71,7 @@ def _like(asked: EstimateRequest, winner: Candidate) -> EstimateRequest:
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             "activation_checkpointing": plan.activation_checkpointing,
+            "allocator_conf": winner.allocator_conf,
         }
     )
 

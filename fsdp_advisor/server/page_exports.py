@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,5 +67,7 @@ def launch_line(found: Sequence[Export]) -> str | None:
         order = ("torchrun", *order)
     for script in (texts[name] for name in order if name in texts):
         if "\nexec " in script:  # without what a script has around it
-            return script.partition("\nexec ")[2].strip().removesuffix('"$@"').rstrip(" \\\n")
+            line = script.partition("\nexec ")[2].strip().removesuffix('"$@"').rstrip(" \\\n")
+            set_before = re.findall(r"^export (PYTORCH_\w+=\S+)$", script, re.MULTILINE)
+            return " ".join([*set_before, line])
     return None
