@@ -25,6 +25,8 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "root_path": ("PATH", "none", "Path under which a proxy serves this, such as /advisor."),
     "log_level": ("[debug|info|warning|error]", "info", "Least severity that is logged, as JSON lines."),
     "max_in_flight": ("N", "64", "Requests at once per worker; others get status 503."),
+    "slow_threads": ("N", "2", "Threads for recommendations and allocator walks."),
+    "max_slow": ("N", "32", "Recommendations and allocator walks at once per worker; others get status 503."),
     "max_connections": ("N", "1024", "Open connections per worker."),
     "max_body_bytes": ("BYTES", "262144", "Largest request body."),
     "max_json_depth": ("N", "32", "Deepest nesting of a JSON body."),

@@ -6,9 +6,9 @@ import asyncio
 import gzip
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -23,16 +23,15 @@ from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.report import Report
 from fsdp_advisor.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.resolve import Resolved, resolve
+from fsdp_advisor.server.errors import ServerBusy
+from fsdp_advisor.server.observation import Metrics
 from fsdp_advisor.server.questions import PASTED, Question
 from fsdp_advisor.server.recordings import Recordings
 from fsdp_advisor.server.replies import HOUR, reply, tag
 from fsdp_advisor.server.settings import Settings
 
-REPORTS_KEPT = 16
-"""Reports hold timelines, so few are kept; of documents, which are bytes, as many as the settings allow."""
-
 QUESTION_BYTES = 2048
-"""About what a question takes in memory."""
+"""About what a question takes in memory, a pasted configuration apart."""
 
 T = TypeVar("T")
 Asked = TypeVar("Asked", bound=EstimateRequest)
@@ -69,59 +68,93 @@ class Document:
             headers=headers,
         )
 
+
+@dataclass(slots=True)
+class Kept:
+    """The documents used last, as many as their bytes allow."""
+
+    most_bytes: int
+    _documents: OrderedDict[Hashable, tuple[Document, int]] = field(default_factory=OrderedDict)
+    _bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
     @property
-    def size(self) -> int:
-        """Bytes in memory, with the question that leads to it."""
-        return len(self.gzipped) + QUESTION_BYTES
+    def bytes(self) -> int:
+        """What they take in memory, with the questions that lead to them."""
+        return self._bytes
+
+    def get(self, key: Hashable) -> Document | None:
+        if (found := self._documents.get(key)) is None:
+            return None
+        self._documents.move_to_end(key)
+        return found[0]
+
+    def keep(self, key: Hashable, document: Document, key_bytes: int) -> None:
+        size = len(document.gzipped) + key_bytes
+        self._bytes += size - self._documents.pop(key, (None, 0))[1]
+        self._documents[key] = (document, size)
+        while self._bytes > self.most_bytes:
+            self._bytes -= self._documents.popitem(last=False)[1][1]
 
 
 class Answers:
-    """Answers questions, one at a time: arithmetic in a thread of its own, so that other requests are not held up."""
+    """Answers questions in threads of its own: quick ones in one, slow ones in others, so that none is held up by those.
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
-        self._recordings = Recordings(settings)
-        self._reports: OrderedDict[Question, Report] = OrderedDict()
-        self._documents: OrderedDict[Question, Document] = OrderedDict()
-        self._document_bytes = 0
-        self.hits = self.misses = 0
+    Who asks what is being answered already waits for the same answer.
+    """
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._settings, self._metrics = settings, metrics
+        self._quick = ThreadPoolExecutor(1, thread_name_prefix="quick")
+        self._slow = ThreadPoolExecutor(settings.slow_threads, thread_name_prefix="slow")
+        self._slow_asked = 0
+        self._recordings = Recordings(settings, metrics)
+        self._kept = Kept(settings.cache_bytes)
+        self._under_way: dict[Hashable, asyncio.Task[Document]] = {}
 
     async def answer(self, question: Question) -> Document:
         """An estimate or a recommendation as the contract's JSON, or an exported file. Raises AdvisorError."""
-        if (found := self._documents.get(question)) is not None:
-            self._documents.move_to_end(question)
-            self.hits += 1
-            return found
-        self.misses += 1
-        resolved = await self._resolved(question)
-        document = await self._apart(lambda: _document(question, resolved))
-        self._keep(question, document)
-        return document
+        return await self.document(question, question, lambda model: _document(question, model))
 
-    async def report(self, question: Question) -> Report:
-        """The answer as data, with what an explanation needs: for pages."""
-        question = replace(question, explain=True)
-        if (found := self._reports.get(question)) is not None:
-            self._reports.move_to_end(question)
+    async def document(self, key: Hashable, question: Question, make: Callable[[Resolved], Document]) -> Document:
+        """What `make` gives for the model asked for. `key` says all that it depends on. Raises AdvisorError."""
+        found = self._kept.get(key)
+        self._metrics.answers.labels("no" if found is None else "yes").inc()
+        if found is not None:
             return found
-        resolved = await self._resolved(question)
-        report = await self._apart(lambda: _report(question, resolved))
-        self._reports[question] = report
-        if len(self._reports) > REPORTS_KEPT:
-            self._reports.popitem(last=False)
-        return report
+        if (task := self._under_way.get(key)) is None:
+            task = asyncio.create_task(self._made(key, question, make))
+            self._under_way[key] = task
+            task.add_done_callback(lambda done: self._ended(key, done))
+        return await asyncio.shield(task)
 
     async def worked(self, question: Question, work: Callable[[Resolved], T]) -> T:
         """What `work` makes of the model asked for, done where answers are made: for pages."""
-        resolved = await self._resolved(question)
-        return await self._apart(lambda: work(resolved))
+        model = await self._resolved(question)
+        return await self._apart(lambda: work(model), slow=question.slow)
 
     async def close(self) -> None:
+        for task in self._under_way.values():
+            task.cancel()
         await self._recordings.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._quick, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # Inside
+
+    async def _made(self, key: Hashable, question: Question, make: Callable[[Resolved], Document]) -> Document:
+        model = await self._resolved(question)
+        document = await self._apart(lambda: make(model), slow=question.slow)
+        if document.lasting:
+            self._kept.keep(key, document, QUESTION_BYTES + len(question.config or ""))
+        return document
+
+    def _ended(self, key: Hashable, task: asyncio.Task[Document]) -> None:
+        self._under_way.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # seen, should nobody wait any more
 
     async def _resolved(self, question: Question) -> Resolved:
         """The model asked for. Nothing of this machine but catalog and memory is looked at."""
@@ -136,38 +169,47 @@ class Answers:
         data, _ = await asyncio.to_thread(hub.download, name, for_strangers=True)
         return await self._recordings.resolved(data, name, "hub", question.variants())
 
-    async def _apart(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _apart(self, work: Callable[[], T], *, slow: bool = False) -> T:
+        loop = asyncio.get_running_loop()
+        if not slow:
+            return await loop.run_in_executor(self._quick, work)
+        if self._slow_asked >= self._settings.max_slow:
+            raise ServerBusy(
+                f"{self._slow_asked} recommendations and allocator walks are asked for",
+                hint="try again in a few seconds",
+            )
+        self._slow_asked += 1
+        try:
+            return await loop.run_in_executor(self._slow, work)
+        finally:
+            self._slow_asked -= 1
 
-    def _keep(self, question: Question, document: Document) -> None:
-        self._documents[question] = document
-        self._document_bytes += document.size
-        while self._document_bytes > self._settings.cache_bytes:
-            self._document_bytes -= self._documents.popitem(last=False)[1].size
 
-
-def _report(question: Question, resolved: Resolved) -> Report:
-    request = question.request
-    return _noted(request, estimate_resolved(_on_some_gpu(request), resolved, explain=question.explain))
-
-
-def _document(question: Question, resolved: Resolved) -> Document:
-    lasting = resolved.source != "hub"
+def _document(question: Question, model: Resolved) -> Document:
+    lasting = model.source != "hub"
     if question.target is not None:
-        report = report_for(question.target, _on_some_gpu(question.request), resolved)
+        report = report_for(question.target, _on_some_gpu(question.request), model)
         made = export(question.target, Job.of(report, report.estimates[0]))
         return Document(made.text.encode(), lasting=lasting, media_type=made.media_type, file_name=made.file_name)
     if isinstance(question.request, RecommendRequest):
-        content = advised(resolved, question.request).as_dict()
-    else:
-        content = _report(question, resolved).as_dict(timeline=question.explain)
-    return Document(json.dumps(content, separators=(",", ":")).encode(), lasting=lasting)
+        return as_json(advised(model, question.request, explain=question.explain), timeline=question.explain)
+    request = question.request
+    report = estimate_resolved(_on_some_gpu(request), model, explain=question.explain)
+    return as_json(_noted(request, report), timeline=question.explain)
 
 
-def advised(model: Resolved, request: RecommendRequest) -> Advice:
+def as_json(found: Report | Advice, *, timeline: bool) -> Document:
+    """The contract's document."""
+    report = found if isinstance(found, Report) else found.report
+    body = json.dumps(found.as_dict(timeline=timeline), separators=(",", ":"), allow_nan=False)
+    return Document(body.encode(), lasting=report.model_source != "hub")
+
+
+def advised(model: Resolved, request: RecommendRequest, *, explain: bool = False) -> Advice:
     """What is recommended."""
-    report = _noted(request, estimate_resolved(_on_some_gpu(request).as_estimate, model))
-    return Advice(report=report, recommendation=recommend_resolved(report, model, _on_some_gpu(request)))
+    sure = _on_some_gpu(request)
+    report = _noted(request, estimate_resolved(sure.as_estimate, model, explain=explain))
+    return Advice(report=report, recommendation=recommend_resolved(report, model, sure))
 
 
 def _on_some_gpu(request: Asked) -> Asked:

@@ -25,7 +25,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        ending, app.state.answers = app.state.answers, Answers(settings)  # it may be started again
+        ending, app.state.answers = app.state.answers, Answers(settings, app.state.metrics)  # it may be started again
         await ending.close()
 
     app = FastAPI(
@@ -39,7 +39,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.settings, app.state.answers, app.state.metrics = settings, Answers(settings), Metrics()
+    metrics = Metrics()
+    app.state.settings, app.state.answers, app.state.metrics = settings, Answers(settings, metrics), metrics
     add_handlers(app)
     app.include_router(api.router)
     app.include_router(health.router)

@@ -71,7 +71,6 @@ def _like(asked: EstimateRequest, winner: Candidate) -> EstimateRequest:
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             "activation_checkpointing": plan.activation_checkpointing,
-            "allocator_conf": winner.allocator_conf,
         }
     )
 
@@ -84,7 +83,8 @@ def nearest(report: Report) -> StrategyEstimate:
 def view(found: Answer, config: str | None = None) -> dict[str, Any]:
     """Everything `answer.html` shows."""
     recommendation, report, chosen = found.recommendation, found.report, found.chosen
-    files = exports(report, chosen, config)
+    winner = recommendation.winner
+    files = exports(report, chosen, config, winner.allocator_conf if winner else None)
     return {
         "title": f"{_name(chosen)}, {in_words(report, chosen)}: {report.model_name} - fsdp-advisor",
         "problem": None,

@@ -27,11 +27,13 @@ class Export:
     href: str
 
 
-def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> list[Export]:
+def exports(report: Report, chosen: StrategyEstimate, config: str | None, allocator_conf: str | None) -> list[Export]:
     """Every file that can be written for the chosen row. One of a pasted configuration cannot be asked for by its address."""
-    job = Job.of(report, chosen)
+    environment = {"PYTORCH_ALLOC_CONF": allocator_conf} if allocator_conf else None
+    job = Job.of(report, chosen, environment)
     if not job.layer_classes:
         return []
+    query = pinned(report, chosen.plan) | ({"allocator_conf": allocator_conf} if allocator_conf else {})
     found = []
     for name, target in TARGETS.items():
         if target.cannot(job) is not None:
@@ -45,7 +47,7 @@ def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> lis
                 text=made.text,
                 usage=made.usage,
                 notes=made.notes,
-                href="" if config else f"/api/v1/export/{name}?{urlencode(pinned(report, chosen.plan))}",
+                href="" if config else f"/api/v1/export/{name}?{urlencode(query)}",
             )
         )
     return found

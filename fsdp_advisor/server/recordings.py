@@ -27,6 +27,7 @@ from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.models.store import load
 from fsdp_advisor.resolve import Resolved
 from fsdp_advisor.server.errors import ServerBusy
+from fsdp_advisor.server.observation import Metrics
 from fsdp_advisor.server.settings import MIB, Settings
 
 RECORDINGS_KEPT = 16
@@ -57,8 +58,8 @@ class _Known:
 class Recordings:
     """The configurations recorded so far, and the process that records more."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._settings, self._metrics = settings, metrics
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -129,6 +130,7 @@ class Recordings:
         except BaseException:  # the asker has gone: the process is in the middle of something
             await self.close()
             raise
+        self._metrics.recordings.labels("refused" if head.get("refused") else "recorded").inc()
         if head.get("refused") and known.profile is not None:  # the tapes there are stay; the new ones cannot be had
             known.refusals |= {v: _error(head["refused"]) for v in job["variants"]}
         elif head.get("refused"):

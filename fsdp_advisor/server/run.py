@@ -114,7 +114,11 @@ class _Workers(Multiprocess):
         self._ready, self.ready = ready, False
 
     def init_processes(self) -> None:
-        super().init_processes()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, while they still import
+        try:
+            super().init_processes()
+        finally:
+            signal.signal(signal.SIGINT, before)
         self.ready = self.processes[0].wait_until_ready(self.START_SECONDS, self.should_exit)
         if self.ready:
             self._ready()

@@ -41,6 +41,10 @@ class Settings(BaseSettings):
     ] = "info"
 
     max_in_flight: Annotated[int, Field(ge=1, description="Requests at once per worker; others get status 503.")] = 64
+    slow_threads: Annotated[int, Field(ge=1, description="Threads for recommendations and allocator walks.")] = 2
+    max_slow: Annotated[
+        int, Field(ge=1, description="Recommendations and allocator walks at once per worker; others get status 503.")
+    ] = 32
     max_connections: Annotated[int, Field(ge=1, description="Open connections per worker.")] = 1024
     max_body_bytes: Annotated[int, Field(ge=KIB, le=MIB, description="Largest request body.")] = 256 * KIB
     max_json_depth: Annotated[int, Field(ge=2, le=200, description="Deepest nesting of a JSON body.")] = 32
