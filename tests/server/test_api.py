@@ -112,3 +112,17 @@ def test_a_pasted_config_is_answered_and_kept(client: TestClient) -> None:
     assert first.status_code == 200, first.text
     assert first.json()["model"]["source"] == "config" and first.json()["estimates"][0]["peak_tensor_bytes"] > 0
     assert client.post("/api/v1/estimate", json=body).content == first.content
+
+
+def test_the_greatest_job_there_can_be_is_answered(client: TestClient) -> None:
+    job = {
+        "model": "meta-llama/Llama-3.1-405B",
+        "gpus": 65536,
+        "gpu": "H100",
+        "strategy": "zero3",
+        "reserved": True,
+        "micro_batch_size": 1048576,
+        "seq_len": 16777216,
+    }
+    got = client.get("/api/v1/estimate", params=job)
+    assert got.status_code == 200 and got.json()["estimates"][0]["fits"] is False

@@ -10,9 +10,12 @@ from collections import defaultdict
 
 from fsdp_advisor.memory.allocator.conf import ROUND_LARGE, UNLIMITED
 
-SHIFT = 48
+SHIFT = 80
 ADDRESS = (1 << SHIFT) - 1
-"""A free block's key is ``size << SHIFT | address``: in order of size, then of address (BlockComparatorSize)."""
+"""A free block's key is ``size << SHIFT | address``: in order of size, then of address (BlockComparatorSize).
+
+Addresses of the greatest request there can be take some 70 bits; the driver's own, 48, are not enough for what fits nowhere.
+"""
 
 
 class Driver:
