@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pydantic import ValidationError
-
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable, UsageError
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
 from fsdp_advisor.memory.deepspeed import hidden_size
@@ -25,7 +23,7 @@ from fsdp_advisor.memory.textbook import textbook_states
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.request import AnyRequest, EstimateRequest, plainly
 from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.speed import Interval, StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.units import format_gib
@@ -60,38 +58,18 @@ def estimate(
     return estimate_resolved(request, resolve(request.model), explain=explain, settle=settle)
 
 
-AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)
-
-
 @overload
-def make_request(options: dict[str, Any]) -> EstimateRequest: ...
+def make_request(given: Mapping[str, Any]) -> EstimateRequest: ...
 @overload
-def make_request(options: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest: ...
-def make_request(options: dict[str, Any], kind: type[EstimateRequest] = EstimateRequest) -> EstimateRequest:
-    """A request from keywords; pydantic's first complaint becomes a UsageError."""
-    try:
-        return kind(**options)
-    except ValidationError as error:
-        raise complaint(error.errors()[0], kind) from None
+def make_request(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest: ...
+def make_request(given: Mapping[str, Any], kind: type[EstimateRequest] = EstimateRequest) -> EstimateRequest:
+    """A request from keywords, which may be text. Raises UsageError with the first complaint about them."""
+    plain = plainly(given, kind)
+    if plain is not None:
+        return plain
+    from fsdp_advisor.reading import read  # pydantic takes longer to import than most answers take
 
-
-def complaint(error: Mapping[str, Any], kind: type[EstimateRequest] = EstimateRequest) -> UsageError:
-    """One of pydantic's complaints, as an error with a hint."""
-    name = ".".join(str(part) for part in error["loc"]) or "request"
-    message = error["msg"].removeprefix("Value error, ")
-    if name == "request":
-        return UsageError(message, hint="each node has the same number of GPUs")
-    return UsageError(f"{name}: {message}, not {error['input']!r}", hint=_hint(name, kind))
-
-
-def _hint(name: str, kind: type[EstimateRequest]) -> str:
-    field = kind.model_fields.get(name)
-    if field is None:
-        import difflib
-
-        near = difflib.get_close_matches(name, kind.model_fields, n=1)
-        return f"did you mean {near[0]}?" if near else "see fsdp-advisor estimate --help"
-    return field.description or "see fsdp-advisor estimate --help"
+    return read(given, kind)
 
 
 def estimate_resolved(
@@ -115,7 +93,12 @@ def estimate_resolved(
         trainable_parameters=model.trainable_parameters,
         gpu_name=gpu.name,
         gpu_memory_bytes=gpu.memory_bytes,
-        estimates=tuple(estimate_plan(model, plan, gpu, explain=explain, walk=walk, conf=conf) for plan in rows),
+        estimates=tuple(
+            estimate_plan(
+                model, plan, gpu, explain=explain, walk=walk, conf=conf, host_memory_bytes=request.host_memory
+            )
+            for plan in rows
+        ),
         task=model.profile.task if model.profile else None,
         layer_classes=model.profile.layer_classes if model.profile else (),
         largest_parameter_elements=model.profile.largest_parameter_elements if model.profile else None,
@@ -132,11 +115,12 @@ def estimate_plan(
     explain: bool = False,
     walk: Walk = "never",
     conf: AllocatorConf | None = None,
+    host_memory_bytes: int | None = None,
 ) -> StrategyEstimate:
-    """One row of a report."""
+    """One row of a report. Without `host_memory_bytes`, a node's, its host has room for everything."""
     if model.profile is None:
         return _count_estimate(model.parameters, plan, gpu)
-    return _estimate(model, model.profile, plan, gpu, explain, walk, conf)
+    return _estimate(model, model.profile, plan, gpu, explain, walk, conf, host_memory_bytes)
 
 
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
@@ -242,7 +226,14 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
 
 
 def _estimate(
-    model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool, walk: Walk, conf: AllocatorConf | None
+    model: Resolved,
+    profile: Profile,
+    plan: Plan,
+    gpu: Gpu,
+    explain: bool,
+    walk: Walk,
+    conf: AllocatorConf | None,
+    host_memory_bytes: int | None,
 ) -> StrategyEstimate:
     schedule = schedule_for(profile, plan)
     states = schedule.states
@@ -267,7 +258,16 @@ def _estimate(
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # nothing can be said; of a catalogued model the other strategies can
         total = sum(h.rounded for h in (states.parameters, states.gradients, states.optimizer, states.communication))
-        job = job_peaks(profile, plan, gpu, states=states, host=host, overhead=overhead, phase_peaks=None)
+        job = job_peaks(
+            profile,
+            plan,
+            gpu,
+            states=states,
+            host=host,
+            overhead=overhead,
+            phase_peaks=None,
+            host_memory_bytes=host_memory_bytes,
+        )
         return StrategyEstimate(
             plan=plan,
             fits=False if total + overhead.low_bytes > gpu.memory_bytes or job.fails else None,
@@ -329,6 +329,7 @@ def _estimate(
         host=host,
         overhead=overhead,
         phase_peaks=replayed(profile, real_tape, plan, scratch=True).phase_peaks,
+        host_memory_bytes=host_memory_bytes,
     )
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
     step = step_of(profile, variant, tape, plan, gpu)

@@ -194,7 +194,7 @@ class Report:
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
         """The contract's JSON document."""
-        request = self.request.model_dump()
+        request = self.request.as_dict()
         request |= {"seq_len": self.seq_len, "gpu": self.gpu_name}
         return {
             "schema_version": SCHEMA_VERSION,

@@ -62,6 +62,19 @@ def parse_count(text: str) -> int | None:
     return round(value) if value < 1e18 else None
 
 
+def parse_fraction(text: str) -> float | None:
+    """A part of a whole: ``8%`` or ``0.08``; None where it is not one.
+
+    >>> parse_fraction("8%"), parse_fraction("0.08"), parse_fraction("half")
+    (0.08, 0.08, None)
+    """
+    text = text.strip()
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None
+
+
 def format_count(n: int) -> str:
     """A count with three significant digits and the field's suffix.
 

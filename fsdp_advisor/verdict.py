@@ -34,7 +34,7 @@ def _failing_phase(report: Report, estimate: StrategyEstimate, full: Callable[[i
     if job is None or overhead is None or job.fails is None:
         return None
     short = (job.phases[job.fails].gpu_bytes or 0) + overhead.low_bytes - report.gpu_memory_bytes
-    name = PHASE_NAMES[job.fails]
     if short <= 0:
-        return f"{name} fails: the node's memory is too small"
-    return f"{name} fails: needs {full(short)} more"
+        short = (job.phases[job.fails].host_bytes_per_node or 0) - (report.request.host_memory or 0)
+        return f"host needs {full(short)} more"
+    return f"{PHASE_NAMES[job.fails]} fails: needs {full(short)} more"

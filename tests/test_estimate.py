@@ -10,6 +10,7 @@ from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.verdict import in_words
 
 MODELS = st.sampled_from(
     ["meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google-t5/t5-small"]
@@ -223,3 +224,16 @@ def test_a_path_that_a_models_code_refuses_costs_that_row_alone() -> None:
     ddp = report.estimates[0]
     assert ddp.fits is False and ddp.fits_by == "states"
     assert any(reason.startswith("the peak: ") for reason in ddp.not_modelled)
+
+
+def test_a_small_host_refuses_what_it_cannot_hold() -> None:
+    """Offload is refused by the host's memory alone; what leaves it alone is not."""
+    asked = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"}
+    free = {e.label: e for e in estimate(**asked).estimates}
+    held = estimate(**asked, host_memory="100GiB")
+    for row in held.estimates:
+        host = row.host_bytes_per_node
+        assert row.fits == (free[row.label].fits and (host is None or host <= 100 * 2**30)), row.label
+    refused = [e for e in held.estimates if free[e.label].fits and not e.fits]
+    assert refused and all(in_words(held, e).startswith("host needs ") for e in refused)
+    assert all(e.fits == free[e.label].fits for e in estimate(**asked, host_memory="2TiB").estimates)

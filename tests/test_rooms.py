@@ -16,6 +16,7 @@ ROOMS = (
     "units",
     "errors",
     "request",
+    "reading",
     "plan",
     "hardware",
     "models",

@@ -155,7 +155,7 @@ def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
     search.judge.allocator.allow()
     for held, what, free in _RELEASED:
         if getattr(finder.request, held) == "none":
-            opened = finder.request.model_copy(update={held: "auto"})
+            opened = finder.request.but(**{held: "auto"})
             more = search.judge.able(families(opened, nnodes=job.nnodes), job, search.batches)
             found = anything(replace(search, families=more))
             if found is not None and found.fits is not False:

@@ -345,7 +345,7 @@ class Finder:
 
     def _gpu(self, name: str, job: Job) -> Gpu:
         """The GPU with its part of the network that was asked for."""
-        asked = self.request.as_estimate.model_copy(update={"gpu": name, "gpus": job.gpus, "nnodes": job.nnodes})
+        asked = self.request.as_estimate.but(gpu=name, gpus=job.gpus, nnodes=job.nnodes)
         return gpu_of(asked)[0]
 
     def _on_each(self) -> Iterator[Candidate]:

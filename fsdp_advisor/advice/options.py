@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.advice.judge import Candidate
-from fsdp_advisor.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.request import EstimateRequest, RecommendRequest, fields_of
 
 _LEFT_TO_DEFAULTS = ("interconnect", "precision", "optim", "attention", "backward_prefetch", "nnodes", "micro_batch_size",
                      "gradient_accumulation_steps", "activation_checkpointing", "offload", "offload_device", "framework",
@@ -37,7 +37,7 @@ def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ..
     }
     words: list[str] = []
     for name, value in values.items():
-        if name in _LEFT_TO_DEFAULTS and value == EstimateRequest.model_fields[name].default:
+        if name in _LEFT_TO_DEFAULTS and value == fields_of(EstimateRequest)[name].default:
             continue
         words += ["--" + name.replace("_", "-"), str(value)]
     return tuple(words)

@@ -155,7 +155,7 @@ class Advice:
         document = self.report.as_dict(timeline=timeline)
         document["request"] |= {
             name: value
-            for name, value in self.recommendation.request.model_dump().items()
+            for name, value in self.recommendation.request.as_dict().items()
             if name not in document["request"]
         }
         return document | {"recommendation": self.recommendation.as_dict(), "notes": [*document["notes"], *self.recommendation.notes]}  # fmt: skip

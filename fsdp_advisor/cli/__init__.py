@@ -22,9 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         gc.set_threshold(50_000, 20, 20)  # a process of a tenth of a second: collecting costs it a twentieth
     try:
-        from fsdp_advisor.cli.app import run  # here, so that an interrupted import is caught too
-
-        return run(sys.argv[1:] if argv is None else list(argv))
+        return _run(sys.argv[1:] if argv is None else list(argv))
     except BrokenPipeError:
         _forget_stdout()
         return _BROKEN_PIPE
@@ -34,6 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("FSDP_ADVISOR_DEBUG"):
             raise
         return _say(*_describe(error))
+
+
+def _run(arguments: list[str]) -> int:
+    """By the short way or by typer's. Imported here, so that an interrupted import is caught too."""
+    from fsdp_advisor.cli.plain import estimate_asked
+
+    plain = estimate_asked(arguments)
+    if plain is not None:
+        from fsdp_advisor.cli.estimate import estimate
+
+        request, own = plain
+        return estimate(request, **own)
+    from fsdp_advisor.cli.app import run
+
+    return run(arguments)
 
 
 def _describe(error: Exception) -> tuple[str, str | None, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
@@ -10,25 +10,20 @@ from fsdp_advisor.cli import export as exporting
 from fsdp_advisor.cli import recommend as advising
 from fsdp_advisor.cli import serve as serving
 from fsdp_advisor.cli import validate as validation
+from fsdp_advisor.cli.estimate import as_json
+from fsdp_advisor.cli.estimate import estimate as answer
 from fsdp_advisor.cli.options import (
     ForceOption,
-    Format,
     FormatOption,
     JsonOption,
     OutputOption,
     QuietOption,
     takes_request,
 )
-from fsdp_advisor.cli.output import Destination, note
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.cli.output import Destination, Format, note
 from fsdp_advisor.request import EstimateRequest
 
-if TYPE_CHECKING:
-    from fsdp_advisor.report import Report
-    from fsdp_advisor.validation.records import Record
-
 PROGRAM = "fsdp-advisor"
-FITS, NONE_FITS = 0, 1
 
 app = typer.Typer(
     name=PROGRAM,
@@ -108,56 +103,16 @@ def estimate(
 
     Exit status: 0 at least one strategy shown fits, 1 none fits, 2 bad usage, unknown model, unreadable config or no network.
     """
-    from fsdp_advisor.estimator import estimate as answer
-
-    destination = Destination(path=output, force=force)
-    form = _format(format, json)
-    destination.check()
-    report = answer(request, explain=explain is not None, settle=True)
-    for remark in report.notes:
-        note(remark, quiet=quiet)
-    records = None
-    if validate:
-        from fsdp_advisor.cli.beside import run_beside
-
-        records = run_beside(report, quiet=quiet)
-    text = _render(report, form, explain, destination, records)
-    destination.write(text)
-    return FITS if report.any_fits else NONE_FITS
-
-
-def _format(form: Format, json: bool) -> Format:
-    if json and form is Format.markdown:
-        raise UsageError("--json contradicts --format markdown", hint="give one of them")
-    return Format.json if json else form
-
-
-def _render(
-    report: Report, form: Format, explain: str | None, destination: Destination, records: list[Record] | None
-) -> str:
-    """Only what is needed is imported: JSON needs no rich."""
-    from fsdp_advisor.cli.selection import select
-
-    chosen = select(report, explain) if explain is not None else None
-    if form is Format.json:
-        document = report.as_dict(timeline=chosen is not None)
-        if records is not None:
-            from fsdp_advisor.cli.beside import into_json
-
-            into_json(document, records)
-        return _json(document)
-    beside = ""
-    if records is not None:
-        from fsdp_advisor.cli.beside import as_lines
-
-        beside = "\n".join(["", *as_lines(report, records)])
-    if form is Format.markdown:
-        from fsdp_advisor.cli.markdown import markdown
-
-        return markdown(report, chosen) + (f"\n\n```{beside}\n```" if beside else "")
-    from fsdp_advisor.cli.text import text
-
-    return text(report, destination.screen(), chosen) + (f"\n{beside}" if beside else "")
+    return answer(
+        request,
+        format=format,
+        json=json,
+        explain=explain,
+        validate=validate,
+        output=output,
+        force=force,
+        quiet=quiet,
+    )
 
 
 @app.command()
@@ -177,7 +132,7 @@ def models(
     found = search(pattern)
     if json:
         rows = [{k: v for k, v in asdict(entry).items() if k != "member"} for entry in found]
-        destination.write(_json(rows))
+        destination.write(as_json(rows))
         return 0
     from fsdp_advisor.cli.listing import models_table
 
@@ -200,7 +155,7 @@ def gpus(
     destination.check()
     found = list_gpus(pattern)
     if json:
-        destination.write(_json([asdict(gpu) for gpu in found]))
+        destination.write(as_json([asdict(gpu) for gpu in found]))
         return 0
     from fsdp_advisor.cli.listing import gpus_table
 
@@ -213,12 +168,6 @@ def _listed(table: str, pattern: str | None, destination: Destination) -> int:
     else:
         note(f"nothing is called {pattern!r}")
     return 0
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value, indent=2)
 
 
 advising.register(app)

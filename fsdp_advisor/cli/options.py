@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from enum import Enum
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin
+from typing import Annotated, Any, Optional
 
 import typer
 
-from fsdp_advisor.request import EstimateRequest
-
-ALIASES: dict[str, tuple[str, ...]] = {"micro_batch_size": ("--per-device-train-batch-size",)}
+from fsdp_advisor.cli.output import Format
+from fsdp_advisor.cli.plain import ALIASES, dashed
+from fsdp_advisor.request import EstimateRequest, Option, fields_of
 
 HELP: dict[str, str] = {
     "model": "Catalogued or hub id, a directory or config.json, or a bare parameter count (7e9, 7B).",
@@ -40,18 +39,10 @@ HELP: dict[str, str] = {
     "global_batch_size": "Sequences per optimizer step over all ranks; micro-batch and accumulation are chosen to make it.",
     "find": "The largest micro-batch or sequence, the fewest GPUs (at most --gpus, where that is above 1) or the smallest GPU that fits.",
     "margin": "Part of the GPU's memory to leave free: 0.08 or 8%.",
-    "host_memory": "What a node's host has, such as 512GiB; offload must fit it.",
+    "host_memory": "What a node's host has, such as 512GiB; loading, offload and saving must fit it. [default: enough]",
     "tokens": "To train on, such as 10e9 or 10B: adds days and GPU hours.",
     "price": "Of one GPU for one hour: adds the cost of --tokens.",
 }
-
-
-class Format(str, Enum):
-    """How an answer is written."""
-
-    text = "text"
-    json = "json"
-    markdown = "markdown"
 
 
 FormatOption = Annotated[
@@ -73,19 +64,10 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Let -o overwrite FIL
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No notes on standard error.")]
 
 
-def dashed(field: str) -> str:
-    """The option of a field.
-
-    >>> dashed("micro_batch_size")
-    '--micro-batch-size'
-    """
-    return "--" + field.replace("_", "-")
-
-
 def takes_request(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `command` an option per field of its first parameter's class, a request; it is called with that and its own options.
 
-    Values stay text until pydantic reads them, so that every face refuses a bad value with the same words.
+    Values stay text until the request is made, so that every face refuses a bad value with the same words.
     """
     hints = inspect.get_annotations(command, eval_str=True)
     asked, *own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
@@ -95,48 +77,27 @@ def takes_request(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(**values: Any) -> Any:
         from fsdp_advisor.estimator import make_request
 
-        given = {name: values.pop(name) for name in kind.model_fields}
-        return command(make_request({name: v for name, v in given.items() if v is not None}, kind), **values)
+        said = {name: values.pop(name) for name in fields_of(kind)}
+        return command(make_request({n: v for n, v in said.items() if v not in (None, False)}, kind), **values)
 
-    signature = inspect.Signature([*_parameters(kind), *own])
+    signature = inspect.Signature([*(_parameter(o, kind) for o in fields_of(kind).values()), *own])
     wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
     wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     del wrapper.__wrapped__  # typer would look through it
     return wrapper
 
 
-def _parameters(kind: type[EstimateRequest]) -> list[inspect.Parameter]:
-    result = []
-    for name, field in kind.model_fields.items():
-        text = HELP.get(name, field.description or "")
-        if field.annotation is bool:
-            flag = typer.Option(dashed(name), help=text)
-            switch = inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, flag]
-            )
-            result.append(switch)
-            continue
-        if name in getattr(kind, "SEARCHED", ()):
-            text += " [default: searched]"
-        elif field.default is not None and not field.is_required():
-            text += f" [default: {field.default}]"
-        option = typer.Option(dashed(name), *ALIASES.get(name, ()), metavar=_metavar(field.annotation), help=text)
-        annotation: Any = Annotated[str, option] if field.is_required() else Annotated[Optional[str], option]  # noqa: UP045  # a value, not a hint
-        default = inspect.Parameter.empty if field.is_required() else None
-        result.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    return result
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """An annotation and all that it is made of."""
-    yield annotation
-    for inner in get_args(annotation):
-        yield from _kinds(inner)
-
-
-def _metavar(annotation: Any) -> str:
-    kinds = list(_kinds(annotation))
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            return "[" + "|".join(get_args(kind)) + "]"
-    return "N" if int in kinds or float in kinds else "TEXT"
+def _parameter(field: Option, kind: type[EstimateRequest]) -> inspect.Parameter:
+    named = partial(inspect.Parameter, field.name, inspect.Parameter.KEYWORD_ONLY)
+    text = HELP.get(field.name, field.rule.description or "")
+    if field.kind is bool:
+        return named(default=False, annotation=Annotated[bool, typer.Option(dashed(field.name), help=text)])
+    if field.name in getattr(kind, "SEARCHED", ()):
+        text += " [default: searched]"
+    elif field.default is not None:
+        text += f" [default: {field.default}]"
+    metavar = "[" + "|".join(field.choices) + "]" if field.choices else "TEXT" if field.kind is str else "N"
+    option = typer.Option(dashed(field.name), *ALIASES.get(field.name, ()), metavar=metavar, help=text)
+    if field.required:
+        return named(annotation=Annotated[str, option])
+    return named(default=None, annotation=Annotated[Optional[str], option])  # noqa: UP045  # a value, not a hint

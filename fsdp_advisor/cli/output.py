@@ -6,12 +6,28 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from fsdp_advisor.errors import UsageError
 
 PIPE_WIDTH = 120
 """Columns where there is no terminal to ask and COLUMNS is not set."""
+
+
+class Format(str, Enum):
+    """How an answer is written."""
+
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+
+
+def form_of(format: Format, json: bool) -> Format:
+    """What `--format` and `--json` ask for together. Raises UsageError."""
+    if json and format is Format.markdown:
+        raise UsageError("--json contradicts --format markdown", hint="give one of them")
+    return Format.json if json else format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

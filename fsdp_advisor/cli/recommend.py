@@ -9,15 +9,13 @@ import typer
 
 from fsdp_advisor.cli.options import (
     ForceOption,
-    Format,
     FormatOption,
     JsonOption,
     OutputOption,
     QuietOption,
     takes_request,
 )
-from fsdp_advisor.cli.output import Destination, Screen, note
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.cli.output import Destination, Format, Screen, form_of, note
 from fsdp_advisor.request import RecommendRequest
 
 if TYPE_CHECKING:
@@ -52,15 +50,14 @@ def recommend(
     """
     from fsdp_advisor.advice import recommend as answer
 
-    if json and format is Format.markdown:
-        raise UsageError("--json contradicts --format markdown", hint="give one of them")
+    form = form_of(format, json)
     destination, drawing = Destination(path=output, force=force), Destination(path=plot, force=force)
     destination.check()
     drawing.check()
     advice = answer(request)
     for remark in (*advice.report.notes, *advice.recommendation.notes):
         note(remark, quiet=quiet)
-    destination.write(_render(advice, Format.json if json else format, destination))
+    destination.write(_render(advice, form, destination))
     if plot is not None:
         drawing.write(_plot(advice))
     return FITS if advice.recommendation.fits else NONE_FITS

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from fsdp_advisor.cli.options import dashed
+from fsdp_advisor.cli.plain import dashed
 from fsdp_advisor.errors import UsageError
 
 if TYPE_CHECKING:

@@ -13,16 +13,15 @@ import typer
 
 from fsdp_advisor.cli.options import (
     ForceOption,
-    Format,
     FormatOption,
     JsonOption,
     OutputOption,
     QuietOption,
     takes_request,
 )
-from fsdp_advisor.cli.output import Destination, note
+from fsdp_advisor.cli.output import Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.request import EstimateRequest, fields_of
 
 if TYPE_CHECKING:
     from fsdp_advisor.validation.campaign import Event
@@ -161,7 +160,7 @@ def validate(
     """
     if context.invoked_subcommand is not None:
         return FITS
-    form = _form(format, json)
+    form = form_of(format, json).value
     destination = Destination(path=output, force=force)
     destination.check()
     if campaign is not None:
@@ -170,7 +169,7 @@ def validate(
         raise UsageError(
             "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
         )
-    request = ask(**{**dict.fromkeys(EstimateRequest.model_fields), **given})
+    request = ask(**{**dict.fromkeys(fields_of(EstimateRequest)), **given})
     if sbatch:
         from fsdp_advisor.validation.measure import sbatch_example
 
@@ -182,12 +181,6 @@ def validate(
     if snapshot is not None and len(cases) > 1:
         raise UsageError("--snapshot is of one case", hint="give one --strategy")
     return _run(cases, records, destination, form, quiet)
-
-
-def _form(format: Format, json: bool) -> str:
-    if json and format is Format.markdown:
-        raise UsageError("--json contradicts --format markdown", hint="give one of them")
-    return "json" if json else format.value
 
 
 def _cases(
@@ -342,7 +335,7 @@ def report(
     from fsdp_advisor.validation import drawing, records
     from fsdp_advisor.validation import report as summary
 
-    form = _form(format, json)
+    form = form_of(format, json).value
     destination = Destination(path=output, force=force)
     destination.check()
     made, notes = records.read(path)

@@ -12,7 +12,7 @@ from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job, Target
 from fsdp_advisor.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, refusal
 from fsdp_advisor.report import Report
-from fsdp_advisor.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.request import EstimateRequest, RecommendRequest, fields_of
 from fsdp_advisor.resolve import Resolved, resolve
 
 
@@ -34,7 +34,7 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
     request = _as_it_trains(consumer, _with_backend(consumer, request))
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
-    return estimate_resolved(request.model_copy(update={"reserved": True}), model)
+    return estimate_resolved(request.but(reserved=True), model)
 
 
 def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest:
@@ -45,12 +45,12 @@ def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest
     possible = able if request.strategy == "all" else {request.strategy: able.get(request.strategy, ())}
     if not any(consumer.backend in backends for backends in possible.values()):
         return request
-    return request.model_copy(update={"backend": consumer.backend})
+    return request.but(backend=consumer.backend)
 
 
 def _as_it_trains(consumer: Target, request: EstimateRequest) -> EstimateRequest:
     """With the target's framework, unless it cannot do what is asked: then the target says so itself, and who can."""
-    if "framework" in request.model_fields_set:
+    if "framework" in request.given:
         return request
     known = FRAMEWORK_BACKENDS[consumer.framework]
     strategies = OFFLOADS[request.offload] if request.strategy == "all" else (request.strategy,)
@@ -70,21 +70,19 @@ def _as_it_trains(consumer: Target, request: EstimateRequest) -> EstimateRequest
         for s, backends in able.items()
         for b in backends
     )
-    return request.model_copy(update={"framework": consumer.framework}) if possible else request
+    return request.but(framework=consumer.framework) if possible else request
 
 
 def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) -> EstimateRequest:
     """The request of the best plan that fits; what was given is held, as by `recommend`."""
-    given = {name: getattr(request, name) for name in request.model_fields_set}
-    searched = RecommendRequest(**given)
+    searched = RecommendRequest(**{name: getattr(request, name) for name in request.given}, given=request.given)
     report = estimate_resolved(searched.as_estimate, model)
     job = Job.of(report, report.estimates[0])
     advice = recommend_resolved(
         report, model, searched, allowed=lambda plan: consumer.cannot(replace(job, plan=plan)) is None
     )
     if advice.winner is not None:
-        chosen = {"allocator_conf": advice.winner.allocator_conf}
-        return request.model_copy(update=_options(advice.winner.plan) | chosen)
+        return request.but(**_options(advice.winner.plan), allocator_conf=advice.winner.allocator_conf)
     raise NothingFits(
         f"nothing that {consumer.name} can do fits {report.gpu_name} with {100 * searched.margin:g} % left free",
         hint="; ".join(remedy.because for remedy in advice.remedies[:2])
@@ -94,4 +92,4 @@ def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) ->
 
 def _options(plan: Plan) -> dict[str, Any]:
     """A plan's fields that are a request's too."""
-    return {name: getattr(plan, name) for name in EstimateRequest.model_fields if name in Plan.__dataclass_fields__}
+    return {name: getattr(plan, name) for name in fields_of(EstimateRequest) if name in Plan.__dataclass_fields__}

@@ -214,7 +214,7 @@ def advised(model: Resolved, request: RecommendRequest, *, explain: bool = False
 
 def _on_some_gpu(request: Asked) -> Asked:
     """A server's own GPU is nobody's business: the default is taken where none is named."""
-    return request if request.gpu is not None else request.model_copy(update={"gpu": DEFAULT_GPU})
+    return request if request.gpu is not None else request.but(gpu=DEFAULT_GPU)
 
 
 def _noted(request: EstimateRequest, report: Report) -> Report:

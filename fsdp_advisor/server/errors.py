@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import complaint
+from fsdp_advisor.reading import complaint
 
 LONGEST_TEXT = 400
 """Characters of a message; hostile input is quoted in it."""

@@ -62,16 +62,14 @@ def _asked_for(report: Report, request: RecommendRequest) -> Report:
 def _like(asked: EstimateRequest, winner: Candidate) -> EstimateRequest:
     """The job under every strategy that was asked about, at the winner's micro-batch, checkpointing and world."""
     plan = winner.plan
-    return asked.model_copy(
-        update={
-            "gpus": plan.world_size,
-            "nnodes": plan.nnodes,
-            "gpu": winner.gpu,
-            "seq_len": plan.seq_len,
-            "micro_batch_size": plan.micro_batch_size,
-            "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-            "activation_checkpointing": plan.activation_checkpointing,
-        }
+    return asked.but(
+        gpus=plan.world_size,
+        nnodes=plan.nnodes,
+        gpu=winner.gpu,
+        seq_len=plan.seq_len,
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        activation_checkpointing=plan.activation_checkpointing,
     )
 
 
@@ -95,7 +93,7 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
         "remedies": [
             {
                 "because": r.because,
-                "query": urlencode(recommendation.request.model_dump(exclude_defaults=True) | dict(r.options)),
+                "query": urlencode(recommendation.request.changed | dict(r.options)),
             }
             for r in recommendation.remedies
         ],

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.request import EstimateRequest, fields_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,10 @@ def exports(report: Report, chosen: StrategyEstimate, config: str | None, alloca
 
 def pinned(report: Report, plan: Plan) -> dict[str, Any]:
     """The query of exactly this plan: what differs from the defaults, and what would else be chosen."""
-    fields = EstimateRequest.model_fields
-    asked = {name: getattr(plan, name, value) for name, value in report.request.model_dump().items()}
+    known = fields_of(EstimateRequest)
+    asked = {name: getattr(plan, name, value) for name, value in report.request.as_dict().items()}
     always = ("model", "strategy", "backend", "offload")
-    return {name: v for name, v in asked.items() if v is not None and (name in always or v != fields[name].default)}
+    return {name: v for name, v in asked.items() if v is not None and (name in always or v != known[name].default)}
 
 
 def launch_line(found: Sequence[Export]) -> str | None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal
 
-from pydantic.fields import FieldInfo
-
-from fsdp_advisor.request import RecommendRequest
+from fsdp_advisor.request import Option, RecommendRequest, fields_of
 
 EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}
 """What the page answers before anything is asked."""
@@ -62,8 +60,8 @@ class Control:
     value: str
     default: str
     choices: tuple[str, ...] = ()
-    minimum: int | None = None
-    maximum: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     any_step: bool = False
     longest: int | None = None
     placeholder: str = ""
@@ -75,45 +73,35 @@ class Control:
 
 def given(query: Mapping[str, str], *, extra: tuple[str, ...] = ("config",)) -> tuple[dict[str, str], list[str]]:
     """The options that a query string gives, blank ones left out, and the names that are no options (a link's tracking)."""
-    known = {*RecommendRequest.model_fields, *extra}
+    known = {*fields_of(RecommendRequest), *extra}
     said = {name: value for name, value in query.items() if name in known and value.strip()}
     return said, [name for name in query if name not in known]
 
 
 def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], list[Control]]:
     """Those in sight and those folded away; `invalid` names the field that was refused."""
-    made = {name: _control(name, field, values, invalid) for name, field in RecommendRequest.model_fields.items()}
+    made = {name: _control(option, values, invalid) for name, option in fields_of(RecommendRequest).items()}
     return [made[name] for name in MAIN], [control for name, control in made.items() if name not in MAIN]
 
 
-def _control(name: str, field: FieldInfo, values: Mapping[str, str], invalid: str) -> Control:
-    default = "" if field.is_required() or field.default is None else str(field.default)
-    choices = _choices(field.annotation)
-    kinds = {int, float} & {field.annotation, *get_args(field.annotation)}
-    bounds = {type(rule).__name__: rule for rule in field.metadata}
+def _control(option: Option, values: Mapping[str, str], invalid: str) -> Control:
+    name, rule = option.name, option.rule
+    default = "" if option.default is None else str(option.default)
+    number = option.kind in (int, float) and name not in _WRITTEN
     return Control(
         name=name,
         label=_LABELS.get(name, name.replace("_", " ").capitalize()),
-        kind="select" if choices else "number" if kinds and name not in _WRITTEN else "text",
+        kind="select" if option.choices else "number" if number else "text",
         value=values.get(name, default),
         default=default,
-        choices=choices,
-        minimum=getattr(bounds.get("Ge"), "ge", None),
-        maximum=getattr(bounds.get("Le"), "le", None),
-        any_step=float in kinds,
-        longest=getattr(bounds.get("MaxLen"), "max_length", None),
+        choices=("", *option.choices) if option.choices and option.optional else option.choices,
+        minimum=rule.ge,
+        maximum=rule.le,
+        any_step=option.kind is float,
+        longest=rule.max_length,
         placeholder=_PLACEHOLDER.get(name, ""),
         suggestions=_SUGGESTED.get(name, ""),
         width=_WIDTH.get(name, ""),
-        required=field.is_required() and not values.get("config"),
+        required=option.required and not values.get("config"),
         invalid=name == invalid,
     )
-
-
-def _choices(annotation: Any) -> tuple[str, ...]:
-    """The words of a Literal, nested or optional; none for anything else. An optional one may be left blank."""
-    if get_origin(annotation) is Literal:
-        return tuple(dict.fromkeys(word for word in get_args(annotation)))
-    inner = [_choices(part) for part in get_args(annotation)]
-    found = tuple(word for words in inner for word in words)
-    return ("", *found) if found and type(None) in get_args(annotation) else found

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from fsdp_advisor.advice.families import Job, families
 from fsdp_advisor.estimator import variant_of
 from fsdp_advisor.plan import Plan, plans
+from fsdp_advisor.reading import Asked, model_of
 from fsdp_advisor.request import EstimateRequest, RecommendRequest
 
 PASTED = "config.json"
@@ -35,8 +36,6 @@ EXAMPLE_CONFIG: dict[str, Any] = {
     "gpus": 2,
 }
 
-Asked = TypeVar("Asked", bound=EstimateRequest)
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -58,7 +57,7 @@ class Question:
         if isinstance(self.request, RecommendRequest):
             return self.request
         if self.target is not None and self.request.strategy == "all":
-            return RecommendRequest(**{name: getattr(self.request, name) for name in self.given})
+            return RecommendRequest(**{name: getattr(self.request, name) for name in self.given}, given=self.given)
         return None
 
     @property
@@ -76,7 +75,7 @@ class Question:
             yield from plans(self.request, seq_len=1)
             return
         if searched is None:  # the target may have a backend of its own
-            searched = RecommendRequest(**self.request.model_dump())
+            searched = RecommendRequest(**self.request.as_dict())
         yield from plans(searched.as_estimate, seq_len=1)
         job = Job.of(searched, gpus=searched.gpus, nnodes=searched.nnodes, seq_len=1)
         sizes = (1, 2) if searched.micro_batch_size is None else (searched.micro_batch_size,)
@@ -89,7 +88,6 @@ Explain = Annotated[bool, Field(description="Add each strategy's timeline, and i
 Model = Annotated[str, Field(min_length=1, max_length=4096, description="A name, or a number of parameters.")]
 Config = Annotated[dict[str, JsonValue] | None, Field(description="A transformers config.json, in place of `model`.")]
 _ONE_MODEL = ConfigDict(
-    defer_build=False,
     json_schema_extra={
         "oneOf": [{"required": ["model"]}, {"required": ["config"]}],
         "examples": [EXAMPLE, EXAMPLE_CONFIG],
@@ -97,35 +95,38 @@ _ONE_MODEL = ConfigDict(
 )
 
 
-class EstimateQuery(EstimateRequest):
+# made of the requests' fields, so that mypy cannot follow
+_Estimate: Any = model_of(EstimateRequest)
+_Recommend: Any = model_of(RecommendRequest)
+
+
+class EstimateQuery(_Estimate):  # type: ignore[misc]
     """A query string that asks for an estimate."""
 
     explain: Explain = False
 
     def question(self) -> Question:
-        return Question(_request(self, EstimateRequest), explain=self.explain)
+        return Question(self.request(EstimateRequest), explain=self.explain)
 
 
-class RecommendQuery(RecommendRequest):
+class RecommendQuery(_Recommend):  # type: ignore[misc]
     """A query string that asks for a recommendation."""
-
-    model_config = ConfigDict(defer_build=False)
 
     explain: Explain = False
 
     def question(self) -> Question:
-        return Question(_request(self, RecommendRequest), explain=self.explain)
+        return Question(self.request(RecommendRequest), explain=self.explain)
 
 
-class ExportQuery(EstimateRequest):
+class ExportQuery(_Estimate):  # type: ignore[misc]
     """A query string that asks for a file to launch with."""
 
     def question(self, target: str) -> Question:
-        request = _request(self, EstimateRequest)
-        return Question(request, target=target, given=frozenset(request.model_fields_set))
+        request = self.request(EstimateRequest)
+        return Question(request, target=target, given=request.given)
 
 
-class _Posted(EstimateRequest):
+class _Posted(Asked):
     """What every body does alike."""
 
     @model_validator(mode="after")
@@ -141,7 +142,7 @@ class _Posted(EstimateRequest):
         return None if config is None else json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
-class EstimateBody(_Posted):
+class EstimateBody(_Estimate, _Posted):  # type: ignore[misc]
     """A posted job to estimate: `model`, or `config` in its place."""
 
     model_config = _ONE_MODEL
@@ -151,10 +152,11 @@ class EstimateBody(_Posted):
     explain: Explain = False
 
     def question(self) -> Question:
-        return Question(_request(self, EstimateRequest), explain=self.explain, config=self.pasted)
+        request = self.request(EstimateRequest, model=PASTED)
+        return Question(request, explain=self.explain, config=self.pasted)
 
 
-class RecommendBody(RecommendRequest, _Posted):
+class RecommendBody(_Recommend, _Posted):  # type: ignore[misc]
     """A posted job to recommend for: `model`, or `config` in its place."""
 
     model_config = _ONE_MODEL
@@ -164,10 +166,11 @@ class RecommendBody(RecommendRequest, _Posted):
     explain: Explain = False
 
     def question(self) -> Question:
-        return Question(_request(self, RecommendRequest), explain=self.explain, config=self.pasted)
+        request = self.request(RecommendRequest, model=PASTED)
+        return Question(request, explain=self.explain, config=self.pasted)
 
 
-class ExportBody(_Posted):
+class ExportBody(_Estimate, _Posted):  # type: ignore[misc]
     """A posted job to export: `model`, or `config` in its place."""
 
     model_config = _ONE_MODEL
@@ -176,12 +179,5 @@ class ExportBody(_Posted):
     config: Config = None
 
     def question(self, target: str) -> Question:
-        request = _request(self, EstimateRequest)
-        given = frozenset(request.model_fields_set)
-        return Question(request, config=self.pasted, target=target, given=given)
-
-
-def _request(asked: EstimateRequest, kind: type[Asked]) -> Asked:
-    """The part that the command line has too; what was not given stays so."""
-    given = {name: getattr(asked, name) for name in asked.model_fields_set if name in kind.model_fields}
-    return kind(**{"model": PASTED, **given})
+        request = self.request(EstimateRequest, model=PASTED)
+        return Question(request, config=self.pasted, target=target, given=request.given)

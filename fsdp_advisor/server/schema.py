@@ -9,10 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from fsdp_advisor.reading import model_of
 from fsdp_advisor.request import Backend, EstimateRequest, Offload, RecommendRequest, Strategy
 
 Bytes = Annotated[int, Field(ge=0)]
 Phase = Literal["forward", "backward", "optimizer"]
+_Estimated: Any = model_of(EstimateRequest)
+_Searched: Any = model_of(RecommendRequest)
 
 
 class Model(BaseModel):
@@ -110,7 +113,7 @@ class Estimate(BaseModel):
 
     schema_version: Literal[1]
     model: Model
-    request: Annotated[EstimateRequest, Field(description="The job, with everything resolved")]
+    request: Annotated[_Estimated, Field(description="The job, with everything resolved")]
     gpu: GpuMemory
     estimates: list[StrategyEstimate]
     recommendation: dict[str, Any] | None
@@ -120,7 +123,7 @@ class Estimate(BaseModel):
 class Advice(Estimate):
     """The answer to a job of which some things were open: the report with the estimate's defaults, and what to take."""
 
-    request: Annotated[RecommendRequest, Field(description="The job, with what is open")]
+    request: Annotated[_Searched, Field(description="The job, with what is open")]
 
 
 class ModelRow(BaseModel):

@@ -106,4 +106,4 @@ def run(cases: list[Case], path: Path, runner: Callable[[Case], Record] | None =
 
 def identity(case: Case) -> str:
     """A case as it was asked for: `asked` in the detail of its record, whose request is the one resolved."""
-    return records.case_key(case.request.model_dump(), case.rung, "cpu" if case.rung == "simulate" else case.device)
+    return records.case_key(case.request.as_dict(), case.rung, "cpu" if case.rung == "simulate" else case.device)

@@ -59,8 +59,7 @@ def choose(plan: Plan, rung: Rung | None = None, device: Device | None = None) -
 def single(request: EstimateRequest, seq_len: int) -> list[EstimateRequest]:
     """One request per strategy that the request means."""
     return [
-        request.model_copy(update={"strategy": p.strategy, "backend": p.backend, "offload": p.offload})
-        for p in plans(request, seq_len=seq_len)
+        request.but(strategy=p.strategy, backend=p.backend, offload=p.offload) for p in plans(request, seq_len=seq_len)
     ]
 
 

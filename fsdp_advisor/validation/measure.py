@@ -231,7 +231,7 @@ def sbatch_example(request: EstimateRequest, *, records: Path | None = None) -> 
     """A batch script that measures the request under Slurm, one launcher per node. Rank 0 writes the record."""
     per_node = request.gpus // request.nnodes
     options: list[str] = []
-    for name, value in request.model_dump(exclude_defaults=True).items():
+    for name, value in request.changed.items():
         options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if records is not None:
         options += ["--records", str(records)]

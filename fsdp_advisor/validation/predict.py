@@ -99,7 +99,7 @@ def predict(
         )  # fmt: skip
         needed = one.needed_bytes
     values = {**one.as_dict(), **figures}
-    resolved = {**request.model_dump(), "model": report.model_name, "gpu": gpu_name, "allocator_conf": conf}
+    resolved = {**request.as_dict(), "model": report.model_name, "gpu": gpu_name, "allocator_conf": conf}
     resolved |= {name: getattr(plan, name) for name in resolved if hasattr(plan, name)}
     kept = {name: values[name] for name in (*PREDICTED, *figures) if values.get(name) is not None}
     return Prediction(

@@ -91,7 +91,7 @@ def record_of(case: Case, ended: Ended) -> Record:
     if prediction and prediction.plan.strategy == "zero1" and case.zero1 == "torch":
         predicted, fits = {}, None
         detail["engine"] = "torch.distributed.optim.ZeroRedundancyOptimizer, which the estimate does not model"
-    asked = case.request.model_dump()
+    asked = case.request.as_dict()
     return Record(
         request=prediction.request if prediction else asked,
         rung=case.rung,

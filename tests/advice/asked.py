@@ -9,7 +9,7 @@ from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.families import Job, families
 from fsdp_advisor.advice.judge import Bytes, Judge, Timer
 from fsdp_advisor.advice.search import Search
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import estimate_resolved, make_request
 from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.request import RecommendRequest
@@ -32,7 +32,7 @@ def clock(model: Resolved, plan: Plan, gpu: Gpu) -> float:
 
 
 def search_of(timer: Timer = clock, **options: Any) -> Search:
-    request = RecommendRequest(**options)
+    request = make_request(options, RecommendRequest)
     model = resolve(request.model)
     judge = Judge(
         model=model,
@@ -51,6 +51,6 @@ def search_of(timer: Timer = clock, **options: Any) -> Search:
 
 
 def advise(timer: Timer = clock, **options: Any) -> Recommendation:
-    request = RecommendRequest(**options)
+    request = make_request(options, RecommendRequest)
     model = resolve(request.model)
     return recommend_resolved(estimate_resolved(request.as_estimate, model), model, request, timer=timer)

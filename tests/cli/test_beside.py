@@ -52,7 +52,7 @@ def test_what_a_gpu_found_stands_beside_what_is_predicted_of_it() -> None:
     measured = {"peak_allocated_bytes": 2 << 30, "peak_reserved_bytes": 4 << 30, "peak_device_bytes": 5 << 30}
     predicted = {"peak_allocated_bytes": 2 << 30, "peak_reserved_bytes": 3 << 30, "peak_device_bytes": 4 << 30}
     record = Record(
-        request={**report.request.model_dump(), "backend": "fsdp2", "seq_len": 1024},
+        request={**report.request.as_dict(), "backend": "fsdp2", "seq_len": 1024},
         rung="stand-in", device="cuda", outcome="ok", measured=measured, predicted=predicted,
     )  # fmt: skip
     lines = beside.as_lines(report, [record])
@@ -66,7 +66,7 @@ def test_what_a_gpu_found_stands_beside_what_is_predicted_of_it() -> None:
 
 def test_a_run_out_of_memory_says_so() -> None:
     report = estimate(model="openai-community/gpt2", gpus=8, strategy="zero3", gpu="H100-80GB")
-    request = {**report.request.model_dump(), "backend": "fsdp2", "seq_len": 1024}
+    request = {**report.request.as_dict(), "backend": "fsdp2", "seq_len": 1024}
     record = Record(request=request, rung="stand-in", device="cuda", outcome="oom", message="CUDA out of memory.")
     lines = beside.as_lines(report, [record])
     assert "oom" in lines[2] and lines[-1].endswith("ZeRO-3: CUDA out of memory.")

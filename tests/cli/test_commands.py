@@ -15,10 +15,11 @@ import typer
 
 from fsdp_advisor.cli import app as commands
 from fsdp_advisor.cli import main
-from fsdp_advisor.cli.options import HELP, dashed
+from fsdp_advisor.cli.options import HELP
+from fsdp_advisor.cli.plain import dashed
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.models.profile import Tape, Variant
-from fsdp_advisor.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.request import EstimateRequest, RecommendRequest, fields_of
 from fsdp_advisor.resolve import Resolved
 
 MODEL = ("--model", "meta-llama/Llama-2-7b-hf", "--gpu", "H100")
@@ -125,7 +126,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "unknown model './no/such/config.json'",
         "there is no such file or directory",
     ),
-    (("estimate", "--model", " "), "model: String should have at least 1 character, not ''", SEE),
+    (("estimate", "--model", " "), "model: String should have at least 1 character, not ' '", SEE),
     (("recommend",), "missing option --model", "see fsdp-advisor recommend --help"),
 ]
 
@@ -156,7 +157,7 @@ def test_a_bug_is_no_traceback(cli: Callable[..., Any], monkeypatch: pytest.Monk
     def broken(*_: object) -> None:
         raise RuntimeError("one\ntwo")
 
-    monkeypatch.setattr("fsdp_advisor.cli.app._render", broken)
+    monkeypatch.setattr("fsdp_advisor.cli.estimate._render", broken)
     ran = cli("estimate", *MODEL)
     assert ran.status == 2
     assert ran.err.startswith("fsdp-advisor: internal error: RuntimeError: one two\nhint: ")
@@ -166,7 +167,7 @@ def test_an_interrupt_is_130(cli: Callable[..., Any], monkeypatch: pytest.Monkey
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fsdp_advisor.cli.app._render", interrupted)
+    monkeypatch.setattr("fsdp_advisor.cli.estimate._render", interrupted)
     ran = cli("estimate", *MODEL)
     assert (ran.status, ran.out, ran.err) == (130, "", "fsdp-advisor: interrupted\n")
 
@@ -317,14 +318,14 @@ def test_help_lists_every_option_of_the_contract(cli: Callable[..., Any]) -> Non
 def test_every_field_of_the_request_is_an_option_with_help() -> None:
     command: Any = typer.main.get_command(commands.app)
     declared = {opt for p in command.commands["estimate"].params for opt in p.opts}
-    assert {dashed(name) for name in EstimateRequest.model_fields} <= declared
-    assert set(HELP) == set(RecommendRequest.model_fields)
+    assert {dashed(name) for name in fields_of(EstimateRequest)} <= declared
+    assert set(HELP) == set(fields_of(RecommendRequest))
 
 
 def test_every_estimate_help_text_names_its_default(cli: Callable[..., Any]) -> None:
     text = " ".join(cli("estimate", "--help").out.split())
-    for name, field in EstimateRequest.model_fields.items():
-        if field.default is not None and not field.is_required() and field.annotation is not bool:
+    for name, field in fields_of(EstimateRequest).items():
+        if field.default is not None and field.kind is not bool:
             assert f"[default: {field.default}]" in text, name
 
 

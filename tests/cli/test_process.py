@@ -104,9 +104,9 @@ def test_closed_standard_streams() -> None:
 def test_ctrl_c() -> None:
     """A real SIGINT, while the command waits in the middle of its work."""
     code = (
-        "import sys, time, fsdp_advisor.cli.app as app\n"
+        "import sys, time, fsdp_advisor.cli.estimate as command\n"
         "def wait(*_):\n    print('waiting', file=sys.stderr, flush=True); time.sleep(60)\n"
-        "app._render = wait\n"
+        "command._render = wait\n"
         "from fsdp_advisor.cli import main\n"
         f"sys.exit(main({JOB!r}))"
     )
@@ -134,8 +134,8 @@ HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "fastapi", "uvicorn
 
 
 def test_nothing_heavy_is_imported() -> None:
-    assert not imported([*JOB, "--json"]) & (HEAVY | {"rich"})
+    assert not imported([*JOB, "--json"]) & (HEAVY | {"rich", "typer", "pydantic"})
     assert not imported([*JOB, "--format", "markdown"]) & (HEAVY | {"rich"})
-    assert not imported([*JOB, "--explain", "zero3"]) & HEAVY
+    assert not imported([*JOB, "--explain", "zero3"]) & (HEAVY | {"typer", "pydantic"})
     assert not imported(["models"]) & HEAVY
     assert not imported(["gpus", "--json"]) & (HEAVY | {"rich"})

@@ -270,7 +270,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     with pytest.raises(NothingFits, match="nothing that ddp can do fits A100-40GB with 8 % left free") as refused:
         report_for("ddp", request)
     assert refused.value.exit_status == 1 and refused.value.hint
-    named = make_request({**request.model_dump(), "strategy": "ddp"})
+    named = make_request({**request.as_dict(), "strategy": "ddp"})
     report = report_for("ddp", named)
     assert "A100-40GB has 39.39 GiB, it does not fit." in export("ddp", Job.of(report, report.estimates[0])).text
 

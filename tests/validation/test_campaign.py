@@ -47,7 +47,7 @@ class Runner:
 
     def __call__(self, case: Case) -> Record:
         self.ran.append(case.request.micro_batch_size)
-        request = {**case.request.model_dump(), "backend": "fsdp2", "seq_len": 1024, "gpu": "H100-80GB"}
+        request = {**case.request.as_dict(), "backend": "fsdp2", "seq_len": 1024, "gpu": "H100-80GB"}
         return Record(request=request, rung=case.rung, device="cpu", outcome=self.outcomes.pop(0))  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ def test_options_given_beside_a_campaign_replace_its_own() -> None:
 
 def test_the_full_campaign_covers_what_it_must() -> None:
     requests = campaign.load("full")
-    assert len(requests) >= 60 and len({json.dumps(r.model_dump()) for r in requests}) == len(requests)
+    assert len(requests) >= 60 and len({json.dumps(r.as_dict()) for r in requests}) == len(requests)
     families = {str(profile(entry).config["model_type"]) for r in requests if (entry := find(r.model))}
     assert all(find(r.model) for r in requests) and len(families) >= 8
     assert {r.backend for r in requests} >= {"ddp", "fsdp1", "fsdp2"}

@@ -14,7 +14,7 @@ from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.lookup import lookup
 from fsdp_advisor.models import cache
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.request import EstimateRequest, fields_of
 from fsdp_advisor.validation import records, report
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.records import Record
@@ -31,7 +31,7 @@ STANDARD = {"peak_tensor_bytes": (0.005, 0.005), "peak_allocated_bytes": (0.01, 
 
 def today(record: Record) -> Record:
     """The record with what is predicted of its case now, on the GPU that it names."""
-    request = make_request({k: v for k, v in record.request.items() if k in EstimateRequest.model_fields})
+    request = make_request({k: v for k, v in record.request.items() if k in fields_of(EstimateRequest)})
     found = predict(request, record.rung, "cpu" if record.device == "cpu" else "cuda", gpu=_gpu(record))
     return replace(record, predicted=found.predicted, fits_predicted=found.fits)
 

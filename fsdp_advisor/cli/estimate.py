@@ -1,0 +1,78 @@
+"""`estimate`: what the job takes under every strategy. Only what is needed is imported: JSON needs no rich."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_advisor.cli.output import Destination, Format, form_of, note
+from fsdp_advisor.request import EstimateRequest
+
+if TYPE_CHECKING:
+    from fsdp_advisor.report import Report
+    from fsdp_advisor.validation.records import Record
+
+FITS, NONE_FITS = 0, 1
+
+
+def estimate(
+    request: EstimateRequest,
+    *,
+    format: Format = Format.text,
+    json: bool = False,
+    explain: str | None = None,
+    validate: bool = False,
+    output: Path | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> int:
+    """Answer, and write the answer; the exit status."""
+    from fsdp_advisor.estimator import estimate as answer
+
+    destination = Destination(path=output, force=force)
+    form = form_of(format, json)
+    destination.check()
+    report = answer(request, explain=explain is not None, settle=True)
+    for remark in report.notes:
+        note(remark, quiet=quiet)
+    records = None
+    if validate:
+        from fsdp_advisor.cli.beside import run_beside
+
+        records = run_beside(report, quiet=quiet)
+    destination.write(_render(report, form, explain, destination, records))
+    return FITS if report.any_fits else NONE_FITS
+
+
+def _render(
+    report: Report, form: Format, explain: str | None, destination: Destination, records: list[Record] | None
+) -> str:
+    from fsdp_advisor.cli.selection import select
+
+    chosen = select(report, explain) if explain is not None else None
+    if form is Format.json:
+        document = report.as_dict(timeline=chosen is not None)
+        if records is not None:
+            from fsdp_advisor.cli.beside import into_json
+
+            into_json(document, records)
+        return as_json(document)
+    beside = ""
+    if records is not None:
+        from fsdp_advisor.cli.beside import as_lines
+
+        beside = "\n".join(["", *as_lines(report, records)])
+    if form is Format.markdown:
+        from fsdp_advisor.cli.markdown import markdown
+
+        return markdown(report, chosen) + (f"\n\n```{beside}\n```" if beside else "")
+    from fsdp_advisor.cli.text import text
+
+    return text(report, destination.screen(), chosen) + (f"\n{beside}" if beside else "")
+
+
+def as_json(value: Any) -> str:
+    """Indented, for people too."""
+    import json
+
+    return json.dumps(value, indent=2)
