@@ -150,7 +150,7 @@ def _band(xs: Scale, ys: Scale, percent: int) -> str:
 
 
 def _mark(x: float, y: float, judges: bool, doubted: bool, label: str = "") -> str:
-    """A disc judges the model, a square is of a source that its constants were chosen on; hollow where the estimate doubts itself."""
+    """A disc judges the model, a square is of a source that constants were chosen on; hollow where the estimate doubts itself."""
     kind, colour = ("accent", ACCENT) if judges else ("muted", MUTED)
     looks: dict[str, Any] = {"class_": f"f-{kind} halo", "fill": colour, "stroke": PAPER}
     if doubted:
@@ -167,8 +167,8 @@ def _key(points: Sequence[ErrorPoint], key: str, width: float) -> tuple[list[str
     judged = sum(point.judges for point in points)
     doubts = Counter(doubt for point in points for doubt in point.doubts)
     rows = (
-        (True, False, f"judges the model: its source chose no constant ({judged})"),
-        (False, False, f"its source chose constants of the model ({len(points) - judged})"),
+        (True, False, f"judges the model: no constant was chosen on its source ({judged})"),
+        (False, False, f"constants of the model were chosen on its source ({len(points) - judged})"),
         (True, True, "hollow: the estimate warns of "
          + (", ".join(f"{about} ({n})" for about, n in doubts.most_common()) or "nothing")),
     )  # fmt: skip
