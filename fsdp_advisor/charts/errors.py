@@ -115,14 +115,16 @@ def _panel(
     drawn.append(lines((start, ys(m), end, ys(m)) for m in marks if m))
     drawn.append(line(start, ys(0), end, ys(0), kind="muted"))
     if labelled:
-        drawn += [text(start - 6, ys(m) + 4, f"{m:+d}" if m else "0", kind="muted", anchor="end") for m in marks]
-        drawn.append(text(2, ys.end - 8, "error, % (below 0: the run was slower)", kind="muted"))
+        drawn += [
+            text(start - 6, ys(m) + 4, f"{m:+d}" if m else "0", kind="muted", size=SMALL, anchor="end") for m in marks
+        ]
+        drawn.append(text(2, ys.end - 8, "error, % (below 0: the run was slower)", kind="muted", size=SMALL))
     for mark in power_ticks(xs.low, xs.high, axis.base, most=max(2, int((end - start) / _ROOM))):
         words = axis.written(mark)
         half = width_of(words, SMALL) / 2
         at = min(max(xs(mark), start + half), end - half)
-        drawn.append(text(at, ys.start + 16, words, kind="muted", anchor="middle"))
-    drawn.append(text(end, ys.start + 34, f"{axis.name} →", kind="muted", anchor="end"))
+        drawn.append(text(at, ys.start + 16, words, kind="muted", size=SMALL, anchor="middle"))
+    drawn.append(text(end, ys.start + 34, f"{axis.name} →", kind="muted", size=SMALL, anchor="end"))
     places = _beside([(xs(axis.value(point)), ys(point.error_percent)) for point in points], start, end)
     for point, (x, y) in zip(points, places, strict=True):
         drawn.append(_mark(x, y, point.judges, bool(point.doubts), point.label))
@@ -178,7 +180,7 @@ def _key(points: Sequence[ErrorPoint], key: str, width: float) -> tuple[list[str
         if doubted:
             drawn.append(_mark(20, y - 4, False, doubted))
         indent = 32 if doubted else 20
-        for words_line in wrapped(words, width - indent - 12, SMALL):
+        for words_line in wrapped(words, width - indent - 4):
             drawn.append(text(indent, y, words_line, kind="muted"))
             y += 17
         y += 3
