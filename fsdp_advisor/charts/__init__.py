@@ -8,6 +8,7 @@ shape has a class). It has a title and a description, patterns as well as colour
 from fsdp_advisor.charts.accuracy import AccuracyPoint, accuracy
 from fsdp_advisor.charts.bars import Bar, stacked_bars
 from fsdp_advisor.charts.comparison import two_timelines
+from fsdp_advisor.charts.errors import ErrorPoint, speed_errors
 from fsdp_advisor.charts.frontier import FrontierPoint, frontier
 from fsdp_advisor.charts.parts import BESIDE, PARTS, Part, part_bytes
 from fsdp_advisor.charts.streams import Span, stream_timeline
@@ -20,6 +21,7 @@ __all__ = [
     "PARTS",
     "AccuracyPoint",
     "Bar",
+    "ErrorPoint",
     "FrontierPoint",
     "Moment",
     "Part",
@@ -30,6 +32,7 @@ __all__ = [
     "frontier",
     "memory_timeline",
     "part_bytes",
+    "speed_errors",
     "stacked",
     "stacked_bars",
     "stream_timeline",

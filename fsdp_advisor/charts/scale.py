@@ -46,6 +46,20 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [v for p in powers for m in (1, 2, 5) if low <= (v := m * 10.0**p) <= high]
 
 
+def power_ticks(low: float, high: float, base: int, most: int) -> list[float]:
+    """Powers of `base` within low..high: all of them, or every second, third ... so that they are at most `most`.
+
+    >>> power_ticks(35, 70_000, 2, 4), power_ticks(3e8, 4e11, 10, 4)
+    ([64.0, 512.0, 4096.0, 32768.0], [1000000000.0, 10000000000.0, 100000000000.0])
+    """
+    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
+    return next(
+        [float(base) ** power for power in range(first, last + 1) if power % stride == 0]
+        for stride in range(1, last - first + 3)
+        if (last // stride) - (first - 1) // stride <= most
+    )
+
+
 def short(value: float) -> str:
     """A tick's label.
 

@@ -1,15 +1,17 @@
-"""How right the estimates have been: the records that ship with the package, and the errors in them."""
+"""How right the estimates have been: the records that ship with the package, and the published runs that the time is held against."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from fsdp_advisor.charts import AccuracyPoint, accuracy
+from fsdp_advisor.charts import AccuracyPoint, accuracy, speed_errors
+from fsdp_advisor.server.page_drawings import Drawing, drawing
 from fsdp_advisor.units import format_gib
-from fsdp_advisor.validation import records, report
+from fsdp_advisor.validation import published, records, report
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -21,7 +23,7 @@ def records_dir() -> Path:
 
 
 def view(folder: Path | None = None) -> dict[str, Any]:
-    """The records of a folder's .jsonl files: a row per case, the spread of errors, and the drawing."""
+    """The records of a folder's .jsonl files: a row per case, the spread of errors, and the drawing; and the published runs."""
     folder = folder or records_dir()
     files = sorted(folder.rglob("*.jsonl")) if folder.is_dir() else []
     read = [(path, *records.read(path)) for path in files]
@@ -64,4 +66,13 @@ def view(folder: Path | None = None) -> dict[str, Any]:
             if s.figure in records.FIGURES
         ],
         "accuracy_drawing": Markup(accuracy(points, width=520)) if points else None,
+        "bounds_percent": published.BOUNDS,
+        "published": published.summaries(),
+        "published_runs": published.runs(),
+        "speed_errors_drawing": _speed_errors(),
     }
+
+
+@lru_cache(maxsize=1)
+def _speed_errors() -> Drawing:
+    return drawing(speed_errors, [run.point for run in published.runs()], key="speed-errors")

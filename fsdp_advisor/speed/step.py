@@ -8,10 +8,11 @@ from functools import lru_cache
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.models.profile import ROOT, Profile, Tape
 from fsdp_advisor.plan import Plan
-from fsdp_advisor.speed.achieved import STOLEN_BY_NCCL, achieved_by
+from fsdp_advisor.speed.achieved import STOLEN_BY_NCCL
 from fsdp_advisor.speed.engines import Engine, UnitCosts, engine_of, unit_costs
 from fsdp_advisor.speed.operators import Device, device_of
 from fsdp_advisor.speed.streams import MicroBatch, Place, Streams
+from fsdp_advisor.speed.trust import Doubt, doubts_of
 from fsdp_advisor.speed.work import Compute, compute_of
 
 UNCERTAINTY: dict[str, float] = {
@@ -22,12 +23,6 @@ UNCERTAINTY: dict[str, float] = {
 SLOWER = 2.0
 """Runs are late more often than early: memory nearly full, older kernels, a busy network. Of the published runs, fitted and
 judged together, 59 of 66 lie in the range that this gives."""
-LARGEST_NODE = 16
-"""GPUs in the largest node of any published run; DGX-2."""
-ATTENTION_WORTH_A_WORD = 0.25
-WITHOUT_TOKENS = frozenset({"image-classification"})
-UNSEEN = 0.15
-"""More of it, where no published run of this generation of GPUs was at hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +42,12 @@ class StepTime:
     communication_seconds: float
     low_seconds: float
     high_seconds: float
-    warnings: tuple[str, ...] = ()
+    doubts: tuple[Doubt, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Where the model stops being trustworthy, in words."""
+        return tuple(f"step time: {doubt.text}" for doubt in self.doubts)
 
     @property
     def seconds(self) -> float:
@@ -136,9 +136,9 @@ def _step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link
         "host": exposed * host_share + engine.host_optimizer + engine.host_reduce * reductions + engine.host_late,
     }
     seconds = sum(breakdown.values())
-    achieved = achieved_by(gpu)
-    unseen = UNSEEN if achieved is None or not achieved.seen else 0.0
-    unsure = sum(value * UNCERTAINTY[name] for name, value in breakdown.items()) + unseen * seconds
+    doubts = doubts_of(profile, plan, gpu, breakdown, seconds)
+    unsure = sum(value * UNCERTAINTY[name] for name, value in breakdown.items())
+    unsure += seconds * sum(doubt.wider for doubt in doubts)
     return StepTime(
         breakdown=breakdown,
         tokens=plan.micro_batch_size * plan.seq_len * plan.gradient_accumulation_steps,
@@ -147,7 +147,7 @@ def _step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link
         communication_seconds=last.sent + others * first.sent + late + engine.gather_updated,
         low_seconds=max(seconds - unsure, 0.0),
         high_seconds=seconds + SLOWER * unsure,
-        warnings=_warnings(profile, plan, gpu, breakdown, seconds),
+        doubts=doubts,
     )
 
 
@@ -224,34 +224,3 @@ def _compute_breakdown(
         "launch": launch,
         "sharding": sharding,
     }
-
-
-def _warnings(profile: Profile, plan: Plan, gpu: Gpu, breakdown: dict[str, float], seconds: float) -> tuple[str, ...]:
-    """Where the model stops being trustworthy."""
-    found = []
-    achieved = achieved_by(gpu)
-    if achieved is None or not achieved.seen:
-        found.append(f"step time: no published training run on {gpu.name}'s generation was at hand to check it against")
-    if gpu.bf16_flops is None and plan.precision.startswith("bf16"):
-        found.append(f"step time: {gpu.name} has no tensor cores for bf16; fp16-mixed would be faster")
-    if plan.ranks_per_node > LARGEST_NODE:
-        found.append(f"step time: {plan.ranks_per_node} GPUs on one node are taken to share its links; say --nnodes")
-    if profile.task in WITHOUT_TOKENS:
-        found.append("step time: its tokens per second count the sequence length, which this model does not read")
-    if plan.backend == "deepspeed" and plan.nnodes > 1:
-        found.append("step time: published DeepSpeed runs over several nodes took 1.3 to 2.6 times as long")
-    if breakdown["attention"] > ATTENTION_WORTH_A_WORD * seconds:
-        found.append(
-            f"step time: {breakdown['attention'] / seconds:.0%} of it is attention at FlashAttention-2's rate; kernels before it took 1.5 to 2 times as long"
-        )
-    for name, what in (
-        ("launch", "waiting for the CPU, whose speed is not known"),
-        ("host", "the host's memory and PCIe, which differ from server to server"),
-    ):
-        if breakdown[name] > 0.3 * seconds:
-            found.append(f"step time: {breakdown[name] / seconds:.0%} of it is {what}")
-    if breakdown["communication"] > 0.3 * seconds:
-        found.append(
-            f"step time: {breakdown['communication'] / seconds:.0%} of it is communication at the links' usual rates; a busy network is slower"
-        )
-    return tuple(found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from fsdp_advisor.charts import (
     BESIDE,
     AccuracyPoint,
     Bar,
+    ErrorPoint,
     FrontierPoint,
     Moment,
     Span,
@@ -24,6 +27,7 @@ from fsdp_advisor.charts import (
     frontier,
     memory_timeline,
     part_bytes,
+    speed_errors,
     stacked,
     stacked_bars,
     stream_timeline,
@@ -93,6 +97,20 @@ def _both(words: str, width: int) -> str:
     return two_timelines(predicted, {**predicted, "backward": [4 * GIB] * 70}, label=words, width=width)
 
 
+def _error(error: float, *, judges: bool = True, doubts: tuple[str, ...] = (), **size: int) -> ErrorPoint:
+    sizes = {"parameters": 7 * 10**9, "gpus": 8, "seq_len": 2048} | size
+    return ErrorPoint(label=f"a run off by {error:g} %", error_percent=error, judges=judges, doubts=doubts, **sizes)
+
+
+def _errors(words: str, width: int) -> str:
+    points = [
+        replace(_error(-70, doubts=(words, words)), label=words),
+        _error(12, judges=False, gpus=128),
+        _error(3, seq_len=65_536, parameters=10**11),
+    ]
+    return speed_errors(points, width=width)
+
+
 CHARTS: dict[str, Draw] = {
     "bars": _bars,
     "timeline": _timeline,
@@ -101,6 +119,7 @@ CHARTS: dict[str, Draw] = {
     "frontier": _frontier,
     "accuracy": _accuracy,
     "two timelines": _both,
+    "speed errors": _errors,
 }
 
 
@@ -173,6 +192,7 @@ def test_log_ticks_are_inside(low: float, times: float) -> None:
         lambda: frontier([]),
         lambda: accuracy([]),
         lambda: decision_tree([]),
+        lambda: speed_errors([]),
     ],
 )
 def test_nothing_to_draw_is_no_error(draw_none: Callable[[], str]) -> None:
@@ -316,6 +336,73 @@ def test_kinds_look_apart_however_many() -> None:
     root = ET.fromstring(stream_timeline(spans, label="x"))
     looks = [ET.tostring(p).replace((p.get("id") or "").encode(), b"") for p in root.iter(f"{SVG}pattern")]
     assert len(looks) == len(set(looks)) == 20
+
+
+# The errors of the time
+
+
+def _marks(svg: str) -> list[ET.Element]:
+    """The runs: the shapes that have a title."""
+    return [e for e in ET.fromstring(svg).iter() if e.tag != f"{SVG}svg" and e.find(f"{SVG}title") is not None]
+
+
+def _middle(mark: ET.Element) -> tuple[float, float]:
+    def size(name: str) -> float:
+        return float(mark.get(name, 0))
+
+    if mark.tag == f"{SVG}circle":
+        return size("cx"), size("cy")
+    return size("x") + size("width") / 2, size("y") + size("height") / 2
+
+
+def test_every_run_stands_in_every_panel_and_its_mark_says_what_it_is() -> None:
+    points = [
+        _error(-5), _error(-6, doubts=("host",)), _error(-7, judges=False), _error(-8, judges=False, doubts=("host",)),
+    ]  # fmt: skip
+    marks = _marks(speed_errors(points))
+    assert len(marks) == 3 * len(points)
+    for point in points:
+        mine = [m for m in marks if m.findtext(f"{SVG}title") == point.label]
+        assert len(mine) == 3
+        for mark in mine:
+            assert (mark.tag == f"{SVG}circle") == point.judges
+            assert ("paper-fill" in mark.get("class", "")) == bool(point.doubts)
+
+
+def test_errors_stand_at_their_height_and_sizes_from_left_to_right() -> None:
+    sizes = [{"parameters": 10**9 * 3**i, "gpus": 4**i, "seq_len": 512 * 4**i} for i in range(4)]
+    points = [_error(e, **size) for e, size in zip((30, 0, -30, -60), sizes, strict=True)]
+    marks = [_middle(m) for m in _marks(speed_errors(points))]
+    for panel in (marks[:4], marks[4:8], marks[8:]):
+        xs, ys = zip(*panel, strict=True)
+        steps = {round(b - a) for a, b in itertools.pairwise(xs)}
+        assert list(xs) == sorted(xs) and max(steps) - min(steps) <= 1  # a logarithmic axis
+        assert [round(y - ys[0]) for y in ys] == pytest.approx([i * (ys[1] - ys[0]) for i in range(4)], abs=1)
+
+
+def test_crowded_runs_stand_side_by_side_and_no_error_is_moved() -> None:
+    places = [_middle(m) for m in _marks(speed_errors([_error(-5)] * 5))][:5]
+    assert len({y for _, y in places}) == 1
+    xs = sorted(x for x, _ in places)
+    assert all(b - a >= 6.9 for a, b in itertools.pairwise(xs)) and xs[-1] - xs[0] <= 28.2
+
+
+def test_what_lies_beyond_the_largest_run_is_hatched() -> None:
+    svg = speed_errors([_error(1), _error(2, gpus=128, seq_len=8192, parameters=7 * 10**10)])
+    hatched = [
+        e for e in ET.fromstring(svg).iter(f"{SVG}rect") if "unseen" in e.get("fill", "") and e.get("fill-opacity")
+    ]
+    largest = [_middle(m)[0] for m in _marks(svg)[1::2]]
+    assert [float(e.get("x", 0)) for e in hatched] == pytest.approx(largest, abs=0.2)
+
+
+def test_the_drawing_says_how_many_were_missed_and_warned_of() -> None:
+    svg = speed_errors([_error(-70, doubts=("host",)), _error(-40), _error(10)])
+    assert "2 are off by more than 30 %, and the estimate itself warns of 1 of these" in svg
+    assert "1 within 15 %, 1 within 30 %" in svg and ">hollow: the estimate warns of host (1)<" in svg
+
+
+# Two timelines
 
 
 def test_two_timelines_say_both_peaks_and_need_neither() -> None:

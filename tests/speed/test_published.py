@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from errors_table import TABLE, table
+from errors_table import DRAWING, TABLE, drawing, table
 from published_runs import Row, published, said, unsayable
 from published_split import FITTED, part_of
 
 from fsdp_advisor.speed import StepTime, step_time
+from fsdp_advisor.speed.trust import LONGEST_TOKENS, MOST_GPUS, MOST_PARAMETERS
+from fsdp_advisor.validation.published import runs, summaries
 
 NOISE = 0.03
 """Two published times this close are the same: a step's own spread."""
@@ -135,6 +137,38 @@ def test_most_measured_times_lie_in_the_stated_range() -> None:
     assert sum(inside) == 59 and len(inside) == 66
 
 
+def test_where_a_run_is_missed_the_estimate_says_so() -> None:
+    """By more than 30 %, or outside of the range that it states."""
+    for c in compared():
+        if abs(c.error) > 0.30 or not c.step.low_seconds <= c.row.measured_seconds <= c.step.high_seconds:
+            assert c.step.warnings, c.row.id
+
+
+def test_beyond_the_largest_runs_there_are_none() -> None:
+    """What `speed.trust` takes for the edge of the published runs is the edge of the table."""
+    assert max(c.row.plan.world_size for c in compared()) == MOST_GPUS
+    assert max(c.row.plan.seq_len for c in compared()) == LONGEST_TOKENS
+    assert max(c.row.profile.parameters for c in compared()) == MOST_PARAMETERS
+    assert "hsdp" not in {c.row.plan.strategy for c in compared()}
+    assert not [c.row.id for c in compared() if any("no published" in w for w in c.step.warnings)]
+
+
 def test_the_table_of_errors_is_of_this_model() -> None:
     """`python tests/speed/errors_table.py` writes it anew; a change of the model is to be seen in its rows."""
     assert TABLE.read_text() == table()
+
+
+def test_the_drawing_is_of_this_table() -> None:
+    """The same command draws it."""
+    assert DRAWING.read_text() == drawing()
+
+
+def test_the_table_is_read_as_it_was_written() -> None:
+    assert [run.id for run in runs()] == [c.row.id for c in compared()]
+    for run, c in zip(runs(), compared(), strict=True):
+        assert run.error_percent == pytest.approx(100 * c.error, abs=0.051)
+        assert run.doubts == "; ".join(d.about for d in c.step.doubts)
+    judged, _ = summaries()
+    assert (judged.part, judged.runs) == ("judged", 41)
+    assert judged.median_percent == pytest.approx(100 * statistics.median(errors("judged")), abs=0.06)
+    assert judged.within[1] == sum(e <= 0.30 for e in errors("judged"))

@@ -18,6 +18,7 @@ from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.plan import BACKENDS, OFFLOADS, Plan, degrees
 from fsdp_advisor.speed import StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.speed.operators import products_of
+from fsdp_advisor.speed.step import UNCERTAINTY
 
 A100 = find_gpu("A100")
 
@@ -236,6 +237,34 @@ def test_where_it_is_not_trustworthy_it_says_so() -> None:
     assert any("--nnodes" in warning for warning in crowded.warnings)
     slow = replace(A100, inter_node=replace(A100.inter_node, bytes_per_s=1e8))  # type: ignore[type-var]
     assert any("communication" in warning for warning in time(plan(gpus=16, nnodes=2), slow).warnings)
+
+
+@pytest.mark.parametrize(
+    ("job", "profile", "words"),
+    [
+        (plan(gpus=256, nnodes=32), LLAMA, "on more than 128 GPUs"),
+        (plan(seq_len=131_072), LLAMA, "of more than 65,536 tokens a sequence"),
+        (plan(gpus=64, nnodes=8), profile_of("meta-llama/Llama-3.1-405B"), "of more than 98.0B parameters"),
+        (plan("hsdp", gpus=16, nnodes=2), LLAMA, "under HSDP"),
+    ],
+)
+def test_beyond_every_published_run_it_says_so_once_and_its_range_is_wider(job: Plan, profile: Profile, words: str) -> None:  # fmt: skip
+    found = time(job, profile=profile)
+    (said,) = [warning for warning in found.warnings if "no published training run" in warning]
+    assert said == f"step time: no published training run {words} was at hand to check it against"
+    unsure = sum(value * UNCERTAINTY[name] for name, value in found.breakdown.items())
+    assert found.seconds - found.low_seconds == pytest.approx(unsure + 0.15 * found.seconds)
+
+
+def test_a_report_beyond_the_published_runs_says_so() -> None:
+    rows = estimate(model="meta-llama/Llama-3.1-405B", gpus=512, nnodes=64, gpu="H100", strategy="zero3").as_dict()
+    (said,) = [w for w in rows["estimates"][0]["warnings"] if "no published" in w]
+    assert "on more than 128 GPUs or of more than 98.0B parameters" in said
+
+
+def test_within_the_published_runs_it_does_not_shout() -> None:
+    for job in (plan(), plan("ddp"), plan("zero2"), plan(gpus=128, nnodes=16), plan(seq_len=8192)):
+        assert time(job).warnings == ()
 
 
 def test_the_report_has_the_step() -> None:

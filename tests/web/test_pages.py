@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fsdp_advisor.request import RecommendRequest, fields_of
 from fsdp_advisor.server import Settings, create_app, page_accuracy
 from fsdp_advisor.server.page_form import EXAMPLE, controls
 from fsdp_advisor.units import format_gib
+from fsdp_advisor.validation import published
 
 PAGES = ("/", "/how", "/accuracy", "/models", "/gpus")
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}'
@@ -304,9 +306,27 @@ def test_records_are_listed_with_their_errors_and_drawn(tmp_path: Path, client: 
     monkeypatch.setattr(page_accuracy, "records_dir", lambda: tmp_path)
     html = client.get("/accuracy").text
     page = read(html)
-    assert "+5.00 %" in html and "h100" not in html
+    assert "+5.00 %" in html and "h100.jsonl" not in html
     assert "script" not in {tag for tag, _ in page.elements} and "&lt;script&gt;" in html
     assert "accuracy_drawing" not in client.get("/accuracy.json").json()
+
+
+def test_the_published_runs_are_drawn_listed_and_there_as_data(client: TestClient) -> None:
+    html, data = client.get("/accuracy").text, client.get("/accuracy.json").json()
+    runs = data["published_runs"]
+    assert len(runs) == len(published.runs()) and "speed_errors_drawing" not in data
+    wide, narrow = re.findall(r'<svg[^>]*class="chart (?:wide|narrow)".*?</svg>', html, re.DOTALL)
+    for svg in (wide, narrow):
+        titles = re.findall(r"<(?:circle|rect)[^>]*><title>(.*?)</title>", svg)
+        assert len(titles) == 3 * len(runs)
+        for run in runs:
+            assert sum(f"{run['error_percent']:+.1f} % ({escape(run['source'])})" in title for title in titles) >= 3
+    table = html[html.index('aria-label="Every published run"') :]
+    assert re.findall(r">([+-][\d.]+) %<", table) == [f"{run['error_percent']:+.1f}" for run in runs]
+    words = "".join(read(html).text)
+    for part in data["published"]:
+        assert f"{part['median_percent']} %" in words
+    assert {"judged", "fitted"} == {run["part"] for run in runs} == {part["part"] for part in data["published"]}
 
 
 # How
