@@ -12,13 +12,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import Cli
 
 from fsdp_advisor.cli.serve import OPTIONS
 from fsdp_advisor.server.settings import Settings
+
+if TYPE_CHECKING:
+    from conftest import Cli  # which folder's, depends on what is run
 
 SERVE = [sys.executable, "-m", "fsdp_advisor", "serve"]
 
