@@ -46,7 +46,8 @@ def parse_bytes(text: str) -> int | None:
     match = _NUMBER.match(text)
     if match is None or match[2].lower() not in _SUFFIX:
         return None
-    return round(float(match[1]) * _SUFFIX[match[2].lower()])
+    value = float(match[1]) * _SUFFIX[match[2].lower()]
+    return round(value) if value < 1e18 else None
 
 
 def parse_count(text: str) -> int | None:

@@ -16,7 +16,7 @@ from fsdp_advisor.request import EstimateRequest, Option, RecommendRequest, fiel
 KINDS = (EstimateRequest, RecommendRequest)
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 1.0, 2.5, float("nan"), "", " ", "0", "-3", "4.0", "1e3", "٣", "nan", "inf",
-    "512GiB", "8%", "10B", "x" * 5000, 10**30, "9" * 25, [], {}, b"ddp",
+    "512GiB", "1e999GiB", "1e999", "8%", "10B", "x" * 5000, 10**30, "9" * 25, [], {}, b"ddp",
 ]  # fmt: skip
 
 
@@ -74,6 +74,7 @@ def test_defaults_are_the_same_to_both(kind: type[EstimateRequest]) -> None:
         ({"gpus": "0"}, "gpus: Input should be greater than or equal to 1, not '0'"),
         ({"gpsu": 4}, "gpsu: Extra inputs are not permitted, not 4"),
         ({"strategy": "zero4"}, "strategy: Input should be"),
+        ({"host_memory": "1e999GiB"}, "host_memory: Input should be a valid integer"),
         ({"host_memory": "1KB"}, "host_memory: Input should be greater than or equal to 1073741824"),
     ],
 )
