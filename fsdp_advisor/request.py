@@ -86,7 +86,9 @@ class EstimateRequest:
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     reserved: Annotated[bool, Rule("walk the caching allocator through the job's steps")] = False
     allocator_conf: Annotated[str | None, Rule("as in PYTORCH_ALLOC_CONF", max_length=1024)] = None
-    host_memory: Annotated[int | None, Rule("of one node, such as 512GiB", ge=2**30, parse=parse_bytes)] = None
+    host_memory: Annotated[int | None, Rule("of one node, such as 512GiB", ge=2**30, le=2**60, parse=parse_bytes)] = (
+        None
+    )
     framework: Framework = "torch"
     wrap: Literal["layer", "none"] = "layer"
 

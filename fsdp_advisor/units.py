@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 GIB = 2**30
+MOST_BYTES = 10**19
 _SUFFIX = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -38,7 +39,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """A size with a unit: ``24GiB``, ``80 GB`` (10**9), ``512MiB``; None where it is not one.
+    """A size with a unit: ``24GiB``, ``80 GB`` (10**9), ``512MiB``, at most MOST_BYTES; None where it is not one.
 
     >>> parse_bytes("24GiB"), parse_bytes("80 GB"), parse_bytes("H100")
     (25769803776, 80000000000, None)
@@ -46,8 +47,7 @@ def parse_bytes(text: str) -> int | None:
     match = _NUMBER.match(text)
     if match is None or match[2].lower() not in _SUFFIX:
         return None
-    value = float(match[1]) * _SUFFIX[match[2].lower()]
-    return round(value) if value < 1e18 else None
+    return round(min(float(match[1]) * _SUFFIX[match[2].lower()], MOST_BYTES))
 
 
 def parse_count(text: str) -> int | None:

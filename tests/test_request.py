@@ -74,7 +74,7 @@ def test_defaults_are_the_same_to_both(kind: type[EstimateRequest]) -> None:
         ({"gpus": "0"}, "gpus: Input should be greater than or equal to 1, not '0'"),
         ({"gpsu": 4}, "gpsu: Extra inputs are not permitted, not 4"),
         ({"strategy": "zero4"}, "strategy: Input should be"),
-        ({"host_memory": "1e999GiB"}, "host_memory: Input should be a valid integer"),
+        ({"host_memory": "1e999GiB"}, "host_memory: Input should be less than or equal to"),
         ({"host_memory": "1KB"}, "host_memory: Input should be greater than or equal to 1073741824"),
     ],
 )

@@ -78,10 +78,7 @@ def list_gpus(pattern: str | None = None) -> tuple[Gpu, ...]:
 def _size(text: str) -> int | None:
     """Bytes of a size, negative where it is signed so, None where it is none."""
     text = text.strip()
-    try:
-        size = parse_bytes(text.lstrip("+-"))
-    except OverflowError:  # 1e999GiB
-        return _LARGEST_BYTES + 1
+    size = parse_bytes(text.lstrip("+-"))
     return None if size is None else -size if text.startswith("-") else size
 
 
