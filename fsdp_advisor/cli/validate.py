@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from enum import Enum
@@ -165,16 +166,23 @@ def validate(
     destination = Destination(path=output, force=force)
     destination.check()
     if campaign is not None:
-        return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, snapshot)
+        if records is None:
+            raise UsageError("a campaign needs --records FILE", hint="what is there already is not run again")
+        for name, value in (("--snapshot", snapshot), ("--rdzv-endpoint", rdzv_endpoint), ("--sbatch", sbatch or None)):
+            if value is not None:
+                raise UsageError(f"{name} is of one case", hint="leave --campaign out")
+        return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, zero1=zero1.value)
     if "model" not in given:
         raise UsageError(
             "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
         )
     request = ask(**{**dict.fromkeys(EstimateRequest.model_fields), **given})
     if sbatch:
-        from fsdp_advisor.validation.measure import sbatch_example
+        from fsdp_advisor.validation.sbatch import sbatch_example
 
-        destination.write(sbatch_example(request, records=records))
+        run = {"device": device and device.value, "zero1": zero1.value if zero1 is not Zero1Name.deepspeed else None}
+        run |= {"timeout": timeout, "snapshot": snapshot, "records": records}
+        destination.write(sbatch_example(request, **run))
         return FITS
     cases = _cases(
         [request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1.value, rdzv_endpoint=rdzv_endpoint
@@ -199,6 +207,8 @@ def _cases(
     from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case
 
     machine.require_torch()
+    rank = _started_rank(options.get("rdzv_endpoint"))
+    ranks = rank is not None or options.get("rdzv_endpoint") is not None
     wanted: Rung | None = rung.value if rung else None
     where: Device | None = device.value if device else None
     cases: list[Case] = []
@@ -206,41 +216,84 @@ def _cases(
     for request in requests:
         for one in ladder.single(request, request.seq_len or 1):
             (plan,) = plans(one, seq_len=1)
-            choice = ladder.choose(plan, wanted, where)
+            choice = ladder.choose(plan, wanted, where, ranks=ranks)
             if choice.why not in told and len(told) < 3:
                 told.add(choice.why)
-                note(f"rung: {choice.why}", quiet=quiet)
+                note(f"rung: {choice.why}", quiet=quiet or bool(rank))
             seconds = timeout or TIMEOUT_SECONDS[choice.rung]
             cases.append(Case(request=one, rung=choice.rung, device=choice.device, timeout_seconds=seconds, **options))
     return cases
 
 
+def _started_rank(endpoint: str | None) -> int | None:
+    """This process's rank where the user has started several; with a place to meet, srun starts one process per node."""
+    from fsdp_advisor.validation.started import started_rank
+
+    started = started_rank()
+    if started is not None and endpoint is not None and "RANK" in os.environ:
+        raise UsageError("--rdzv-endpoint contradicts the ranks that torchrun has started", hint="give it to torchrun")
+    return started[0] if started is not None and endpoint is None else None
+
+
 def _run(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
     """Each case once, on ranks that the user has started or on our own; a single one that fails is an error."""
-    from fsdp_advisor.validation import records, report
-    from fsdp_advisor.validation.measure import started_rank
-
     found: list[tuple[Record, Ended]] = []
+    rank = _started_rank(cases[0].rdzv_endpoint)
+    status = FITS
+
+    def leave(record: Record | None, ended: Ended) -> int:
+        """The end of a rank that the user has started, where a rank has failed."""
+        from fsdp_advisor.cli import complain
+
+        try:
+            if record is not None:
+                _keep(path, record)
+                found.append((record, ended))
+                return _show(found, destination, form, quiet)
+            if ended.outcome == "interrupted":
+                raise KeyboardInterrupt
+            if ended.outcome == "oom":
+                note(f"{ended.message} Rank 0 has the record", quiet=quiet)
+                return NONE_FITS
+            raise ended.error()
+        except (AdvisorError, KeyboardInterrupt) as error:
+            return complain(error)
+
     for number, case in enumerate(cases, 1):
         if len(cases) > 1:
-            note(
-                f"{number}/{len(cases)} {case.request.strategy} {case.request.backend} {case.request.offload}",
-                quiet=quiet,
-            )
-        if case.rung == "measure" and started_rank() is not None:
-            from fsdp_advisor.validation.rank import as_rank
+            what = f"{case.request.strategy} {case.request.backend} {case.request.offload}"
+            note(f"{number}/{len(cases)} {what}", quiet=quiet or bool(rank))
+        if rank is not None:
+            from fsdp_advisor.validation.started import as_rank
 
-            if (ours := as_rank(case)) is None:
-                continue
+            ours = as_rank(case, leave)
         else:
             ours = _one(case, alone=len(cases) == 1)
+        if ours is None:
+            continue
+        if ours[1].elsewhere:
+            if ours[1].outcome not in ("ok", "oom"):
+                raise ours[1].error()
+            note(f"{ours[1].outcome}: rank 0 is on another node, which has the record", quiet=quiet)
+            status = max(status, NONE_FITS if ours[1].outcome == "oom" else FITS)
+            continue
         found.append(ours)
-        if path is not None:
-            records.append(path, ours[0])
-        if ours[0].outcome == "interrupted":
-            raise KeyboardInterrupt
-    if not found:  # a rank other than the first
-        return FITS
+        _keep(path, ours[0])
+    return _show(found, destination, form, quiet) if found else status
+
+
+def _keep(path: Path | None, record: Record) -> None:
+    from fsdp_advisor.validation import records
+
+    if path is not None:
+        records.append(path, record)
+    if record.outcome == "interrupted":
+        raise KeyboardInterrupt
+
+
+def _show(found: list[tuple[Record, Ended]], destination: Destination, form: str, quiet: bool) -> int:
+    from fsdp_advisor.validation import report
+
     if len(found) == 1 and found[0][0].outcome not in ("ok", "oom"):
         raise found[0][1].error()
     made = [record for record, _ in found]
@@ -271,16 +324,16 @@ def _status(made: list[Record]) -> int:
 
 
 def _campaign(
-    name: str, given: dict[str, Any], rung: RungName | None, device: DeviceName | None, path: Path | None,
-    timeout: float | None, destination: Destination, form: str, quiet: bool, snapshot: Path | None,
+    name: str, given: dict[str, Any], rung: RungName | None, device: DeviceName | None, path: Path,
+    timeout: float | None, destination: Destination, form: str, quiet: bool, **options: Any,
 ) -> int:  # fmt: skip
     from fsdp_advisor.validation import campaign, records, report
 
-    if path is None:
-        raise UsageError("a campaign needs --records FILE", hint="what is there already is not run again")
-    if snapshot is not None:
-        raise UsageError("--snapshot is of one case", hint="leave --campaign out")
-    cases = _cases(campaign.load(name, **given), rung, device, timeout, quiet)
+    if _started_rank(None) is not None:
+        raise UsageError(
+            "a campaign starts its own ranks, and torchrun or srun has started some", hint="run it in one process"
+        )
+    cases = _cases(campaign.load(name, **given), rung, device, timeout, quiet, **options)
     with _Progress(quiet) as progress:
         for event in campaign.run(cases, path, lambda case: _one(case, alone=False)[0]):
             progress.show(event)

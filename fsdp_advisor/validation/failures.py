@@ -24,6 +24,11 @@ _CUDA = {
     "unallocated_bytes": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
 }
 _CPU = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes")
+_LOST = re.compile(
+    r"connection (?:was likely )?(?:closed|reset)|broken pipe|remote worker crash|remote server shutdown"
+    r"|ncclRemoteError|remote process exited",
+    re.IGNORECASE,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,6 +53,14 @@ def read_out_of_memory(message: str) -> dict[str, int]:
             if n_bytes is not None:
                 found[name] = n_bytes
     return found
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """What gloo, NCCL and their store say in a rank whose neighbour has ended: a consequence, seldom the cause.
+
+    Source: gloo/transport/tcp/pair.cc, nccl.h (ncclRemoteError), c10d/TCPStore.cpp (torch 2.13).
+    """
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def describe_exit(status: int) -> str:
