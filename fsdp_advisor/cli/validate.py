@@ -180,16 +180,20 @@ def validate(
     if sbatch:
         from fsdp_advisor.validation.sbatch import sbatch_example
 
-        run = {"device": device and device.value, "zero1": zero1.value if zero1 is not Zero1Name.deepspeed else None}
-        run |= {"timeout": timeout, "snapshot": snapshot, "records": records}
-        destination.write(sbatch_example(request, **run))
+        options = {
+            "device": device and device.value,
+            "zero1": zero1.value if zero1 is not Zero1Name.deepspeed else None,
+        }
+        options |= {"timeout": timeout, "snapshot": snapshot, "records": records}
+        destination.write(sbatch_example(request, **options))
         return FITS
     cases = _cases(
         [request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1.value, rdzv_endpoint=rdzv_endpoint
     )
     if snapshot is not None and len(cases) > 1:
         raise UsageError("--snapshot is of one case", hint="give one --strategy")
-    return _run(cases, records, destination, form, quiet)
+    run = _run if _started_rank(rdzv_endpoint) is None else _as_rank
+    return run(cases, records, destination, form, quiet)
 
 
 def _form(format: Format, json: bool) -> str:
@@ -236,20 +240,44 @@ def _started_rank(endpoint: str | None) -> int | None:
 
 
 def _run(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
-    """Each case once, on ranks that the user has started or on our own; a single one that fails is an error."""
+    """Each case once; a single one that fails is an error. On a node without rank 0 there is nothing to keep or to show."""
     found: list[tuple[Record, Ended]] = []
-    rank = _started_rank(cases[0].rdzv_endpoint)
     status = FITS
+    for number, case in enumerate(cases, 1):
+        if len(cases) > 1:
+            what = f"{case.request.strategy} {case.request.backend} {case.request.offload}"
+            note(f"{number}/{len(cases)} {what}", quiet=quiet)
+        record, ended = _one(case, alone=len(cases) == 1)
+        if not ended.elsewhere:
+            found.append((record, ended))
+            _keep(path, record)
+        elif ended.outcome == "interrupted":
+            raise KeyboardInterrupt
+        elif ended.outcome not in ("ok", "oom"):
+            raise ended.error()
+        else:
+            note(f"{ended.outcome}: rank 0 is on another node, which has the record", quiet=quiet)
+            status = max(status, NONE_FITS if ended.outcome == "oom" else FITS)
+    return _show(found, destination, form, quiet) if found else status
+
+
+def _as_rank(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
+    """One case on ranks that the user has started, of which this process is one: rank 0 keeps and shows it."""
+    from fsdp_advisor.cli import complain
+    from fsdp_advisor.validation.started import as_rank
+
+    if len(cases) > 1:
+        raise UsageError(
+            f"{len(cases)} cases, and ranks that are started by hand run one: the next needs fresh processes",
+            hint="give one --strategy; all of them: without torchrun and srun, on several nodes with --rdzv-endpoint",
+        )
 
     def leave(record: Record | None, ended: Ended) -> int:
-        """The end of a rank that the user has started, where a rank has failed."""
-        from fsdp_advisor.cli import complain
-
+        """Where a rank has failed, which every rank's process then ends by."""
         try:
             if record is not None:
                 _keep(path, record)
-                found.append((record, ended))
-                return _show(found, destination, form, quiet)
+                return _show([(record, ended)], destination, form, quiet)
             if ended.outcome == "interrupted":
                 raise KeyboardInterrupt
             if ended.outcome == "oom":
@@ -259,27 +287,11 @@ def _run(cases: list[Case], path: Path | None, destination: Destination, form: s
         except (AdvisorError, KeyboardInterrupt) as error:
             return complain(error)
 
-    for number, case in enumerate(cases, 1):
-        if len(cases) > 1:
-            what = f"{case.request.strategy} {case.request.backend} {case.request.offload}"
-            note(f"{number}/{len(cases)} {what}", quiet=quiet or bool(rank))
-        if rank is not None:
-            from fsdp_advisor.validation.started import as_rank
-
-            ours = as_rank(case, leave)
-        else:
-            ours = _one(case, alone=len(cases) == 1)
-        if ours is None:
-            continue
-        if ours[1].elsewhere:
-            if ours[1].outcome not in ("ok", "oom"):
-                raise ours[1].error()
-            note(f"{ours[1].outcome}: rank 0 is on another node, which has the record", quiet=quiet)
-            status = max(status, NONE_FITS if ours[1].outcome == "oom" else FITS)
-            continue
-        found.append(ours)
-        _keep(path, ours[0])
-    return _show(found, destination, form, quiet) if found else status
+    (case,) = cases
+    if (ours := as_rank(case, leave)) is None:
+        return FITS
+    _keep(path, ours[0])
+    return _show([ours], destination, form, quiet)
 
 
 def _keep(path: Path | None, record: Record) -> None:

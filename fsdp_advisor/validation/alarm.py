@@ -65,7 +65,7 @@ class Alarm:
         import torch.distributed as dist
 
         at, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = dist.TCPStore(at, port, is_master=False, timeout=timedelta(seconds=30))
+        self._store = dist.TCPStore(at, port, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]  # documented, but not in __all__
 
     def stop(self) -> None:
         """To be called before the ranks part, for they take the store with them."""

@@ -51,13 +51,13 @@ def choose(plan: Plan, rung: Rung | None = None, device: Device | None = None, *
 
     `ranks`: the user has started the ranks, or nodes are to meet, neither of which anything but a measurement has a use for.
     """
-    if ranks and rung in (None, "measure"):
-        return Choice("measure", device or "cuda", "measure: real ranks, as started here or on several nodes")
-    if ranks:
+    if ranks and device != "cpu" and rung is None:
+        return Choice("measure", "cuda", "measure: real ranks, started by hand or on several nodes")
+    if ranks and rung not in (None, "measure"):
         raise UsageError(
             f"{rung} runs in one process", hint="without torchrun, srun and --rdzv-endpoint, or --rung measure"
         )
-    if rung is None and plan.prepared and plan.backend != "deepspeed":
+    if rung is None and not ranks and plan.prepared and plan.backend != "deepspeed":
         return Choice("simulate", "cpu", f"simulate: {plan.framework}'s own code runs on fake tensors")
     if rung is None and device == "cpu":
         return Choice("measure", "cpu", "measure: real ranks over gloo on the CPU, counting live bytes")

@@ -195,7 +195,7 @@ def ended_as(failure: dict[str, Any]) -> Ended:
     told = {name: value for name, value in failure.items() if name not in ("rank", "time")}
     if _PORT_TAKEN.search(told["message"]):
         return _port_taken()
-    if "rank" in failure and told["outcome"] != "timeout":
+    if "rank" in failure and told["outcome"] != "timeout" and told.get("exit_status") != UsageError.exit_status:
         told["message"] = f"rank {failure['rank']}: {told['message']}"
     return Ended(**told)
 

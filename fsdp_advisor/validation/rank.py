@@ -166,8 +166,8 @@ def ranks_per_node(nodes: Sequence[str], nnodes: int) -> list[int]:
         raise UsageError(f"nnodes {nnodes}, but the ranks are on {count} nodes", hint=f"--nnodes {count}")
     if len(placed) != count or len(set(placed)) != 1:
         raise UsageError(
-            f"the ranks are spread unevenly: nodes {', '.join(nodes)} by rank",
-            hint="each node has as many, one after the other; under Slurm: srun --distribution=block --ntasks-per-node=N",
+            f"the ranks do not fill one node after the other: theirs are {', '.join(nodes)}",
+            hint="as many on each; under Slurm: srun --distribution=block --ntasks-per-node=N",
         )
     return placed
 
