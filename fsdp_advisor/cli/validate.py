@@ -165,6 +165,10 @@ def validate(
     form = _form(format, json)
     destination = Destination(path=output, force=force)
     destination.check()
+    if records is not None:
+        from fsdp_advisor.validation.records import check
+
+        check(records)
     if campaign is not None:
         if records is None:
             raise UsageError("a campaign needs --records FILE", hint="what is there already is not run again")
@@ -411,6 +415,8 @@ def report(
     destination = Destination(path=output, force=force)
     destination.check()
     made, notes = records.read(path)
+    if notes and not made:
+        raise UsageError(notes[0].removesuffix("; skipped"), hint="name a file that --records has written")
     for remark in notes:
         note(remark, quiet=quiet)
     made = summary.latest(made)

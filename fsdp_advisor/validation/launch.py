@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.errors import AdvisorError, MeasurementError
-from fsdp_advisor.validation.failures import describe_exit, is_out_of_memory, read_out_of_memory
+from fsdp_advisor.validation.failures import describe_exit, is_of_host, is_out_of_memory, memory_now, read_out_of_memory
 from fsdp_advisor.validation.records import Outcome
 
 Tell = Callable[[str, Any], None]
@@ -198,7 +198,9 @@ def failure_of(error: BaseException) -> dict[str, Any]:
             "detail": {},
         }
     if is_out_of_memory(error):
-        detail = read_out_of_memory(str(error))
+        host = is_of_host(error)
+        detail: dict[str, Any] = {"memory": "host" if host else "gpu", **read_out_of_memory(str(error))}
+        detail = detail if "free_bytes" in detail else {**memory_now(host=host), **detail}
         return {"outcome": "oom", "message": message or "out of memory", "detail": detail, "exit_status": 1}
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return {"outcome": "interrupted", "message": "interrupted", "detail": {}}

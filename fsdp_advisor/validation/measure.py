@@ -59,13 +59,14 @@ def launch_ranks(case: Case) -> Ended:
     alone = case.rdzv_endpoint is None
     if not alone and ended.outcome in ("timeout", "crash", "error") and not any(folder.glob("started-*")):
         ended = _did_not_meet(str(case.rdzv_endpoint), min(left, MEET_SECONDS))
-    told = {**predicted.told, **ended.told}
+    versions = folder / "versions.json"
+    told = {**predicted.told, **({"versions": json.loads(versions.read_text())} if versions.exists() else {})}
     elsewhere = not alone and not (folder / "started-0").exists()
     if ended.outcome == "ok":
         shutil.rmtree(folder, ignore_errors=True)
     return Ended(
         outcome=ended.outcome,
-        told=told,
+        told={**told, **ended.told},
         message=ended.message,
         detail=ended.detail if ended.outcome == "ok" else {**ended.detail, "log": str(folder)},
         seconds=round(time.monotonic() - began, 3),
@@ -148,10 +149,12 @@ def _watch(folder: Path, arguments: list[str], timeout_seconds: float) -> Ended:
     """Wait for the launcher; whatever happens, no rank is left."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **os.environ}
     log = folder / "launcher.log"
+    own = os.getpid()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
+            preexec_fn=lambda: launch.die_with_parent(own),  # its ranks go with it
+        )  # fmt: skip
         try:
             status = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:

@@ -39,6 +39,8 @@ def main(folder: Path) -> None:
         machine.set_allocator(prediction.request.get("allocator_conf"))
         base = with_group(device)
         alarm.connect()
+        if rank == 0:
+            (folder / "versions.json").write_text(json.dumps(versions(prediction, device, job["zero1"])))
         snapshot = Path(job["snapshot"]) if job["snapshot"] and rank == 0 else None
         told = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, base=base)
         if rank == 0:
@@ -143,8 +145,13 @@ def measure(
             found |= allocator_figures(index, base, found, ours)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found, group=gossip)
-    versions = machine.versions(deepspeed=plan.backend == "deepspeed" and zero1 == "deepspeed", cuda=cuda)
-    return {"measured": {**combined(everyone), "ranks_per_node": placed}, "versions": versions}
+    return {"measured": {**combined(everyone), "ranks_per_node": placed}}
+
+
+def versions(prediction: Prediction, device: str, zero1: str) -> dict[str, str]:
+    """What this rank runs on."""
+    deepspeed = prediction.plan.backend == "deepspeed" and zero1 == "deepspeed"
+    return machine.versions(deepspeed=deepspeed, cuda=device == "cuda")
 
 
 def node(environment: Mapping[str, str]) -> str:

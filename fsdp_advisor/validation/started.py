@@ -15,7 +15,7 @@ from fsdp_advisor.validation import machine, rank
 from fsdp_advisor.validation.alarm import Alarm
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.launch import Ended
-from fsdp_advisor.validation.measure import ended_as
+from fsdp_advisor.validation.measure import check, ended_as
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record
 
@@ -92,6 +92,8 @@ def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[R
             raise UsageError(
                 f"gpus {case.request.gpus}, not the {world} ranks that were started", hint=f"--gpus {world}"
             )
+        if case.device == "cpu":  # of its GPUs each rank says itself what it lacks
+            check(case)
         machine.set_allocator(case.request.allocator_conf)
         base = rank.with_group(case.device)
         alarm.connect()
@@ -101,6 +103,8 @@ def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[R
             told["prediction"] = shared[0]
         dist.broadcast_object_list(shared, device=_current(case.device))
         prediction = Prediction.from_dict(shared[0])
+        if own == 0:
+            told["versions"] = rank.versions(prediction, case.device, case.zero1)
         snapshot = case.snapshot if own == 0 else None
         told |= rank.measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, base=base)
         alarm.stop()

@@ -165,7 +165,7 @@ def test_out_of_memory_on_another_node_is_on_record(ground: Ground) -> None:
     assert [status for status, _, _ in ended] == [1, 1] and record.outcome == "oom" and record.fits_really is False
     assert record.message.startswith("rank 1: CUDA out of memory")
     assert (record.detail["asked_bytes"], record.detail["free_bytes"]) == (2 << 30, 3 << 29)
-    assert record.predicted["peak_tensor_bytes"] > 0
+    assert record.predicted["peak_tensor_bytes"] > 0 and "torch" in record.versions
 
 
 def test_a_rank_that_dies_on_one_node_ends_both(ground: Ground) -> None:
@@ -178,17 +178,21 @@ def test_a_rank_that_dies_on_one_node_ends_both(ground: Ground) -> None:
     assert ground.the_record().outcome == "crash"
 
 
-def test_ctrl_c_while_the_other_node_is_awaited(ground: Ground) -> None:
-    command = [sys.executable, *ground.job("zero3", 2, 2), "--rdzv-endpoint", ground.endpoint]
-    one = ground.start(command)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
+def test_a_command_that_is_ended_leaves_nothing_behind(ground: Ground, number: int, status: int) -> None:
+    """While it waits for the other node."""
+    one = ground.start([sys.executable, *ground.job("zero3", 2, 2), "--rdzv-endpoint", ground.endpoint])
     until = time.monotonic() + 60
     while not (agents := [pid for pid in descendants(one.pid) if "torch.distributed.run" in command_line(pid)]):
         assert time.monotonic() < until
         time.sleep(0.1)
-    one.send_signal(signal.SIGINT)
-    ((status, out, err),) = ends([one])
-    assert status == 130 and not out and err.splitlines()[-1] == "fsdp-advisor: interrupted"
-    assert not any(map(command_line, agents)) and not ground.records.exists()
+    one.send_signal(number)
+    ((found, out, err),) = ends([one])
+    assert found == status and not out and not ground.records.exists()
+    assert number != signal.SIGINT or err.splitlines()[-1] == "fsdp-advisor: interrupted"
+    while any(map(command_line, agents)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def command_line(pid: int) -> str:
