@@ -26,12 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_stdout()
         return _BROKEN_PIPE
-    except KeyboardInterrupt:
-        return _say("interrupted", None, _INTERRUPTED)
-    except Exception as error:
-        if os.environ.get("FSDP_ADVISOR_DEBUG"):
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("FSDP_ADVISOR_DEBUG") and isinstance(error, Exception):
             raise
+        return complain(error)
+
+
+def complain(error: BaseException) -> int:
+    """An error as lines on standard error; the exit status that goes with it."""
+    if isinstance(error, Exception):
         return _say(*_describe(error))
+    return _say("interrupted", None, _INTERRUPTED)
 
 
 def _run(arguments: list[str]) -> int:

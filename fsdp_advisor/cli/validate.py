@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from enum import Enum
@@ -163,24 +164,39 @@ def validate(
     form = form_of(format, json).value
     destination = Destination(path=output, force=force)
     destination.check()
+    if records is not None:
+        from fsdp_advisor.validation.records import check
+
+        check(records)
     if campaign is not None:
-        return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, snapshot)
+        if records is None:
+            raise UsageError("a campaign needs --records FILE", hint="what is there already is not run again")
+        for name, value in (("--snapshot", snapshot), ("--rdzv-endpoint", rdzv_endpoint), ("--sbatch", sbatch or None)):
+            if value is not None:
+                raise UsageError(f"{name} is of one case", hint="leave --campaign out")
+        return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, zero1=zero1.value)
     if "model" not in given:
         raise UsageError(
             "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
         )
     request = ask(**{**dict.fromkeys(fields_of(EstimateRequest)), **given})
     if sbatch:
-        from fsdp_advisor.validation.measure import sbatch_example
+        from fsdp_advisor.validation.sbatch import sbatch_example
 
-        destination.write(sbatch_example(request, records=records))
+        options = {
+            "device": device and device.value,
+            "zero1": zero1.value if zero1 is not Zero1Name.deepspeed else None,
+        }
+        options |= {"timeout": timeout, "snapshot": snapshot, "records": records}
+        destination.write(sbatch_example(request, **options))
         return FITS
     cases = _cases(
         [request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1.value, rdzv_endpoint=rdzv_endpoint
     )
     if snapshot is not None and len(cases) > 1:
         raise UsageError("--snapshot is of one case", hint="give one --strategy")
-    return _run(cases, records, destination, form, quiet)
+    run = _run if _started_rank(rdzv_endpoint) is None else _as_rank
+    return run(cases, records, destination, form, quiet)
 
 
 def _cases(
@@ -192,6 +208,8 @@ def _cases(
     from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case
 
     machine.require_torch()
+    rank = _started_rank(options.get("rdzv_endpoint"))
+    ranks = rank is not None or options.get("rdzv_endpoint") is not None
     wanted: Rung | None = rung.value if rung else None
     where: Device | None = device.value if device else None
     cases: list[Case] = []
@@ -199,41 +217,92 @@ def _cases(
     for request in requests:
         for one in ladder.single(request, request.seq_len or 1):
             (plan,) = plans(one, seq_len=1)
-            choice = ladder.choose(plan, wanted, where)
+            choice = ladder.choose(plan, wanted, where, ranks=ranks)
             if choice.why not in told and len(told) < 3:
                 told.add(choice.why)
-                note(f"rung: {choice.why}", quiet=quiet)
+                note(f"rung: {choice.why}", quiet=quiet or bool(rank))
             seconds = timeout or TIMEOUT_SECONDS[choice.rung]
             cases.append(Case(request=one, rung=choice.rung, device=choice.device, timeout_seconds=seconds, **options))
     return cases
 
 
-def _run(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
-    """Each case once, on ranks that the user has started or on our own; a single one that fails is an error."""
-    from fsdp_advisor.validation import records, report
-    from fsdp_advisor.validation.measure import started_rank
+def _started_rank(endpoint: str | None) -> int | None:
+    """This process's rank where the user has started several; with a place to meet, srun starts one process per node."""
+    from fsdp_advisor.validation.started import started_rank
 
+    started = started_rank()
+    if started is not None and endpoint is not None and "RANK" in os.environ:
+        raise UsageError("--rdzv-endpoint contradicts the ranks that torchrun has started", hint="give it to torchrun")
+    return started[0] if started is not None and endpoint is None else None
+
+
+def _run(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
+    """Each case once; a single one that fails is an error. On a node without rank 0 there is nothing to keep or to show."""
     found: list[tuple[Record, Ended]] = []
+    status = FITS
     for number, case in enumerate(cases, 1):
         if len(cases) > 1:
-            note(
-                f"{number}/{len(cases)} {case.request.strategy} {case.request.backend} {case.request.offload}",
-                quiet=quiet,
-            )
-        if case.rung == "measure" and started_rank() is not None:
-            from fsdp_advisor.validation.rank import as_rank
-
-            if (ours := as_rank(case)) is None:
-                continue
-        else:
-            ours = _one(case, alone=len(cases) == 1)
-        found.append(ours)
-        if path is not None:
-            records.append(path, ours[0])
-        if ours[0].outcome == "interrupted":
+            what = f"{case.request.strategy} {case.request.backend} {case.request.offload}"
+            note(f"{number}/{len(cases)} {what}", quiet=quiet)
+        record, ended = _one(case, alone=len(cases) == 1)
+        if not ended.elsewhere:
+            found.append((record, ended))
+            _keep(path, record)
+        elif ended.outcome == "interrupted":
             raise KeyboardInterrupt
-    if not found:  # a rank other than the first
+        elif ended.outcome not in ("ok", "oom"):
+            raise ended.error()
+        else:
+            note(f"{ended.outcome}: rank 0 is on another node, which has the record", quiet=quiet)
+            status = max(status, NONE_FITS if ended.outcome == "oom" else FITS)
+    return _show(found, destination, form, quiet) if found else status
+
+
+def _as_rank(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
+    """One case on ranks that the user has started, of which this process is one: rank 0 keeps and shows it."""
+    from fsdp_advisor.cli import complain
+    from fsdp_advisor.validation.started import as_rank
+
+    if len(cases) > 1:
+        raise UsageError(
+            f"{len(cases)} cases, and ranks that are started by hand run one: the next needs fresh processes",
+            hint="give one --strategy; all of them: without torchrun and srun, on several nodes with --rdzv-endpoint",
+        )
+
+    def leave(record: Record | None, ended: Ended) -> int:
+        """Where a rank has failed, which every rank's process then ends by."""
+        try:
+            if record is not None:
+                _keep(path, record)
+                return _show([(record, ended)], destination, form, quiet)
+            if ended.outcome == "interrupted":
+                raise KeyboardInterrupt
+            if ended.outcome == "oom":
+                note(f"{ended.message} Rank 0 has the record", quiet=quiet)
+                return NONE_FITS
+            raise ended.error()
+        except (AdvisorError, KeyboardInterrupt) as error:
+            return complain(error)
+
+    (case,) = cases
+    if (ours := as_rank(case, leave)) is None:
         return FITS
+    _keep(path, ours[0])
+    return _show([ours], destination, form, quiet)
+
+
+def _keep(path: Path | None, record: Record) -> None:
+    from fsdp_advisor.validation import records
+
+    if path is not None:
+        records.append(path, record)
+    if record.outcome == "interrupted":
+        raise KeyboardInterrupt
+
+
+def _show(found: list[tuple[Record, Ended]], destination: Destination, form: str, quiet: bool) -> int:
+    from fsdp_advisor.validation import report
+
     if len(found) == 1 and found[0][0].outcome not in ("ok", "oom"):
         raise found[0][1].error()
     made = [record for record, _ in found]
@@ -264,16 +333,16 @@ def _status(made: list[Record]) -> int:
 
 
 def _campaign(
-    name: str, given: dict[str, Any], rung: RungName | None, device: DeviceName | None, path: Path | None,
-    timeout: float | None, destination: Destination, form: str, quiet: bool, snapshot: Path | None,
+    name: str, given: dict[str, Any], rung: RungName | None, device: DeviceName | None, path: Path,
+    timeout: float | None, destination: Destination, form: str, quiet: bool, **options: Any,
 ) -> int:  # fmt: skip
     from fsdp_advisor.validation import campaign, records, report
 
-    if path is None:
-        raise UsageError("a campaign needs --records FILE", hint="what is there already is not run again")
-    if snapshot is not None:
-        raise UsageError("--snapshot is of one case", hint="leave --campaign out")
-    cases = _cases(campaign.load(name, **given), rung, device, timeout, quiet)
+    if _started_rank(None) is not None:
+        raise UsageError(
+            "a campaign starts its own ranks, and torchrun or srun has started some", hint="run it in one process"
+        )
+    cases = _cases(campaign.load(name, **given), rung, device, timeout, quiet, **options)
     with _Progress(quiet) as progress:
         for event in campaign.run(cases, path, lambda case: _one(case, alone=False)[0]):
             progress.show(event)
@@ -339,6 +408,8 @@ def report(
     destination = Destination(path=output, force=force)
     destination.check()
     made, notes = records.read(path)
+    if notes and not made:
+        raise UsageError(notes[0].removesuffix("; skipped"), hint="name a file that --records has written")
     for remark in notes:
         note(remark, quiet=quiet)
     made = summary.latest(made)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import sys
+from pathlib import Path
+from typing import Any
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.units import parse_bytes
@@ -24,11 +28,21 @@ _CUDA = {
     "unallocated_bytes": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
 }
 _CPU = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes")
+_OTHER = re.compile(
+    r"CUDA error: out of memory|Cuda failure[^\n]*out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+)
+_LOST = re.compile(
+    r"connection (?:was likely )?(?:closed|reset)|broken pipe|remote worker crash|remote server shutdown"
+    r"|ncclRemoteError|remote process exited",
+    re.IGNORECASE,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch.OutOfMemoryError, or what PyTorch's CPU allocator and Python itself raise instead."""
-    return type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or bool(_CPU.search(str(error)))
+    """torch.OutOfMemoryError, or what CUDA, its libraries, PyTorch's CPU allocator and Python itself raise instead."""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return True
+    return bool(_CPU.search(str(error)) or _OTHER.search(str(error)))
 
 
 def read_out_of_memory(message: str) -> dict[str, int]:
@@ -48,6 +62,33 @@ def read_out_of_memory(message: str) -> dict[str, int]:
             if n_bytes is not None:
                 found[name] = n_bytes
     return found
+
+
+def is_of_host(error: BaseException) -> bool:
+    """Out of the host's memory, which says nothing of a GPU's."""
+    return isinstance(error, MemoryError) or bool(_CPU.search(str(error)))
+
+
+def memory_now(*, host: bool) -> dict[str, int]:
+    """What is free, for an out-of-memory message that does not say: on the host, or on this process's GPU."""
+    torch: Any = sys.modules.get("torch")
+    with contextlib.suppress(Exception):  # a context that an error has broken answers nothing
+        if not host and torch is not None and torch.cuda.is_initialized():
+            return dict(zip(("free_bytes", "total_bytes"), map(int, torch.cuda.mem_get_info()), strict=True))
+    if not host:
+        return {}
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        return {"free_bytes": int(found[1]) << 10} if found else {}
+    return {}
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """What gloo, NCCL and their store say in a rank whose neighbour has ended: a consequence, seldom the cause.
+
+    Source: gloo/transport/tcp/pair.cc, nccl.h (ncclRemoteError), c10d/TCPStore.cpp (torch 2.13).
+    """
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def describe_exit(status: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report
 from fsdp_advisor.request import EstimateRequest
@@ -13,6 +14,7 @@ from fsdp_advisor.validation.campaign import case_of
 from fsdp_advisor.validation.case import Device
 from fsdp_advisor.validation.launch import Ended
 from fsdp_advisor.validation.records import Record, Rung
+from fsdp_advisor.validation.started import started_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,18 @@ def best_rung(gpus: int, backend: str, *, gpus_here: int) -> Choice:
     return Choice("stand-in", "cuda", f"stand-in: this machine has {many}; one plays rank 0 of {gpus}")
 
 
-def choose(plan: Plan, rung: Rung | None = None, device: Device | None = None) -> Choice:
-    """The rung asked for, else the best; on the device asked for, else the rung's own."""
-    if rung is None and plan.prepared and plan.backend != "deepspeed":
+def choose(plan: Plan, rung: Rung | None = None, device: Device | None = None, *, ranks: bool = False) -> Choice:
+    """The rung asked for, else the best; on the device asked for, else the rung's own.
+
+    `ranks`: the user has started the ranks, or nodes are to meet, neither of which anything but a measurement has a use for.
+    """
+    if ranks and device != "cpu" and rung is None:
+        return Choice("measure", "cuda", "measure: real ranks, started by hand or on several nodes")
+    if ranks and rung not in (None, "measure"):
+        raise UsageError(
+            f"{rung} runs in one process", hint="without torchrun, srun and --rdzv-endpoint, or --rung measure"
+        )
+    if rung is None and not ranks and plan.prepared and plan.backend != "deepspeed":
         return Choice("simulate", "cpu", f"simulate: {plan.framework}'s own code runs on fake tensors")
     if rung is None and device == "cpu":
         return Choice("measure", "cpu", "measure: real ranks over gloo on the CPU, counting live bytes")
@@ -72,10 +83,14 @@ def beside(
     `began(index, total, choice)` is called before each. Raises MissingExtra without torch. A record's `measured` and `errors`
     are what `estimate --validate` shows beside the estimate.
     """
-    from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.validation import launch, worker
 
     machine.require_torch()
+    if started_rank() is not None:
+        raise UsageError(
+            "torchrun or srun has started several processes, and each would run every strategy",
+            hint="fsdp-advisor validate --strategy S runs one on these ranks",
+        )
     requests = single(report.request, report.seq_len)
     for index, (request, one) in enumerate(zip(requests, report.estimates, strict=True)):
         choice = choose(one.plan, rung, device)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.errors import AdvisorError, MeasurementError
-from fsdp_advisor.validation.failures import describe_exit, is_out_of_memory, read_out_of_memory
+from fsdp_advisor.validation.failures import describe_exit, is_of_host, is_out_of_memory, memory_now, read_out_of_memory
 from fsdp_advisor.validation.records import Outcome
 
 Tell = Callable[[str, Any], None]
@@ -41,13 +41,17 @@ _NEEDED = (
 _PR_SET_PDEATHSIG = 1
 _MESSAGE = 600
 _LOOK_SECONDS = 0.2
+_WHAT_NOW = (
+    "run it again, or on another --rung; --records FILE keeps the details",
+    "run it again with a larger --timeout",
+)
 _GONE_SECONDS = 10
 """A killed process with a GPU takes a moment to give it back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a worker ended, and all that it told before."""
+    """How a worker ended, and all that it told before. `elsewhere`: rank 0 is on another node, and so is the record."""
 
     outcome: Outcome
     told: dict[str, Any] = field(default_factory=dict)
@@ -56,11 +60,12 @@ class Ended:
     seconds: float = 0.0
     exit_status: int = 3
     hint: str = ""
+    elsewhere: bool = False
 
     def error(self) -> MeasurementError:
         """The outcome as an error for a person."""
-        log = self.detail.get("log")
-        hint = self.hint or (f"its log is {log}" if log else "run it again with a larger --timeout or another --rung")
+        log = f"its log is {self.detail['log']}" if "log" in self.detail else ""
+        hint = "; ".join(filter(None, (self.hint, log))) or _WHAT_NOW[self.outcome == "timeout"]
         found = MeasurementError(self.message or self.outcome, hint=hint)
         found.exit_status = self.exit_status
         return found
@@ -193,7 +198,10 @@ def failure_of(error: BaseException) -> dict[str, Any]:
             "detail": {},
         }
     if is_out_of_memory(error):
-        return {"outcome": "oom", "message": message or "out of memory", "detail": read_out_of_memory(str(error))}
+        host = is_of_host(error)
+        detail: dict[str, Any] = {"memory": "host" if host else "gpu", **read_out_of_memory(str(error))}
+        detail = detail if "free_bytes" in detail else {**memory_now(host=host), **detail}
+        return {"outcome": "oom", "message": message or "out of memory", "detail": detail, "exit_status": 1}
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return {"outcome": "interrupted", "message": "interrupted", "detail": {}}
     where = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-4000:]

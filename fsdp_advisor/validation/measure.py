@@ -5,28 +5,31 @@ On the CPU the same code counts live bytes of storages instead of asking CUDA's 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import re
-import shlex
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.validation import launch, machine
+from fsdp_advisor.validation.alarm import ELSEWHERE, MEET_SECONDS
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.failures import NotHere, describe_exit
 from fsdp_advisor.validation.launch import Ended, Tell
 from fsdp_advisor.validation.predict import predict
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_PARTED = re.compile(r"RendezvousConnectionError|RendezvousClosedError")
+_LAST_WORDS = re.compile(r"(?:what\(\):\s*|DistBackendError: )(.+)")
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
@@ -36,6 +39,8 @@ def launch_ranks(case: Case) -> Ended:
     Raises NotHere where this machine has too few GPUs, before anything is started.
     """
     check(case)
+    if case.rdzv_endpoint is not None:
+        check_endpoint(case.rdzv_endpoint)
     launch.warm_up()
     began = time.monotonic()
     predicted = launch.forked(lambda tell: _predict(case, tell), timeout_seconds=case.timeout_seconds)
@@ -49,22 +54,40 @@ def launch_ranks(case: Case) -> Ended:
         "snapshot": str(case.snapshot.absolute()) if case.snapshot else None,
     }
     (folder / "job.json").write_text(json.dumps(job))
-    left = case.timeout_seconds - (time.monotonic() - began)
-    ended = _watch(folder, command(case, folder), max(1.0, left))
-    if ended.outcome == "timeout" and case.rdzv_endpoint is not None and not any((folder / "ranks").rglob("*.log")):
-        ended = _did_not_meet(case.rdzv_endpoint, ended.message)
-    told = {**predicted.told, **ended.told}
+    left = max(1.0, case.timeout_seconds - (time.monotonic() - began))
+    ended = _watch(folder, command(case, folder, timeout_seconds=left), left)
+    alone = case.rdzv_endpoint is None
+    if not alone and ended.outcome in ("timeout", "crash", "error") and not any(folder.glob("started-*")):
+        ended = _did_not_meet(str(case.rdzv_endpoint), min(left, MEET_SECONDS))
+    versions = folder / "versions.json"
+    told = {**predicted.told, **({"versions": json.loads(versions.read_text())} if versions.exists() else {})}
+    elsewhere = not alone and not (folder / "started-0").exists()
     if ended.outcome == "ok":
         shutil.rmtree(folder, ignore_errors=True)
     return Ended(
         outcome=ended.outcome,
-        told=told,
+        told={**told, **ended.told},
         message=ended.message,
         detail=ended.detail if ended.outcome == "ok" else {**ended.detail, "log": str(folder)},
         seconds=round(time.monotonic() - began, 3),
         exit_status=ended.exit_status,
         hint=ended.hint,
+        elsewhere=elsewhere,
     )
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises UsageError for what is no HOST:PORT, or no host that this machine knows; torchrun would try for minutes."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"--rdzv-endpoint {endpoint} is no HOST:PORT", hint="as in --rdzv-endpoint node1:29500")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except (OSError, UnicodeError):
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint}: this machine knows no host {host}",
+            hint="name one of the nodes, or its address",
+        ) from None
 
 
 def check(case: Case) -> None:
@@ -107,12 +130,14 @@ def _predict(case: Case, tell: Tell) -> None:
     real.check(prediction.plan, case.device)
 
 
-def command(case: Case, folder: Path) -> list[str]:
-    """The torch.distributed.run command line of a case."""
+def command(case: Case, folder: Path, timeout_seconds: float = MEET_SECONDS) -> list[str]:
+    """The torch.distributed.run command line of a case. Nodes on which another case was asked for do not meet these."""
     meeting = ["--standalone"]
     if case.rdzv_endpoint is not None:
         meeting = [f"--nnodes={case.request.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={case.rdzv_endpoint}"]
-        meeting.append("--rdzv-id=fsdp-advisor")
+        same = json.dumps([case.request.as_dict(), case.device, case.zero1], sort_keys=True)
+        meeting.append(f"--rdzv-id=fsdp-advisor-{hashlib.sha256(same.encode()).hexdigest()[:12]}")
+        meeting.append(f"--rdzv-conf=join_timeout={math.ceil(min(timeout_seconds, MEET_SECONDS))}")
     return [
         sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={ranks_here(case)}",
         f"--log-dir={folder / 'ranks'}", "--redirects=3", "--monitor-interval=0.1",
@@ -124,10 +149,12 @@ def _watch(folder: Path, arguments: list[str], timeout_seconds: float) -> Ended:
     """Wait for the launcher; whatever happens, no rank is left."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **os.environ}
     log = folder / "launcher.log"
+    own = os.getpid()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
+            preexec_fn=lambda: launch.die_with_parent(own),  # its ranks go with it
+        )  # fmt: skip
         try:
             status = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -149,107 +176,52 @@ def ended_with(folder: Path, status: int, log: str) -> Ended:
         return Ended(outcome="ok", told=json.loads(result.read_text()))
     failures = [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]
     if failures:
-        first = min(failures, key=lambda f: float(f.pop("time")))
-        rank = first.pop("rank")
-        first["message"] = f"rank {rank}: {first['message']}"
-        if _PORT_TAKEN.search(first["message"]):
-            return _port_taken(folder)
-        return Ended(**first)
+        first = min(failures, key=lambda f: float(f["time"]))
+        return ended_as(first)
     if status == 0:
-        return Ended(outcome="error", message="rank 0 is on another node, which has the result", exit_status=0)
+        return Ended(outcome="ok")
     if _PORT_TAKEN.search(log):
-        return _port_taken(folder)
+        return _port_taken()
     if match := _ROOT_CAUSE.search(log):
         what = describe_exit(int(match[2]))
         return Ended(
             outcome="crash",
-            message=f"rank {match[1]} {'was' if int(match[2]) < 0 else 'ended with'} {what}; the others were ended; log: {folder}",
+            message=f"rank {match[1]} {'was' if int(match[2]) < 0 else 'ended with'} {what}{_last_words(folder)}; the others were ended",
         )
-    return Ended(outcome="crash", message=f"the launcher ended with {describe_exit(status)}; log: {folder}")
+    if _PARTED.search(log):
+        return Ended(outcome="crash", message="the node where all met has ended, or is out of reach", hint=ELSEWHERE)
+    return Ended(outcome="crash", message=f"the launcher ended with {describe_exit(status)}")
 
 
-def _did_not_meet(endpoint: str, ended: str) -> Ended:
+def ended_as(failure: dict[str, Any]) -> Ended:
+    """A rank's failure as the case's end."""
+    told = {name: value for name, value in failure.items() if name not in ("rank", "time")}
+    if _PORT_TAKEN.search(told["message"]):
+        return _port_taken()
+    if "rank" in failure and told["outcome"] != "timeout" and told.get("exit_status") != UsageError.exit_status:
+        told["message"] = f"rank {failure['rank']}: {told['message']}"
+    return Ended(**told)
+
+
+def _last_words(folder: Path) -> str:
+    """What NCCL, or whatever else aborts a process, wrote before it did."""
+    for path in sorted((folder / "ranks").rglob("stderr.log")):
+        if match := _LAST_WORDS.search(path.read_text(errors="replace")):
+            return f" ({' '.join(match[1].split())[:200]})"
+    return ""
+
+
+def _did_not_meet(endpoint: str, seconds: float) -> Ended:
     return Ended(
         outcome="error",
-        message=f"the nodes did not meet at {endpoint}: {ended}",
+        message=f"the nodes did not meet at {endpoint} in {seconds:.0f} s",
         hint="start the same command on every node; or something else answers there, and another port is free",
     )
 
 
-def _port_taken(folder: Path) -> Ended:
+def _port_taken() -> Ended:
     return Ended(
         outcome="error",
-        message=f"the ranks' meeting port is taken; log: {folder}",
+        message="the ranks' meeting port is taken",
         hint="give another port: --rdzv-endpoint HOST:PORT, or MASTER_PORT under torchrun or srun",
     )
-
-
-def started_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(rank, world size) where the user has started this process as one of several ranks, by torchrun or by srun.
-
-    A batch script is no rank, although Slurm gives it SLURM_PROCID: only a step of several tasks has them.
-    >>> started_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}), started_rank({"SLURM_PROCID": "0"})
-    ((1, 4), None)
-    """
-    if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
-        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
-        return int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
-    return None
-
-
-def adopt_slurm(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that PyTorch reads, from those that srun sets; those of torchrun as they are.
-
-    The first node of the step is where ranks meet. Source: Slurm's srun manual, "output environment variables".
-    """
-    if "RANK" in environment:
-        return {}
-    job = int(environment.get("SLURM_JOB_ID") or 0)
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(20_000 + job % 10_000),
-    }
-
-
-def _first_host(environment: Mapping[str, str]) -> str:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
-    if "[" not in nodes:
-        return nodes.split(",")[0]
-    try:
-        told = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
-        return told.stdout.split()[0]
-    except (OSError, IndexError, subprocess.TimeoutExpired):
-        match = re.match(r"([^\[,]+)\[(\d+)", nodes)
-        return f"{match[1]}{match[2]}" if match else nodes
-
-
-def sbatch_example(request: EstimateRequest, *, records: Path | None = None) -> str:
-    """A batch script that measures the request under Slurm, one launcher per node. Rank 0 writes the record."""
-    per_node = request.gpus // request.nnodes
-    options: list[str] = []
-    for name, value in request.changed.items():
-        options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    if records is not None:
-        options += ["--records", str(records)]
-    job = f"-m fsdp_advisor validate --rung measure \\\n  {shlex.join(options)}"
-    return f"""#!/bin/bash
-#SBATCH --job-name=fsdp-advisor
-#SBATCH --nodes={request.nnodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={per_node}
-#SBATCH --time=00:30:00
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun torchrun --nnodes={request.nnodes} --nproc-per-node={per_node} \\
-  --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" \\
-  {job}
-# Without torchrun: --ntasks-per-node={per_node} above, and srun python {job.splitlines()[0].removesuffix(" " + chr(92))} ...
-"""
-
-
-def end_on_termination() -> None:
-    """Let the launcher's SIGTERM end a rank at once, in the middle of a collective."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)

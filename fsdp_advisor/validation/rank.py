@@ -2,95 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
+import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.errors import AdvisorError, UsageError
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.validation import machine
-from fsdp_advisor.validation.case import Case
-from fsdp_advisor.validation.launch import Ended, die_with_parent, failure_of
-from fsdp_advisor.validation.measure import adopt_slurm, end_on_termination, started_rank
+from fsdp_advisor.validation.alarm import Alarm
+from fsdp_advisor.validation.failures import NotHere
+from fsdp_advisor.validation.launch import die_with_parent
 from fsdp_advisor.validation.on_gpu import STEADY
-from fsdp_advisor.validation.predict import Prediction, predict
-from fsdp_advisor.validation.records import Record
+from fsdp_advisor.validation.predict import Prediction
 
 if TYPE_CHECKING:
     from fsdp_advisor.validation.stand_in import Baseline
 
 
 def main(folder: Path) -> None:
-    """Rank 0 writes result.json; a rank that fails says why in a file of its own and ends, upon which the others are ended."""
+    """Rank 0 writes result.json; whatever ends a rank, of whichever node, is written on each, upon which the others are ended."""
     rank = int(os.environ["RANK"])
     end_on_termination()
     die_with_parent(os.getppid())
-    try:
+    (folder / f"started-{rank}").touch()
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    with Alarm(rank, lambda failure: _leave(folder, failure), lingers=nodes > 1) as alarm:
         job = json.loads((folder / "job.json").read_text())
         device: str = job["device"]
         prediction = Prediction.from_dict(job["prediction"])
         machine.set_allocator(prediction.request.get("allocator_conf"))
         base = with_group(device)
+        alarm.connect()
+        if rank == 0:
+            (folder / "versions.json").write_text(json.dumps(versions(prediction, device, job["zero1"])))
         snapshot = Path(job["snapshot"]) if job["snapshot"] and rank == 0 else None
         told = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, base=base)
         if rank == 0:
             (folder / "result.json").write_text(json.dumps(told))
-    except BaseException as error:
-        failure = {**failure_of(error), "rank": rank, "time": time.time()}
-        partial = folder / f".failure-{rank}"
-        partial.write_text(json.dumps(failure))
-        partial.replace(folder / f"failure-{rank}.json")
-        sys.stderr.flush()
-        os._exit(1)
-    end_group()
-
-
-def as_rank(case: Case) -> tuple[Record, Ended] | None:
-    """The case on ranks that the user has started; a record on rank 0, nothing on the others.
-
-    Rank 0 predicts and tells the others. Raises MeasurementError in one line whatever ends this rank.
-    """
-    from fsdp_advisor.validation import worker
-
-    began = time.monotonic()
-    rank, world = started_rank() or (0, 1)
-    if world != case.request.gpus:
-        raise UsageError(f"gpus {case.request.gpus}, not the {world} ranks that were started", hint=f"--gpus {world}")
-    os.environ.update(adopt_slurm(dict(os.environ)))
-    try:
-        machine.set_allocator(case.request.allocator_conf)
-        base = with_group(case.device)
-        import torch.distributed as dist
-
-        told: list[Any] = [None]
-        if rank == 0:
-            try:
-                told = [predict(case.request, "measure", case.device).as_dict()]
-            except AdvisorError as error:
-                told = [failure_of(error)]
-        dist.broadcast_object_list(told, device=_current(case.device))
-        if "outcome" in told[0]:
-            raise Ended(**told[0]).error()
-        prediction = Prediction.from_dict(told[0])
-        snapshot = case.snapshot if rank == 0 else None
-        found = measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, base=base)
+        alarm.stop()
         end_group()
-    except AdvisorError:
-        raise
-    except Exception as error:
-        raise Ended(**failure_of(error)).error() from error
-    if rank != 0:
-        return None
-    ended = Ended(outcome="ok", told={**found, "prediction": told[0]}, seconds=round(time.monotonic() - began, 3))
-    return worker.record_of(case, ended), ended
 
 
-def _current(device: str) -> Any:
-    import torch
+def end_on_termination() -> None:
+    """Let the launcher's SIGTERM end a rank at once, in the middle of a collective."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+def _leave(folder: Path, failure: dict[str, Any]) -> int:
+    """Write a rank's failure for the process that launched this node's."""
+    name = f"failure-{os.environ['RANK']}"
+    partial = folder / f".{name}"
+    partial.write_text(json.dumps({**failure, "time": time.time()}))
+    partial.replace(folder / f"{name}.json")
+    return 1
 
 
 def with_group(device: str) -> Baseline | None:
@@ -104,10 +74,24 @@ def with_group(device: str) -> Baseline | None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         return None
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    base = baseline(local)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    index = gpu_index(int(os.environ.get("LOCAL_RANK", "0")), machine.gpu_count())
+    base = baseline(index)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", index))
     return base
+
+
+def gpu_index(local_rank: int, gpus: int) -> int:
+    """Which GPU is a rank's: the only one that it is shown, as by `srun --gpus-per-task=1`, else the one of its local number.
+
+    >>> gpu_index(3, 8), gpu_index(3, 1)
+    (3, 0)
+    """
+    if local_rank >= gpus and gpus != 1:
+        raise NotHere(
+            f"local rank {local_rank} has no GPU: this machine shows {gpus or 'none'}",
+            hint="start as many ranks per node as it has GPUs; --device cpu runs real ranks over gloo",
+        )
+    return local_rank if gpus > 1 else 0
 
 
 def end_group() -> None:
@@ -136,6 +120,9 @@ def measure(
 
     plan = prediction.plan
     gossip = dist.new_group(backend="gloo")  # figures travel on the host
+    nodes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(nodes, node(os.environ), group=gossip)
+    placed = ranks_per_node(nodes, plan.nnodes)
     cuda = device == "cuda"
     index = torch.cuda.current_device() if cuda else 0
     meter: Meter = CudaMeter(index) if cuda else StorageMeter()
@@ -158,8 +145,38 @@ def measure(
             found |= allocator_figures(index, base, found, ours)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found, group=gossip)
-    versions = machine.versions(deepspeed=plan.backend == "deepspeed" and zero1 == "deepspeed", cuda=cuda)
-    return {"measured": combined(everyone), "versions": versions}
+    return {"measured": {**combined(everyone), "ranks_per_node": placed}}
+
+
+def versions(prediction: Prediction, device: str, zero1: str) -> dict[str, str]:
+    """What this rank runs on."""
+    deepspeed = prediction.plan.backend == "deepspeed" and zero1 == "deepspeed"
+    return machine.versions(deepspeed=deepspeed, cuda=device == "cuda")
+
+
+def node(environment: Mapping[str, str]) -> str:
+    """This rank's node, as torchrun or srun number them, else by its host's name."""
+    return environment.get("GROUP_RANK") or environment.get("SLURM_NODEID") or socket.gethostname()
+
+
+def ranks_per_node(nodes: Sequence[str], nnodes: int) -> list[int]:
+    """How many ranks each node has, from every rank's; one node may stand for several.
+
+    Raises UsageError where the ranks are not placed as the request says: what shards within a node would shard across.
+
+    >>> ranks_per_node(["a", "a", "b", "b"], 2), ranks_per_node(["a"] * 4, 2)
+    ([2, 2], [4])
+    """
+    placed = [len(list(ranks)) for _, ranks in itertools.groupby(nodes)]
+    count = len(set(nodes))
+    if count not in (1, nnodes):
+        raise UsageError(f"nnodes {nnodes}, but the ranks are on {count} nodes", hint=f"--nnodes {count}")
+    if len(placed) != count or len(set(placed)) != 1:
+        raise UsageError(
+            f"the ranks do not fill one node after the other: theirs are {', '.join(nodes)}",
+            hint="as many on each; under Slurm: srun --distribution=block --ntasks-per-node=N",
+        )
+    return placed
 
 
 def combined(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -121,6 +121,14 @@ def case_key(request: Mapping[str, Any], rung: str, device: str) -> str:
     return json.dumps([options, rung, device.split(":")[0]], sort_keys=True, separators=(",", ":"))
 
 
+def check(path: Path) -> None:
+    """Raises UsageError before anything is run for a file that `append` could not open after."""
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        why = "it is a directory" if path.is_dir() else "is its directory there, and may you write in it?"
+        raise UsageError(f"cannot write {path}: {why}", hint="choose another file for --records")
+
+
 def append(path: Path, record: Record) -> None:
     """Add one line, whole or not at all, and put it on the disk before returning.
 

@@ -229,8 +229,10 @@ def render_case(record: Record, form: str) -> str:
     parts.append(table(("figure", "predicted", "measured", "error", "predicted bytes", "measured bytes"), rows, 1))
     if len(ranks := record.measured.get("by_rank", {})):
         name, values = list(ranks.items())[-1]
+        nodes = len(record.measured.get("ranks_per_node", ()))
+        where = f" on {nodes} nodes" if nodes > 1 else ""
         parts.append(
-            f"{name} over {len(values)} ranks: largest {max(values):,}, rank 0 {values[0]:,}, spread {max(values) - min(values):,}"
+            f"{name} over {len(values)} ranks{where}: largest {max(values):,}, rank 0 {values[0]:,}, spread {max(values) - min(values):,}"
         )
     seconds = [_seconds(record, name) for name in TIMES if name in record.measured]
     seconds += [*_range_lines([record]), *_snapshot_lines([record])]

@@ -109,12 +109,14 @@ def record_of(case: Case, ended: Ended) -> Record:
 
 
 def really_fits(ended: Ended, measured: dict[str, Any], prediction: Prediction | None) -> bool | None:
-    """Out of memory did not fit, unless the GPU that ran out is smaller than the one asked about.
+    """Out of memory did not fit, unless the GPU that ran out is smaller than the one asked about, or it was the host that did.
 
     What ended well fits where the strongest figure of the worst rank is within the GPU's memory. Where tensors alone were
     found, what else a GPU holds is taken from the prediction.
     """
     if ended.outcome == "oom":
+        if ended.detail.get("memory") == "host":
+            return None
         smaller = (
             prediction
             and ended.detail.get("total_bytes", prediction.gpu_memory_bytes) < _SAME * prediction.gpu_memory_bytes

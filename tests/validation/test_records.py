@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.validation.failures import describe_exit, is_out_of_memory, read_out_of_memory
-from fsdp_advisor.validation.records import Record, append, case_key, read
+from fsdp_advisor.validation.failures import (
+    describe_exit,
+    is_lost_rank,
+    is_of_host,
+    is_out_of_memory,
+    read_out_of_memory,
+)
+from fsdp_advisor.validation.launch import failure_of
+from fsdp_advisor.validation.records import Record, append, case_key, check, read
 
 REQUEST: dict[str, Any] = {
     "model": "m",
@@ -128,3 +135,38 @@ def test_out_of_memory_messages_are_read() -> None:
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shape"))
     assert read_out_of_memory("nothing of the kind") == {}
     assert "host" in describe_exit(-9) and describe_exit(-15) == "killed by SIGTERM"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_library_s_out_of_memory_is_one(said: str) -> None:
+    assert is_out_of_memory(RuntimeError(said)) and not is_of_host(RuntimeError(said))
+    assert failure_of(RuntimeError(said))["detail"] == {"memory": "gpu"}
+
+
+def test_the_host_s_out_of_memory_says_how_much_was_free() -> None:
+    said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"
+    detail = failure_of(RuntimeError(said))["detail"]
+    assert detail["memory"] == "host" and detail["asked_bytes"] == 4096 and detail["free_bytes"] > 0
+    assert failure_of(MemoryError())["outcome"] == "oom"
+
+
+def test_a_lost_rank_is_a_consequence() -> None:
+    assert is_lost_rank(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:55012."))
+    assert is_lost_rank(RuntimeError("ncclRemoteError: A call failed possibly due to a network error"))
+    assert not is_lost_rank(RuntimeError("shape mismatch")) and not is_lost_rank(ConnectionResetError("reset by peer"))
+
+
+def test_a_place_that_takes_no_records_is_refused_at_once(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "r.jsonl"):
+        with pytest.raises(UsageError, match="cannot write") as caught:
+            check(path)
+        assert "--records" in caught.value.hint
+    check(tmp_path / "r.jsonl")
+    assert not (tmp_path / "r.jsonl").exists()
