@@ -27,7 +27,8 @@ class _Scratch:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[None]:
+def scratch() -> Iterator[None]:
+    """What is allocated in here is a kernel's own."""
     _Scratch.active = True
     try:
         yield
@@ -77,15 +78,15 @@ class _FlashAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         b, t, h, d = q.shape
         rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
-        with _scratch():
-            scratch = [
+        with scratch():
+            taken = [
                 q.new_empty((b, t, h, rounded), dtype=torch.float32),
                 q.new_empty((b, h, t), dtype=torch.float32),
             ]
             if k.shape[2] != h:
-                scratch += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
+                taken += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
         result: tuple[torch.Tensor, ...] = _backward(grads[0].contiguous(), q, k, v, out, lse)
-        del scratch
+        del taken
         return result
 
 
