@@ -376,14 +376,15 @@ def _estimate(
 def _difference_on_gpu(variant: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:
     """What the tensors on a GPU are other than under fake ones, where that is worth a word."""
     more = on_gpu_bytes - tensor_bytes
-    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes:
+    full = variant.precision == "fp32"
+    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes or (more > 0 and not full):
         return ()
     if more > 0:
         return (
             f"a GPU takes {format_gib(more)} more than the peak of fake tensors: in fp32 PyTorch has no fused kernel for sdpa with "
             f"grouped key and value heads, so it makes whole score matrices: {format_gib(on_gpu_bytes)} there; bf16-mixed makes none",
         )
-    kernel = "flash" if variant.precision != "fp32" else "memory-efficient"
+    kernel = "memory-efficient" if full else "flash"
     return (
         f"{format_gib(-more)} of the peak are attention masks and repeated key and value heads, "
         f"which transformers makes for sdpa on fake or traced tensors; a GPU's {kernel} kernel needs none: "

@@ -223,3 +223,31 @@ def test_a_path_that_a_models_code_refuses_costs_that_row_alone() -> None:
     ddp = report.estimates[0]
     assert ddp.fits is False and ddp.fits_by == "states"
     assert any(reason.startswith("the peak: ") for reason in ddp.not_modelled)
+
+
+def test_in_fp32_a_gpu_makes_the_scores_of_grouped_heads() -> None:
+    """Llama 3.1 8B keeps 32 layers of (B, 32, T, T) in fp32: PyTorch 2.13 has no fused kernel for them."""
+    options = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "strategy": "zero3", "precision": "fp32", "seq_len": 1024}
+    result = one(**options)
+    assert result.allocated is not None and result.peak_tensor_bytes is not None
+    scores = 32 * 32 * 1024**2 * 4
+    assert scores * 0.9 < result.allocated.tensor_bytes - result.peak_tensor_bytes < scores * 1.1
+    assert any("score matrices" in warning for warning in result.warnings)
+    assert not any("attention kernel" in what for what in result.not_modelled)
+    assert not any("score matrices" in warning for warning in one(**options | {"precision": "bf16"}).warnings)
+
+
+def test_in_fp32_a_gpu_needs_no_mask_for_heads_that_share_nothing() -> None:
+    result = one(model="meta-llama/Llama-2-7b-hf", gpus=8, strategy="zero3", precision="fp32", micro_batch_size=4)
+    assert result.allocated is not None and result.peak_tensor_bytes is not None
+    masks = 32 * 4 * 2048**2 * 4
+    assert masks * 0.9 < result.peak_tensor_bytes - result.allocated.tensor_bytes < masks * 1.1
+    assert any("memory-efficient kernel needs none" in warning for warning in result.warnings)
+
+
+def test_in_fp32_a_filled_window_takes_a_mask_per_layer() -> None:
+    """Phi-3 mini looks 2047 tokens back: one more makes a mask of each layer, of 4 bytes per pair of tokens."""
+    job = {"model": "microsoft/Phi-3-mini-4k-instruct", "gpus": 8, "strategy": "zero3", "precision": "fp32"}
+    short, long = (one(**job, seq_len=t).allocated for t in (2046, 2048))
+    assert short is not None and long is not None
+    assert long.tensor_bytes - short.tensor_bytes > 32 * 2048**2 * 4

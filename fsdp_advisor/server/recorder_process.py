@@ -107,7 +107,7 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
             wanted += [real_attention(variant, windowed=w) for w in {False, model.profile.window is not None}]
         try:
             model.tape(variant)
-        except AdvisorError as error:  # noqa: PERF203  # each variant may be refused by itself
+        except AdvisorError as error:  # each variant may be refused by itself
             refusals[variant.key] = error
             if isinstance(error, NoSuchAttention) and variant.attention == "sdpa":  # eager is taken in its place
                 wanted.append(replace(variant, attention="eager"))

@@ -68,7 +68,7 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
             continue
         try:
             recorder.profile.tapes[variant.key] = recorder.tape(variant)
-        except AdvisorError as error:  # noqa: PERF203  # one refusal must not cost the other variants
+        except AdvisorError as error:  # one refusal must not cost the other variants
             refused.append(f"{variant.key}: {error}")
     return dump(recorder.profile, small=True), refused
 

@@ -7,7 +7,8 @@ chooses by `can_use_mem_efficient_attention` (ATen/native/transformers/cuda/sdp_
 - the memory-efficient kernel where queries have as many heads as keys and the head dimensions are multiples of 4;
 - else the composite `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp), which makes the whole
   score matrix. So it is with every model of grouped queries: without a mask transformers passes `enable_gqa`
-  (integrations/sdpa_attention.py, `use_gqa_in_sdpa`), which that kernel does not know (`supports_gqa` is false for it).
+  (integrations/sdpa_attention.py, `use_gqa_in_sdpa`), which that kernel does not know (its `supports_gqa` is false; PyTorch
+  learnt it after 2.13, in pull request 191085).
 
 A mask of bools becomes one of floats in each call and is kept for backward. Dropout on CUDA keeps a mask of one byte
 (`native_dropout`), on a CPU one of floats. Left out: what pads T to multiples of 16 or 32.
@@ -82,9 +83,7 @@ def _no_packed_sequences(position_ids: torch.Tensor) -> None:
         (mask[:, -1] == 0).all()
 
 
-def _fused_takes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-) -> bool:
+def _fused_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
     """`can_use_mem_efficient_attention` on compute capability 8.0 and later, of tensors whose rows start at multiples of 16 bytes."""
     return (
         query.dim() == key.dim() == value.dim() == 4
@@ -204,9 +203,7 @@ class _EfficientAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor
         out, lse = _forward(q, k, v, bias)
         ctx.save_for_backward(q, k, v, bias, out, lse)

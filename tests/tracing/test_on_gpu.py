@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,10 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402  # after the check for torch
+from tiny_llama import LLAMA, write  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM  # noqa: E402
 
+from fsdp_advisor import estimate  # noqa: E402
+from fsdp_advisor.estimator import NO_SCRATCH  # noqa: E402
+from fsdp_advisor.models import cache, store  # noqa: E402
 from fsdp_advisor.models.profile import (  # noqa: E402
     SDPA_ON_GPU,
     SDPA_ON_GPU_WINDOWED,
@@ -24,6 +30,7 @@ from fsdp_advisor.models.profile import (  # noqa: E402
     Tape,
     Variant,
 )
+from fsdp_advisor.server.recorder_process import _recorded  # noqa: E402
 from fsdp_advisor.tracing import Recorder, TransformersSource, on_gpu  # noqa: E402
 
 SMALL = {
@@ -120,8 +127,18 @@ def test_which_calls_a_fused_kernel_takes(query: Any, key: Any, value: Any, fuse
 MODELS = {
     "plain": (LlamaForCausalLM, LlamaConfig, {}, SDPA_ON_GPU),
     "grouped": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}, SDPA_ON_GPU),
-    "window unfilled": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 2, "sliding_window": 4096}, SDPA_ON_GPU),
-    "window filled": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 2, "sliding_window": 32}, SDPA_ON_GPU_WINDOWED),
+    "window unfilled": (
+        MistralForCausalLM,
+        MistralConfig,
+        {"num_key_value_heads": 2, "sliding_window": 4096},
+        SDPA_ON_GPU,
+    ),
+    "window filled": (
+        MistralForCausalLM,
+        MistralConfig,
+        {"num_key_value_heads": 2, "sliding_window": 32},
+        SDPA_ON_GPU_WINDOWED,
+    ),
 }
 
 
@@ -185,6 +202,22 @@ def test_the_fused_kernels_scratch() -> None:
     layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")
     scratch = [tape.sizes[a] for op, a, c in layer.events if op == Op.ALLOC and c == Category.SCRATCH]
     assert [p[3] for p in scratch] == [4 * 64, 4 * 4, 4 * 4, 4 * 4 * 64]
+
+
+@pytest.mark.parametrize("by", ["estimate", "server"])
+def test_a_configuration_of_ones_own_has_it_too(by: str, home: Path) -> None:
+    config = write(home / "own" / "config.json", LLAMA)
+    if by == "estimate":
+        (row,) = estimate(
+            model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100"
+        ).estimates
+        assert NO_SCRATCH not in row.not_modelled
+        kept = cache.fetch(LLAMA, None)
+        assert kept is not None and "plain|fp32|sdpa_on_gpu|none|1" in kept.tapes
+    else:
+        job = {"config": json.dumps(LLAMA), "name": "own", "source": "config", "variants": ["plain|fp32|sdpa|none|n"]}
+        _, data = _recorded(job)
+        assert set(store.load(data).tapes) == {"plain|fp32|sdpa|none|n", "plain|fp32|sdpa_on_gpu|none|n"}
 
 
 def test_dropout_keeps_a_byte_per_element() -> None:
