@@ -345,7 +345,7 @@ def _estimate(
     )
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
     step = step_of(profile, variant, tape, plan, gpu)
-    warnings += _difference_on_gpu(variant, ledger.peak, taken.tensor_bytes)
+    warnings += _difference_on_gpu(real, ledger.peak, taken.tensor_bytes)
     return StrategyEstimate(
         plan=plan,
         fits=runs and job.fails is None,
@@ -373,21 +373,20 @@ def _estimate(
     )
 
 
-def _difference_on_gpu(variant: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:
+def _difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:
     """What the tensors on a GPU are other than under fake ones, where that is worth a word."""
     more = on_gpu_bytes - tensor_bytes
-    full = variant.precision == "fp32"
-    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes or (more > 0 and not full):
+    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes or (more > 0 and real.precision != "fp32"):
         return ()
     if more > 0:
         return (
             f"a GPU takes {format_gib(more)} more than the peak of fake tensors: in fp32 PyTorch has no fused kernel for sdpa with "
             f"grouped key and value heads, so it makes whole score matrices: {format_gib(on_gpu_bytes)} there; bf16-mixed makes none",
         )
-    kernel = "memory-efficient" if full else "flash"
+    kernel = "a GPU's flash kernel needs none" if real.attention == "flash_attention_2" else "a GPU needs fewer"
     return (
         f"{format_gib(-more)} of the peak are attention masks and repeated key and value heads, "
-        f"which transformers makes for sdpa on fake or traced tensors; a GPU's {kernel} kernel needs none: "
+        f"which transformers makes for sdpa on fake or traced tensors; {kernel}: "
         f"{format_gib(on_gpu_bytes)} there",
     )
 
@@ -423,7 +422,8 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
 def _real(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Variant:
     """Which recording a plan comes to on a GPU; on one of no name, where sdpa has its kernels for half precision."""
     capability = None if gpu is None else gpu.compute_capability
-    return real_attention(variant, capability, windowed=profile.fills_window(plan.seq_len))
+    windowed = profile.fills_window(plan.seq_len)
+    return real_attention(variant, capability, windowed=windowed, recorded=profile.tapes)
 
 
 def _real_tape(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Tape | None:

@@ -6,15 +6,16 @@ Source: aten/src/ATen/cuda/CublasHandlePool.cpp (torch 2.13), setWorkspaceForHan
 unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 
 Attention kernels' scratch stands on the tapes recorded with `flash_attention_2` (Category.SCRATCH). sdpa comes to the same on
-GPUs from Ampere on in bf16 and fp16, for heads of up to 256 (`real_attention`). In fp32 it comes to the memory-efficient kernel
-or to none, which has tapes of its own (`tracing.on_gpu`). Not known: the workspace of cuDNN's attention, which sdpa prefers on
-Hopper and Blackwell with cuDNN 9.15.1 or later (ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention),
-that of convolutions, the kernels of older GPUs, and in half precision the masks of sliding windows that are filled.
+GPUs from Ampere on in bf16 and fp16, for heads of up to 256 and without a mask (`real_attention`). With a mask and in fp32 it
+comes to the memory-efficient kernel or to none, which has tapes of its own (`tracing.on_gpu`). Not known: the workspace of
+cuDNN's attention, which sdpa prefers on Hopper and Blackwell with cuDNN 9.15.1 or later (ATen/native/transformers/cuda/
+sdp_utils.cpp, check_prefer_cudnn_attention), that of convolutions, and the kernels of older GPUs.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from fsdp_advisor.errors import UsageError
@@ -54,18 +55,26 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int] | None, config: s
 
 
 def real_attention(
-    variant: Variant, compute_capability: tuple[int, int] | None = None, *, windowed: bool = False
+    variant: Variant,
+    compute_capability: tuple[int, int] | None = None,
+    *,
+    windowed: bool = False,
+    recorded: Container[str] = (),
 ) -> Variant:
     """The recording that a GPU's kernels come to: for sdpa the one without the masks and repeated heads of fake tensors.
 
-    `windowed` says that the sequences fill the model's sliding window.
+    `windowed` says that the sequences fill the model's sliding window. In half precision a recording of its own is among those
+    `recorded` (by key) where sdpa does not come to the flash kernel throughout.
     """
     if variant.attention != "sdpa":
         return variant
+    on_gpu = replace(variant, attention=SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
     if variant.precision == "fp32":
-        return replace(variant, attention=SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
+        return on_gpu
     if compute_capability is not None and compute_capability < FLASH_FROM:
         return variant
+    if on_gpu.key in recorded:
+        return on_gpu
     return replace(variant, attention="flash_attention_2", single=False)
 
 

@@ -171,7 +171,7 @@ class Tape:
 
 
 SDPA_ON_GPU = "sdpa_on_gpu"
-"""The attention of tapes on which sdpa runs in fp32 as on a GPU; those of `sdpa` are as under fake tensors."""
+"""The attention of tapes on which sdpa runs as on a GPU; those of `sdpa` are as under fake tensors."""
 SDPA_ON_GPU_WINDOWED = "sdpa_on_gpu_windowed"
 """Likewise, of sequences no shorter than the model's sliding window, for which some layers need a mask."""
 

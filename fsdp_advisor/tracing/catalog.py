@@ -39,14 +39,17 @@ VARIANTS = tuple(
     )
     if v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4])  # the kernel takes half precision, any B alike
 )
-ON_GPU = tuple(replace(v, attention=SDPA_ON_GPU) for v in VARIANTS if (v.precision, v.attention) == ("fp32", "sdpa"))
+ON_GPU = tuple(replace(v, attention=SDPA_ON_GPU) for v in VARIANTS if v.attention == "sdpa")
 WINDOWED = tuple(replace(v, attention=SDPA_ON_GPU_WINDOWED) for v in ON_GPU)
+MASKED = ("falcon", "t5")
+"""Whose code hands sdpa a mask at any length, which the flash kernel does not take in half precision either."""
 
 
 def variants_of(profile: Profile) -> tuple[Variant, ...]:
     """What is recorded of a model. A window that no sequence fills makes no difference."""
     filled = profile.window is not None and profile.window <= (profile.max_seq_len or profile.window)
-    return VARIANTS + ON_GPU + (WINDOWED if filled else ())
+    masked = profile.config["model_type"] in MASKED
+    return VARIANTS + tuple(v for v in ON_GPU if v.precision == "fp32" or masked) + (WINDOWED if filled else ())
 
 
 def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, list[str]]:

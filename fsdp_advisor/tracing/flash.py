@@ -90,6 +90,12 @@ class _FlashAttention(torch.autograd.Function):
         return result
 
 
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The kernel's output, (B, T, H, D) as its inputs; keys and values may have fewer heads."""
+    out: torch.Tensor = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return out
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -105,7 +111,7 @@ def _attention(
         v = torch.nn.functional.pad(v, [0, head_dim - v_head_dim])
     if (dtype := get_target_dtype(q, module)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    out = flash(q, k, v)
     return (out if v_head_dim == head_dim else out[..., :v_head_dim]), None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_advisor.memory.libraries import real_attention
 from fsdp_advisor.models import catalog
-from fsdp_advisor.models.profile import Variant
+from fsdp_advisor.models.profile import SDPA_ON_GPU_WINDOWED, Variant
 
 MUST = [
     "meta-llama/Llama-2-7b-hf",
@@ -92,7 +92,9 @@ def test_every_profile_is_whole(entry: catalog.Entry) -> None:
             assert f"fsdp2|bf16|eager|{checkpointing}|{batch}" in profile.tapes
     for key in profile.tapes:
         variant = Variant.from_key(key)
-        if (variant.precision, variant.attention) == ("fp32", "sdpa"):
+        if variant.attention == "sdpa":
             filled = profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)
             for windowed in {False, filled}:
-                assert real_attention(variant, windowed=windowed).key in profile.tapes
+                real = real_attention(variant, windowed=windowed, recorded=profile.tapes)
+                assert real.key in profile.tapes
+                assert not windowed or real.attention == SDPA_ON_GPU_WINDOWED

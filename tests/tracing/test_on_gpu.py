@@ -44,9 +44,9 @@ NOISE_BYTES = 64
 """Scalars, which live on the CPU there and in registers on a GPU."""
 
 
-def tape_of(attention: str, **config: Any) -> Tape:
+def tape_of(attention: str, precision: str = "fp32", **config: Any) -> Tape:
     source = TransformersSource({"model_type": "llama", **SMALL, **config}, name="x")
-    return Recorder(source).tape(Variant("plain", "fp32", attention, "none", False))
+    return Recorder(source).tape(Variant("plain", precision, attention, "none", False))
 
 
 def requests(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[list[list[int]], list[torch.Tensor]]:
@@ -66,18 +66,19 @@ def rows(b: int, t: int, heads: int, d: int) -> torch.Tensor:
     return torch.randn(b, t, heads, d).transpose(1, 2).requires_grad_()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("b", "kv_heads", "mask"),
     [(2, 2, "causal"), (1, 2, "causal"), (2, 8, "none"), (2, 1, "bool"), (2, 8, "float")],
 )
-def test_the_composite_is_pytorchs_own(b: int, kv_heads: int, mask: str) -> None:
+def test_the_composite_is_pytorchs_own(b: int, kv_heads: int, mask: str, dtype: torch.dtype) -> None:
     t, heads, d = 64, 8, 16
     torch.manual_seed(0)
-    inputs = [rows(b, t, heads, d), rows(b, t, kv_heads, d), rows(b, t, kv_heads, d)]
+    inputs = [rows(b, t, n, d).detach().to(dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)]
     if mask == "bool":
         inputs.append(torch.ones(b, 1, t, t, dtype=torch.bool).tril())
     elif mask == "float":
-        inputs.append(torch.randn(1, heads, t, t).requires_grad_())
+        inputs.append(torch.randn(1, heads, t, t, dtype=dtype).requires_grad_())
     options = {"is_causal": mask == "causal", "enable_gqa": kv_heads != heads}
 
     def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
@@ -85,13 +86,15 @@ def test_the_composite_is_pytorchs_own(b: int, kv_heads: int, mask: str) -> None
             return F.scaled_dot_product_attention(q, k, v, *masks, **options)
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
-        with mock.patch.object(on_gpu, "_fused_takes", return_value=False):
+        nothing = mock.patch.multiple(on_gpu, _flash_takes=lambda *_: False, _efficient_takes=lambda *_: False)
+        with nothing:
             return on_gpu.attention(q, k, v, *masks, **options)
 
     (their_bytes, their_results), (our_bytes, our_results) = requests(theirs, *inputs), requests(ours, *inputs)
     assert our_bytes == their_bytes
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
     for one, other in zip(our_results, their_results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -121,7 +124,7 @@ def test_the_fused_kernels_tensors_are_those_pytorch_registers(biased: bool) -> 
     ],
 )
 def test_which_calls_a_fused_kernel_takes(query: Any, key: Any, value: Any, fused: bool) -> None:
-    assert on_gpu._fused_takes(*(torch.empty(s, device="meta") for s in (query, key, value)), None) is fused
+    assert on_gpu._efficient_takes(*(torch.empty(s, device="meta") for s in (query, key, value)), None) is fused
 
 
 MODELS = {
@@ -188,6 +191,15 @@ def test_grouped_heads_keep_a_layers_scores() -> None:
     assert sizes == [16, 16, 4]
     kept = [category for op, a, category in layer.events if op == Op.ALLOC and tape.sizes[a][4] == 16]
     assert kept == [Category.TEMPORARY, Category.ACTIVATION]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_in_half_precision_it_comes_to_the_flash_kernel(precision: str) -> None:
+    def made(attention: str) -> list[list[tuple[Any, int]]]:
+        tape = tape_of(attention, precision, num_key_value_heads=2)
+        return [[(tape.sizes[a], c) for op, a, c in s.events if op == Op.ALLOC] for s in tape.segments if s.stack == 0]
+
+    assert made(SDPA_ON_GPU) == made("flash_attention_2")
 
 
 def test_a_filled_window_keeps_a_layers_mask() -> None:
