@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
@@ -127,7 +129,7 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
     variant, tape = _taped(model, model.profile, plan)
-    return replayed(model.profile, _flash(model.profile, variant) or tape, plan, scratch=True).peak
+    return replayed(model.profile, _real_tape(model.profile, variant, plan) or tape, plan, scratch=True).peak
 
 
 def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserved:
@@ -139,12 +141,11 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
 
     assert model.profile is not None
     variant, tape = _taped(model, model.profile, plan)
-    real = real_attention(variant, gpu.compute_capability)
     room = gpu.memory_bytes - device_overhead(gpu, plan).middle_bytes
     collects = conf.garbage_collection_threshold > 0  # what it reserves hangs on the limit
     found = reserve(
         model.profile,
-        model.profile.tapes.get(real.key) or tape,
+        _real_tape(model.profile, variant, plan, gpu) or tape,
         plan,
         conf=conf,
         limit_bytes=room if collects else None,
@@ -158,11 +159,11 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
 
 
 def tape_on(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """What the plan's steps come to on a GPU: for sdpa the recording of its flash kernel, made now if it is not there."""
+    """What the plan's steps come to on a GPU: for sdpa the recording of its kernels, made now if it is not there."""
     assert model.profile is not None
     variant, tape = _taped(model, model.profile, plan)
     try:
-        return model.tape(real_attention(variant, gpu.compute_capability))
+        return model.tape(_real(model.profile, variant, plan, gpu))
     except NotRecordable:
         return tape
 
@@ -220,9 +221,19 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
     if model.source == "catalog" and variant.key not in profile.tapes and eager.key in profile.tapes:
         return eager, profile.tapes[eager.key]
     try:
-        return variant, model.tape(variant)
+        tape = model.tape(variant)
     except NoSuchAttention:
         return eager, model.tape(eager)
+    if model.source != "catalog" and plan.precision == "fp32":
+        _record_on_gpu(model, _real(profile, variant, plan))
+    return variant, tape
+
+
+@lru_cache(maxsize=256)  # what cannot be recorded is not tried again
+def _record_on_gpu(model: Resolved, variant: Variant) -> None:
+    """Have the tape of fp32 on a GPU at hand, which may take far more than fake tensors; half precision never does."""
+    with contextlib.suppress(AdvisorError):
+        model.tape(variant)
 
 
 def _estimate(
@@ -296,8 +307,10 @@ def _estimate(
     if variant.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     ledger = replayed(profile, tape, plan)
-    real = real_attention(variant, gpu.compute_capability)
+    real = _real(profile, variant, plan, gpu)
     real_tape = profile.tapes.get(real.key) or tape
+    if real.attention == "sdpa" or real.key not in profile.tapes:
+        unknown.append(NO_SCRATCH)
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
     taken = allocated(profile, real_tape, plan, workspace_bytes=workspace_bytes)
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
@@ -333,14 +346,7 @@ def _estimate(
     )
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
     step = step_of(profile, variant, tape, plan, gpu)
-    if ledger.peak - taken.tensor_bytes > MASK_WORTH_A_WORD * ledger.peak:
-        warnings += (
-            f"{format_gib(ledger.peak - taken.tensor_bytes)} of the peak are attention masks and repeated key and value heads, "
-            "which transformers makes for sdpa on fake or traced tensors; a GPU's flash kernel needs none: "
-            f"{format_gib(taken.tensor_bytes)} there",
-        )
-    if real.attention != "flash_attention_2" and variant.attention != "eager":
-        unknown.append(NO_SCRATCH)
+    warnings += _difference_on_gpu(real, ledger.peak, taken.tensor_bytes)
     return StrategyEstimate(
         plan=plan,
         fits=runs and job.fails is None,
@@ -368,6 +374,24 @@ def _estimate(
     )
 
 
+def _difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:
+    """What the tensors on a GPU are other than under fake ones, where that is worth a word."""
+    more = on_gpu_bytes - tensor_bytes
+    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes or (more > 0 and real.precision != "fp32"):
+        return ()
+    if more > 0:
+        return (
+            f"a GPU takes {format_gib(more)} more than the peak of fake tensors: in fp32 PyTorch has no fused kernel for sdpa with "
+            f"grouped key and value heads, so it makes whole score matrices: {format_gib(on_gpu_bytes)} there; bf16-mixed makes none",
+        )
+    kernel = "a GPU's flash kernel needs none" if real.attention == "flash_attention_2" else "a GPU needs fewer"
+    return (
+        f"{format_gib(-more)} of the peak are attention masks and repeated key and value heads, "
+        f"which transformers makes for sdpa on fake or traced tensors; {kernel}: "
+        f"{format_gib(on_gpu_bytes)} there",
+    )
+
+
 def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
     """What a walk through the allocator found that the figures do not tell."""
     if reserved.verdict in (None, "fits"):
@@ -382,9 +406,9 @@ def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
 
 
 def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
-    """The time of a plan's step on a GPU, where sdpa runs a flash kernel; between nodes its `inter_node` link."""
+    """The time of a plan's step on a GPU, where sdpa runs its kernels; between nodes its `inter_node` link."""
     between: Link = gpu.inter_node or ETHERNET_100G
-    return step_time(profile, _flash(profile, variant) or tape, plan, gpu, between)
+    return step_time(profile, _real_tape(profile, variant, plan) or tape, plan, gpu, between)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
@@ -392,13 +416,19 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     if model.profile is None:
         return ()
     variant, tape = _taped(model, model.profile, plan)
-    return timeline(model.profile, _flash(model.profile, variant) or tape, plan, gpu, gpu.inter_node or ETHERNET_100G)
+    real = _real_tape(model.profile, variant, plan) or tape
+    return timeline(model.profile, real, plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
-def _flash(profile: Profile, variant: Variant) -> Tape | None:
-    """The tape of what sdpa runs on a GPU, where there is one: attention that takes no mask."""
-    flash = Variant(variant.engine, variant.precision, "flash_attention_2", variant.checkpointing, False)
-    return profile.tapes[flash.key] if variant.attention == "sdpa" and flash.key in profile.tapes else None
+def _real(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Variant:
+    """Which recording a plan comes to on a GPU; on one of no name, where sdpa has its kernels for half precision."""
+    capability = None if gpu is None else gpu.compute_capability
+    windowed = profile.fills_window(plan.seq_len)
+    return real_attention(variant, capability, windowed=windowed, recorded=profile.tapes)
+
+
+def _real_tape(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Tape | None:
+    return profile.tapes.get(_real(profile, variant, plan, gpu).key)
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:

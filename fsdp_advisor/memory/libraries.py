@@ -6,21 +6,23 @@ Source: aten/src/ATen/cuda/CublasHandlePool.cpp (torch 2.13), setWorkspaceForHan
 unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 
 Attention kernels' scratch stands on the tapes recorded with `flash_attention_2` (Category.SCRATCH). sdpa comes to the same on
-GPUs from Ampere on in bf16 and fp16, for heads of up to 256 (`real_attention`). Not known: the workspace of cuDNN's attention,
-which sdpa prefers on Hopper and Blackwell with cuDNN 9.15.1 or later (ATen/native/transformers/cuda/sdp_utils.cpp,
-check_prefer_cudnn_attention), that of convolutions, and the kernels of older GPUs.
+GPUs from Ampere on in bf16 and fp16, for heads of up to 256 and without a mask (`real_attention`). With a mask and in fp32 it
+comes to the memory-efficient kernel or to none, which has tapes of its own (`tracing.on_gpu`). Not known: the workspace of
+cuDNN's attention, which sdpa prefers on Hopper and Blackwell with cuDNN 9.15.1 or later (ATen/native/transformers/cuda/
+sdp_utils.cpp, check_prefer_cudnn_attention), that of convolutions, and the kernels of older GPUs.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import SCRATCH
 from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 
 KIB = 2**10
@@ -52,11 +54,27 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int] | None, config: s
     return LARGE_WORKSPACE if large else SMALL_WORKSPACE
 
 
-def real_attention(variant: Variant, compute_capability: tuple[int, int] | None) -> Variant:
-    """The recording that a GPU's kernel comes to: for sdpa the one without masks and repeated heads, where that holds."""
-    half = variant.precision != "fp32"
-    if variant.attention != "sdpa" or not half or (compute_capability is not None and compute_capability < FLASH_FROM):
+def real_attention(
+    variant: Variant,
+    compute_capability: tuple[int, int] | None = None,
+    *,
+    windowed: bool = False,
+    recorded: Container[str] = (),
+) -> Variant:
+    """The recording that a GPU's kernels come to: for sdpa the one without the masks and repeated heads of fake tensors.
+
+    `windowed` says that the sequences fill the model's sliding window. In half precision a recording of its own is among those
+    `recorded` (by key) where sdpa does not come to the flash kernel throughout.
+    """
+    if variant.attention != "sdpa":
         return variant
+    on_gpu = replace(variant, attention=SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
+    if variant.precision == "fp32":
+        return on_gpu
+    if compute_capability is not None and compute_capability < FLASH_FROM:
+        return variant
+    if on_gpu.key in recorded:
+        return on_gpu
     return replace(variant, attention="flash_attention_2", single=False)
 
 

@@ -170,12 +170,18 @@ class Tape:
         return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0
 
 
+SDPA_ON_GPU = "sdpa_on_gpu"
+"""The attention of tapes on which sdpa runs as on a GPU; those of `sdpa` are as under fake tensors."""
+SDPA_ON_GPU_WINDOWED = "sdpa_on_gpu_windowed"
+"""Likewise, of sequences no shorter than the model's sliding window, for which some layers need a mask."""
+
+
 @dataclass(frozen=True, order=True)
 class Variant:
     """Which code path a tape was recorded on.
 
-    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``; `precision` as in the request;
-    `single` says that B = 1, which some models treat apart.
+    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``; `precision` as in the request; `attention`
+    as in the request, or what sdpa comes to on a GPU (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED); `single` says that B = 1, which some models treat apart.
     """
 
     engine: str
@@ -236,6 +242,16 @@ class Profile:
     @cached_property
     def trainable_parameters(self) -> int:
         return sum(p.elements * count for unit, count in self.counted_units() for p in unit.parameters if p.trainable)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with a sliding window looks back; None where the configuration names no such layers."""
+        value = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
+        return value if isinstance(value, int) and value > 0 else None
+
+    def fills_window(self, seq_len: int) -> bool:
+        """Whether sequences of this length look farther back than the window. Source: transformers' `_ignore_causal_mask_sdpa`."""
+        return self.window is not None and seq_len >= self.window
 
     @property
     def largest_parameter_elements(self) -> int:

@@ -115,7 +115,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
     if sys.byteorder == "big":
         events.byteswap()
     raw = json.dumps(header, separators=(",", ":")).encode() + b"\0" + events.tobytes()
-    return lzma.compress(raw, preset=9) if small else zlib.compress(raw, 6)
+    return lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME) if small else zlib.compress(raw, 6)
 
 
 def load(data: bytes) -> Profile:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable
+from fsdp_advisor.memory.libraries import real_attention
 from fsdp_advisor.models.profile import Variant
 from fsdp_advisor.models.store import dump
 
@@ -102,9 +103,11 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     refusals: dict[str, AdvisorError] = {}
     wanted = [Variant.from_key(key) for key in job["variants"]]
     for variant in wanted:
+        if (variant.precision, variant.attention) == ("fp32", "sdpa"):
+            wanted += [real_attention(variant, windowed=w) for w in {False, model.profile.window is not None}]
         try:
             model.tape(variant)
-        except AdvisorError as error:  # noqa: PERF203  # each variant may be refused by itself
+        except AdvisorError as error:  # each variant may be refused by itself
             refusals[variant.key] = error
             if isinstance(error, NoSuchAttention) and variant.attention == "sdpa":  # eager is taken in its place
                 wanted.append(replace(variant, attention="eager"))

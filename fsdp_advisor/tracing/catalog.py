@@ -1,7 +1,8 @@
 """Builds the catalog: `python -m fsdp_advisor.tracing.catalog` records every model of `architectures.yaml` in every variant.
 
-Finished models are kept in a work folder, keyed by their configuration, the versions and `RECORDING`, so
-that a second run records only what has changed.
+Finished models are kept in a work folder, keyed by their configuration, the versions, the variants and `RECORDING`, so that a
+second run records only what has changed. With `--add` the tapes that the catalog holds are taken over and only variants that it
+lacks are recorded.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import json
 import multiprocessing
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.models.catalog import INDEX, PATH
-from fsdp_advisor.models.profile import Variant
+from fsdp_advisor.models.catalog import INDEX, PATH, find, profile
+from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Variant
 from fsdp_advisor.models.store import RECORDING, dump
 from fsdp_advisor.tracing.recorder import Recorder, versions
 from fsdp_advisor.tracing.transformers_models import TransformersSource
@@ -37,30 +39,53 @@ VARIANTS = tuple(
     )
     if v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4])  # the kernel takes half precision, any B alike
 )
+ON_GPU = tuple(replace(v, attention=SDPA_ON_GPU) for v in VARIANTS if v.attention == "sdpa")
+WINDOWED = tuple(replace(v, attention=SDPA_ON_GPU_WINDOWED) for v in ON_GPU)
+MASKED = ("falcon", "t5")
+"""Whose code hands sdpa a mask at any length, which the flash kernel does not take in half precision either."""
 
 
-def record(row: dict[str, Any]) -> tuple[bytes, list[str]]:
-    """A row's stored profile, and the variants that the model's own code refuses, with the reason."""
+def variants_of(profile: Profile) -> tuple[Variant, ...]:
+    """What is recorded of a model. A window that no sequence fills makes no difference."""
+    filled = profile.window is not None and profile.window <= (profile.max_seq_len or profile.window)
+    masked = profile.config["model_type"] in MASKED
+    return VARIANTS + tuple(v for v in ON_GPU if v.precision == "fp32" or masked) + (WINDOWED if filled else ())
+
+
+def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, list[str]]:
+    """A row's stored profile, and the variants that the model's own code refuses, with the reason. `before` is what is kept."""
     recorder = Recorder(TransformersSource(row["config"], name=row["id"], task=row["task"]))
     if recorder.profile.parameters != row["parameters"]:
         raise SystemExit(f"{row['id']}: {recorder.profile.parameters} parameters, not {row['parameters']}")
     refused = []
-    for variant in VARIANTS:
+    if before is not None:
+        if (before.root, before.stacks, before.versions) != (
+            recorder.profile.root,
+            recorder.profile.stacks,
+            recorder.profile.versions,
+        ):
+            raise SystemExit(f"{row['id']}: the catalog's tapes are of another model or other versions")
+        recorder.profile.tapes.update(before.tapes)
+    for variant in variants_of(recorder.profile):
+        if variant.key in recorder.profile.tapes:
+            continue
         try:
             recorder.profile.tapes[variant.key] = recorder.tape(variant)
-        except AdvisorError as error:  # noqa: PERF203  # one refusal must not cost the other variants
+        except AdvisorError as error:  # one refusal must not cost the other variants
             refused.append(f"{variant.key}: {error}")
     return dump(recorder.profile, small=True), refused
 
 
 def _key(row: dict[str, Any]) -> str:
-    text = json.dumps([row["config"], row["task"], versions(), RECORDING], sort_keys=True)
+    variants = [v.key for v in VARIANTS + ON_GPU + WINDOWED]
+    text = json.dumps([row["config"], row["task"], versions(), variants, RECORDING], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _work(job: tuple[dict[str, Any], Path]) -> tuple[str, list[str]]:
-    row, target = job
-    data, refused = record(row)
+def _work(job: tuple[dict[str, Any], Path, bool]) -> tuple[str, list[str]]:
+    row, target, add = job
+    entry = find(row["id"]) if add else None
+    data, refused = record(row, profile(entry) if entry else None)
     partial = target.with_suffix(".partial")
     partial.write_bytes(data)
     partial.rename(target)
@@ -74,11 +99,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose id contains this; the catalog is then not written")
     parser.add_argument("--out", type=Path, default=PATH)
     parser.add_argument("--partial", action="store_true", help="write what is recorded so far and stop")
+    parser.add_argument("--add", action="store_true", help="keep the catalog's tapes, record the variants it lacks")
     options = parser.parse_args()
     rows = yaml.safe_load(ARCHITECTURES.read_text())
     options.work.mkdir(parents=True, exist_ok=True)
     targets = [(row, options.work / f"{_key(row)}.profile") for row in rows if options.only in row["id"]]
-    missing = [] if options.partial else [job for job in targets if not job[1].exists()]
+    missing = [] if options.partial else [(*job, options.add) for job in targets if not job[1].exists()]
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=4) as pool:
         for done, (name, refused) in enumerate(pool.imap_unordered(_work, missing), start=1):
             print(f"{done}/{len(missing)} {name}", *(f"\n    {r}" for r in refused), file=sys.stderr, flush=True)

@@ -27,7 +27,8 @@ class _Scratch:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[None]:
+def scratch() -> Iterator[None]:
+    """What is allocated in here is a kernel's own."""
     _Scratch.active = True
     try:
         yield
@@ -77,16 +78,22 @@ class _FlashAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         b, t, h, d = q.shape
         rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
-        with _scratch():
-            scratch = [
+        with scratch():
+            taken = [
                 q.new_empty((b, t, h, rounded), dtype=torch.float32),
                 q.new_empty((b, h, t), dtype=torch.float32),
             ]
             if k.shape[2] != h:
-                scratch += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
+                taken += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
         result: tuple[torch.Tensor, ...] = _backward(grads[0].contiguous(), q, k, v, out, lse)
-        del scratch
+        del taken
         return result
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The kernel's output, (B, T, H, D) as its inputs; keys and values may have fewer heads."""
+    out: torch.Tensor = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return out
 
 
 def _attention(
@@ -104,7 +111,7 @@ def _attention(
         v = torch.nn.functional.pad(v, [0, head_dim - v_head_dim])
     if (dtype := get_target_dtype(q, module)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    out = flash(q, k, v)
     return (out if v_head_dim == head_dim else out[..., :v_head_dim]), None
 
 

@@ -52,6 +52,10 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return Work(attention_flops=_attention_flops(args[0].transpose(1, 2), args[2].transpose(1, 2), 2), operators=1)
     if name == "fsdp_advisor::flash_attention_backward":
         return Work(attention_flops=_attention_flops(args[1].transpose(1, 2), args[3].transpose(1, 2), 5), operators=1)
+    if name == "fsdp_advisor::efficient_attention":
+        return Work(attention_flops=_attention_flops(args[0], args[2], 2), operators=1)
+    if name == "fsdp_advisor::efficient_attention_backward":
+        return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
     if name == "aten::_grouped_mm":
         rows, inner = args[0].shape[-2], args[0].shape[-1]
         return Work(matmul_flops=2 * rows * inner * args[1].shape[-1], operators=1)

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.models.profile import (
+    SDPA_ON_GPU,
+    SDPA_ON_GPU_WINDOWED,
     Buffer,
     Parameter,
     Profile,
@@ -26,6 +28,7 @@ from fsdp_advisor.models.profile import (
     Variant,
 )
 from fsdp_advisor.tracing import kinds
+from fsdp_advisor.tracing.on_gpu import as_on_gpu
 from fsdp_advisor.tracing.source import LayerStack, Source
 from fsdp_advisor.tracing.step import Step, materialise, steady
 from fsdp_advisor.tracing.take import Fitted, Take, fit_takes, storages_of, tape_of
@@ -164,7 +167,8 @@ class Recorder:
         dtype = torch.bfloat16 if variant.precision == "bf16" else torch.float32
         model = self._model(dtype)
         self.source.configure(model, attention=variant.attention, checkpointing=variant.checkpointing == "full")
-        with steady(), FakeTensorMode(allow_non_fake_inputs=True):
+        on_gpu = as_on_gpu() if variant.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED) else contextlib.nullcontext()
+        with steady(), on_gpu, FakeTensorMode(allow_non_fake_inputs=True):
             mixed = variant.precision.endswith("-mixed") and variant.engine != "plain"
             materialise(model, torch.bfloat16 if mixed else None)
             yield Step(self.source, model, variant)

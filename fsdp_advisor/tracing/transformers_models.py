@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
+from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED
 from fsdp_advisor.tracing.source import LayerStack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
@@ -103,6 +105,9 @@ class TransformersSource:
     def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
         from fsdp_advisor.tracing import flash
 
+        if attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED):
+            _bind_windows(module, attention == SDPA_ON_GPU_WINDOWED)
+            attention = "sdpa"
         with _errors_explained(self.name):
             needed = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(attention)
             if needed is not None and not getattr(module, needed, False):
@@ -141,6 +146,13 @@ def _untie_head(model: Any) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embedding.weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
+
+
+def _bind_windows(module: nn.Module, bind: bool) -> None:
+    """Sliding windows that every sequence fills, or none: a mask is made where one is filled, of a size that is the sequence's."""
+    for config in {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values():
+        if vars(config).get("sliding_window") is not None:
+            config.sliding_window = 1 if bind else sys.maxsize
 
 
 def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:

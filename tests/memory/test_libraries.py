@@ -14,7 +14,7 @@ from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, rea
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import compile_tape
-from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.resolve import resolve
 
@@ -43,18 +43,22 @@ def test_workspace_config_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "precision", "capability", "becomes"),
+    ("attention", "precision", "capability", "windowed", "becomes"),
     [
-        ("sdpa", "bf16-mixed", (8, 0), "flash_attention_2"),
-        ("sdpa", "bf16", None, "flash_attention_2"),
-        ("sdpa", "bf16-mixed", (7, 5), "sdpa"),
-        ("sdpa", "fp32", (9, 0), "sdpa"),
-        ("eager", "bf16-mixed", (9, 0), "eager"),
+        ("sdpa", "bf16-mixed", (8, 0), False, "flash_attention_2"),
+        ("sdpa", "bf16", None, False, "flash_attention_2"),
+        ("sdpa", "bf16-mixed", (7, 5), False, "sdpa"),
+        ("sdpa", "fp32", (9, 0), False, SDPA_ON_GPU),
+        ("sdpa", "fp32", (7, 5), True, SDPA_ON_GPU_WINDOWED),
+        ("eager", "bf16-mixed", (9, 0), False, "eager"),
+        ("eager", "fp32", (9, 0), True, "eager"),
     ],
 )
-def test_real_attention(attention: str, precision: str, capability: tuple[int, int] | None, becomes: str) -> None:
+def test_real_attention(
+    attention: str, precision: str, capability: tuple[int, int] | None, windowed: bool, becomes: str
+) -> None:
     variant = Variant("fsdp2", precision, attention, "none", False)
-    assert real_attention(variant, capability).attention == becomes
+    assert real_attention(variant, capability, windowed=windowed).attention == becomes
 
 
 def flash_job() -> tuple[Profile, Tape, Plan]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_advisor.memory.libraries import real_attention
 from fsdp_advisor.models import catalog
+from fsdp_advisor.models.profile import SDPA_ON_GPU_WINDOWED, Variant
 
 MUST = [
     "meta-llama/Llama-2-7b-hf",
@@ -88,3 +90,11 @@ def test_every_profile_is_whole(entry: catalog.Entry) -> None:
         for batch in ("n", "1"):
             assert f"fsdp2|bf16-mixed|eager|{checkpointing}|{batch}" in profile.tapes
             assert f"fsdp2|bf16|eager|{checkpointing}|{batch}" in profile.tapes
+    for key in profile.tapes:
+        variant = Variant.from_key(key)
+        if variant.attention == "sdpa":
+            filled = profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)
+            for windowed in {False, filled}:
+                real = real_attention(variant, windowed=windowed, recorded=profile.tapes)
+                assert real.key in profile.tapes
+                assert not windowed or real.attention == SDPA_ON_GPU_WINDOWED
