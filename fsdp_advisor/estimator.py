@@ -220,6 +220,8 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
 def variant_of(plan: Plan) -> Variant:
     """Which recording a plan replays."""
     engine = plan.backend if plan.backend in ("fsdp1", "fsdp2") else "plain"
+    if plan.backend == "fsdp1" and plan.prepared and plan.mixed:
+        engine = "fsdp1+autocast"
     precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"

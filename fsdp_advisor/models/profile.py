@@ -58,7 +58,14 @@ class Buffer:
 
     @property
     def n_bytes(self) -> int:
-        return prod(self.shape) * self.bytes_per_element
+        return self.bytes_at(self.bytes_per_element)
+
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.dtype
+
+    def bytes_at(self, bytes_per_element: int) -> int:
+        return prod(self.shape) * bytes_per_element
 
 
 @dataclass(frozen=True)
@@ -174,8 +181,9 @@ class Tape:
 class Variant:
     """Which code path a tape was recorded on.
 
-    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``; `precision` as in the request;
-    `single` says that B = 1, which some models treat apart.
+    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast`` (accelerate runs
+    FSDP1's mixed precision under autocast as well); `precision` as in the request; `single` says that B = 1, which some models
+    treat apart.
     """
 
     engine: str
@@ -183,6 +191,20 @@ class Variant:
     attention: str
     checkpointing: str
     single: bool
+
+    @property
+    def mixed(self) -> bool:
+        return self.precision.endswith("-mixed")
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forward runs under autocast."""
+        return self.mixed and self.engine in ("plain", "fsdp1+autocast")
+
+    @property
+    def flattens(self) -> bool:
+        """Whether a unit's parameters are views of one flat parameter."""
+        return self.engine.startswith("fsdp1")
 
     @property
     def key(self) -> str:

@@ -165,8 +165,8 @@ class Recorder:
         model = self._model(dtype)
         self.source.configure(model, attention=variant.attention, checkpointing=variant.checkpointing == "full")
         with steady(), FakeTensorMode(allow_non_fake_inputs=True):
-            mixed = variant.precision.endswith("-mixed") and variant.engine != "plain"
-            materialise(model, torch.bfloat16 if mixed else None)
+            half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
+            materialise(model, half, half if variant.flattens else None)
             yield Step(self.source, model, variant)
 
 
