@@ -105,9 +105,18 @@ def clones_outputs(plan: Plan) -> bool:
 def logits_elements(profile: Profile, plan: Plan) -> int:
     """A row of the vocabulary for each token; other tasks' logits are few."""
     embedding = _embedding(profile)
-    if embedding is None or not profile.task.endswith("-lm"):
+    if embedding is None or not profile.task.endswith(("-lm", "-seq2seq")):
         return 0
     return plan.micro_batch_size * plan.seq_len * profile.root.parameters[embedding].shape[0]
+
+
+def encoded_elements(profile: Profile, plan: Plan) -> int:
+    """What an encoder gives its decoder, `encoder_last_hidden_state`: a model with both gives it out beside the logits."""
+    width = profile.config.get("d_model")
+    if "seq2seq" not in profile.task or not isinstance(width, int):
+        return 0
+    frames = profile.config.get("max_source_positions") if profile.task == "speech-seq2seq" else plan.seq_len
+    return plan.micro_batch_size * width * frames if isinstance(frames, int) else 0
 
 
 def _embedding(profile: Profile) -> int | None:
