@@ -18,39 +18,111 @@ from torch.utils._pytree import tree_map
 
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
 
-FP32 = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar "
-    "softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity "
-    "dist pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
-    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
-).split()
+FP32 = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "frobenius_norm.dim",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "cosine_similarity",
+    "dist",
+    "pdist",
+    "renorm",
+    "logsumexp",
+    "upsample_nearest1d",
+    "_upsample_nearest_exact1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+]
 """Inputs are cast to fp32."""
 
-FP32_OUTPUT = (
-    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
-    "linalg_matrix_norm.str_ord sum sum.dim_IntList"
-).split()
+FP32_OUTPUT = [
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord",
+    "sum",
+    "sum.dim_IntList",
+]
 """Asked for an output in fp32, unless the caller asks for another."""
 
 NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 """The same, under another overload."""
 
-WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add".split()
+WIDEST = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add"]
 """Inputs are cast to the widest among them."""
 
-AS_IT_IS = (
-    "cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
-    "replication_pad3d avg_pool3d adaptive_avg_pool3d max_pool3d polar quantile quantile.scalar view_as_complex trace "
-    "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn"
-).split()
+AS_IT_IS = [
+    "cross_entropy_loss",
+    "cat",
+    "stack",
+    "index_copy",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    "avg_pool3d",
+    "adaptive_avg_pool3d",
+    "max_pool3d",
+    "polar",
+    "quantile",
+    "quantile.scalar",
+    "view_as_complex",
+    "trace",
+    "fft_fft",
+    "fft_ifft",
+    "fft_fft2",
+    "fft_ifft2",
+    "fft_fftn",
+    "fft_ifftn",
+    "fft_rfft",
+    "fft_irfft",
+    "fft_rfft2",
+    "fft_irfft2",
+    "fft_rfftn",
+    "fft_irfftn",
+]
 """Cast on a CPU alone."""
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """While this lasts, `torch.autocast("cpu")` casts what `torch.autocast("cuda")` does."""
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901  # destroyed below
+    library = torch.library.Library("aten", "IMPL")  # destroyed below
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are overridden is what is wanted
         for names, kernel in ((FP32, _fp32), (FP32_OUTPUT, _fp32_output), (NORM, _norm), (WIDEST, _widest)):

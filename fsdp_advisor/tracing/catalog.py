@@ -29,13 +29,14 @@ ARCHITECTURES = PATH.with_name("architectures.yaml")
 VARIANTS = tuple(
     Variant(*v)
     for v in itertools.product(
-        ("fsdp2", "plain", "fsdp1"),
+        ("fsdp2", "plain", "fsdp1", "fsdp1+autocast"),
         ("bf16", "bf16-mixed", "fp32"),
         ("sdpa", "eager", "flash_attention_2"),
         ("none", "full"),
         (False, True),
     )
-    if v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4])  # the kernel takes half precision, any B alike
+    if (v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4]))  # the kernel takes half precision, any B alike
+    and (v[0] != "fsdp1+autocast" or v[1] == "bf16-mixed")
 )
 
 

@@ -35,9 +35,7 @@ def steady() -> Iterator[None]:
         gc.unfreeze()
 
 
-def materialise(
-    model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None
-) -> None:
+def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None) -> None:
     """Replace meta tensors by fake ones on the CPU, ties kept, floating-point parameters and buffers in a dtype if given."""
     memo: dict[int, Any] = {}
     for module in model.modules():
