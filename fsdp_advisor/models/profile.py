@@ -177,13 +177,16 @@ class Tape:
         return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0
 
 
+FSDP1_UNDER_AUTOCAST = "fsdp1+autocast"
+"""How accelerate, and the Trainer through it, runs FSDP1's mixed precision (accelerator.py, `prepare_model`)."""
+
+
 @dataclass(frozen=True, order=True)
 class Variant:
     """Which code path a tape was recorded on.
 
-    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast`` (accelerate runs
-    FSDP1's mixed precision under autocast as well); `precision` as in the request; `single` says that B = 1, which some models
-    treat apart.
+    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast``; `precision` as in
+    the request; `single` says that B = 1, which some models treat apart.
     """
 
     engine: str
@@ -199,7 +202,12 @@ class Variant:
     @property
     def autocasts(self) -> bool:
         """Whether forward runs under autocast."""
-        return self.mixed and self.engine in ("plain", "fsdp1+autocast")
+        return self.mixed and (self.engine == "plain" or self.prepared)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether accelerate has prepared the model: outputs are in fp32, layers are checkpointed within their units."""
+        return self.engine == FSDP1_UNDER_AUTOCAST
 
     @property
     def flattens(self) -> bool:

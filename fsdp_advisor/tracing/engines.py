@@ -61,7 +61,7 @@ def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
     Source: accelerate/accelerator.py, `apply_activation_checkpointing` with `CheckpointImpl.NO_REENTRANT`.
     """
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]  # as the wrapper does
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 class FlatUnit:

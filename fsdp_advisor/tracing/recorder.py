@@ -26,7 +26,6 @@ from fsdp_advisor.models.profile import (
     Variant,
 )
 from fsdp_advisor.tracing import kinds
-from fsdp_advisor.tracing.autocast import as_on_gpu
 from fsdp_advisor.tracing.engines import checkpoint_layers
 from fsdp_advisor.tracing.source import LayerStack, Source
 from fsdp_advisor.tracing.step import Step, materialise, steady
@@ -166,11 +165,10 @@ class Recorder:
         dtype = torch.bfloat16 if variant.precision == "bf16" else torch.float32
         model = self._model(dtype)
         checkpoints = variant.checkpointing == "full"
-        by_engine = variant.engine == "fsdp1+autocast"
-        self.source.configure(model, attention=variant.attention, checkpointing=checkpoints and not by_engine)
-        if checkpoints and by_engine:
+        self.source.configure(model, attention=variant.attention, checkpointing=checkpoints and not variant.prepared)
+        if checkpoints and variant.prepared:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
-        with steady(), as_on_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+        with steady(), FakeTensorMode(allow_non_fake_inputs=True):
             half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
             materialise(model, half, half if variant.flattens else None)
             yield Step(self.source, model, variant)

@@ -244,7 +244,7 @@ class Step:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if self._phase == "backward":
                 return None
-            if root and engine == "fsdp1+autocast":
+            if root and self._variant.prepared:
                 output = cast_floating(output, torch.float32)
             self._mark(Op.POST_FORWARD, int(root))
             if not root and layer == self._last[stack]:

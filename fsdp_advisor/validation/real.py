@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.autocast import as_on_gpu
 from fsdp_advisor.tracing.source import Source
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.engines import mesh_of, optimizer_for, weight_dtype, wrap
@@ -129,11 +128,10 @@ def steady_step(
     Over gloo `pick` is `min`: its threads let go of a collective's tensors some moments late, which only ever adds.
     """
     meter.settle()  # but not later, for what the first steps leave in the allocator's cache is part of what a job holds
-    with as_on_gpu():
-        for _ in range(WARM_UP):
-            take_step(trainer, meter, accumulation)
-        gc.collect()
-        steps = [take_step(trainer, meter, accumulation) for _ in range(steady)]
+    for _ in range(WARM_UP):
+        take_step(trainer, meter, accumulation)
+    gc.collect()
+    steps = [take_step(trainer, meter, accumulation) for _ in range(steady)]
     result = {}
     for phase in PHASES:
         found = [step[phase] for step in steps]

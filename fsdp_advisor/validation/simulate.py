@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.autocast import as_on_gpu
 from fsdp_advisor.tracing.source import Source
 from fsdp_advisor.tracing.step import materialise
 from fsdp_advisor.validation import frameworks
@@ -75,7 +74,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
     checkpointing = plan.activation_checkpointing == "full"
     source.configure(model, attention=plan.attention, checkpointing=checkpointing and _by_the_model(plan))
     meter = StorageMeter(timeline=timeline)
-    with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), as_on_gpu(), warnings.catch_warnings():
+    with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = mesh_of(plan, "cpu") if plan.backend != "ddp" else None
         if (ranks := mesh.mesh if mesh is not None else None) is not None:
