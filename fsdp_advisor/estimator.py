@@ -22,7 +22,7 @@ from fsdp_advisor.memory.schedules import not_modelled, schedule_for
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.textbook import textbook_states
-from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.models.profile import FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import AnyRequest, EstimateRequest, plainly
@@ -41,6 +41,7 @@ UNKNOWN_PEAKS = ("peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes: 
 NOT_WALKED = (
     "peak_reserved_bytes, peak_device_bytes: the caching allocator's fragmentation, which is computed with --reserved"
 )
+NO_AUTOCAST = "what autocast casts, under which accelerate runs FSDP1 as well: it is not recorded here, and needs torch"
 NO_SCRATCH = "peak_allocated_bytes: what the attention kernel takes for itself"
 
 Walk = Literal["never", "if open", "always"]
@@ -205,6 +206,8 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
 def variant_of(plan: Plan) -> Variant:
     """Which recording a plan replays."""
     engine = plan.backend if plan.backend in ("fsdp1", "fsdp2") else "plain"
+    if plan.backend == "fsdp1" and plan.prepared and plan.mixed:
+        engine = FSDP1_UNDER_AUTOCAST
     precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"
@@ -213,8 +216,18 @@ def variant_of(plan: Plan) -> Variant:
 
 
 def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]:
-    """The plan's tape; eager attention's where the model has no sdpa, as transformers itself does."""
+    """The plan's tape. Where a recording under autocast is neither there nor to be made, the one without, which leaves casts out."""
     variant = variant_of(plan)
+    try:
+        return _with_attention(model, profile, plan, variant)
+    except (MissingExtra, NotRecordable) as error:
+        if not variant.prepared or (model.may_record and not isinstance(error, MissingExtra)):
+            raise
+        return _with_attention(model, profile, plan, replace(variant, engine=plan.backend))
+
+
+def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
+    """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
     eager = replace(variant, attention="eager")
     if plan.attention != "sdpa":
         return variant, model.tape(variant)
@@ -304,6 +317,8 @@ def _estimate(
                 *([] if why else [TIME_UNKNOWN + "without a tape there is none"]),
             ),
         )
+    if variant.engine != variant_of(plan).engine:
+        unknown.append(NO_AUTOCAST)
     if variant.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     ledger = replayed(profile, tape, plan)

@@ -179,7 +179,10 @@ def behaviour(plan: Plan) -> list[str]:
         reduced = "" if not plan.mixed else f", and reduces gradients in {MIXED[plan.precision]}, not fp32"
         return [f"accelerate wraps embedding and head as units of their own{reduced}; the estimate is of plain PyTorch"]
     if plan.backend == "fsdp1" and plan.mixed:
-        return [f"accelerate reduces gradients in {MIXED[plan.precision]}; the estimate reduces them in fp32"]
+        return [
+            f"accelerate reduces gradients in {MIXED[plan.precision]}, not fp32, and runs the model under autocast as well; "
+            "the estimate is of plain PyTorch"
+        ]
     return []
 
 

@@ -27,6 +27,9 @@ OUTPUTS: Place = (ROOT, 3)
 TAKEN_APART = ("causal-lm", "speech-seq2seq")
 """Tasks whose models' root is known to be taken apart as is said here."""
 
+_EMBEDDINGS_NOT_SPLIT = ("masked-lm", "image-classification")
+"""Tasks of the models (BERT, RoBERTa, ViT) in whose `_no_split_modules`, which accelerate wraps by default, the embeddings are."""
+
 _LONG = 1009
 """Tokens at which the size of a tensor of T rows is told from others."""
 
@@ -105,9 +108,18 @@ def clones_outputs(plan: Plan) -> bool:
 def logits_elements(profile: Profile, plan: Plan) -> int:
     """A row of the vocabulary for each token; other tasks' logits are few."""
     embedding = _embedding(profile)
-    if embedding is None or not profile.task.endswith("-lm"):
+    if embedding is None or not profile.task.endswith(("-lm", "-seq2seq")):
         return 0
     return plan.micro_batch_size * plan.seq_len * profile.root.parameters[embedding].shape[0]
+
+
+def encoded_elements(profile: Profile, plan: Plan) -> int:
+    """What an encoder gives its decoder, `encoder_last_hidden_state`: a model with both gives it out beside the logits."""
+    width = profile.config.get("d_model")
+    if "seq2seq" not in profile.task or not isinstance(width, int):
+        return 0
+    frames = profile.config.get("max_source_positions") if profile.task == "speech-seq2seq" else plan.seq_len
+    return plan.micro_batch_size * width * frames if isinstance(frames, int) else 0
 
 
 def _embedding(profile: Profile) -> int | None:
@@ -158,14 +170,14 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     notes = []
     if takes_root_apart(plan) and profile.task not in TAKEN_APART:
         what = {
-            "masked-lm": "accelerate 1.15 fails to wrap an embedding that is inside another unit",
-            "image-classification": "accelerate 1.15 fails to wrap an embedding that is inside another unit",
+            "masked-lm": "accelerate 1.15 fails to wrap a head whose bias the module around it shares",
             "seq2seq-lm": "accelerate 1.15 fails to wrap an embedding that encoder and decoder share",
         }.get(profile.task, "accelerate makes units of its own around the layers")
         notes.append(f"{what}: counted is one unit per layer and the root")
-    if plan.backend == "fsdp1" and plan.mixed:
+    if plan.backend in ("fsdp1", "fsdp2") and plan.wrap == "layer" and profile.task in _EMBEDDINGS_NOT_SPLIT:
+        fails = ", and a head that is tied to them fails" if profile.task == "masked-lm" else ""
         notes.append(
-            "accelerate runs FSDP1 under autocast as well, whose fp32 copies are not counted (T5 takes 10 %, Whisper 30 % more)"
+            f"layers are units because the configuration names their class; without it the embeddings are one too{fails}"
         )
     if plan.backend == "deepspeed":
         notes.append(

@@ -58,7 +58,14 @@ class Buffer:
 
     @property
     def n_bytes(self) -> int:
-        return prod(self.shape) * self.bytes_per_element
+        return self.bytes_at(self.bytes_per_element)
+
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.dtype
+
+    def bytes_at(self, bytes_per_element: int) -> int:
+        return prod(self.shape) * bytes_per_element
 
 
 @dataclass(frozen=True)
@@ -174,14 +181,17 @@ SDPA_ON_GPU = "sdpa_on_gpu"
 """The attention of tapes on which sdpa runs as on a GPU; those of `sdpa` are as under fake tensors."""
 SDPA_ON_GPU_WINDOWED = "sdpa_on_gpu_windowed"
 """Likewise, of sequences no shorter than the model's sliding window, for which some layers need a mask."""
+FSDP1_UNDER_AUTOCAST = "fsdp1+autocast"
+"""How accelerate, and the Trainer through it, runs FSDP1's mixed precision (accelerator.py, `prepare_model`)."""
 
 
 @dataclass(frozen=True, order=True)
 class Variant:
     """Which code path a tape was recorded on.
 
-    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``; `precision` as in the request; `attention`
-    as in the request, or what sdpa comes to on a GPU (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED); `single` says that B = 1, which some models treat apart.
+    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast``; `precision` as in
+    the request; `attention` as in the request, or what sdpa comes to on a GPU (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED); `single` says
+    that B = 1, which some models treat apart.
     """
 
     engine: str
@@ -189,6 +199,25 @@ class Variant:
     attention: str
     checkpointing: str
     single: bool
+
+    @property
+    def mixed(self) -> bool:
+        return self.precision.endswith("-mixed")
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forward runs under autocast."""
+        return self.mixed and (self.engine == "plain" or self.prepared)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether accelerate has prepared the model: outputs are in fp32, layers are checkpointed within their units."""
+        return self.engine == FSDP1_UNDER_AUTOCAST
+
+    @property
+    def flattens(self) -> bool:
+        """Whether a unit's parameters are views of one flat parameter."""
+        return self.engine.startswith("fsdp1")
 
     @property
     def key(self) -> str:

@@ -22,7 +22,7 @@ import yaml
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.models.catalog import INDEX, PATH, find, profile
-from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Variant
+from fsdp_advisor.models.profile import FSDP1_UNDER_AUTOCAST, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Variant
 from fsdp_advisor.models.store import RECORDING, dump
 from fsdp_advisor.tracing.recorder import Recorder, versions
 from fsdp_advisor.tracing.transformers_models import TransformersSource
@@ -31,13 +31,14 @@ ARCHITECTURES = PATH.with_name("architectures.yaml")
 VARIANTS = tuple(
     Variant(*v)
     for v in itertools.product(
-        ("fsdp2", "plain", "fsdp1"),
+        ("fsdp2", "plain", "fsdp1", FSDP1_UNDER_AUTOCAST),
         ("bf16", "bf16-mixed", "fp32"),
         ("sdpa", "eager", "flash_attention_2"),
         ("none", "full"),
         (False, True),
     )
-    if v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4])  # the kernel takes half precision, any B alike
+    if (v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4]))  # the kernel takes half precision, any B alike
+    and (v[0] != FSDP1_UNDER_AUTOCAST or v[1] == "bf16-mixed")
 )
 ON_GPU = tuple(replace(v, attention=SDPA_ON_GPU) for v in VARIANTS if v.attention == "sdpa")
 WINDOWED = tuple(replace(v, attention=SDPA_ON_GPU_WINDOWED) for v in ON_GPU)

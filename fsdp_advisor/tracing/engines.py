@@ -8,12 +8,14 @@ Source: torch.distributed.fsdp._fully_shard._fsdp_param_group / _fsdp_state and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 
 class _OnInputGradients(torch.autograd.Function):
@@ -51,6 +53,15 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return tree_map(cast, tree)
+
+
+def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
+    """accelerate checkpoints layers itself, within their units: what a unit's hooks do is not done again.
+
+    Source: accelerate/accelerator.py, `apply_activation_checkpointing` with `CheckpointImpl.NO_REENTRANT`.
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 class FlatUnit:

@@ -28,6 +28,7 @@ from fsdp_advisor.models.profile import (
     Variant,
 )
 from fsdp_advisor.tracing import kinds
+from fsdp_advisor.tracing.engines import checkpoint_layers
 from fsdp_advisor.tracing.on_gpu import as_on_gpu
 from fsdp_advisor.tracing.source import LayerStack, Source
 from fsdp_advisor.tracing.step import Step, materialise, steady
@@ -166,11 +167,14 @@ class Recorder:
         """The model on fake tensors, ready to take steps of this variant."""
         dtype = torch.bfloat16 if variant.precision == "bf16" else torch.float32
         model = self._model(dtype)
-        self.source.configure(model, attention=variant.attention, checkpointing=variant.checkpointing == "full")
+        checkpoints = variant.checkpointing == "full"
+        self.source.configure(model, attention=variant.attention, checkpointing=checkpoints and not variant.prepared)
+        if checkpoints and variant.prepared:
+            checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         on_gpu = as_on_gpu() if variant.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED) else contextlib.nullcontext()
         with steady(), on_gpu, FakeTensorMode(allow_non_fake_inputs=True):
-            mixed = variant.precision.endswith("-mixed") and variant.engine != "plain"
-            materialise(model, torch.bfloat16 if mixed else None)
+            half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
+            materialise(model, half, half if variant.flattens else None)
             yield Step(self.source, model, variant)
 
 

@@ -35,8 +35,8 @@ def steady() -> Iterator[None]:
         gc.unfreeze()
 
 
-def materialise(model: nn.Module, parameter_dtype: torch.dtype | None) -> None:
-    """Replace meta tensors by fake ones on the CPU, ties kept, floating-point parameters in `parameter_dtype` if given."""
+def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None) -> None:
+    """Replace meta tensors by fake ones on the CPU, ties kept, floating-point parameters and buffers in a dtype if given."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -49,7 +49,8 @@ def materialise(model: nn.Module, parameter_dtype: torch.dtype | None) -> None:
             module._parameters[name] = memo[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                dtype = buffer_dtype if buffer_dtype and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
@@ -65,7 +66,7 @@ class Step:
             self._units += [(layer, s, i) for i, layer in enumerate(stack.layers)]
         self._last = {s: i for _, s, i in self._units}
         self._parameters = self._assign()
-        self._cast = torch.bfloat16 if variant.precision.endswith("-mixed") else None
+        self._cast = torch.bfloat16 if variant.mixed else None
         for module, stack_index, layer in self._units:
             self._hook_unit(module, stack_index, layer)
         if (head := source.head(model)) is not None:
@@ -74,7 +75,6 @@ class Step:
 
     def _assign(self) -> dict[int, tuple[int, int, int]]:
         """Each leaf parameter's (stack, layer, index in its unit), and hooks that tell when its gradient is there."""
-        flat = self._variant.engine == "fsdp1"
         self._flat: dict[tuple[int, int], FlatUnit] = {}
         taken: set[int] = set()
         assigned = {}
@@ -83,7 +83,7 @@ class Step:
             taken |= {id(p) for p in parameters}
             if not parameters:
                 continue
-            if flat:
+            if self._variant.flattens:
                 mine = {id(p) for p in parameters}
                 owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
                 self._flat[stack, layer] = unit = FlatUnit(owners, parameters)
@@ -113,7 +113,6 @@ class Step:
         watch.on_operator = self._operator
         for tensor in tree_iter([self._leaves, list(self._model.buffers())]):
             watch.ignore(tensor)
-        autocast = self._variant.engine == "plain" and self._variant.precision.endswith("-mixed")
         gc.collect()
         with watch:
             batch = self._source.batch(micro_batch_size, seq_len)
@@ -122,7 +121,7 @@ class Step:
             self._reset()
             self._recording = True
             self._inputs(batch)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._variant.autocasts):
                 loss = self._source.loss(self._model, batch)
             self._phase = "backward"
             self._begin("backward", ROOT, 0)
@@ -233,7 +232,7 @@ class Step:
                 if not root:
                     self._begin("forward", stack, layer)
                 self._mark(Op.PRE_FORWARD, int(root))
-            if self._cast is not None and (engine == "fsdp2" or (engine == "fsdp1" and root)):
+            if self._cast is not None and (engine == "fsdp2" or (self._variant.flattens and root)):
                 args, kwargs = cast_floating((args, kwargs), self._cast)
             if not again:
                 if (unit := self._flat.get((stack, layer))) is not None:
@@ -242,15 +241,18 @@ class Step:
                     args, kwargs = watch_input_gradients(args, kwargs, post_backward)
             return args, kwargs
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
             if self._phase == "backward":
-                return
+                return None
+            if root and self._variant.prepared:
+                output = cast_floating(output, torch.float32)
             self._mark(Op.POST_FORWARD, int(root))
             if not root and layer == self._last[stack]:
                 self._begin("forward", ROOT, stack + 1)
             for leaf in tree_iter(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(pre_backward)
+            return output
 
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
@@ -258,7 +260,7 @@ class Step:
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         stack, _, index = self._parameters[id(parameter)]
         self._mark(Op.GRAD_READY, index, int(stack == ROOT))
-        if self._variant.engine == "fsdp1":
+        if self._variant.flattens:
             self._mark(Op.POST_BACKWARD, int(stack == ROOT))
 
     def _view_gradient(self, grad: torch.Tensor) -> None:

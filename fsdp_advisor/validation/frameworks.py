@@ -181,7 +181,7 @@ def accelerate_trainer(
     accelerate: Any = importlib.import_module("accelerate")
     accelerator = accelerate.Accelerator(
         mixed_precision=mixed_precision(plan),
-        fsdp_plugin=_plugin(plan),
+        fsdp_plugin=_plugin(plan, layer_classes(source, model)),
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         parallelism_config=parallel,
     )
@@ -190,13 +190,19 @@ def accelerate_trainer(
     return AccelerateTrainer(source, accelerator, prepared, optimizer, batch)
 
 
-def _plugin(plan: Plan) -> Any:
+def layer_classes(source: Source, model: nn.Module) -> list[str]:
+    """The classes to wrap, as every exported configuration names them."""
+    return sorted({type(layer).__name__ for stack in source.stacks(model) for layer in stack.layers})
+
+
+def _plugin(plan: Plan, classes: list[str]) -> Any:
     """The FSDP section of a configuration file, as `accelerate launch` hands it on."""
     if plan.backend == "ddp":
         return None
     plugin: Any = importlib.import_module("accelerate").FullyShardedDataParallelPlugin
     common = {
         "auto_wrap_policy": "transformer_based_wrap" if plan.wrap == "layer" else "no_wrap",
+        "transformer_cls_names_to_wrap": classes,
         "activation_checkpointing": plan.activation_checkpointing == "full",
         "cpu_ram_efficient_loading": False,
     }
@@ -221,7 +227,7 @@ def _parallelism(plan: Plan) -> Any:
 
 
 def transformers_trainer(
-    model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
+    source: Source, model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
 ) -> TransformersTrainer:
     transformers: Any = importlib.import_module("transformers")
     fsdp: dict[str, Any] = {}
@@ -238,6 +244,7 @@ def transformers_trainer(
         }
     if fsdp:
         fsdp["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP" if plan.wrap == "layer" else "NO_WRAP"
+        fsdp["transformer_layer_cls_to_wrap"] = layer_classes(source, model)
         fsdp["activation_checkpointing"] = checkpointing
     with tempfile.TemporaryDirectory() as scratch:  # the Trainer makes sure of its output directory, and writes nothing
         arguments = transformers.TrainingArguments(

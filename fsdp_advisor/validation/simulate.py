@@ -128,7 +128,7 @@ def _trainer(
         case "accelerate":
             return frameworks.accelerate_trainer(source, model, plan, batch, parallel)
         case "trainer":
-            return frameworks.transformers_trainer(model, plan, batch, parallel)
+            return frameworks.transformers_trainer(source, model, plan, batch, parallel)
     layers = layers_of(source.stacks(model)) if plan.wrap == "layer" else []
     wrapped = wrap(model, layers, plan, mesh, "cpu")
     return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))

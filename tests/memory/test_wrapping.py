@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +10,14 @@ import pytest
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import make_request, replayed, variant_of
+from fsdp_advisor.estimator import estimate_resolved, make_request, replayed, variant_of
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.memory.allocator.reserve import traced
 from fsdp_advisor.memory.deepspeed import settings_of
 from fsdp_advisor.memory.ledger import AT_ROOT
 from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, marked, wrapping_of
 from fsdp_advisor.models import catalog
-from fsdp_advisor.models.profile import Op
+from fsdp_advisor.models.profile import Op, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.resolve import resolve
 
@@ -226,7 +227,21 @@ def test_what_is_left_out_is_said(framework: str) -> None:
     options = {"gpu": "H100", "framework": framework, **JOB}
     (t5,) = estimate(model="google-t5/t5-small", strategy="zero3", **options).estimates
     assert any("accelerate 1.15 fails to wrap" in note for note in t5.not_modelled)
-    (fsdp1,) = estimate(model=GPT2, strategy="zero3", backend="fsdp1", **options).estimates
-    assert any("autocast" in note for note in fsdp1.not_modelled)
+    (bert,) = estimate(model="google-bert/bert-base-uncased", strategy="zero3", **options).estimates
+    assert any("accelerate 1.15 fails to wrap" in note for note in bert.not_modelled)
+    assert any("names their class" in note for note in bert.not_modelled)
     (zero1,) = estimate(model=GPT2, strategy="zero1", **options).estimates
     assert any('"auto"' in note for note in zero1.not_modelled)
+
+
+def test_casts_that_are_not_recorded_and_cannot_be_are_left_out_and_said() -> None:
+    options = {"model": GPT2, "gpu": "H100", "strategy": "zero3", "backend": "fsdp1", "framework": "accelerate", **JOB}
+    model = resolve(GPT2, allow_recording=False)
+    profile = model.profile
+    assert profile is not None
+    tapes = {key: tape for key, tape in profile.tapes.items() if not Variant.from_key(key).prepared}
+    model = replace(model, profile=replace(profile, tapes=tapes))
+    (row,) = estimate_resolved(make_request(options), model).estimates
+    assert row.peak_tensor_bytes and any("under which accelerate runs FSDP1" in note for note in row.not_modelled)
+    (bf16,) = estimate_resolved(make_request({**options, "precision": "bf16"}), model).estimates
+    assert bf16.peak_tensor_bytes and not any("autocast" in note for note in bf16.not_modelled)

@@ -24,7 +24,8 @@ SCALARS_BYTES = 16 * 512
 
 UNTIED, TIED = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B"
 QWEN2, GPT2, GEMMA, OPT = "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google/gemma-2b", "facebook/opt-125m"
-WHISPER = "openai/whisper-tiny"
+WHISPER, T5, BERT = "openai/whisper-tiny", "google-t5/t5-small", "google-bert/bert-base-uncased"
+GPTJ, NEOX, VIT = "EleutherAI/gpt-j-6b", "EleutherAI/pythia-70m", "google/vit-base-patch16-224"
 
 CASES = [
     Case(UNTIED, "fsdp2", "zero3", 8, 2, 512, framework="accelerate"),
@@ -46,9 +47,22 @@ CASES = [
     Case(QWEN2, "fsdp1", "zero2", 8, 2, 512, gradient_accumulation_steps=3, framework="accelerate"),
     Case(GPT2, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
     Case(GPT2, "fsdp1", "zero3", 3, 4, 512, framework="trainer"),
+    Case(T5, "fsdp1", "zero3", 8, 4, 512, framework="accelerate"),
+    Case(T5, "fsdp1", "zero3", 2, 2, 256, activation_checkpointing="full", framework="trainer"),
+    Case(T5, "fsdp1", "zero2", 8, 2, 512, "bf16", framework="accelerate"),
+    Case(WHISPER, "fsdp1", "zero3", 8, 2, 448, framework="accelerate"),
+    Case(WHISPER, "fsdp1", "zero3", 64, 4, 448, activation_checkpointing="full", framework="trainer"),
+    Case(GPTJ, "fsdp1", "zero3", 8, 2, 512, attention="eager", framework="accelerate"),
+    Case(NEOX, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
+    Case(BERT, "fsdp1", "zero3", 8, 4, 512, framework="accelerate"),
+    Case(VIT, "fsdp1", "zero2", 8, 4, 197, framework="accelerate"),
     Case(GPT2, "ddp", "ddp", 8, 4, 512, framework="accelerate"),
     Case(UNTIED, "ddp", "ddp", 8, 2, 512, framework="trainer"),
     Case(GPT2, "ddp", "ddp", 8, 4, 512, "fp32", framework="trainer"),
+    Case(T5, "ddp", "ddp", 8, 4, 512, framework="trainer"),
+    Case(WHISPER, "ddp", "ddp", 8, 4, 448, framework="trainer"),
+    Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
+    Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
     Case(OPT, "ddp", "ddp", 2, 4, 512, activation_checkpointing="full", framework="trainer"),
 ]  # fmt: skip
 

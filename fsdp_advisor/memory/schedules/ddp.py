@@ -24,7 +24,7 @@ from fsdp_advisor.memory.ledger import (
 )
 from fsdp_advisor.memory.schedules.fsdp2 import gradient_norms, optimizer_temporaries
 from fsdp_advisor.memory.schedules.units import buffers, total
-from fsdp_advisor.memory.wrapping import OUTPUTS, clones_outputs, logits_elements
+from fsdp_advisor.memory.wrapping import OUTPUTS, clones_outputs, encoded_elements, logits_elements
 from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -79,7 +79,9 @@ class DdpSchedule:
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.grad_marks = plan.gradient_accumulation_steps > 1
-        self._logits = Held.of(logits_elements(profile, plan) * (2 if plan.precision == "bf16" else 4))
+        element = 2 if plan.precision == "bf16" else 4
+        self._logits = Held.of(logits_elements(profile, plan) * element)
+        self._encoded = Held.of(encoded_elements(profile, plan) * element)
         self.states = _states(profile, plan.any_batch)
 
     def begin_step(self, ledger: Ledger) -> None:
@@ -95,12 +97,16 @@ class DdpSchedule:
         pass
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        """accelerate gives the logits out in fp32; where DDP searches for unused parameters, it gives out a clone."""
+        """accelerate gives the logits out in fp32; where DDP searches for unused parameters, it gives out clones.
+
+        What the encoder gave out has fp32 already, but under autocast nothing else keeps it.
+        """
         converts, clones = self._plan.prepared and self._plan.mixed, clones_outputs(self._plan)
         if place == AT_ROOT:
-            self._outputs = ledger.born(LOSS, self._logits if converts or clones else NOTHING)
+            outputs = self._logits + (self._encoded if clones else NOTHING)
+            self._outputs = ledger.born(LOSS, outputs if converts or clones else NOTHING)
         elif place == OUTPUTS:
-            clone = ledger.born(LOSS, self._logits if converts and clones else NOTHING)
+            clone = ledger.born(LOSS, self._logits + self._encoded if converts and clones else NOTHING)
             ledger.died(self._outputs)
             ledger.died(clone)
 

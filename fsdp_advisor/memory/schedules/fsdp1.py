@@ -114,7 +114,8 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
 def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], States]:
     """Of any batch: the units' bytes, and what is kept of them."""
     units = per_unit(profile, lambda unit: _measure(unit, plan))
-    states = States(buffers=buffers(profile))
+    # MixedPrecision's buffer_dtype: floating-point buffers are cast for good before the first forward (`_lazy_init`)
+    states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
     if plan.offload != "parameters":
         states = replace(
             states,

@@ -54,13 +54,14 @@ def _over_units(profile: Profile, of: Callable[[Place], Held]) -> Held:
     return result
 
 
-def buffers(profile: Profile) -> Held:
-    """Registered buffers: every rank holds all of them."""
+def buffers(profile: Profile, floating_bytes: int | None = None) -> Held:
+    """Registered buffers: every rank holds all of them. `floating_bytes`: per element of those that an engine casts."""
 
     def of(unit: Unit) -> Held:
         result = NOTHING
         for buffer in unit.buffers:
-            result += Held.of(buffer.n_bytes)
+            element = floating_bytes if floating_bytes and buffer.is_floating else buffer.bytes_per_element
+            result += Held.of(buffer.bytes_at(element))
         return result
 
     return total(profile, of)
