@@ -18,7 +18,7 @@ from typing import Any
 from fsdp_advisor.models.profile import Buffer, Event, Parameter, Profile, Run, Segment, Stack, Tape, Unit
 
 FORMAT = 1
-RECORDING = 1
+RECORDING = 2
 """To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
 _EVENT = 3
 
