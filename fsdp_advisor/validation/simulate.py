@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.plan import Plan
+from fsdp_advisor.tracing.cuda import as_on_cuda
 from fsdp_advisor.tracing.source import Source
 from fsdp_advisor.tracing.step import materialise
 from fsdp_advisor.validation import frameworks
@@ -80,7 +81,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         if (ranks := mesh.mesh if mesh is not None else None) is not None:
             meter.ignore(ranks)  # the ranks' numbers, always on the host; slices of a mesh are views of them
         launched = frameworks.as_launched(plan, mesh) if plan.prepared else nullcontext()
-        with launched as parallel, FakeTensorMode(allow_non_fake_inputs=True), meter:
+        with launched as parallel, FakeTensorMode(allow_non_fake_inputs=True), meter, as_on_cuda():
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
             gradients: list[Ids] = []

@@ -1,0 +1,79 @@
+"""What PyTorch does on CUDA and not on the CPU, on whose tensors a recording runs, where it decides what is kept for backward.
+
+Dropout keeps a mask of one byte per element on CUDA; on the CPU a factor per element in the tensor's own dtype.
+`torch.autocast` runs softmax, normalisation and powers in fp32 on CUDA; on the CPU it leaves them in half precision.
+Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`; aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and
+AT_FORALL_FP32_SET_OPT_DTYPE (torch 2.13). Seen on GPUs: `tests/memory/published_memory.yaml`, the rows on BERT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+IN_FP32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm",
+    "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist", "pdist", "renorm", "logsumexp",
+)  # fmt: skip
+"""Autocast casts their arguments on CUDA. What it casts on the CPU too is left out."""
+IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
+"""They take a dtype, which is fp32 there if none is given."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """While this lasts, operators on CPU tensors keep what they keep on CUDA, and `torch.autocast("cpu")` casts as CUDA's."""
+    autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
+    autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        autograd.impl(torch.ops.aten.dropout.default, _dropout)
+        for names, kernel in ((IN_FP32, _cast), (IN_FP32_UNLESS_ASKED, _cast_unless_asked)):
+            for name in names:
+                operator = _operator(name)
+                autocast.impl(operator, functools.partial(kernel, operator))
+        yield
+    finally:
+        autocast._destroy()
+        autograd._destroy()
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if train and 0 < p < 1 and tensor.numel():
+        kept: torch.Tensor = torch.ops.aten.native_dropout.default(tensor, p, train)[0]
+        return kept
+    whole: torch.Tensor = torch.ops.aten.dropout.default.decompose(tensor, p, train)
+    return whole
+
+
+def _cast(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.float() if _is_half(t) else t, (args, kwargs))
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return operator(*args, **kwargs)
+
+
+def _cast_unless_asked(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    last = operator._schema.arguments[len(args) - 1].name
+    asked = args[-1] if last == "dtype" else kwargs.get("dtype")
+    if asked is None and _is_half(args[0]):
+        args = args[:-1] if last == "dtype" else args
+        kwargs = {**kwargs, "dtype": torch.float32}
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return operator(*args, **kwargs)
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)

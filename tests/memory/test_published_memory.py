@@ -1,0 +1,47 @@
+"""Published GPU runs that state reserved or allocated memory, or that ran out of it, against predictions.
+
+The table is `published_memory.yaml`; `python tests/memory/published_memory.py` prints it with predictions and errors.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_memory import DATA, ROWS, TOLERANCE, Row, estimate_of, llama, recorded, request_of
+
+SPEED = Path(__file__).parents[1] / "speed"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.xfail(reason=row.missed, strict=True) if row.missed else (), id=row.name)
+        for row in ROWS
+    ],
+)
+def test_the_figure(row: Row) -> None:
+    assert row.predicted_gib == pytest.approx(row.gib, rel=TOLERANCE[row.figure])
+
+
+@pytest.mark.parametrize("row", DATA["fits"], ids=lambda row: row["name"])
+def test_what_torchtitan_fitted(row: dict[str, Any]) -> None:
+    request = request_of(
+        {
+            "gpus": 64, "nnodes": 8, "gpu": "A100-80GB", "optim": "adamw_torch",
+            "micro_batch_size": row["micro_batch_size"], "seq_len": row["seq_len"],
+        }
+    )  # fmt: skip
+    model = recorded(llama(norm="fused", upcast=True, keeps_logits=True, **row["llama"]), request)
+    assert estimate_of(model, request).fits is row["fits"]
+
+
+def test_every_published_figure_is_held_against_or_has_its_reason() -> None:
+    published = json.loads((SPEED / "published.json").read_text())
+    stated = {row["id"] for row in published if any(v for k, v in row["measured"].items() if k.endswith("_gib"))}
+    accounted = [*DATA["covered"], *(i for entry in DATA["left_out"] for i in entry["ids"])]
+    assert len(accounted) == len(set(accounted))
+    assert set(accounted) == stated
+    assert all(entry["states"] and entry["why"] for entry in DATA["left_out"])
