@@ -22,7 +22,7 @@ from fsdp_advisor.memory.schedules import not_modelled, schedule_for
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.textbook import textbook_states
-from fsdp_advisor.models.profile import FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
+from fsdp_advisor.models.profile import EAGER_ON_GPU, FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import AnyRequest, EstimateRequest, plainly
@@ -229,22 +229,22 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
     """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
     eager = replace(variant, attention="eager")
-    if plan.attention != "sdpa":
-        return variant, model.tape(variant)
-    if model.source == "catalog" and variant.key not in profile.tapes and eager.key in profile.tapes:
-        return eager, profile.tapes[eager.key]
+    if plan.attention == "sdpa" and model.source == "catalog":
+        variant = eager if variant.key not in profile.tapes and eager.key in profile.tapes else variant
     try:
         tape = model.tape(variant)
     except NoSuchAttention:
-        return eager, model.tape(eager)
-    if model.source != "catalog" and plan.precision == "fp32":
+        if plan.attention != "sdpa":
+            raise
+        variant, tape = eager, model.tape(eager)
+    if model.source != "catalog":
         _record_on_gpu(model, _real(profile, variant, plan))
     return variant, tape
 
 
-@lru_cache(maxsize=256)  # what cannot be recorded is not tried again
+@lru_cache(maxsize=64)  # what cannot be recorded is not tried again
 def _record_on_gpu(model: Resolved, variant: Variant) -> None:
-    """Have the tape of fp32 on a GPU at hand, which may take far more than fake tensors; half precision never does."""
+    """Have the tape of what a GPU runs at hand, which may take more or less than fake tensors."""
     with contextlib.suppress(AdvisorError):
         model.tape(variant)
 
@@ -324,7 +324,7 @@ def _estimate(
     ledger = replayed(profile, tape, plan)
     real = _real(profile, variant, plan, gpu)
     real_tape = profile.tapes.get(real.key) or tape
-    if real.attention == "sdpa" or real.key not in profile.tapes:
+    if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
         unknown.append(NO_SCRATCH)
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
     taken = allocated(profile, real_tape, plan, workspace_bytes=workspace_bytes)
@@ -392,18 +392,27 @@ def _estimate(
 def _difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:
     """What the tensors on a GPU are other than under fake ones, where that is worth a word."""
     more = on_gpu_bytes - tensor_bytes
-    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes or (more > 0 and real.precision != "fp32"):
+    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes:
         return ()
-    if more > 0:
+    there = f"{format_gib(on_gpu_bytes)} there"
+    if more > 0 and real.precision == "fp32":
         return (
             f"a GPU takes {format_gib(more)} more than the peak of fake tensors: in fp32 PyTorch has no fused kernel for sdpa with "
-            f"grouped key and value heads, so it makes whole score matrices: {format_gib(on_gpu_bytes)} there; bf16-mixed makes none",
+            f"grouped key and value heads, so it makes whole score matrices: {there}; bf16-mixed makes none",
+        )
+    if more > 0:
+        return (
+            f"a GPU takes {format_gib(more)} more than the peak of fake tensors: under autocast it runs norms, softmax and powers "
+            f"in fp32, which a CPU does not: {there}",
+        )
+    if real.attention == EAGER_ON_GPU:
+        return (
+            f"{format_gib(-more)} of the peak are what dropout keeps on a CPU; a GPU keeps a byte per element: {there}",
         )
     kernel = "a GPU's flash kernel needs none" if real.attention == "flash_attention_2" else "a GPU needs fewer"
     return (
         f"{format_gib(-more)} of the peak are attention masks and repeated key and value heads, "
-        f"which transformers makes for sdpa on fake or traced tensors; {kernel}: "
-        f"{format_gib(on_gpu_bytes)} there",
+        f"which transformers makes for sdpa on fake or traced tensors; {kernel}: {there}",
     )
 
 

@@ -22,7 +22,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import SCRATCH
 from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
+from fsdp_advisor.models.profile import EAGER_ON_GPU, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 
 KIB = 2**10
@@ -66,6 +66,8 @@ def real_attention(
     `windowed` says that the sequences fill the model's sliding window. In half precision a recording of its own is among those
     `recorded` (by key) where sdpa does not come to the flash kernel throughout.
     """
+    if variant.attention == "eager":
+        return replace(variant, attention=EAGER_ON_GPU)
     if variant.attention != "sdpa":
         return variant
     on_gpu = replace(variant, attention=SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)

@@ -181,6 +181,8 @@ SDPA_ON_GPU = "sdpa_on_gpu"
 """The attention of tapes on which sdpa runs as on a GPU; those of `sdpa` are as under fake tensors."""
 SDPA_ON_GPU_WINDOWED = "sdpa_on_gpu_windowed"
 """Likewise, of sequences no shorter than the model's sliding window, for which some layers need a mask."""
+EAGER_ON_GPU = "eager_on_gpu"
+"""Likewise of `eager`: what CUDA keeps of dropout, and casts under autocast."""
 FSDP1_UNDER_AUTOCAST = "fsdp1+autocast"
 """How accelerate, and the Trainer through it, runs FSDP1's mixed precision (accelerator.py, `prepare_model`)."""
 
@@ -190,8 +192,8 @@ class Variant:
     """Which code path a tape was recorded on.
 
     `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast``; `precision` as in
-    the request; `attention` as in the request, or what sdpa comes to on a GPU (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED); `single` says
-    that B = 1, which some models treat apart.
+    the request; `attention` as in the request, or what it comes to on a GPU (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, EAGER_ON_GPU); `single`
+    says that B = 1, which some models treat apart.
     """
 
     engine: str
@@ -213,6 +215,11 @@ class Variant:
     def prepared(self) -> bool:
         """Whether accelerate has prepared the model: outputs are in fp32, layers are checkpointed within their units."""
         return self.engine == FSDP1_UNDER_AUTOCAST
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is what a GPU runs; else what PyTorch does under fake tensors on a CPU."""
+        return self.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, EAGER_ON_GPU, "flash_attention_2")
 
     @property
     def flattens(self) -> bool:

@@ -103,7 +103,7 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     refusals: dict[str, AdvisorError] = {}
     wanted = [Variant.from_key(key) for key in job["variants"]]
     for variant in wanted:
-        if (variant.precision, variant.attention) == ("fp32", "sdpa"):
+        if not variant.on_gpu:
             wanted += [real_attention(variant, windowed=w) for w in {False, model.profile.window is not None}]
         try:
             model.tape(variant)

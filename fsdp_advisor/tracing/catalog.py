@@ -22,7 +22,14 @@ import yaml
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.models.catalog import INDEX, PATH, find, profile
-from fsdp_advisor.models.profile import FSDP1_UNDER_AUTOCAST, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Variant
+from fsdp_advisor.models.profile import (
+    EAGER_ON_GPU,
+    FSDP1_UNDER_AUTOCAST,
+    SDPA_ON_GPU,
+    SDPA_ON_GPU_WINDOWED,
+    Profile,
+    Variant,
+)
 from fsdp_advisor.models.store import RECORDING, dump
 from fsdp_advisor.tracing.recorder import Recorder, versions
 from fsdp_advisor.tracing.transformers_models import TransformersSource
@@ -38,24 +45,33 @@ VARIANTS = tuple(
         (False, True),
     )
     if (v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4]))  # the kernel takes half precision, any B alike
-    and (v[0] != FSDP1_UNDER_AUTOCAST or v[1] == "bf16-mixed")
+    and (v[0] != FSDP1_UNDER_AUTOCAST or (v[1] == "bf16-mixed" and v[2] != "eager"))
 )
 ON_GPU = tuple(replace(v, attention=SDPA_ON_GPU) for v in VARIANTS if v.attention == "sdpa")
 WINDOWED = tuple(replace(v, attention=SDPA_ON_GPU_WINDOWED) for v in ON_GPU)
+EAGER = tuple(replace(v, attention=EAGER_ON_GPU) for v in VARIANTS if v.attention == "eager")
 MASKED = ("falcon", "t5")
 """Whose code hands sdpa a mask at any length, which the flash kernel does not take in half precision either."""
 
 
-def variants_of(profile: Profile) -> tuple[Variant, ...]:
-    """What is recorded of a model. A window that no sequence fills makes no difference."""
+def variants_of(profile: Profile, source: TransformersSource) -> tuple[Variant, ...]:
+    """What is recorded of a model. A window that no sequence fills makes no difference, nor is eager attention another on a GPU
+    but under autocast and with dropout."""
     filled = profile.window is not None and profile.window <= (profile.max_seq_len or profile.window)
     masked = profile.config["model_type"] in MASKED
-    return VARIANTS + tuple(v for v in ON_GPU if v.precision == "fp32" or masked) + (WINDOWED if filled else ())
+    drops = source.drops_out
+    return (
+        *VARIANTS,
+        *(v for v in ON_GPU if v.precision == "fp32" or masked),
+        *(WINDOWED if filled else ()),
+        *(v for v in EAGER if drops or (v.engine == "plain" and v.mixed)),
+    )
 
 
 def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, list[str]]:
     """A row's stored profile, and the variants that the model's own code refuses, with the reason. `before` is what is kept."""
-    recorder = Recorder(TransformersSource(row["config"], name=row["id"], task=row["task"]))
+    source = TransformersSource(row["config"], name=row["id"], task=row["task"])
+    recorder = Recorder(source)
     if recorder.profile.parameters != row["parameters"]:
         raise SystemExit(f"{row['id']}: {recorder.profile.parameters} parameters, not {row['parameters']}")
     refused = []
@@ -67,7 +83,7 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
         ):
             raise SystemExit(f"{row['id']}: the catalog's tapes are of another model or other versions")
         recorder.profile.tapes.update(before.tapes)
-    for variant in variants_of(recorder.profile):
+    for variant in variants_of(recorder.profile, source):
         if variant.key in recorder.profile.tapes:
             continue
         try:
@@ -78,7 +94,7 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
 
 
 def _key(row: dict[str, Any]) -> str:
-    variants = [v.key for v in VARIANTS + ON_GPU + WINDOWED]
+    variants = [v.key for v in VARIANTS + ON_GPU + WINDOWED + EAGER]
     text = json.dumps([row["config"], row["task"], versions(), variants, RECORDING], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 

@@ -1,4 +1,4 @@
-"""sdpa as a GPU runs it, for recording on a machine that has none.
+"""A step as a GPU runs it, for recording on a machine that has none; above all sdpa.
 
 Under fake tensors on a CPU transformers cannot read that no sequences are packed, so it makes a mask and repeats the key and
 value heads; and PyTorch takes the CPU's kernel. On CUDA there is no mask unless a sliding window is filled or the model's code
@@ -11,8 +11,8 @@ always makes one, and PyTorch 2.13 takes (ATen/native/transformers/cuda/sdp_util
   sdpa_attention.py, `use_gqa_in_sdpa`), which the memory-efficient kernel does not know (its `supports_gqa` is false;
   PyTorch's main branch learnt it after 2.13, in pull request 191085).
 
-A mask of bools becomes one of floats in each call and is kept for backward. Dropout on CUDA keeps a mask of one byte
-(`native_dropout`), on a CPU one of floats. Left out: what pads T to multiples of 16 or 32.
+A mask of bools becomes one of floats in each call and is kept for backward. Left out: what pads T to multiples of 16 or 32.
+What else CUDA does otherwise, dropout and autocast, is in `cuda`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from transformers import masking_utils
 
+from fsdp_advisor.tracing.cuda import as_on_cuda
 from fsdp_advisor.tracing.flash import flash, scratch
 
 HEAD_BYTES = 16
@@ -34,16 +35,15 @@ HEAD_BYTES = 16
 FLASH_HEAD = 256
 """Source: sdp_utils.cpp, check_head_dim_size_flash."""
 
-_dropout = F.dropout
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """What runs here runs as on a GPU: attention, dropout, and the search for packed sequences, which finds none."""
+    """What runs here runs as on a GPU: attention, dropout, autocast, and the search for packed sequences, which finds none."""
     with (
         mock.patch.object(F, "scaled_dot_product_attention", attention),
-        mock.patch.object(F, "dropout", dropout),
+        as_on_cuda(),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_packed_sequences),
     ):
         yield
@@ -76,13 +76,6 @@ def attention(
             bias = bias.expand(*query.shape[:3], key.shape[2])
         out: torch.Tensor = _EfficientAttention.apply(query, key, value, bias)  # type: ignore[no-untyped-call]  # torch's
         return out
-
-
-def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """As `torch.nn.functional.dropout` on CUDA. Source: ATen/native/Dropout.cpp, is_fused_kernel_acceptable."""
-    if training and 0 < p < 1 and not inplace:
-        return torch.native_dropout(input, p, True)[0]
-    return _dropout(input, p, training, inplace)
 
 
 def _no_packed_sequences(position_ids: torch.Tensor) -> None:
@@ -151,7 +144,7 @@ def _math(
         scores.add_(bias)
     scores = _SafeSoftmax.apply(scores)  # type: ignore[no-untyped-call]  # torch's
     if dropout_p > 0:
-        scores = dropout(scores, dropout_p)
+        scores = F.dropout(scores, dropout_p)
     also = scores.to(dtype)  # which it returns too
     out = torch.matmul(scores, value)
     result = out.to(dtype)

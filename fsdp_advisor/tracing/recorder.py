@@ -17,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.models.profile import (
-    SDPA_ON_GPU,
-    SDPA_ON_GPU_WINDOWED,
     Buffer,
     Parameter,
     Profile,
@@ -171,7 +169,7 @@ class Recorder:
         self.source.configure(model, attention=variant.attention, checkpointing=checkpoints and not variant.prepared)
         if checkpoints and variant.prepared:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
-        on_gpu = as_on_gpu() if variant.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED) else contextlib.nullcontext()
+        on_gpu = as_on_gpu() if variant.on_gpu else contextlib.nullcontext()
         with steady(), on_gpu, FakeTensorMode(allow_non_fake_inputs=True):
             half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
             materialise(model, half, half if variant.flattens else None)

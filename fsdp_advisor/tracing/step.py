@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from fsdp_advisor.models.profile import ROOT, Category, Op, Variant
-from fsdp_advisor.tracing.cuda import as_on_cuda
 from fsdp_advisor.tracing.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.tracing.flash import in_scratch
 from fsdp_advisor.tracing.operators import work_of
@@ -115,7 +114,7 @@ class Step:
         for tensor in tree_iter([self._leaves, list(self._model.buffers())]):
             watch.ignore(tensor)
         gc.collect()
-        with watch, as_on_cuda():
+        with watch:
             batch = self._source.batch(micro_batch_size, seq_len)
             if self._variant.precision == "bf16":  # a trainer hands pixels and sound over in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
-from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED
+from fsdp_advisor.models.profile import EAGER_ON_GPU, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED
 from fsdp_advisor.tracing.source import LayerStack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
@@ -64,6 +64,12 @@ class TransformersSource:
     def config(self) -> dict[str, object]:
         return {"model_type": self._model_type, **self._values}
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether the configuration asks for dropout."""
+        values = self._configuration().to_dict()
+        return any(isinstance(v, float) and v > 0 for k, v in values.items() if "drop" in k and not k.startswith(("layer", "classifier")))
+
     def build(self, dtype: torch.dtype) -> nn.Module:
         auto = getattr(transformers, _AUTO[self.task])
         with _errors_explained(self.name), torch.device("meta"), no_init_weights():
@@ -108,6 +114,8 @@ class TransformersSource:
         if attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED):
             _bind_windows(module, attention == SDPA_ON_GPU_WINDOWED)
             attention = "sdpa"
+        if attention == EAGER_ON_GPU:
+            attention = "eager"
         with _errors_explained(self.name):
             needed = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(attention)
             if needed is not None and not getattr(module, needed, False):

@@ -81,7 +81,10 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         if (ranks := mesh.mesh if mesh is not None else None) is not None:
             meter.ignore(ranks)  # the ranks' numbers, always on the host; slices of a mesh are views of them
         launched = frameworks.as_launched(plan, mesh) if plan.prepared else nullcontext()
-        with launched as parallel, FakeTensorMode(allow_non_fake_inputs=True), meter, as_on_cuda():
+        on_gpu = (
+            as_on_cuda() if plan.attention == "flash_attention_2" else nullcontext()
+        )  # whose kernel is a GPU's alone
+        with launched as parallel, FakeTensorMode(allow_non_fake_inputs=True), meter, on_gpu:
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
             gradients: list[Ids] = []

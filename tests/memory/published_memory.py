@@ -15,11 +15,11 @@ sys.path.append(str(Path(__file__).parents[1] / "speed"))  # BERT and Lightning'
 import published_models
 from record import BertSource, lightning
 
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, variant_of
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, tape_on, variant_of
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.allocator.reserve import traced
-from fsdp_advisor.memory.libraries import cublas_workspace_bytes
+from fsdp_advisor.memory.libraries import cublas_workspace_bytes, real_attention
 from fsdp_advisor.plan import plans
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.request import EstimateRequest
@@ -101,11 +101,12 @@ def lightning_model() -> Recorder:
 
 
 def recorded(recorder: Recorder, request: EstimateRequest) -> Resolved:
-    """A recorded model with the tape that the request needs."""
+    """A recorded model with the tapes that the request needs."""
     profile = recorder.profile
     variant = variant_of(plans(request, seq_len=request.seq_len or 1)[0])
-    if variant.key not in profile.tapes:
-        profile.tapes[variant.key] = recorder.tape(variant)
+    for wanted in (variant, real_attention(variant)):
+        if wanted.key not in profile.tapes:
+            profile.tapes[wanted.key] = recorder.tape(wanted)
     return Resolved(
         name=recorder.source.name or "a module",
         source="config",
@@ -125,8 +126,9 @@ def first_step_bytes(model: Resolved, request: EstimateRequest) -> int:
     """What is reserved at the highest of the first step."""
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
-    workspace_bytes = cublas_workspace_bytes(gpu_of(request)[0].compute_capability)
-    steps = traced(model.profile, model.tape(variant_of(plan)), plan, workspace_bytes=workspace_bytes)
+    gpu, _ = gpu_of(request)
+    workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
+    steps = traced(model.profile, tape_on(model, plan, gpu), plan, workspace_bytes=workspace_bytes)
     allocator = CachingAllocator(steps.requests, AllocatorConf.parse(request.allocator_conf or ""))
     allocator.run(steps.setup)
     allocator.run(steps.first)
