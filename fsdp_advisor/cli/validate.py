@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -25,7 +24,6 @@ from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.request import EstimateRequest, fields_of
 
 if TYPE_CHECKING:
-    from fsdp_advisor.validation.campaign import Event
     from fsdp_advisor.validation.case import Case, Device
     from fsdp_advisor.validation.launch import Ended
     from fsdp_advisor.validation.records import Record, Rung
@@ -336,6 +334,7 @@ def _campaign(
     name: str, given: dict[str, Any], rung: RungName | None, device: DeviceName | None, path: Path,
     timeout: float | None, destination: Destination, form: str, quiet: bool, **options: Any,
 ) -> int:  # fmt: skip
+    from fsdp_advisor.cli.progress import Progress
     from fsdp_advisor.validation import campaign, records, report
 
     if _started_rank(None) is not None:
@@ -343,7 +342,7 @@ def _campaign(
             "a campaign starts its own ranks, and torchrun or srun has started some", hint="run it in one process"
         )
     cases = _cases(campaign.load(name, **given), rung, device, timeout, quiet, **options)
-    with _Progress(quiet) as progress:
+    with Progress(quiet) as progress:
         for event in campaign.run(cases, path, lambda case: _one(case, alone=False)[0]):
             progress.show(event)
     made, notes = records.read(path)
@@ -351,44 +350,6 @@ def _campaign(
         note(remark, quiet=quiet)
     destination.write(report.render(report.latest(made), form))
     return FITS if any(record.outcome in ("ok", "oom") for record in made) else FAILED
-
-
-class _Progress:
-    """A bar with the time left on a terminal, a line per case elsewhere; standard error in both."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bar: Any = None
-
-    def __enter__(self) -> _Progress:
-        if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, event: Event) -> None:
-        from fsdp_advisor.validation.report import main_figure, signed_percent
-
-        said = "starting" if event.done < event.total else "nothing left to do"
-        if (record := event.record) is not None:
-            figure = main_figure(record)
-            error = record.errors.get(figure) if figure else None
-            said = f"{record.label}: {record.outcome}" + (f", {signed_percent(error)}" if error is not None else "")
-            said += f" ({record.message})" if record.message and record.outcome not in ("ok", "oom") else ""
-        if self._bar is None:
-            note(f"{event.done}/{event.total} {said}", quiet=self._quiet)
-        elif not self._bar.tasks:
-            self._bar.add_task(said, total=event.total, completed=event.done)
-        else:
-            self._bar.update(self._bar.tasks[0].id, completed=event.done, description=said)
 
 
 def report(
