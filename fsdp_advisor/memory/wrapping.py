@@ -6,7 +6,8 @@ tied to the head, are one unit that keeps its parameters from forward to backwar
 them too.
 
 On a tape all of that is the root's code. The places at which a unit's hooks run are found in it: the embedding runs first, final
-norm and head run after the last layer, and the head's backward begins with the first gradient of a parameter.
+norm and head run after the last layer, and the head's backward begins with the first gradient of a parameter. Of an image model
+the embedding is the convolution over its patches, and the final norm has the head's place: its classifier stays with the root.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ HEAD: Place = (ROOT, 2)
 OUTPUTS: Place = (ROOT, 3)
 """Where DDP gives out what the model gave it."""
 
-TAKEN_APART = ("causal-lm", "speech-seq2seq")
-"""Tasks whose models' root is known to be taken apart as is said here."""
+TAKEN_APART = ("causal-lm", "speech-seq2seq", "image-classification")
+"""Tasks whose models' root is known to be taken apart as is said here. Of an image model the embedding is that of its patches."""
 
 _EMBEDDINGS_NOT_SPLIT = ("masked-lm", "image-classification")
 """Tasks of the models (BERT, RoBERTa, ViT) in whose `_no_split_modules`, which accelerate wraps by default, the embeddings are."""
@@ -81,7 +82,8 @@ def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
     head = _head(profile, embedding)
     norm = _final_norm(profile, embedding)
     tail = tuple(i for i in range(len(parameters)) if i in head or i in norm or (tied and i == embedding))
-    alone = () if tied else (embedding,)
+    module = _module(parameters[embedding].name)
+    alone = () if tied else tuple(i for i, p in enumerate(parameters) if _module(p.name) == module)
     rest = tuple(i for i in range(len(parameters)) if i not in tail and i not in alone)
 
     def part(indices: tuple[int, ...], keeps: bool | None, more: tuple[Parameter, ...] = ()) -> Part:
@@ -123,10 +125,18 @@ def encoded_elements(profile: Profile, plan: Plan) -> int:
 
 
 def _embedding(profile: Profile) -> int | None:
-    """The input embedding among the root's parameters: the first matrix with a row for each word."""
+    """The input embedding among the root's parameters: the first matrix with a row for each word, or an image's patches."""
+    if profile.task == "image-classification":
+        convolutions = [i for i, p in enumerate(profile.root.parameters) if len(p.shape) == 4]
+        return convolutions[0] if convolutions and _image_tokens(profile) else None
     matrices = [i for i, p in enumerate(profile.root.parameters) if len(p.shape) == 2]
     rows = _vocabulary(profile)
     return next((i for i in matrices if profile.root.parameters[i].shape[0] == rows), matrices[0] if matrices else None)
+
+
+def _image_tokens(profile: Profile) -> int | None:
+    """Patches and what is put before them: a position each."""
+    return next((p.shape[1] for p in profile.root.parameters if len(p.shape) == 3 and p.shape[1] > 1), None)
 
 
 def _vocabulary(profile: Profile) -> object:
@@ -168,7 +178,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if not plan.prepared:
         return []
     notes = []
-    if takes_root_apart(plan) and profile.task not in TAKEN_APART:
+    if takes_root_apart(plan) and HEAD not in wrapping_for(profile, plan).parts:
         what = {
             "masked-lm": "accelerate 1.15 fails to wrap a head whose bias the module around it shares",
             "seq2seq-lm": "accelerate 1.15 fails to wrap an embedding that encoder and decoder share",
@@ -221,7 +231,8 @@ def _marked(profile: Profile, tape: Tape, wrapping: Wrapping, compute_bytes: int
     backward = [i for i, s in enumerate(segments) if s.phase == "backward"]
     alone = EMBEDDING in wrapping.parts
     first = EMBEDDING if alone else HEAD
-    width = compute_bytes * _width(wrapping)
+    tokens = _image_tokens(profile) if profile.task == "image-classification" else None
+    hidden = compute_bytes * _width(wrapping) * (tokens or _LONG)
 
     def insert(index: int, at: int, op: Op, place: Place) -> None:
         events = segments[index].events
@@ -240,23 +251,32 @@ def _marked(profile: Profile, tape: Tape, wrapping: Wrapping, compute_bytes: int
         return next(at for at, (op, a, _) in enumerate(segments[index].events) if op == wanted and a == root)
 
     begins = position(forward[0], Op.PRE_FORWARD, 1) + 1
+    if tokens:  # patches are what is born before they are joined with the class token
+        joined = next(at for at, n, _ in births(forward[0]) if n == hidden)
+        begins = max(at for at, _, _ in births(forward[0]) if at < joined)
     insert(forward[0], begins, Op.PRE_FORWARD, first)
     if alone:
-        output = next((at for at, n, _ in births(forward[0]) if at > begins and n == _LONG * width), None)
+        output = next((at for at, n, _ in births(forward[0]) if at > begins and (tokens or n == hidden)), None)
         insert(
             forward[0], len(segments[forward[0]].events) if output is None else output + 1, Op.POST_FORWARD, EMBEDDING
         )
         logits = 0 if wrapping.from_norm else next((at for at, _, c in births(forward[-1]) if c == Category.LOSS), 0)
         insert(forward[-1], logits, Op.PRE_FORWARD, HEAD)
     turns = position(backward[0], Op.PRE_BACKWARD, 1) + 1
-    of_head = [at for at, n, c in births(backward[0]) if at > turns and (_is_gradient(c) or n == _LONG * width)]
+    of_head = [at for at, n, c in births(backward[0]) if at > turns and (_is_gradient(c) or n == hidden)]
+    if tokens:  # it is the norm alone: the classifier is behind it
+        of_head = [at + 1 for at, n, _ in births(backward[0]) if at > turns and n == hidden]
     insert(backward[0], of_head[0] if of_head else turns, Op.PRE_BACKWARD, HEAD)
     if alone:
-        inputs = [at for at, n, _ in births(backward[0]) if at > turns and n == _LONG * width]
+        inputs = [at for at, n, _ in births(backward[0]) if at > turns and n == hidden]
         whole = wrapping.from_norm or not inputs
         insert(backward[0], len(segments[backward[0]].events) if whole else inputs[0] + 1, Op.POST_BACKWARD, HEAD)
         marks = [at for at, (op, a, _) in enumerate(segments[backward[-1]].events) if op == Op.POST_BACKWARD and not a]
-        insert(backward[-1], marks[-1] + 1 if marks else 0, Op.PRE_BACKWARD, EMBEDDING)
+        turn = marks[-1] + 1 if marks else 0
+        if tokens:  # class token and positions come first
+            own = Category.GRADIENT + 2 * wrapping.parts[EMBEDDING].indices[0] + 1
+            turn = next(at for at, _, c in births(backward[-1]) if c == own)
+        insert(backward[-1], turn, Op.PRE_BACKWARD, EMBEDDING)
     return Tape(tape.sizes, tuple(segments))
 
 
@@ -267,4 +287,5 @@ def _is_gradient(category: int) -> bool:
 def _width(wrapping: Wrapping) -> int:
     """The model's width: what the embedding gives for a token and the head takes."""
     first = wrapping.parts.get(EMBEDDING, wrapping.parts[HEAD])
-    return next(p.shape[1] for p in first.unit.parameters if len(p.shape) == 2)
+    weight = next(p for p in first.unit.parameters if len(p.shape) in (2, 4))
+    return weight.shape[1 if len(weight.shape) == 2 else 0]

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
 from fsdp_advisor.estimator import replayed, variant_of  # noqa: E402  # after the checks
+from fsdp_advisor.memory.schedules import not_modelled  # noqa: E402
 from fsdp_advisor.resolve import resolve  # noqa: E402
 from fsdp_advisor.tracing import TransformersSource  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
@@ -40,6 +41,8 @@ CASES = [
     Case(GEMMA, "fsdp2", "zero3", 8, 2, 1024, activation_checkpointing="full", framework="accelerate"),
     Case(OPT, "fsdp2", "zero2", 8, 4, 512, activation_checkpointing="full", framework="trainer"),
     Case(WHISPER, "fsdp2", "zero3", 8, 2, 448, framework="accelerate"),
+    Case(VIT, "fsdp2", "zero3", 8, 4, 197, "bf16", framework="accelerate"),
+    Case(VIT, "fsdp2", "zero2", 3, 4, 197, "fp32", "full", framework="trainer"),
     Case(UNTIED, "fsdp2", "zero3", 8, 2, 512, activation_checkpointing="full", wrap="none"),
     Case(GPT2, "fsdp2", "zero2", 3, 2, 512, gradient_accumulation_steps=2, wrap="none"),
     Case(UNTIED, "fsdp2", "zero3", 8, 1, 256, gradient_accumulation_steps=2, wrap="none", framework="trainer"),
@@ -78,6 +81,16 @@ def test_predicted_peak_is_what_the_framework_does(case: Case) -> None:
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - ledger.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, ledger.phase_peaks[phase])
     assert ledger.peak == pytest.approx(found.peak_tensor_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("name", [BERT, "FacebookAI/roberta-base", T5])
+def test_what_accelerate_fails_at_is_said(name: str) -> None:
+    plan = plan_of(Case(name, "fsdp2", "zero3", 8, 2, 128, framework="accelerate"))
+    profile = resolve(name).profile
+    assert profile is not None
+    assert any("accelerate 1.15 fails" in note for note in not_modelled(profile, plan))
+    with pytest.raises(ValueError, match="is shared with a parameter already managed by another FSDP group"):
+        simulate(TransformersSource(profile.config, name=name, task=profile.task), plan)
 
 
 def test_the_matrix_covers_what_it_must() -> None:
