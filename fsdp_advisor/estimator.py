@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ from fsdp_advisor.memory.loading import one_copy_bytes
 from fsdp_advisor.memory.schedules import not_modelled, schedule_for
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
+from fsdp_advisor.memory.step import timeline as timeline_of
 from fsdp_advisor.memory.textbook import textbook_states
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
@@ -363,7 +365,7 @@ def _estimate(
         job=job,
         warnings=warnings + (step.warnings if step else ()),
         not_modelled=tuple(unknown if reserved is not None else [NOT_WALKED, *unknown]),
-        timeline=tuple(ledger.timeline),
+        replay_timeline=partial(timeline_of, profile, tape, plan),
     )
 
 

@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.memory.ledger import Ledger
-from fsdp_advisor.memory.replay import Schedule, replay
+from fsdp_advisor.memory.course import Course, Followed
+from fsdp_advisor.memory.ledger import Ledger, Point
+from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
-from fsdp_advisor.memory.score import Score, compile_tape
+from fsdp_advisor.memory.score import Score, Shape, score_of, sized
 from fsdp_advisor.memory.wrapping import marked
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 
+MICRO_BATCHES = 3
+"""As many of a step as may differ: the first, the others, the last."""
 
-def composed(
-    profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False
-) -> tuple[Schedule, Score]:
-    """A plan's schedule, fresh, and the score that it plays.
+
+def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Score:
+    """The score that a plan's schedule plays.
 
     `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
     """
-    schedule = schedule_for(profile, plan)
-    score = compile_tape(
-        profile,
-        marked(profile, tape, plan),
-        plan.micro_batch_size,
-        plan.seq_len,
-        grad_marks=schedule.grad_marks,
-        fused_loss=fused_loss,
-        scratch=scratch,
-    )
-    return schedule, score
+    grad_marks = schedule_for(profile, plan).grad_marks
+    return score_of(profile, marked(profile, tape, plan), grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
 
 
 @lru_cache(maxsize=2048)
-def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Ledger:
+def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Followed:
     """A plan's steady step, as `composed`."""
-    schedule, score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
-    return replay(profile, score, schedule, plan.gradient_accumulation_steps)
+    score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
+    course = _course(profile, score.shape, _played(plan))
+    return Followed(course, sized(score, plan.micro_batch_size, plan.seq_len))
+
+
+def timeline(profile: Profile, tape: Tape, plan: Plan) -> tuple[Point, ...]:
+    """A plan's steady step, stretch by stretch."""
+    score = composed(profile, tape, plan)
+    course = course_of(profile, score.shape, plan, whole=True)
+    return Followed(course, sized(score, plan.micro_batch_size, plan.seq_len)).timeline
+
+
+@lru_cache(maxsize=2048)
+def _course(profile: Profile, shape: Shape, plan: Plan) -> Course:
+    return course_of(profile, shape, plan)
+
+
+def course_of(profile: Profile, shape: Shape, plan: Plan, *, whole: bool = False) -> Course:
+    """What a plan's schedule makes of a tape of this shape."""
+    ledger = Ledger(whole=whole)
+    replay(profile, shape, schedule_for(profile, plan), plan.gradient_accumulation_steps, ledger)
+    return Course.of(ledger, shape.stretches)
+
+
+def _played(plan: Plan) -> Plan:
+    """The plan as far as a schedule looks at it. DDP's alone looks at the batch: it may give out the logits."""
+    accumulation = min(plan.gradient_accumulation_steps, MICRO_BATCHES)
+    if plan.backend == "ddp" and plan.prepared:
+        return replace(plan, gradient_accumulation_steps=accumulation)
+    plan = plan.any_batch
+    return (
+        plan
+        if plan.gradient_accumulation_steps == accumulation
+        else replace(plan, gradient_accumulation_steps=accumulation)
+    )

@@ -75,6 +75,7 @@ def _states(profile: Profile, plan: Plan) -> States:
 class DdpSchedule:
     distinct_micro_batches = 2
     made_by_first_step = frozenset({OPTIMIZER})
+    walk_all: frozenset[str] = frozenset()
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan

@@ -127,6 +127,7 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], 
 
 class Fsdp1Schedule:
     made_by_first_step = frozenset({OPTIMIZER, GRADIENTS})
+    walk_all: frozenset[str] = frozenset()
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._plan = plan

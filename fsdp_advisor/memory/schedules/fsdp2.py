@@ -115,6 +115,7 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[Place, UnitByte
 
 class Fsdp2Schedule:
     made_by_first_step = frozenset({OPTIMIZER})
+    walk_all: frozenset[str] = frozenset()
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
