@@ -11,38 +11,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
+from typing import Any, TypeVar
 
-from fsdp_advisor.memory.ledger import PHASES, SLOTS, Ledger, Live, Moment, Point, Repeated, Spot
+from fsdp_advisor.memory.ledger import PHASES, SLOTS, Ledger, Live, Point, Repeated, Spot
 from fsdp_advisor.memory.score import Sized, picker
 
+T = TypeVar("T")
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Course:
     """A ledger, ready to be added up at any (B, T).
 
-    Its rows are numbers by entry: of each stretch, then zero, then of each of `repeated`; `entries` picks from these what comes
-    one after the other. By moment: `totals` are the constants, `before` picks the sum of the entries before it, `rises` how much
-    higher the stretch that follows goes, and `further` what the repetitions between have left, out of `runs`, where it is in one.
+    A row has a number for each entry: of each stretch, then zero, then of each of `repeated`; `entries` are picked from it, one
+    after the other. By moment: `totals` are the constants, `live` by account; `before` picks the sum of the entries before it,
+    `rises` how much higher the stretch goes that follows, `further` what the repetitions of a run have left, out of `runs`.
     """
 
-    moments: tuple[Moment, ...]
     entries: tuple[int, ...]
     repeated: tuple[Repeated, ...]
+    runs: tuple[tuple[int, int], ...]
     spans: tuple[tuple[str, int, int], ...]
     points: tuple[tuple[Spot, int, int, int, int], ...]
     resident: tuple[int, ...]
     left: tuple[int, ...]
     totals: tuple[int, ...]
+    live: tuple[tuple[int, ...], ...]
+    spots: tuple[Spot, ...]
+    places: tuple[tuple[int, int | None, int], ...]
+    """By moment: (entries before it, the stretch that follows, which of `runs` or 0 for none, counted from 1)."""
     pick: Pick
     before: Pick
     rises: Pick
     further: Pick | None
-    runs: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, ledger: Ledger, stretches: int) -> Course:
@@ -52,94 +56,120 @@ class Course:
         further = [
             0 if m.run is None or not m.repeats else runs.setdefault((m.run, m.repeats), len(runs) + 1) for m in moments
         ]
+        places = tuple((m.at, m.stretch, run) for m, run in zip(moments, further, strict=True))
+        known: dict[Any, Any] = {}
+
+        def once(values: Iterable[T]) -> tuple[T, ...]:
+            """Values that are equal are one object."""
+            return tuple([known.setdefault(value, value) for value in values])
+
         return cls(
-            moments=tuple(moments),
             entries=tuple(ledger.entries),
             repeated=tuple(ledger.repeated),
+            runs=tuple(runs),
             spans=tuple(ledger.spans),
             points=tuple(ledger.points),
             resident=tuple(ledger.resident),
             left=tuple(ledger.live),
-            totals=tuple([m.total for m in moments]),
+            totals=once(m.total for m in moments),
+            live=once(once(m.live) for m in moments),
+            spots=once(m.spot for m in moments),
+            places=places,
             pick=picker([e if e >= 0 else stretches + 1 + ~e for e in ledger.entries]),
-            before=picker([m.at for m in moments]),
-            rises=picker([stretches if m.stretch is None else m.stretch for m in moments]),
+            before=picker([at for at, _, _ in places]),
+            rises=picker([stretches if stretch is None else stretch for _, stretch, _ in places]),
             further=picker(further) if runs else None,
-            runs=tuple(runs),
         )
 
+    def follow(self, sized: Sized) -> Followed:
+        """The step at the score's (B, T)."""
+        highs = self._added_up(sized)[1]
+        peak = max(highs)
+        highest = highs.index(peak)
+        phase, where = self.spots[highest]
+        phase_peaks = dict.fromkeys(PHASES, 0)
+        for span, begun, end in self.spans:
+            phase_peaks[span] = max((phase_peaks[span], *highs[begun:end]))
+        return Followed(
+            peak=peak,
+            peak_phase=phase,
+            peak_where=where,
+            phase_peaks=phase_peaks,
+            at_peak=tuple(self._live_at(highest, sized)),
+            resident=self.resident,
+        )
 
-class Followed:
-    """A course at one (B, T): what is alive on rank 0 at the highest, and how high each phase goes. Bytes."""
-
-    def __init__(self, course: Course, sized: Sized) -> None:
-        self._course, self._sized = course, sized
-        row = [*sized.net, 0]
-        for repeated in course.repeated:
-            if repeated.accounts is None:
-                row.append(sum([row[self._at(entry)] * times for entry, times in repeated.entries]))
-            else:
-                row.append(sum(self._by_account([(~(len(row) - len(sized.net) - 1), 1)])))
-        sums = (0, *accumulate(course.pick(row)))
-        highs = map(add, course.totals, map(add, course.before(sums), course.rises((*sized.high, 0))))
-        if course.further is not None:
-            highs = map(add, highs, course.further((0, *(row[self._at(run)] * times for run, times in course.runs))))
-        self._sums, self._highs = sums, tuple(highs)
-        self.peak: int = max(self._highs)
-        self._highest = course.moments[self._highs.index(self.peak)]
-        self.peak_phase, self.peak_where = self._highest.spot
-        self.phase_peaks = dict.fromkeys(PHASES, 0)
-        for phase, begun, end in course.spans:
-            self.phase_peaks[phase] = max((self.phase_peaks[phase], *self._highs[begun:end]))
-
-    @cached_property
-    def at_peak(self) -> Live:
-        """What is alive then, by account; the first time, if there are several."""
-        course, m = self._course, self._highest
-        live = self._by_account(Counter(course.entries[: m.at]).items())
-        if m.run is not None:
-            live = _sum(live, self._by_account([(m.run, m.repeats)]))
-        if m.stretch is not None:
-            for account, n_bytes in self._sized.highest_by_account(m.stretch).items():
-                live[account] += n_bytes
-        return _sum(live, m.live)
-
-    @property
-    def resident(self) -> Live:
-        """What is alive whenever a step begins, by account."""
-        return list(self._course.resident)
-
-    @property
-    def live(self) -> Live:
-        """What is alive when the step is over, by account."""
-        return _sum(self._by_account(Counter(self._course.entries).items()), self._course.left)
-
-    @property
-    def timeline(self) -> tuple[Point, ...]:
-        """The step in stretches, for a course with every moment (`Ledger.whole`)."""
+    def timeline(self, sized: Sized) -> tuple[Point, ...]:
+        """The step in stretches, of a ledger that is `whole`."""
+        sums, highs = self._added_up(sized)
         result = []
-        for (_, at, total, begun, _), (spot, entries, live, end, repeats) in pairwise(self._course.points):
+        for (_, at, total, begun, _), (spot, entries, live, end, repeats) in pairwise(self.points):
             if repeats:
-                high = max((self._sums[at] + total, *self._highs[begun:end]))
-                result.append(Point(*spot, self._sums[entries] + live, high, repeats))
+                high = max((sums[at] + total, *highs[begun:end]))
+                result.append(Point(*spot, sums[entries] + live, high, repeats))
         return tuple(result)
 
-    def _at(self, entry: int) -> int:
-        return entry if entry >= 0 else len(self._sized.net) + 1 + ~entry
+    def live_after(self, sized: Sized) -> Live:
+        """What is alive when the step is over, by account."""
+        return _sum(self._by_account(Counter(self.entries).items(), sized), self.left)
 
-    def _by_account(self, entries: Iterable[tuple[int, int]]) -> Live:
+    def _added_up(self, sized: Sized) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the entries come to, one after the other; and the height of every moment."""
+        row = [*sized.net, 0]
+        for number, (entries, accounts) in enumerate(self.repeated):
+            if accounts is None:
+                row.append(sum([row[self._at(entry, sized)] * times for entry, times in entries]))
+            else:
+                row.append(sum(self._by_account([(~number, 1)], sized)))
+        sums = (0, *accumulate(self.pick(row)))
+        highs = map(add, self.totals, map(add, self.before(sums), self.rises((*sized.high, 0))))
+        if self.further is not None:
+            runs = (0, *(row[self._at(run, sized)] * times for run, times in self.runs))
+            highs = map(add, highs, self.further(runs))
+        return sums, tuple(highs)
+
+    def _live_at(self, moment: int, sized: Sized) -> Live:
+        """What is alive at a moment, by account."""
+        at, stretch, run = self.places[moment]
+        live = _sum(self._by_account(Counter(self.entries[:at]).items(), sized), self.live[moment])
+        if run:
+            live = _sum(live, self._by_account([self.runs[run - 1]], sized))
+        if stretch is not None:
+            for account, n_bytes in sized.highest_by_account(stretch):
+                live[account] += n_bytes
+        return live
+
+    def _at(self, entry: int, sized: Sized) -> int:
+        return entry if entry >= 0 else len(sized.net) + 1 + ~entry
+
+    def _by_account(self, entries: Iterable[tuple[int, int]], sized: Sized) -> Live:
         live = [0] * SLOTS
         for entry, times in entries:
             if entry >= 0:
-                for account, n_bytes in self._sized.net_by_account(entry).items():
+                for account, n_bytes in sized.net_by_account(entry):
                     live[account] += n_bytes * times
                 continue
-            repeated = self._course.repeated[~entry]
-            inner = self._by_account(repeated.entries)
-            for account in range(SLOTS) if repeated.accounts is None else repeated.accounts:
+            inside, accounts = self.repeated[~entry]
+            inner = self._by_account(inside, sized)
+            for account in range(SLOTS) if accounts is None else accounts:
                 live[account] += inner[account] * times
         return live
 
 
-def _sum(one: Sequence[int], other: Sequence[int]) -> Live:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """A step at one (B, T): what is alive on rank 0 at the highest, the first time, and how high each phase goes. Bytes.
+
+    `resident` is what is alive whenever a step begins.
+    """
+
+    peak: int
+    peak_phase: str
+    peak_where: str
+    phase_peaks: dict[str, int]
+    at_peak: tuple[int, ...]
+    resident: tuple[int, ...]
+
+
+def _sum(one: Iterable[int], other: Iterable[int]) -> Live:
     return list(map(add, one, other))

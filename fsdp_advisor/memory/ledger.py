@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from fsdp_advisor.memory.held import Held
 from fsdp_advisor.models.profile import ROOT
@@ -77,8 +78,7 @@ Spot = tuple[str, str]
 """Where in a step: the phase, and the unit or what happens there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """An instant at which a step may be at its highest: after `at` of the ledger's entries and, within a repetition, after
     `repeats` further ones of a `run`; at the highest of the stretch that follows, or, where that is None, at once.
 
@@ -94,8 +94,7 @@ class Moment:
     repeats: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
+class Repeated(NamedTuple):
     """An entry that stands for others: `entries` with how often each counts. If `accounts` are given, these alone."""
 
     entries: tuple[tuple[int, int], ...]
@@ -284,7 +283,7 @@ class Ledger:
                 places[m.at - entry, m.stretch].append((repeats, index, m))
         kept = sorted((corner for place in places.values() for corner in _corners(place)), key=lambda c: c[1])
         self.moments[first:] = [
-            replace(m, at=m.at - starts[repeats][0] + begun, run=run, repeats=repeats) for repeats, _, m in kept
+            m._replace(at=m.at - starts[repeats][0] + begun, run=run, repeats=repeats) for repeats, _, m in kept
         ]
         del self.entries[starts[1][0] :]
         self._enter(self._repeat(pattern, len(starts) - 2))

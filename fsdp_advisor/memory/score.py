@@ -41,6 +41,8 @@ _GRADIENT, _LOSS, _SCRATCH = int(Category.GRADIENT), int(Category.LOSS), int(Cat
 
 Mark = tuple[int, int, int]
 Step = Stretch | Mark
+ByAccount = tuple[tuple[int, int], ...]
+"""(account, bytes), of those that change."""
 Events = tuple[int, int, int]
 """Where a stretch stands on the tape: (segment, first event, end)."""
 
@@ -67,10 +69,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Births and deaths in order: each as an index into the score's `moves`, and its account."""
+    """Births and deaths in order: `pick` takes their bytes from the score's `moves`, `accounts` are theirs."""
 
-    moves: tuple[int, ...]
-    accounts: tuple[int, ...]
+    accounts: bytes
     pick: Callable[[Sequence[int]], tuple[int, ...]]
 
 
@@ -104,29 +105,29 @@ class Sized:
     moves: tuple[int, ...]
     net: tuple[int, ...]
     high: tuple[int, ...]
-    _by_account: dict[int, dict[int, int]] = field(default_factory=dict)
+    _by_account: dict[int, ByAccount] = field(default_factory=dict)
 
-    def net_by_account(self, stretch: int) -> dict[int, int]:
-        """What a stretch leaves behind, by account."""
+    def net_by_account(self, stretch: int) -> ByAccount:
+        """What a stretch leaves behind."""
         distinct = self.score.distinct[stretch]
         if distinct not in self._by_account:
             changes = self.score.changes[distinct]
             self._by_account[distinct] = _by_account(changes.accounts, changes.pick(self.moves))
         return self._by_account[distinct]
 
-    def highest_by_account(self, stretch: int) -> dict[int, int]:
-        """What a stretch has made when it is first at its highest, by account."""
+    def highest_by_account(self, stretch: int) -> ByAccount:
+        """What a stretch has made when it is first at its highest."""
         changes = self.score.changes[self.score.distinct[stretch]]
         moved = changes.pick(self.moves)
         end = list(accumulate(moved)).index(self.high[stretch]) + 1 if self.high[stretch] else 0
         return _by_account(changes.accounts, moved[:end])
 
 
-def _by_account(accounts: Iterable[int], moved: Iterable[int]) -> dict[int, int]:
+def _by_account(accounts: Iterable[int], moved: Iterable[int]) -> ByAccount:
     live: defaultdict[int, int] = defaultdict(int)
     for account, n_bytes in zip(accounts, moved, strict=False):
         live[account] += n_bytes
-    return {account: n_bytes for account, n_bytes in live.items() if n_bytes}
+    return tuple([item for item in live.items() if item[1]])
 
 
 @lru_cache(maxsize=512)
@@ -211,7 +212,7 @@ class _Reader:
             shape=shape,
             events=tuple(self._events),
             distinct=tuple(self._distinct),
-            changes=tuple(_Changes(moves, accounts, picker(moves)) for moves, accounts in self._known),
+            changes=tuple(_Changes(bytes(accounts), picker(moves)) for moves, accounts in self._known),
             sizes=tuple(self._sizes),
             polynomials=tuple(self._tape.sizes[size] for size in self._sizes),
             moves=tuple(self._moves),

@@ -32,14 +32,14 @@ def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = Fal
     """A plan's steady step, as `composed`."""
     score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
     course = _course(profile, score.shape, _played(plan))
-    return Followed(course, sized(score, plan.micro_batch_size, plan.seq_len))
+    return course.follow(sized(score, plan.micro_batch_size, plan.seq_len))
 
 
 def timeline(profile: Profile, tape: Tape, plan: Plan) -> tuple[Point, ...]:
     """A plan's steady step, stretch by stretch."""
     score = composed(profile, tape, plan)
     course = course_of(profile, score.shape, plan, whole=True)
-    return Followed(course, sized(score, plan.micro_batch_size, plan.seq_len)).timeline
+    return course.timeline(sized(score, plan.micro_batch_size, plan.seq_len))
 
 
 @lru_cache(maxsize=2048)

@@ -25,7 +25,7 @@ from fsdp_advisor.memory import replay as replaying
 from fsdp_advisor.memory.course import Course, Followed
 from fsdp_advisor.memory.deepspeed import Filled, Settings, buffers
 from fsdp_advisor.memory.held import round_up
-from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Place
+from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Live, Place
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
 from fsdp_advisor.memory.score import score_of, sized
@@ -62,8 +62,8 @@ class Recorded:
 
     def replay(
         self, schedule: type[DeepspeedSchedule], plan: Plan, settings: Settings, *, whole: bool = False
-    ) -> tuple[Followed, Ledger]:
-        """The step, and the ledger as it was at its beginning."""
+    ) -> tuple[Followed, Live, Ledger]:
+        """The step, what is alive when it is over, and the ledger as it was at its beginning."""
         tape = self.tapes[plan.activation_checkpointing]
         score = score_of(self.profile, tape, grad_marks=True)
         begin = Ledger()
@@ -72,7 +72,8 @@ class Recorded:
         step = schedule(self.profile, plan, settings)
         replay(self.profile, score.shape, step, plan.gradient_accumulation_steps, ledger)
         course = Course.of(ledger, score.shape.stretches)
-        return Followed(course, sized(score, plan.micro_batch_size, plan.seq_len)), begin
+        at = sized(score, plan.micro_batch_size, plan.seq_len)
+        return course.follow(at), course.live_after(at), begin
 
 
 class Watched(DeepspeedSchedule):
@@ -121,21 +122,20 @@ JOBS = [
 def test_no_peak_is_lost_in_a_run(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is left out or jumped over hides a peak: as if every moment of every layer were looked at."""
     for job, bucket in JOBS:
-        corners, _ = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
+        corners, left, _ = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
         with monkeypatch.context() as patched:
             patched.setattr(replaying, "WALKED_AT_EACH_END", 10**6)
-            all_of_them, _ = recorded.replay(Watched, job, zero_settings(bucket), whole=True)
-        for name in ("peak", "at_peak", "phase_peaks", "live"):
-            assert getattr(corners, name) == getattr(all_of_them, name), (name, job, bucket)
+            all_of_them, left_of_all, _ = recorded.replay(Watched, job, zero_settings(bucket), whole=True)
+        assert (corners, left) == (all_of_them, left_of_all), (job, bucket)
 
 
 def test_a_step_leaves_nothing_behind(recorded: Recorded) -> None:
     """But for the batch and the loss, which the next forward replaces."""
     for job, bucket in JOBS:
-        ledger, begin = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
-        assert [ledger.live[n] for n in KEPT] == [begin.live[n] for n in KEPT], (job, bucket)
-        assert sum(ledger.at_peak) == ledger.peak == max(ledger.phase_peaks.values())
-        assert min(ledger.at_peak) >= 0
+        step, left, begin = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
+        assert [left[n] for n in KEPT] == [begin.live[n] for n in KEPT], (job, bucket)
+        assert sum(step.at_peak) == step.peak == max(step.phase_peaks.values())
+        assert min(step.at_peak) >= 0
 
 
 def test_an_oversized_gradient_is_cut_where_ranks_meet() -> None:
@@ -206,8 +206,8 @@ def test_against_deepspeed(tmp_path: Path) -> None:
             gradient_accumulation_steps=case["accumulation"],
             activation_checkpointing="full" if case["again"] else "none",
         )  # fmt: skip
-        ledger, begin = recorded.replay(DeepspeedSchedule, job, case_settings(case))
-        expected = {phase: high - begin.total for phase, high in ledger.phase_peaks.items()}
+        step, _, begin = recorded.replay(DeepspeedSchedule, job, case_settings(case))
+        expected = {phase: high - begin.total for phase, high in step.phase_peaks.items()}
         assert found["left"] == 0, case
         phases = ("backward", "optimizer") if case["offload"] == "none" else ("backward",)  # it steps on the host
         for phase in phases:
