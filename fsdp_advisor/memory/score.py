@@ -24,6 +24,7 @@ from fsdp_advisor.memory.ledger import (
     UNSHARDED_PARAMETERS,
     Stretch,
 )
+from fsdp_advisor.memory.wrapping import Marks, marked
 from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Tape, evaluate
 
 _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every event
@@ -83,7 +84,6 @@ class Score:
     `sizes` are those of the tape's that something has which is there, `moves` how often (negative: it dies) which of them.
     """
 
-    tape: Tape
     left_out: frozenset[int]
     shape: Shape
     events: tuple[Events, ...]
@@ -155,15 +155,21 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
     return lambda row: tuple([row[i] for i in indices])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def score_of(
-    profile: Profile, tape: Tape, *, grad_marks: bool = False, fused_loss: bool = False, scratch: bool = False
+    profile: Profile,
+    tape: Tape,
+    marks: Marks = "none",
+    *,
+    grad_marks: bool = False,
+    fused_loss: bool = False,
+    scratch: bool = False,
 ) -> Score:
     """`grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes;
     `scratch` counts kernels' own working memory.
     """
     left_out = frozenset({_LOSS} if fused_loss else ()) | frozenset(() if scratch else {_SCRATCH})
-    return _Reader(profile, tape, left_out, grad_marks).score()
+    return _Reader(profile, marked(profile, tape, marks), left_out, grad_marks).score()
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
@@ -190,7 +196,8 @@ class _Reader:
     """Reads a tape once, from end to end."""
 
     def __init__(self, profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool) -> None:
-        self._profile, self._tape, self._left_out, self._grad_marks = profile, tape, left_out, grad_marks
+        self._profile, self._left_out, self._grad_marks = profile, left_out, grad_marks
+        self._tape = tape.read()
         self._sizes: dict[int, int] = {}
         self._moves: dict[tuple[int, int], int] = {}
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
@@ -207,7 +214,6 @@ class _Reader:
         forward, backward = (tuple((s, tuple(steps.items())) for s, steps in parts) for parts in phases.values())
         shape = _shape(forward, backward, len(self._events))
         return Score(
-            tape=self._tape,
             left_out=self._left_out,
             shape=shape,
             events=tuple(self._events),

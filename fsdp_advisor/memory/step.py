@@ -10,7 +10,7 @@ from fsdp_advisor.memory.ledger import Ledger, Point
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import Score, Shape, score_of, sized
-from fsdp_advisor.memory.wrapping import marked
+from fsdp_advisor.memory.wrapping import marks_for
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 
@@ -24,7 +24,8 @@ def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = Fal
     `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
     """
     grad_marks = schedule_for(profile, plan).grad_marks
-    return score_of(profile, marked(profile, tape, plan), grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
+    marks = marks_for(profile, plan)
+    return score_of(profile, tape, marks, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
 
 
 @lru_cache(maxsize=2048)

@@ -164,6 +164,10 @@ class Tape:
     sizes: tuple[Polynomial, ...]
     segments: tuple[Segment, ...]
 
+    def read(self) -> Tape:
+        """The tape with all of it at hand, for whoever goes through its events."""
+        return self
+
     @cached_property
     def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per segment, (size, category) of each storage born there, in order."""

@@ -76,7 +76,7 @@ def test_scratch_is_walked_and_is_no_tensor() -> None:
     profile, tape, plan = flash_job()
     schedule = schedule_for(profile, plan)
     score = score_of(profile, tape)
-    bare = Trace(profile, sized(score, 1, 2048))
+    bare = Trace(profile, tape, sized(score, 1, 2048))
     replay(profile, score.shape, schedule, 1, bare)
     tensors = Counter(bare.steps(schedule.made_by_first_step).requests)
     more = Counter(traced(profile, tape, plan).requests) - tensors

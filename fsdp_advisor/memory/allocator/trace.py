@@ -23,7 +23,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile
+from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Tape
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -61,9 +61,9 @@ class Steps:
 class Trace(Ledger):
     """One step in the steady state, written down. `steps()` is what comes of it once the step has been replayed."""
 
-    def __init__(self, profile: Profile, sized: Sized) -> None:
+    def __init__(self, profile: Profile, tape: Tape, sized: Sized) -> None:
         super().__init__()
-        self._profile, self._score, self._sizes = profile, sized.score, sized.sizes
+        self._profile, self._tape, self._score, self._sizes = profile, tape, sized.score, sized.sizes
         self._requests: list[int] = []
         self._operations: list[int] = []
         self._places: list[tuple[int, str, str]] = []
@@ -194,19 +194,19 @@ class Trace(Ledger):
     def apply(self, stretch: Stretch) -> None:
         events = self._score.events[stretch.number]
         index = events[0]
-        segment = self._score.tape.segments[index]
+        segment = self._tape.segments[index]
         if self._entered:
             self._launched += segment.operators
             self._entered = False
         if segment.stack == ROOT:
             births, at, instances = self._roots.setdefault(index, []), 0, [self._roots[index]]
             if events[1] == 0 or not births:
-                births[:] = [-1] * len(self._score.tape.births[index])
+                births[:] = [-1] * len(self._tape.births[index])
         else:
             at, instances = self._at[segment.stack], self._instances[segment.phase, segment.stack]
             births = instances[at]
             if not births:
-                births += [-1] * len(self._score.tape.births[index])
+                births += [-1] * len(self._tape.births[index])
         changes = self._stretches.get(events)
         if changes is None:
             changes = self._stretches[events] = self._compile(*events)
@@ -233,7 +233,7 @@ class Trace(Ledger):
 
     def _compile(self, index: int, start: int, end: int) -> list[tuple[int, int, int, int]]:
         """A stretch as (_BORN, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment, birth, 0)."""
-        tape, left_out = self._score.tape, self._score.left_out
+        tape, left_out = self._tape, self._score.left_out
         segment = tape.segments[index]
         birth = sum(1 for op, _, _ in segment.events[:start] if op == _ALLOC)
         result = []
@@ -256,7 +256,7 @@ class Trace(Ledger):
 
     def _far(self, segment: int, birth: int) -> list[int]:
         """The root's storage, or that of every layer which the recorded one stands for."""
-        born = self._score.tape.segments[segment]
+        born = self._tape.segments[segment]
         if born.stack == ROOT:
             return [self._roots[segment][birth]]
         layers = zip(self._recorded[born.stack], self._instances[born.phase, born.stack], strict=True)
