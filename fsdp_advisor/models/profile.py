@@ -70,6 +70,16 @@ class Unit:
     buffers: tuple[Buffer, ...] = ()
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.parameters, self.buffers))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"kind": self.kind, "parameters": self.parameters, "buffers": self.buffers}
+
+    @cached_property
     def elements(self) -> int:
         return sum(p.elements for p in self.parameters)
 
