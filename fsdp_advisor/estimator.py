@@ -19,7 +19,7 @@ from fsdp_advisor.memory.job import job_peaks
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
 from fsdp_advisor.memory.loading import one_copy_bytes
-from fsdp_advisor.memory.schedules import not_modelled, schedule_for
+from fsdp_advisor.memory.schedules import not_modelled, states_of
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.step import timeline as timeline_of
@@ -232,10 +232,12 @@ def variant_of(plan: Plan) -> Variant:
 def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]:
     """The plan's tape; eager attention's where the model has no sdpa, as transformers itself does."""
     variant = variant_of(plan)
-    eager = replace(variant, attention="eager")
     if plan.attention != "sdpa":
         return variant, model.tape(variant)
-    if model.source == "catalog" and variant.key not in profile.tapes and eager.key in profile.tapes:
+    if model.source == "catalog" and variant.key in profile.tapes:
+        return variant, profile.tapes[variant.key]
+    eager = replace(variant, attention="eager")
+    if model.source == "catalog" and eager.key in profile.tapes:
         return eager, profile.tapes[eager.key]
     try:
         return variant, model.tape(variant)
@@ -246,8 +248,7 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
 def _estimate(
     model: Resolved, profile: Profile, plan: Plan, gpu: Gpu, explain: bool, walk: Walk, conf: AllocatorConf | None
 ) -> StrategyEstimate:
-    schedule = schedule_for(profile, plan)
-    states = schedule.states
+    states = states_of(profile, plan)
     kept = {
         "parameters": states.parameters.exact,
         "gradients": states.gradients.exact,

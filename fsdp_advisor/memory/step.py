@@ -18,21 +18,10 @@ MICRO_BATCHES = 3
 """As many of a step as may differ: the first, the others, the last."""
 
 
-def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Score:
-    """The score that a plan's schedule plays.
-
-    `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
-    """
-    grad_marks = schedule_for(profile, plan).grad_marks
-    marks = marks_for(profile, plan)
-    return score_of(profile, tape, marks, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
-
-
 @lru_cache(maxsize=2048)
 def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Followed:
     """A plan's steady step, as `composed`."""
-    score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
-    course = _course(profile, score.shape, _played(plan))
+    score, course = _composed(profile, tape, _played(plan), fused_loss, scratch)
     return course.follow(sized(score, plan.micro_batch_size, plan.seq_len))
 
 
@@ -43,7 +32,22 @@ def timeline(profile: Profile, tape: Tape, plan: Plan) -> tuple[Point, ...]:
     return course.timeline(sized(score, plan.micro_batch_size, plan.seq_len))
 
 
+def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Score:
+    """The score that a plan's schedule plays.
+
+    `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
+    """
+    marks, grad_marks = marks_for(profile, plan), schedule_for(profile, plan).grad_marks
+    return score_of(profile, tape, marks, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
+
+
 @lru_cache(maxsize=2048)
+def _composed(profile: Profile, tape: Tape, plan: Plan, fused_loss: bool, scratch: bool) -> tuple[Score, Course]:
+    score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
+    return score, _course(profile, score.shape, plan)
+
+
+@lru_cache(maxsize=1024)
 def _course(profile: Profile, shape: Shape, plan: Plan) -> Course:
     return course_of(profile, shape, plan)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import sub
 
 from fsdp_advisor.models.profile import ROOT, Profile, Run
 from fsdp_advisor.speed.engines import Engine, UnitCosts
@@ -170,7 +171,7 @@ class MicroBatch:
                 step(place, work)
             left -= 1
             now = s.state()
-            moved = tuple(a - b for a, b in zip(now, before, strict=True))
+            moved = tuple(map(sub, now, before))
             before = now
             if left > 1 and s.intervals is None and last is not None and _same(moved, last):
                 jump = self._jump(left, moved)
