@@ -6,7 +6,7 @@ stream by the same amount, and the rest of the run is one jump.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import sub
 
@@ -93,7 +93,7 @@ class MicroBatch:
                 continue
             s.begun = max(s.begun, ready)
             for run in self._runs(stretch, backward=False):
-                self._fold(run, stretch, self._forward)
+                self._fold(run, stretch, backward=False)
         first = True
         for index, stretch in enumerate(self.compute.backward):
             if stretch.stack == ROOT:
@@ -107,7 +107,7 @@ class MicroBatch:
                     )  # DDP: the head's buckets go first
                 continue
             for run in self._runs(stretch, backward=True):
-                self._fold(run, stretch, self._backward)
+                self._fold(run, stretch, backward=True)
         s.flush()
         if self.reduces and self.engine.overlaps:
             share = 1.0 if self.engine.gathers_forward else 1 - self._tail()
@@ -125,12 +125,12 @@ class MicroBatch:
     def _seconds(self, work: Work, copies: float) -> float:
         return max(work.gpu + copies, work.cpu + self.engine.hooks_s)
 
-    def _forward(self, place: Place, work: Work) -> None:
+    def _forward(self, place: Place, seconds: float) -> None:
         s, costs, name = self.streams, self.costs[place], self._name(place)
         ready = s.send(costs.gather, s.begun, "all-gather", name) if self.engine.gathers_forward else 0.0
-        s.work(self._seconds(work, costs.copies_forward), ready, "forward", name)
+        s.work(seconds, ready, "forward", name)
 
-    def _backward(self, place: Place, work: Work) -> None:
+    def _backward(self, place: Place, seconds: float) -> None:
         s, costs, name = self.streams, self.costs[place], self._name(place)
         ready = 0.0
         if self.engine.gathers_backward:
@@ -146,7 +146,7 @@ class MicroBatch:
                     ready = s.send(costs.gather, s.compute, "all-gather", name)
         else:
             s.flush()
-        s.work(self._seconds(work, costs.copies_backward), ready, "backward", name)
+        s.work(seconds, ready, "backward", name)
         if self.reduces and self.engine.overlaps:
             s.pending, s.pending_name = costs.reduce, name
 
@@ -162,13 +162,17 @@ class MicroBatch:
         for run in reversed(runs) if backward else runs:
             yield Run(run.pattern[::-1], run.repeats) if backward else run
 
-    def _fold(self, run: Run, stretch: Stretch, step: Callable[[Place, Work], None]) -> None:
-        s = self.streams
-        places = [((stretch.stack, layer), stretch.work[layer]) for layer in run.pattern]
+    def _fold(self, run: Run, stretch: Stretch, *, backward: bool) -> None:
+        s, step = self.streams, self._backward if backward else self._forward
+        places = []
+        for layer in run.pattern:
+            costs = self.costs[stretch.stack, layer]
+            copies = costs.copies_backward if backward else costs.copies_forward
+            places.append(((stretch.stack, layer), self._seconds(stretch.work[layer], copies)))
         left, before, last = run.repeats, s.state(), None
         while left:
-            for place, work in places:
-                step(place, work)
+            for place, seconds in places:
+                step(place, seconds)
             left -= 1
             now = s.state()
             moved = tuple(map(sub, now, before))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from fsdp_advisor.models.profile import ROOT, Profile, Segment, Tape, evaluate
 from fsdp_advisor.speed.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.speed.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One stretch of one forward or backward. Seconds; `recomputation` is the part of the others that repeats a forward."""
 
     matmul: float = 0.0
