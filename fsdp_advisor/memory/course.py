@@ -8,10 +8,11 @@ highest of those sums is the peak.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import add
 from typing import Any, TypeVar
 
@@ -27,8 +28,9 @@ class Course:
     """A ledger, ready to be added up at any (B, T).
 
     A row has a number for each entry: of each stretch, then zero, then of each of `repeated`; `entries` are picked from it, one
-    after the other. By moment: `totals` are the constants, `live` by account; `before` picks the sum of the entries before it,
-    `rises` how much higher the stretch goes that follows, `further` what the repetitions of a run have left, out of `runs`.
+    after the other. By moment: `totals` are the constants, and `live`, SLOTS numbers each, the same by account; `places` say how
+    many entries come before it, which stretch follows, or -1, and which of `runs` it is in, counted from 1, or 0. `before` picks
+    the sum of those entries, `rises` how much higher that stretch goes, `further` what the run's repetitions have left.
     """
 
     entries: tuple[int, ...]
@@ -39,10 +41,9 @@ class Course:
     resident: tuple[int, ...]
     left: tuple[int, ...]
     totals: tuple[int, ...]
-    live: tuple[tuple[int, ...], ...]
+    live: Sequence[int]
     spots: tuple[Spot, ...]
-    places: tuple[tuple[int, int | None, int], ...]
-    """By moment: (entries before it, the stretch that follows, which of `runs` or 0 for none, counted from 1)."""
+    places: Sequence[int]
     pick: Pick
     before: Pick
     rises: Pick
@@ -56,7 +57,7 @@ class Course:
         further = [
             0 if m.run is None or not m.repeats else runs.setdefault((m.run, m.repeats), len(runs) + 1) for m in moments
         ]
-        places = tuple((m.at, m.stretch, run) for m, run in zip(moments, further, strict=True))
+        stretch = [-1 if m.stretch is None else m.stretch for m in moments]
         known: dict[Any, Any] = {}
 
         def once(values: Iterable[T]) -> tuple[T, ...]:
@@ -72,12 +73,12 @@ class Course:
             resident=tuple(ledger.resident),
             left=tuple(ledger.live),
             totals=once(m.total for m in moments),
-            live=once(once(m.live) for m in moments),
+            live=_packed([n_bytes for m in moments for n_bytes in m.live]),
             spots=once(m.spot for m in moments),
-            places=places,
+            places=array("i", chain.from_iterable(zip((m.at for m in moments), stretch, further, strict=True))),
             pick=picker([e if e >= 0 else stretches + 1 + ~e for e in ledger.entries]),
-            before=picker([at for at, _, _ in places]),
-            rises=picker([stretches if stretch is None else stretch for _, stretch, _ in places]),
+            before=picker([m.at for m in moments]),
+            rises=picker([stretches if n < 0 else n for n in stretch]),
             further=picker(further) if runs else None,
         )
 
@@ -130,11 +131,12 @@ class Course:
 
     def _live_at(self, moment: int, sized: Sized) -> Live:
         """What is alive at a moment, by account."""
-        at, stretch, run = self.places[moment]
-        live = _sum(self._by_account(Counter(self.entries[:at]).items(), sized), self.live[moment])
+        at, stretch, run = self.places[3 * moment : 3 * moment + 3]
+        own = self.live[SLOTS * moment : SLOTS * moment + SLOTS]
+        live = _sum(self._by_account(Counter(self.entries[:at]).items(), sized), own)
         if run:
             live = _sum(live, self._by_account([self.runs[run - 1]], sized))
-        if stretch is not None:
+        if stretch >= 0:
             for account, n_bytes in sized.highest_by_account(stretch):
                 live[account] += n_bytes
         return live
@@ -169,6 +171,14 @@ class Followed:
     phase_peaks: dict[str, int]
     at_peak: tuple[int, ...]
     resident: tuple[int, ...]
+
+
+def _packed(values: list[int]) -> Sequence[int]:
+    """Eight bytes each, where that is enough."""
+    try:
+        return array("q", values)
+    except OverflowError:
+        return values
 
 
 def _sum(one: Iterable[int], other: Iterable[int]) -> Live:

@@ -155,7 +155,7 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
     return lambda row: tuple([row[i] for i in indices])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def score_of(
     profile: Profile,
     tape: Tape,

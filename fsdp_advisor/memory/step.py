@@ -41,13 +41,13 @@ def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = Fal
     return score_of(profile, tape, marks, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=4096)
 def _composed(profile: Profile, tape: Tape, plan: Plan, fused_loss: bool, scratch: bool) -> tuple[Score, Course]:
     score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
     return score, _course(profile, score.shape, plan)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def _course(profile: Profile, shape: Shape, plan: Plan) -> Course:
     return course_of(profile, shape, plan)
 

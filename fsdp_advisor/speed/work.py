@@ -82,7 +82,7 @@ def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, che
     return Compute(tuple(phases["forward"]), tuple(phases["backward"]), 3 * forward_flops)
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def _timed(tape: Tape) -> tuple[Segment, ...]:
     """The tape's segments without their births and deaths, which are most of it and are not timed."""
     return tuple(replace(segment, events=()) for segment in tape.segments)

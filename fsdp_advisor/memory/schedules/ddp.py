@@ -49,7 +49,7 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
     return result + Held.of(filled)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _states(profile: Profile, plan: Plan) -> States:
     """Of any batch: what is kept."""
     element = plan.param_bytes

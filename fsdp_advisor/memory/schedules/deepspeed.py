@@ -64,7 +64,7 @@ class _Arithmetic:
     boundary: tuple[tuple[int, int], ...]  # stage 1: (account, bytes) once the last backward is over
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic:
     buffers = deepspeed.buffers(profile, plan, settings)
     gradients, starts = _layout(profile, plan, buffers)
@@ -84,7 +84,7 @@ def _gathered_storages(profile: Profile, plan: Plan, settings: Settings) -> Gath
     return gathered(profile, plan, settings)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _gathered_levels(profile: Profile, plan: Plan, settings: Settings) -> Gathered:
     return gathered(profile, plan, settings).levels
 
