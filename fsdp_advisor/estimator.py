@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
@@ -18,9 +18,10 @@ from fsdp_advisor.memory.job import job_peaks
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
 from fsdp_advisor.memory.loading import one_copy_bytes
-from fsdp_advisor.memory.schedules import not_modelled, schedule_for
+from fsdp_advisor.memory.schedules import not_modelled, states_of
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
+from fsdp_advisor.memory.step import timeline as timeline_of
 from fsdp_advisor.memory.textbook import textbook_states
 from fsdp_advisor.models.profile import EAGER_ON_GPU, FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
@@ -228,9 +229,11 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
 
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
     """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
+    if model.source == "catalog" and variant.key in profile.tapes:
+        return variant, profile.tapes[variant.key]
     eager = replace(variant, attention="eager")
-    if plan.attention == "sdpa" and model.source == "catalog":
-        variant = eager if variant.key not in profile.tapes and eager.key in profile.tapes else variant
+    if plan.attention == "sdpa" and model.source == "catalog" and eager.key in profile.tapes:
+        return eager, profile.tapes[eager.key]
     try:
         tape = model.tape(variant)
     except NoSuchAttention:
@@ -259,8 +262,7 @@ def _estimate(
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,
 ) -> StrategyEstimate:
-    schedule = schedule_for(profile, plan)
-    states = schedule.states
+    states = states_of(profile, plan)
     kept = {
         "parameters": states.parameters.exact,
         "gradients": states.gradients.exact,
@@ -385,7 +387,7 @@ def _estimate(
         job=job,
         warnings=warnings + (step.warnings if step else ()),
         not_modelled=tuple(unknown if reserved is not None else [NOT_WALKED, *unknown]),
-        timeline=tuple(ledger.timeline),
+        replay_timeline=partial(timeline_of, profile, tape, plan),
     )
 
 

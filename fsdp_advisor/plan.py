@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.errors import UsageError
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fsdp_advisor.request import EstimateRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A job on rank 0: `shard_degree` ranks share one copy of the states, `replica_degree` copies exist."""
 
@@ -33,6 +33,17 @@ class Plan:
     backward_prefetch: str = "pre"
     framework: str = "torch"
     wrap: str = "layer"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in _FIELDS))
+
+    def __hash__(self) -> int:
+        """Computed once: what is remembered of a plan is looked up by it many times in an estimate."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in _FIELDS}
 
     @property
     def any_batch(self) -> Plan:
@@ -88,6 +99,9 @@ class Plan:
     def defers_reduction(self) -> bool:
         """Whether gradients stay whole until the last micro-batch: accelerate's `accumulate` and the Trainer use `no_sync`."""
         return self.prepared and self.gradient_accumulation_steps > 1
+
+
+_FIELDS = tuple(field.name for field in fields(Plan))
 
 
 @lru_cache(maxsize=2048)

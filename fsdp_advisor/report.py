@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,12 @@ class StrategyEstimate:
     job: JobPeaks | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
-    timeline: tuple[Point, ...] = field(default=(), repr=False)
+    replay_timeline: Callable[[], tuple[Point, ...]] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def timeline(self) -> tuple[Point, ...]:
+        """The step, stretch by stretch; empty where its peak is not known. Made when it is asked for, which few do."""
+        return () if self.replay_timeline is None else self.replay_timeline()
 
     @property
     def peak_allocated_bytes(self) -> int | None:

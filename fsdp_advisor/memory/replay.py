@@ -1,18 +1,18 @@
-"""Replaying a step: the tape's blocks and the schedule's events, in order, over all layers.
+"""Replaying a step: the tape's stretches and the schedule's events, in order, over all layers.
 
 Layers that repeat are not walked one by one. Once a pattern of layers has been walked twice, each further repetition moves
-the ledger by the same amount, so its highest point lies in the first or in the last of them: the ones between are one shift.
-A schedule whose own state spans many layers (`WalksEveryLayer`) is shown each of them instead.
+the ledger by the same amount, so its highest point lies in the first or in the last of them: the ones between are one jump.
+A schedule whose own state spans many layers (`walk_all`) is shown each of them instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import Protocol
 
 from fsdp_advisor.memory.held import States
-from fsdp_advisor.memory.ledger import AT_ROOT, Ledger, Place
-from fsdp_advisor.memory.score import Part, Score, Step
+from fsdp_advisor.memory.ledger import AT_ROOT, Here, Ledger, Place
+from fsdp_advisor.memory.score import Part, Shape, Step
 from fsdp_advisor.models.profile import ROOT, Op, Profile, Run
 
 WALKED_AT_EACH_END = 2
@@ -22,12 +22,14 @@ class Schedule(Protocol):
     """What a training engine does around the units of a step. Every method tells the ledger what is born and dies.
 
     `made_by_first_step` are the accounts of what is alive when a step begins but was not yet when the first one did;
-    `distinct_micro_batches` how many micro-batches of a step differ: the first, the others, and the last where that is another.
+    `distinct_micro_batches` how many micro-batches of a step differ: the first, the others, and the last where that is another;
+    `walk_all` the phases in which no two repetitions of a layer need be alike.
     """
 
     grad_marks: bool
     distinct_micro_batches: int
     made_by_first_step: frozenset[int]
+    walk_all: frozenset[str]
     states: States
 
     def begin_step(self, ledger: Ledger) -> None: ...
@@ -41,33 +43,18 @@ class Schedule(Protocol):
     def optimizer_step(self, ledger: Ledger) -> None: ...
 
 
-class WalksEveryLayer(Protocol):
-    """A schedule for which, in the phases that `walk_all` names, no two repetitions of a layer need be alike.
-
-    `play_layer` plays a whole segment at once where the schedule can; where it returns False, it has done nothing, and the
-    segment is played step by step.
-    """
-
-    walk_all: frozenset[str]
-
-    def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool: ...
-
-
-def replay(
-    profile: Profile, score: Score, schedule: Schedule, accumulation: int, ledger: Ledger | None = None
-) -> Ledger:
+def replay(profile: Profile, shape: Shape, schedule: Schedule, accumulation: int, ledger: Ledger) -> None:
     """One steady-state step of `accumulation` micro-batches, told to `ledger`. Those that are alike are told once."""
-    ledger = ledger or Ledger()
     schedule.begin_step(ledger)
     ledger.begin_step()
     for index in range(min(accumulation, schedule.distinct_micro_batches)):
         ledger.begin_micro_batch(index)
         schedule.begin_micro_batch(ledger, index)
         ledger.begin("forward")
-        _walk(profile, score.forward, schedule, ledger, backward=False)
+        _walk(profile, shape.forward, schedule, ledger, backward=False)
         ledger.drop_last_loss()
         ledger.begin("backward")
-        _walk(profile, score.backward, schedule, ledger, backward=True)
+        _walk(profile, shape.backward, schedule, ledger, backward=True)
         ledger.enter(AT_ROOT, "end of backward")
         schedule.end_backward(ledger)
         ledger.point("end of backward")
@@ -75,7 +62,6 @@ def replay(
     ledger.enter(AT_ROOT, "optimizer step")
     schedule.optimizer_step(ledger)
     ledger.point("optimizer step")
-    return ledger
 
 
 def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger: Ledger, *, backward: bool) -> None:
@@ -86,34 +72,27 @@ def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger:
         following[i] = upcoming
         if entries[i][0] != ROOT and not entries[i][3]:
             upcoming = (entries[i][0], entries[i][1])
-    before: list[list[int]] = []
-    walker = _walks_every_layer(schedule, ledger.phase)
+    before: list[Here] = []
     for i, ((stack, layer, steps, skipped, period), after) in enumerate(zip(entries, following, strict=True)):
-        if skipped and walker is not None:
+        if skipped and ledger.phase in schedule.walk_all:
             pattern = [((s, n), _name(profile, (s, n)), own) for s, n, own, _, _ in entries[i - period : i]]
-            for place, name, own in pattern * skipped:
-                ledger.enter(place, name)
-                if not walker.play_layer(ledger, place, own):
+            for _ in range(skipped):
+                ledger.repetition()
+                for place, name, own in pattern:
+                    ledger.enter(place, name)
                     _play(own, schedule, ledger, place, None)
-                ledger.point(name)
+                    ledger.point(name)
+            ledger.end_run()
             continue
         if skipped:
-            net = [now - then for now, then in zip(ledger.live, before[-1 - period], strict=True)]
-            ledger.shift(net, skipped)
+            ledger.jump(before[-1 - period], skipped)
             ledger.point("", skipped * period)
             continue
         place = (stack, layer)
         ledger.enter(place, _name(profile, place))
         _play(steps, schedule, ledger, place, after)
         ledger.point(ledger.where)
-        before.append(list(ledger.live))
-
-
-def _walks_every_layer(schedule: Schedule, phase: str) -> WalksEveryLayer | None:
-    """The schedule, if it does; asked by attribute, since to ask a protocol costs as much as a layer."""
-    if phase not in getattr(schedule, "walk_all", ()):
-        return None
-    return cast(WalksEveryLayer, schedule)
+        before.append(ledger.here())
 
 
 def _entries(

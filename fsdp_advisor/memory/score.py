@@ -1,11 +1,17 @@
-"""A tape at one (B, T): sizes as numbers, and stretches between marks folded into blocks."""
+"""A tape as a schedule plays it: stretches between marks; and those stretches at one (B, T).
+
+What happens on a tape, and in which order, does not depend on B and T: a `Score` is made once. At one (B, T) each stretch then
+comes to two numbers, what it leaves behind and how high it rises (`Sized`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
 
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import (
@@ -13,13 +19,12 @@ from fsdp_advisor.memory.ledger import (
     LOSS,
     OTHER,
     SCRATCH,
-    SLOTS,
     TEMPORARIES,
     UNSHARDED_GRADIENTS,
     UNSHARDED_PARAMETERS,
-    Block,
-    changed,
+    Stretch,
 )
+from fsdp_advisor.memory.wrapping import Marks, marked
 from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Tape, evaluate
 
 _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every event
@@ -35,21 +40,12 @@ _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every
 _ALLOC, _FREE, _GRAD_READY = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD_READY)
 _GRADIENT, _LOSS, _SCRATCH = int(Category.GRADIENT), int(Category.LOSS), int(Category.SCRATCH)
 
-Step = Block | tuple[int, int, int]
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """A compiled tape. `forward` and `backward` are sequences of parts: a root segment, or a stack of recorded layers.
-
-    `sizes` are the bytes behind each of the tape's sizes, rounded up; storages of the categories `left_out` are not there.
-    """
-
-    forward: tuple[Part, ...]
-    backward: tuple[Part, ...]
-    tape: Tape
-    sizes: tuple[int, ...]
-    left_out: frozenset[int]
+Mark = tuple[int, int, int]
+Step = Stretch | Mark
+ByAccount = tuple[tuple[int, int], ...]
+"""(account, bytes), of those that change."""
+Events = tuple[int, int, int]
+"""Where a stretch stands on the tape: (segment, first event, end)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,50 +56,120 @@ class Part:
     steps: dict[int, tuple[Step, ...]]
 
 
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What a schedule hears of a score: marks, and numbered stretches with the gradients born in them. `forward` and
+    `backward` are sequences of parts: a root segment, or a stack of recorded layers. Tapes that differ in sizes alone (those
+    of two attention kernels) have one and the same shape.
+    """
+
+    forward: tuple[Part, ...]
+    backward: tuple[Part, ...]
+    stretches: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Births and deaths in order: `pick` takes their bytes from the score's `moves`, `accounts` are theirs."""
+
+    accounts: bytes
+    pick: Callable[[Sequence[int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A tape's stretches. Storages of the categories `left_out` are not there.
+
+    `events` says where each stretch stands on the tape, `distinct` which of `changes` it makes: layers of a kind make the same.
+    `sizes` are those of the tape's that something has which is there, `moves` how often (negative: it dies) which of them.
+    """
+
+    left_out: frozenset[int]
+    shape: Shape
+    events: tuple[Events, ...]
+    distinct: tuple[int, ...]
+    changes: tuple[_Changes, ...]
+    sizes: tuple[int, ...]
+    polynomials: tuple[Polynomial, ...]
+    moves: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sized:
+    """A score at one (B, T): by stretch, the bytes that it leaves behind (`net`), and how much higher it rises on the way
+    than where it begins (`high`). `sizes` are the bytes behind the tape's sizes, `moves` those of the score's.
+    """
+
+    score: Score
+    sizes: dict[int, int]
+    moves: tuple[int, ...]
+    net: tuple[int, ...]
+    high: tuple[int, ...]
+    _by_account: dict[int, ByAccount] = field(default_factory=dict)
+
+    def net_by_account(self, stretch: int) -> ByAccount:
+        """What a stretch leaves behind."""
+        distinct = self.score.distinct[stretch]
+        if distinct not in self._by_account:
+            changes = self.score.changes[distinct]
+            self._by_account[distinct] = _by_account(changes.accounts, changes.pick(self.moves))
+        return self._by_account[distinct]
+
+    def highest_by_account(self, stretch: int) -> ByAccount:
+        """What a stretch has made when it is first at its highest."""
+        changes = self.score.changes[self.score.distinct[stretch]]
+        moved = changes.pick(self.moves)
+        end = list(accumulate(moved)).index(self.high[stretch]) + 1 if self.high[stretch] else 0
+        return _by_account(changes.accounts, moved[:end])
+
+
+def _by_account(accounts: Iterable[int], moved: Iterable[int]) -> ByAccount:
+    live: defaultdict[int, int] = defaultdict(int)
+    for account, n_bytes in zip(accounts, moved, strict=False):
+        live[account] += n_bytes
+    return tuple([item for item in live.items() if item[1]])
+
+
 @lru_cache(maxsize=512)
-def compile_tape(
+def sized(score: Score, b: int, t: int) -> Sized:
+    """The score at micro-batch `b` and `t` tokens, each storage rounded up."""
+    sizes = [round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials]
+    moves = tuple([sizes[size] * times for size, times in score.moves])
+    net, high = [], []
+    for changes in score.changes:
+        levels = list(accumulate(changes.pick(moves)))
+        net.append(levels[-1])
+        high.append(max(0, max(levels)))
+    spread = picker(score.distinct)
+    return Sized(score, dict(zip(score.sizes, sizes, strict=True)), moves, spread(net), spread(high))
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """What takes the values at `indices` from a row: `itemgetter`, as a tuple whatever their number.
+
+    >>> picker([2, 0, 2])("abc"), picker([1])("abc"), picker([])("abc")
+    (('c', 'a', 'c'), ('b',), ())
+    """
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda row: tuple([row[i] for i in indices])
+
+
+@lru_cache(maxsize=1024)
+def score_of(
     profile: Profile,
     tape: Tape,
-    b: int,
-    t: int,
+    marks: Marks = "none",
     *,
     grad_marks: bool = False,
     fused_loss: bool = False,
     scratch: bool = False,
 ) -> Score:
-    """The tape at micro-batch `b` and `t` tokens.
-
-    `grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes;
+    """`grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes;
     `scratch` counts kernels' own working memory.
     """
     left_out = frozenset({_LOSS} if fused_loss else ()) | frozenset(() if scratch else {_SCRATCH})
-    sizes = [0] * len(tape.sizes)
-    for i, polynomial in _used(tape, left_out):
-        sizes[i] = round_up(evaluate(polynomial, b, t))
-    known: dict[int, Callable[[Events], Block]] = {}
-
-    def block(stretch: _Stretch) -> Block:
-        """Layers of a kind make the same changes: they are added up once."""
-        made = known.get(id(stretch.changes))
-        if made is None:
-            made = known[id(stretch.changes)] = _added_up(stretch.changes, sizes)
-        return made(stretch.events)
-
-    phases: dict[str, list[Part]] = {"forward": [], "backward": []}
-    for segment, stretches in zip(tape.segments, _stretches(profile, tape, left_out, grad_marks), strict=True):
-        steps = tuple([block(s) if isinstance(s, _Stretch) else s for s in stretches])
-        parts = phases[segment.phase]
-        if segment.stack == ROOT or not parts or parts[-1].stack != segment.stack:
-            parts.append(Part(segment.stack, {}))
-        parts[-1].steps[segment.layer if segment.stack != ROOT else 0] = steps
-    return Score(tuple(phases["forward"]), tuple(phases["backward"]), tape, tuple(sizes), left_out)
-
-
-@lru_cache(maxsize=2048)
-def _used(tape: Tape, left_out: frozenset[int]) -> tuple[tuple[int, Polynomial], ...]:
-    """The sizes that something has which is not left out, with their indices."""
-    used = {a for births in tape.births for a, category in births if category not in left_out}
-    return tuple((i, tape.sizes[i]) for i in sorted(used))
+    return _Reader(profile, marked(profile, tape, marks), left_out, grad_marks).score()
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
@@ -122,104 +188,98 @@ def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
     return profile.stacks[born.stack].counts[born.layer]
 
 
-Events = tuple[int, int, int]
-"""Where a stretch stands on the tape: (segment, first event, end)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Changes:
-    """Births and deaths in order, each by the index of its size, how often it counts (negative: it dies), and its account.
-
-    `layer` and `root` are the sizes of the gradients born in it. None of it depends on B and T.
-    """
-
-    sizes: tuple[int, ...]
-    times: tuple[int, ...]
-    accounts: tuple[int, ...]
-    layer: tuple[int, ...]
-    root: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """What happens between two marks. `changes` that are equal are one object, all over the tape."""
-
-    changes: _Changes
-    events: Events
-
-
-@lru_cache(maxsize=2048)
-def _stretches(
-    profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool
-) -> tuple[tuple[_Stretch | tuple[int, int, int], ...], ...]:
-    """Each of the tape's segments as stretches and marks."""
-    known: dict[_Changes, _Changes] = {}
-    return tuple(_segment(profile, tape, index, left_out, grad_marks, known) for index in range(len(tape.segments)))
-
-
-def _segment(
-    profile: Profile,
-    tape: Tape,
-    index: int,
-    left_out: frozenset[int],
-    grad_marks: bool,
-    known: dict[_Changes, _Changes],
-) -> tuple[_Stretch | tuple[int, int, int], ...]:
-    segment, births = tape.segments[index], tape.births
-    steps: list[_Stretch | tuple[int, int, int]] = []
-    changes: list[tuple[int, int, int]] = []
-    layer: list[int] = []
-    root: list[int] = []
-    start = 0
-
-    def close(end: int) -> None:
-        if changes:
-            sizes, times, accounts = zip(*changes, strict=True)
-            made = _Changes(sizes, times, accounts, tuple(layer), tuple(root))
-            steps.append(_Stretch(known.setdefault(made, made), (index, start, end)))
-            for kept in (changes, layer, root):
-                kept.clear()
-
-    for at, (op, a, b) in enumerate(segment.events):
-        if op == _ALLOC:
-            if b in left_out:
-                continue
-            if b >= _GRADIENT:
-                (root if (b - _GRADIENT) & 1 else layer).append(a)
-            changes.append((a, 1, _account(b)))
-        elif op == _FREE:
-            size, category = births[a][b]
-            if category not in left_out:
-                changes.append((size, -_deaths(profile, tape.segments[a], segment), _account(category)))
-        elif op != _GRAD_READY or grad_marks:
-            close(at)
-            steps.append((op, a, b))
-            start = at + 1
-    close(len(segment.events))
-    return tuple(steps)
-
-
 def _account(category: int) -> int:
     return UNSHARDED_GRADIENTS if category >= _GRADIENT else _ACCOUNT[category]
 
 
-def _added_up(stretch: _Changes, sizes: list[int]) -> Callable[[Events], Block]:
-    """A stretch at one (B, T), to be had wherever it stands."""
-    changes = [sizes[size] * times for size, times in zip(stretch.sizes, stretch.times, strict=True)]
-    totals = list(accumulate(changes))
-    high_total = max(totals)
-    highest = totals.index(high_total) + 1 if high_total > 0 else 0
-    live = [0] * SLOTS
-    high = live
-    for at, (account, n_bytes) in enumerate(zip(stretch.accounts, changes, strict=True)):
-        if at == highest:
-            high = list(live)
-        live[account] += n_bytes
-    return partial(
-        Block,
-        changed(live),
-        tuple(high if highest < len(changes) else live),
-        max(high_total, 0),
-        sum([sizes[size] for size in stretch.layer]),
-        sum([sizes[size] for size in stretch.root]),
-    )
+class _Reader:
+    """Reads a tape once, from end to end."""
+
+    def __init__(self, profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool) -> None:
+        self._profile, self._left_out, self._grad_marks = profile, left_out, grad_marks
+        self._tape = tape.read()
+        self._sizes: dict[int, int] = {}
+        self._moves: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self._events: list[Events] = []
+        self._distinct: list[int] = []
+
+    def score(self) -> Score:
+        phases: dict[str, list[tuple[int, dict[int, tuple[Step, ...]]]]] = {"forward": [], "backward": []}
+        for index, segment in enumerate(self._tape.segments):
+            parts = phases[segment.phase]
+            if segment.stack == ROOT or not parts or parts[-1][0] != segment.stack:
+                parts.append((segment.stack, {}))
+            parts[-1][1][segment.layer if segment.stack != ROOT else 0] = tuple(self._steps(index))
+        forward, backward = (tuple((s, tuple(steps.items())) for s, steps in parts) for parts in phases.values())
+        shape = _shape(forward, backward, len(self._events))
+        return Score(
+            left_out=self._left_out,
+            shape=shape,
+            events=tuple(self._events),
+            distinct=tuple(self._distinct),
+            changes=tuple(_Changes(bytes(accounts), picker(moves)) for moves, accounts in self._known),
+            sizes=tuple(self._sizes),
+            polynomials=tuple(self._tape.sizes[size] for size in self._sizes),
+            moves=tuple(self._moves),
+        )
+
+    def _steps(self, index: int) -> Iterable[Step]:
+        segment, births, left_out = self._tape.segments[index], self._tape.births, self._left_out
+        changes: list[tuple[int, int]] = []  # (move, account)
+        gradients: defaultdict[str, int] = defaultdict(int)
+        start = 0
+
+        def close(end: int) -> Iterable[Stretch]:
+            if changes:
+                yield Stretch(number=len(self._events), **gradients)
+                moves, accounts = zip(*changes, strict=True)
+                self._distinct.append(self._known.setdefault((moves, accounts), len(self._known)))
+                self._events.append((index, start, end))
+                changes.clear()
+                gradients.clear()
+
+        for at, (op, a, b) in enumerate(segment.events):
+            if op == _ALLOC:
+                if b in left_out:
+                    continue
+                account = _account(b)
+                if b >= _GRADIENT:
+                    gradients["root_gradients" if (b - _GRADIENT) & 1 else "layer_gradients"] += self._constant(a)
+                if account == UNSHARDED_GRADIENTS:
+                    gradients["net_gradients"] += self._constant(a)
+                changes.append((self._move(a, 1), account))
+            elif op == _FREE:
+                size, category = births[a][b]
+                if category in left_out:
+                    continue
+                account, deaths = _account(category), _deaths(self._profile, self._tape.segments[a], segment)
+                if account == UNSHARDED_GRADIENTS:
+                    gradients["net_gradients"] -= self._constant(size) * deaths
+                changes.append((self._move(size, -deaths), account))
+            elif op != _GRAD_READY or self._grad_marks:
+                yield from close(at)
+                yield op, a, b
+                start = at + 1
+        yield from close(len(segment.events))
+
+    def _move(self, size: int, times: int) -> int:
+        used = self._sizes.setdefault(size, len(self._sizes))
+        return self._moves.setdefault((used, times), len(self._moves))
+
+    def _constant(self, size: int) -> int:
+        """A gradient has the shape of its parameter, whatever B and T are."""
+        return round_up(self._tape.sizes[size][0])
+
+
+_Parts = tuple[tuple[int, tuple[tuple[int, tuple[Step, ...]], ...]], ...]
+
+
+@lru_cache(maxsize=1024)
+def _shape(forward: _Parts, backward: _Parts, stretches: int) -> Shape:
+    """One object for all that are equal."""
+
+    def parts(rows: _Parts) -> tuple[Part, ...]:
+        return tuple(Part(stack, dict(steps)) for stack, steps in rows)
+
+    return Shape(parts(forward), parts(backward), stretches)

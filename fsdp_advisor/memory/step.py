@@ -2,39 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.memory.ledger import Ledger
-from fsdp_advisor.memory.replay import Schedule, replay
+from fsdp_advisor.memory.course import Course, Followed
+from fsdp_advisor.memory.ledger import Ledger, Point
+from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
-from fsdp_advisor.memory.score import Score, compile_tape
-from fsdp_advisor.memory.wrapping import marked
+from fsdp_advisor.memory.score import Score, Shape, score_of, sized
+from fsdp_advisor.memory.wrapping import marks_for
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 
-
-def composed(
-    profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False
-) -> tuple[Schedule, Score]:
-    """A plan's schedule, fresh, and the score that it plays.
-
-    `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
-    """
-    schedule = schedule_for(profile, plan)
-    score = compile_tape(
-        profile,
-        marked(profile, tape, plan),
-        plan.micro_batch_size,
-        plan.seq_len,
-        grad_marks=schedule.grad_marks,
-        fused_loss=fused_loss,
-        scratch=scratch,
-    )
-    return schedule, score
+MICRO_BATCHES = 3
+"""As many of a step as may differ: the first, the others, the last."""
 
 
 @lru_cache(maxsize=2048)
-def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Ledger:
+def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Followed:
     """A plan's steady step, as `composed`."""
-    schedule, score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
-    return replay(profile, score, schedule, plan.gradient_accumulation_steps)
+    score, course = _composed(profile, tape, _played(plan), fused_loss, scratch)
+    return course.follow(sized(score, plan.micro_batch_size, plan.seq_len))
+
+
+def timeline(profile: Profile, tape: Tape, plan: Plan) -> tuple[Point, ...]:
+    """A plan's steady step, stretch by stretch."""
+    score = composed(profile, tape, plan)
+    course = course_of(profile, score.shape, plan, whole=True)
+    return course.timeline(sized(score, plan.micro_batch_size, plan.seq_len))
+
+
+def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Score:
+    """The score that a plan's schedule plays.
+
+    `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
+    """
+    marks, grad_marks = marks_for(profile, plan), schedule_for(profile, plan).grad_marks
+    return score_of(profile, tape, marks, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
+
+
+@lru_cache(maxsize=4096)
+def _composed(profile: Profile, tape: Tape, plan: Plan, fused_loss: bool, scratch: bool) -> tuple[Score, Course]:
+    score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
+    return score, _course(profile, score.shape, plan)
+
+
+@lru_cache(maxsize=2048)
+def _course(profile: Profile, shape: Shape, plan: Plan) -> Course:
+    return course_of(profile, shape, plan)
+
+
+def course_of(profile: Profile, shape: Shape, plan: Plan, *, whole: bool = False) -> Course:
+    """What a plan's schedule makes of a tape of this shape."""
+    ledger = Ledger(whole=whole)
+    replay(profile, shape, schedule_for(profile, plan), plan.gradient_accumulation_steps, ledger)
+    return Course.of(ledger, shape.stretches)
+
+
+def _played(plan: Plan) -> Plan:
+    """The plan as far as a schedule looks at it. DDP's alone looks at the batch: it may give out the logits."""
+    accumulation = min(plan.gradient_accumulation_steps, MICRO_BATCHES)
+    if plan.backend == "ddp" and plan.prepared:
+        return replace(plan, gradient_accumulation_steps=accumulation)
+    plan = plan.any_batch
+    return (
+        plan
+        if plan.gradient_accumulation_steps == accumulation
+        else replace(plan, gradient_accumulation_steps=accumulation)
+    )

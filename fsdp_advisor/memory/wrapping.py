@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from fsdp_advisor.memory.ledger import AT_ROOT, Place
 from fsdp_advisor.models.profile import ROOT, Category, Op, Parameter, Profile, Tape, Unit, evaluate
@@ -205,15 +206,25 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
 # Marks on the tape
 
 
-def marked(profile: Profile, tape: Tape, plan: Plan) -> Tape:
-    """The tape with marks where the hooks of the root's units run."""
+Marks = tuple[Wrapping, int] | Literal["outputs", "none"]
+"""Which marks a plan needs: of a root's units, with the bytes of a computed element, or of what DDP gives out."""
+
+
+def marks_for(profile: Profile, plan: Plan) -> Marks:
     if plan.backend == "ddp" and plan.prepared:
-        return _with_outputs(tape)
+        return "outputs"
     wrapping = wrapping_for(profile, plan)
-    return _marked(profile, tape, wrapping, plan.compute_bytes) if HEAD in wrapping.parts else tape
+    return (wrapping, plan.compute_bytes) if HEAD in wrapping.parts else "none"
 
 
-@lru_cache(maxsize=512)
+def marked(profile: Profile, tape: Tape, marks: Marks) -> Tape:
+    """The tape with marks where the hooks of the root's units run."""
+    if marks == "none":
+        return tape
+    return _with_outputs(tape.read()) if marks == "outputs" else _marked(profile, tape.read(), *marks)
+
+
+@lru_cache(maxsize=8)
 def _with_outputs(tape: Tape) -> Tape:
     """A mark where forward has ended and the model's outputs are all that is left of it."""
     segments = list(tape.segments)
@@ -223,7 +234,7 @@ def _with_outputs(tape: Tape) -> Tape:
     return Tape(tape.sizes, tuple(segments))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=8)
 def _marked(profile: Profile, tape: Tape, wrapping: Wrapping, compute_bytes: int) -> Tape:
     """Marks are no births: what refers to births stays right."""
     segments = list(tape.segments)

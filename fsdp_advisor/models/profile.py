@@ -77,6 +77,16 @@ class Unit:
     buffers: tuple[Buffer, ...] = ()
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.parameters, self.buffers))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"kind": self.kind, "parameters": self.parameters, "buffers": self.buffers}
+
+    @cached_property
     def elements(self) -> int:
         return sum(p.elements for p in self.parameters)
 
@@ -170,6 +180,10 @@ class Tape:
 
     sizes: tuple[Polynomial, ...]
     segments: tuple[Segment, ...]
+
+    def read(self) -> Tape:
+        """The tape with all of it at hand, for whoever goes through its events."""
+        return self
 
     @cached_property
     def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:

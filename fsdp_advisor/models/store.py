@@ -1,8 +1,8 @@
 """Profiles as bytes: what the catalog ships and the cache keeps.
 
 A stored profile is a zlib stream of a JSON header, a zero byte, and one array of 32-bit little-endian integers that holds the events of all tapes.
-Variants share most of their segments and sizes, so both are pooled. Reading is lazy: a tape's events become objects when the tape
-is asked for.
+Variants share most of their segments and sizes, so both are pooled. Reading is lazy: in memory a tape is a few hundred bytes of the
+stream until it is looked at, and again when it has not been for a while.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from fsdp_advisor.models.profile import Buffer, Event, Parameter, Profile, Run, Segment, Stack, Tape, Unit
+from fsdp_advisor.models.profile import Buffer, Event, Parameter, Polynomial, Profile, Run, Segment, Stack, Tape, Unit
 
 FORMAT = 1
 RECORDING = 2
@@ -24,44 +26,86 @@ _EVENT = 3
 
 
 class StoredTapes(MutableMapping[str, Tape]):
-    """The tapes of a stored profile, made when first asked for. They share segments, and segments events, as they do in the file."""
+    """The tapes of a stored profile: kept as the bytes they came in, opened and read when they are looked at."""
 
-    def __init__(self, header: dict[str, Any], events: array[int]) -> None:
-        self._header, self._events = header, events
-        self._sizes = tuple(tuple(p) for p in header["sizes"])
-        self._made: dict[str, Tape] = {}
-        self._segments: dict[int, Segment] = {}
-        self._known: dict[Event, Event] = {}
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._tapes: dict[str, Tape] = {sys.intern(key): StoredTape(data, key) for key in _opened(data).header["tapes"]}
 
     def __getitem__(self, key: str) -> Tape:
-        if key not in self._made:
-            segments = tuple(self._segment(i) for i in self._header["tapes"][key])
-            self._made[key] = Tape(self._sizes, segments)
-        return self._made[key]
-
-    def _segment(self, index: int) -> Segment:
-        if index not in self._segments:
-            self._segments[index] = self._read(index)
-        return self._segments[index]
-
-    def _read(self, index: int) -> Segment:
-        phase, stack, layer, start, count, matmul, attention, traffic, operators = self._header["segments"][index]
-        flat = self._events[start * _EVENT : (start + count) * _EVENT]
-        events = tuple([self._known.setdefault(e, e) for e in zip(flat[0::3], flat[1::3], flat[2::3], strict=True)])
-        sizes = self._sizes
-        return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
+        return self._tapes[key]
 
     def __setitem__(self, key: str, tape: Tape) -> None:
-        self._made[key] = tape
+        self._tapes[key] = tape
 
     def __delitem__(self, key: str) -> None:
         raise TypeError("a profile keeps its tapes")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._header["tapes"], *self._made]))
+        return iter(tuple(self._tapes))
 
     def __len__(self) -> int:
-        return len(dict.fromkeys([*self._header["tapes"], *self._made]))
+        return len(self._tapes)
+
+
+class StoredTape(Tape):
+    """A tape that is read when it is looked at, and forgotten when enough others have been since."""
+
+    def __init__(self, data: bytes, key: str) -> None:
+        self.__dict__.update(_data=data, _key=key)
+
+    @property
+    def sizes(self) -> tuple[Polynomial, ...]:
+        return self.read().sizes
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.read().segments
+
+    @property
+    def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return self.read().births
+
+    def read(self) -> Tape:
+        return _tape(self.__dict__["_data"], self.__dict__["_key"])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Opened:
+    """A stored profile's two parts."""
+
+    header: dict[str, Any]
+    events: array[int]
+
+
+@lru_cache(maxsize=4)
+def _opened(data: bytes) -> _Opened:
+    raw = lzma.decompress(data) if data[:6] == b"\xfd7zXZ\0" else zlib.decompress(data)
+    text, _, blob = raw.partition(b"\0")
+    header = json.loads(text)
+    if header["format"] != FORMAT:
+        raise ValueError(f"format {header['format']}, not {FORMAT}")
+    header["sizes"] = [tuple(p) for p in header["sizes"]]
+    events: array[int] = array("i")
+    events.frombytes(blob)
+    if sys.byteorder == "big":
+        events.byteswap()
+    return _Opened(header, events)
+
+
+@lru_cache(maxsize=16)
+def _tape(data: bytes, key: str) -> Tape:
+    opened = _opened(data)
+    sizes = opened.header["sizes"]
+    known: dict[Event, Event] = {}
+
+    def segment(row: list[Any]) -> Segment:
+        phase, stack, layer, start, count, matmul, attention, traffic, operators = row
+        flat = opened.events[start * _EVENT : (start + count) * _EVENT]
+        events = tuple([known.setdefault(e, e) for e in zip(flat[0::3], flat[1::3], flat[2::3], strict=True)])
+        return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
+
+    return Tape(tuple(sizes), tuple([segment(opened.header["segments"][i]) for i in opened.header["tapes"][key]]))
 
 
 def dump(profile: Profile, *, small: bool = False) -> bytes:
@@ -121,15 +165,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
 def load(data: bytes) -> Profile:
     """The profile that was dumped. Raises ValueError where the bytes are not one."""
     try:
-        raw = lzma.decompress(data) if data[:6] == b"\xfd7zXZ\0" else zlib.decompress(data)
-        text, _, blob = raw.partition(b"\0")
-        header = json.loads(text)
-        if header["format"] != FORMAT:
-            raise ValueError(f"format {header['format']}, not {FORMAT}")
-        events: array[int] = array("i")
-        events.frombytes(blob)
-        if sys.byteorder == "big":
-            events.byteswap()
+        header = _opened(data).header
         return Profile(
             name=header["name"],
             task=header["task"],
@@ -139,7 +175,7 @@ def load(data: bytes) -> Profile:
             max_seq_len=header["max_seq_len"],
             config=header["config"],
             versions=header["versions"],
-            tapes=StoredTapes(header, events),
+            tapes=StoredTapes(data),
         )
     except (KeyError, TypeError, IndexError, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"not a stored profile: {type(error).__name__}: {error}") from error

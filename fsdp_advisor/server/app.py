@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,9 @@ from fsdp_advisor.server.errors import add_handlers
 from fsdp_advisor.server.observation import Metrics, log_as_json
 from fsdp_advisor.server.settings import Settings
 
+COLLECTED_AFTER = (50_000, 20, 50)
+"""Objects, and times: answers leave few cycles behind, and to look for them halts every request."""
+
 
 def create_app(settings: Settings | None = None) -> FastAPI:
     """A server's application; settings are read from the environment where none are given."""
@@ -24,7 +28,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        before = gc.get_threshold()
+        gc.freeze()
+        gc.set_threshold(*COLLECTED_AFTER)
         yield
+        gc.set_threshold(*before)
+        gc.unfreeze()
         ending, app.state.answers = app.state.answers, Answers(settings, app.state.metrics)  # it may be started again
         await ending.close()
 

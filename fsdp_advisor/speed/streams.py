@@ -6,8 +6,9 @@ stream by the same amount, and the rest of the run is one jump.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import sub
 
 from fsdp_advisor.models.profile import ROOT, Profile, Run
 from fsdp_advisor.speed.engines import Engine, UnitCosts
@@ -43,27 +44,27 @@ class Streams:
     def state(self) -> tuple[float, float, float, float, float]:
         return self.compute, self.link, self.begun, self.computed, self.sent
 
-    def send(self, seconds: float, not_before: float, name: str) -> float:
+    def send(self, seconds: float, not_before: float, what: str, whose: str) -> float:
         """Put a transfer on the link; returns when it is done."""
-        begin = max(self.link, not_before)
+        begin = self.link if self.link > not_before else not_before
         self.link = begin + seconds
         self.sent += seconds
         if self.intervals is not None and seconds:
-            self.intervals.append(Interval("communication", name, begin, self.link))
+            self.intervals.append(Interval("communication", f"{what} {whose}", begin, self.link))
         return self.link
 
-    def work(self, seconds: float, ready: float, name: str) -> None:
+    def work(self, seconds: float, ready: float, what: str, whose: str) -> None:
         """Run compute once `ready`."""
-        self.begun = max(self.compute, ready)
+        self.begun = self.compute if self.compute > ready else ready
         self.compute = self.begun + seconds
         self.computed += seconds
         if self.intervals is not None and seconds:
-            self.intervals.append(Interval("compute", name, self.begun, self.compute))
+            self.intervals.append(Interval("compute", f"{what} {whose}", self.begun, self.compute))
 
     def flush(self) -> None:
         """Send the reduction that waits."""
         if self.pending:
-            self.send(self.pending, self.compute, self.pending_name)
+            self.send(self.pending, self.compute, "reduce", self.pending_name)
             self.pending = 0.0
 
 
@@ -82,38 +83,36 @@ class MicroBatch:
         """Forward and backward, both streams joined at the end."""
         s, root = self.streams, self.costs[ROOT, 0]
         name = self.profile.root.kind
-        ready = s.send(root.gather, 0.0, f"all-gather {name}") if self.engine.gathers_forward else 0.0
+        ready = s.send(root.gather, 0.0, "all-gather", name) if self.engine.gathers_forward else 0.0
         first = True
         for stretch in self.compute.forward:
             if stretch.stack == ROOT:
                 extra = root.copies_forward if first else 0.0
-                s.work(self._seconds(stretch.work[0], extra), ready, f"forward {name}")
+                s.work(self._seconds(stretch.work[0], extra), ready, "forward", name)
                 first = False
                 continue
             s.begun = max(s.begun, ready)
             for run in self._runs(stretch, backward=False):
-                self._fold(run, stretch, self._forward)
+                self._fold(run, stretch, backward=False)
         first = True
         for index, stretch in enumerate(self.compute.backward):
             if stretch.stack == ROOT:
                 gathers = first and self.engine.gathers_backward
-                ready = s.send(root.gather, s.compute, f"all-gather {name}") if gathers else 0.0
-                s.work(
-                    self._seconds(stretch.work[0], root.copies_backward if first else 0.0), ready, f"backward {name}"
-                )
+                ready = s.send(root.gather, s.compute, "all-gather", name) if gathers else 0.0
+                s.work(self._seconds(stretch.work[0], root.copies_backward if first else 0.0), ready, "backward", name)
                 first = False
                 if index == 0 and self.reduces and not self.engine.gathers_forward:
                     s.send(
-                        root.reduce * self._tail(), s.compute, f"all-reduce {name}"
+                        root.reduce * self._tail(), s.compute, "all-reduce", name
                     )  # DDP: the head's buckets go first
                 continue
             for run in self._runs(stretch, backward=True):
-                self._fold(run, stretch, self._backward)
+                self._fold(run, stretch, backward=True)
         s.flush()
         if self.reduces and self.engine.overlaps:
             share = 1.0 if self.engine.gathers_forward else 1 - self._tail()
             what = "reduce-scatter" if self.engine.gathers_forward else "all-reduce"
-            s.send(root.reduce * share, s.compute, f"{what} {name}")
+            s.send(root.reduce * share, s.compute, what, name)
         s.compute = max(s.compute, s.link if s.sent else 0.0)
         return s
 
@@ -126,33 +125,35 @@ class MicroBatch:
     def _seconds(self, work: Work, copies: float) -> float:
         return max(work.gpu + copies, work.cpu + self.engine.hooks_s)
 
-    def _forward(self, place: Place, work: Work) -> None:
-        s, costs = self.streams, self.costs[place]
-        ready = s.send(costs.gather, s.begun, f"all-gather {self._name(place)}") if self.engine.gathers_forward else 0.0
-        s.work(self._seconds(work, costs.copies_forward), ready, f"forward {self._name(place)}")
+    def _forward(self, place: Place, seconds: float) -> None:
+        s, costs, name = self.streams, self.costs[place], self._name(place)
+        ready = s.send(costs.gather, s.begun, "all-gather", name) if self.engine.gathers_forward else 0.0
+        s.work(seconds, ready, "forward", name)
 
-    def _backward(self, place: Place, work: Work) -> None:
-        s, costs = self.streams, self.costs[place]
+    def _backward(self, place: Place, seconds: float) -> None:
+        s, costs, name = self.streams, self.costs[place], self._name(place)
         ready = 0.0
         if self.engine.gathers_backward:
-            name = f"all-gather {self._name(place)}"
             match self.engine.prefetch:
                 case "pre":
-                    ready = s.send(costs.gather, s.begun, name)
+                    ready = s.send(costs.gather, s.begun, "all-gather", name)
                     s.flush()
                 case "post":
-                    ready = s.send(costs.gather, s.compute, name)
+                    ready = s.send(costs.gather, s.compute, "all-gather", name)
                     s.flush()
                 case _:
                     s.flush()
-                    ready = s.send(costs.gather, s.compute, name)
+                    ready = s.send(costs.gather, s.compute, "all-gather", name)
         else:
             s.flush()
-        s.work(self._seconds(work, costs.copies_backward), ready, f"backward {self._name(place)}")
+        s.work(seconds, ready, "backward", name)
         if self.reduces and self.engine.overlaps:
-            s.pending, s.pending_name = costs.reduce, f"reduce {self._name(place)}"
+            s.pending, s.pending_name = costs.reduce, name
 
     def _name(self, place: Place) -> str:
+        """Only intervals tell it."""
+        if self.streams.intervals is None:
+            return ""
         stack, layer = place
         return f"{self.profile.stacks[stack].path}.{self.profile.stacks[stack].units[layer].kind}"
 
@@ -161,16 +162,20 @@ class MicroBatch:
         for run in reversed(runs) if backward else runs:
             yield Run(run.pattern[::-1], run.repeats) if backward else run
 
-    def _fold(self, run: Run, stretch: Stretch, step: Callable[[Place, Work], None]) -> None:
-        s = self.streams
-        places = [((stretch.stack, layer), stretch.work[layer]) for layer in run.pattern]
+    def _fold(self, run: Run, stretch: Stretch, *, backward: bool) -> None:
+        s, step = self.streams, self._backward if backward else self._forward
+        places = []
+        for layer in run.pattern:
+            costs = self.costs[stretch.stack, layer]
+            copies = costs.copies_backward if backward else costs.copies_forward
+            places.append(((stretch.stack, layer), self._seconds(stretch.work[layer], copies)))
         left, before, last = run.repeats, s.state(), None
         while left:
-            for place, work in places:
-                step(place, work)
+            for place, seconds in places:
+                step(place, seconds)
             left -= 1
             now = s.state()
-            moved = tuple(a - b for a, b in zip(now, before, strict=True))
+            moved = tuple(map(sub, now, before))
             before = now
             if left > 1 and s.intervals is None and last is not None and _same(moved, last):
                 jump = self._jump(left, moved)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from fsdp_advisor.models.profile import ROOT, Profile, Segment, Tape, evaluate
 from fsdp_advisor.speed.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.speed.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One stretch of one forward or backward. Seconds; `recomputation` is the part of the others that repeats a forward."""
 
     matmul: float = 0.0
@@ -52,14 +52,15 @@ def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, che
     rates: dict[tuple[int, int], tuple[float, float, float]] = {}
     forward_flops = 0.0
     root_flops = 0
-    for segment in tape.segments:
+    segments = _timed(tape)
+    for segment in segments:
         if segment.phase == "forward" and segment.stack == ROOT:
             root_flops += evaluate(segment.matmul_flops, b, t)
     rates[ROOT, 0] = (*matmul_s_per_flop(profile.root, True, tokens, device, root_flops), float(root_flops))
     phases: dict[str, list[Stretch]] = {"forward": [], "backward": []}
     done: dict[tuple[int, int], Work] = {}
-    last_root = max((s.layer for s in tape.segments if s.phase == "forward" and s.stack == ROOT), default=0)
-    for segment in tape.segments:
+    last_root = max((s.layer for s in segments if s.phase == "forward" and s.stack == ROOT), default=0)
+    for segment in segments:
         own = evaluate(segment.matmul_flops, b, t)
         place = (ROOT, 0) if segment.stack == ROOT else (segment.stack, segment.layer)
         backward = segment.phase == "backward"
@@ -79,6 +80,12 @@ def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, che
             stretches.append(Stretch(segment.stack, {}))
         stretches[-1].work[place[1]] = work
     return Compute(tuple(phases["forward"]), tuple(phases["backward"]), 3 * forward_flops)
+
+
+@lru_cache(maxsize=1024)
+def _timed(tape: Tape) -> tuple[Segment, ...]:
+    """The tape's segments without their births and deaths, which are most of it and are not timed."""
+    return tuple(replace(segment, events=()) for segment in tape.segments)
 
 
 def _work(

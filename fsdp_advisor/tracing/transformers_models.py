@@ -68,7 +68,11 @@ class TransformersSource:
     def drops_out(self) -> bool:
         """Whether the configuration asks for dropout."""
         values = self._configuration().to_dict()
-        return any(isinstance(v, float) and v > 0 for k, v in values.items() if "drop" in k and not k.startswith(("layer", "classifier")))
+        return any(
+            isinstance(v, float) and v > 0
+            for k, v in values.items()
+            if "drop" in k and not k.startswith(("layer", "classifier"))
+        )
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         auto = getattr(transformers, _AUTO[self.task])

@@ -13,7 +13,7 @@ from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, Segme
 from fsdp_advisor.memory.device import device_overhead, verdict
 from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
-from fsdp_advisor.memory.step import replayed
+from fsdp_advisor.memory.step import replayed, timeline
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.report import StrategyEstimate
@@ -100,7 +100,7 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
         overhead=overhead,
     )
     return OnGpu(
-        estimate=estimate, fits=fits, figures=figures, timeline=tuple(ledger.timeline), segments=tuple(segments)
+        estimate=estimate, fits=fits, figures=figures, timeline=timeline(profile, tape, plan), segments=tuple(segments)
     )
 
 

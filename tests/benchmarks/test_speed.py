@@ -5,6 +5,7 @@ Cold starts are whole processes; compare `cold estimate` with `cold libraries`, 
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -13,7 +14,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import estimate
 from fsdp_advisor.estimator import replayed
-from fsdp_advisor.memory.score import compile_tape
 
 COLD = {
     "cold libraries": ["-c", "import pydantic, typer, rich"],
@@ -40,7 +40,7 @@ STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", 
 @pytest.mark.parametrize(("strategy", "backend"), STRATEGIES)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_warm(benchmark: BenchmarkFixture, depth: str, strategy: str, backend: str) -> None:
-    """A replay each time: what is remembered of the last answer is dropped."""
+    """A step to be added up each time: what is remembered of the last answer is dropped."""
 
     def answer() -> None:
         replayed.cache_clear()
@@ -50,13 +50,14 @@ def test_warm(benchmark: BenchmarkFixture, depth: str, strategy: str, backend: s
     benchmark(answer)
 
 
-def test_new_batch_and_length(benchmark: BenchmarkFixture) -> None:
-    """A point that has not been asked for before: sizes are evaluated and blocks folded anew."""
+@pytest.mark.parametrize(("strategy", "backend"), STRATEGIES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_new_batch_and_length(benchmark: BenchmarkFixture, depth: str, strategy: str, backend: str) -> None:
+    """Points that have not been asked for before."""
+    lengths = itertools.count(512)
 
     def answer() -> None:
-        replayed.cache_clear()
-        compile_tape.cache_clear()
-        estimate(model="meta-llama/Llama-2-7b-hf", gpus=8, gpu="H100", strategy="zero3")
+        estimate(model=DEPTHS[depth], gpus=8, gpu="H100", strategy=strategy, backend=backend, seq_len=next(lengths))
 
     answer()
     benchmark(answer)

@@ -22,12 +22,13 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from fsdp_advisor.memory import replay as replaying
+from fsdp_advisor.memory.course import Course, Followed
 from fsdp_advisor.memory.deepspeed import Filled, Settings, buffers
 from fsdp_advisor.memory.held import round_up
-from fsdp_advisor.memory.ledger import ACCOUNTS, UNSHARDED_GRADIENTS, Ledger, Place
+from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Live, Place
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
-from fsdp_advisor.memory.score import Step, compile_tape
+from fsdp_advisor.memory.score import score_of, sized
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.tracing.recorder import Recorder
@@ -59,30 +60,34 @@ class Recorded:
             for checkpointing in ("none", "full")
         }
 
-    def replay(self, schedule: type[DeepspeedSchedule], plan: Plan, settings: Settings) -> tuple[Ledger, Ledger]:
-        """The step, and the ledger as it was at its beginning."""
+    def replay(
+        self, schedule: type[DeepspeedSchedule], plan: Plan, settings: Settings, *, whole: bool = False
+    ) -> tuple[Followed, Live, Ledger]:
+        """The step, what is alive when it is over, and the ledger as it was at its beginning."""
         tape = self.tapes[plan.activation_checkpointing]
-        score = compile_tape(self.profile, tape, plan.micro_batch_size, plan.seq_len, grad_marks=True)
+        score = score_of(self.profile, tape, grad_marks=True)
         begin = Ledger()
         schedule(self.profile, plan, settings).begin_step(begin)
+        ledger = Ledger(whole=whole)
         step = schedule(self.profile, plan, settings)
-        return replay(self.profile, score, step, plan.gradient_accumulation_steps), begin
+        replay(self.profile, score.shape, step, plan.gradient_accumulation_steps, ledger)
+        course = Course.of(ledger, score.shape.stretches)
+        at = sized(score, plan.micro_batch_size, plan.seq_len)
+        return course.follow(at), course.live_after(at), begin
 
 
-class StepByStep(DeepspeedSchedule):
-    """Plays no layer at once, and sees that no gradient dies that has not been born."""
-
-    def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool:
-        return False
+class Watched(DeepspeedSchedule):
+    """Sees that no gradient dies that has not been born."""
 
     def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
         super().gradient_ready(ledger, place, parameter)
-        assert ledger.live[UNSHARDED_GRADIENTS] >= 0
+        assert ledger.all_gradients()[1] >= 0
 
     def end_backward(self, ledger: Ledger) -> None:
         if self._stage == 2:
             self._bucket.reduce(ledger)
-            assert ledger.live[UNSHARDED_GRADIENTS] == 0 or (self._offloads and self._last and not self._accumulating)
+            offloads = self._known.buffers.offload_cast_bytes and self._last and not self._accumulating
+            assert ledger.all_gradients()[1] == 0 or offloads
         super().end_backward(ledger)
 
 
@@ -114,24 +119,23 @@ JOBS = [
 ]  # fmt: skip
 
 
-def test_a_layer_at_once_is_a_layer_step_by_step(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is folded or jumped over hides a peak: as if every layer were walked by its hooks alone."""
+def test_no_peak_is_lost_in_a_run(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is left out or jumped over hides a peak: as if every moment of every layer were looked at."""
     for job, bucket in JOBS:
-        at_once, _ = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
+        corners, left, _ = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
         with monkeypatch.context() as patched:
             patched.setattr(replaying, "WALKED_AT_EACH_END", 10**6)
-            one_by_one, _ = recorded.replay(StepByStep, job, zero_settings(bucket))
-        for name in ("peak", "at_peak", "phase_peaks", "live"):
-            assert getattr(at_once, name) == getattr(one_by_one, name), (name, job, bucket)
+            all_of_them, left_of_all, _ = recorded.replay(Watched, job, zero_settings(bucket), whole=True)
+        assert (corners, left) == (all_of_them, left_of_all), (job, bucket)
 
 
 def test_a_step_leaves_nothing_behind(recorded: Recorded) -> None:
     """But for the batch and the loss, which the next forward replaces."""
     for job, bucket in JOBS:
-        ledger, begin = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
-        assert [ledger.live[n] for n in KEPT] == [begin.live[n] for n in KEPT], (job, bucket)
-        assert sum(ledger.at_peak) == ledger.peak == max(ledger.phase_peaks.values())
-        assert min(ledger.at_peak) >= 0
+        step, left, begin = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
+        assert [left[n] for n in KEPT] == [begin.live[n] for n in KEPT], (job, bucket)
+        assert sum(step.at_peak) == step.peak == max(step.phase_peaks.values())
+        assert min(step.at_peak) >= 0
 
 
 def test_an_oversized_gradient_is_cut_where_ranks_meet() -> None:
@@ -202,8 +206,8 @@ def test_against_deepspeed(tmp_path: Path) -> None:
             gradient_accumulation_steps=case["accumulation"],
             activation_checkpointing="full" if case["again"] else "none",
         )  # fmt: skip
-        ledger, begin = recorded.replay(DeepspeedSchedule, job, case_settings(case))
-        expected = {phase: high - begin.total for phase, high in ledger.phase_peaks.items()}
+        step, _, begin = recorded.replay(DeepspeedSchedule, job, case_settings(case))
+        expected = {phase: high - begin.total for phase, high in step.phase_peaks.items()}
         assert found["left"] == 0, case
         phases = ("backward", "optimizer") if case["offload"] == "none" else ("backward",)  # it steps on the host
         for phase in phases:

@@ -13,7 +13,7 @@ from fsdp_advisor.memory.allocator.trace import Trace
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
-from fsdp_advisor.memory.score import compile_tape
+from fsdp_advisor.memory.score import score_of, sized
 from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.resolve import resolve
@@ -79,8 +79,9 @@ def test_scratch_is_walked_and_is_no_tensor() -> None:
     """Per layer, with shared keys: the fp32 accumulator of dq, one fp32 per row and head, dk and dv of every query head."""
     profile, tape, plan = flash_job()
     schedule = schedule_for(profile, plan)
-    bare = Trace(profile, compile_tape(profile, tape, 1, 2048))
-    replay(profile, compile_tape(profile, tape, 1, 2048), schedule, 1, bare)
+    score = score_of(profile, tape)
+    bare = Trace(profile, tape, sized(score, 1, 2048))
+    replay(profile, score.shape, schedule, 1, bare)
     tensors = Counter(bare.steps(schedule.made_by_first_step).requests)
     more = Counter(traced(profile, tape, plan).requests) - tensors
     elements = 2048 * 32 * 64

@@ -17,7 +17,10 @@ from fsdp_advisor.memory.allocator.trace import Steps, Trace
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.libraries import WORKSPACES
 from fsdp_advisor.memory.replay import replay
+from fsdp_advisor.memory.schedules import schedule_for
+from fsdp_advisor.memory.score import sized
 from fsdp_advisor.memory.step import composed
+from fsdp_advisor.memory.wrapping import marked, marks_for
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 
@@ -119,9 +122,10 @@ def _with_room(profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, wo
 
 def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0) -> Steps:
     """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included."""
-    schedule, score = composed(profile, tape, plan, scratch=True)
-    trace = Trace(profile, score)
-    replay(profile, score, schedule, plan.gradient_accumulation_steps, trace)
+    schedule, score = schedule_for(profile, plan), composed(profile, tape, plan, scratch=True)
+    played = marked(profile, tape, marks_for(profile, plan)).read()
+    trace = Trace(profile, played, sized(score, plan.micro_batch_size, plan.seq_len))
+    replay(profile, score.shape, schedule, plan.gradient_accumulation_steps, trace)
     workspaces = (round_up(workspace_bytes),) * WORKSPACES if workspace_bytes else ()
     return trace.steps(schedule.made_by_first_step, workspaces)
 

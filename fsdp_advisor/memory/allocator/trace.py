@@ -17,13 +17,13 @@ from fsdp_advisor.memory.ledger import (
     COMPUTE,
     UNSHARDED_GRADIENTS,
     Alive,
-    Block,
     Changes,
     Ledger,
     Place,
+    Stretch,
 )
-from fsdp_advisor.memory.score import Score, stays_near
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile
+from fsdp_advisor.memory.score import Events, Sized, stays_near
+from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Tape
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -61,9 +61,9 @@ class Steps:
 class Trace(Ledger):
     """One step in the steady state, written down. `steps()` is what comes of it once the step has been replayed."""
 
-    def __init__(self, profile: Profile, score: Score) -> None:
+    def __init__(self, profile: Profile, tape: Tape, sized: Sized) -> None:
         super().__init__()
-        self._profile, self._score = profile, score
+        self._profile, self._tape, self._score, self._sizes = profile, tape, sized.score, sized.sizes
         self._requests: list[int] = []
         self._operations: list[int] = []
         self._places: list[tuple[int, str, str]] = []
@@ -72,7 +72,7 @@ class Trace(Ledger):
         self._at = [0] * len(profile.stacks)  # the real layer that is being played, by stack
         self._instances: dict[tuple[str, int], list[list[int]]] = {}  # by phase and stack: each real layer's births
         self._roots: dict[int, list[int]] = {}  # by segment of the root
-        self._stretches: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
+        self._stretches: dict[Events, list[tuple[int, int, int, int]]] = {}
         self._gradients: dict[int, int] = {}  # storage -> parameter, of whole gradients that are alive
         self._by_number: dict[int, int] = {}  # parameter -> the storage of its last gradient
         self._own: list[int] = []
@@ -191,26 +191,27 @@ class Trace(Ledger):
         self._free(self._last)
         self._last = []
 
-    def apply(self, block: Block) -> None:
-        index = block.events[0]
-        segment = self._score.tape.segments[index]
+    def apply(self, stretch: Stretch) -> None:
+        events = self._score.events[stretch.number]
+        index = events[0]
+        segment = self._tape.segments[index]
         if self._entered:
             self._launched += segment.operators
             self._entered = False
         if segment.stack == ROOT:
             births, at, instances = self._roots.setdefault(index, []), 0, [self._roots[index]]
-            if block.events[1] == 0 or not births:
-                births[:] = [-1] * len(self._score.tape.births[index])
+            if events[1] == 0 or not births:
+                births[:] = [-1] * len(self._tape.births[index])
         else:
             at, instances = self._at[segment.stack], self._instances[segment.phase, segment.stack]
             births = instances[at]
             if not births:
-                births += [-1] * len(self._score.tape.births[index])
-        stretch = self._stretches.get(block.events)
-        if stretch is None:
-            stretch = self._stretches[block.events] = self._compile(*block.events)
+                births += [-1] * len(self._tape.births[index])
+        changes = self._stretches.get(events)
+        if changes is None:
+            changes = self._stretches[events] = self._compile(*events)
         operations, requests = self._operations, self._requests
-        for kind, a, b, c in stretch:
+        for kind, a, b, c in changes:
             if kind == _BORN:
                 number = len(requests)
                 requests.append(a)
@@ -232,18 +233,18 @@ class Trace(Ledger):
 
     def _compile(self, index: int, start: int, end: int) -> list[tuple[int, int, int, int]]:
         """A stretch as (_BORN, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment, birth, 0)."""
-        tape, left_out = self._score.tape, self._score.left_out
+        tape, left_out = self._tape, self._score.left_out
         segment = tape.segments[index]
         birth = sum(1 for op, _, _ in segment.events[:start] if op == _ALLOC)
         result = []
         for op, a, b in segment.events[start:end]:
             if op == _ALLOC:
-                if b not in left_out and self._score.sizes[a]:
-                    result.append((_BORN, self._score.sizes[a], birth, b))
+                if b not in left_out and self._sizes[a]:
+                    result.append((_BORN, self._sizes[a], birth, b))
                 birth += 1
             elif op == Op.FREE:
                 size, category = tape.births[a][b]
-                if category in left_out or not self._score.sizes[size]:
+                if category in left_out or not self._sizes[size]:
                     continue
                 born = tape.segments[a]
                 if stays_near(born, segment):
@@ -255,7 +256,7 @@ class Trace(Ledger):
 
     def _far(self, segment: int, birth: int) -> list[int]:
         """The root's storage, or that of every layer which the recorded one stands for."""
-        born = self._score.tape.segments[segment]
+        born = self._tape.segments[segment]
         if born.stack == ROOT:
             return [self._roots[segment][birth]]
         layers = zip(self._recorded[born.stack], self._instances[born.phase, born.stack], strict=True)

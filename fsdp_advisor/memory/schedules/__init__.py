@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from fsdp_advisor.memory import deepspeed_host, wrapping
+from fsdp_advisor.memory.held import States
 from fsdp_advisor.memory.replay import Schedule
 from fsdp_advisor.memory.schedules.ddp import DdpSchedule
 from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
@@ -24,6 +26,16 @@ _SCHEDULES: dict[str, Callable[[Profile, Plan], Schedule]] = {
 def schedule_for(profile: Profile, plan: Plan) -> Schedule:
     """The schedule of the plan's backend."""
     return _SCHEDULES[plan.backend](profile, plan)
+
+
+def states_of(profile: Profile, plan: Plan) -> States:
+    """What the plan's backend keeps on rank 0 from step to step."""
+    return _states(profile, plan.any_step)
+
+
+@lru_cache(maxsize=512)
+def _states(profile: Profile, plan: Plan) -> States:
+    return schedule_for(profile, plan).states
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:

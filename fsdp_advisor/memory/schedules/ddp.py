@@ -49,7 +49,7 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
     return result + Held.of(filled)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _states(profile: Profile, plan: Plan) -> States:
     """Of any batch: what is kept."""
     element = plan.param_bytes
@@ -75,6 +75,7 @@ def _states(profile: Profile, plan: Plan) -> States:
 class DdpSchedule:
     distinct_micro_batches = 2
     made_by_first_step = frozenset({OPTIMIZER})
+    walk_all: frozenset[str] = frozenset()
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan

@@ -7,7 +7,6 @@ The arithmetic, with its sources, is in `memory.deepspeed`; what happens when wa
 `independent_gradient_partition_epilogue`) and zero/stage3.py (`__add_grad_to_ipg_bucket`, `partition_grads`, `step`).
 
 The bucket and what is gathered span many layers, so no layer is jumped over in backward (stages 2, 3) and forward (stage 3).
-Between two reductions a layer does the same as ever, so a layer is folded into one block and a level at each reduction.
 """
 
 from __future__ import annotations
@@ -31,21 +30,15 @@ from fsdp_advisor.memory.ledger import (
     OTHER,
     PARAMETERS,
     REDUCE_SCATTER,
-    SLOTS,
     TEMPORARIES,
     UNSHARDED_GRADIENTS,
     Alive,
-    Block,
     Ledger,
     Place,
-    changed,
 )
 from fsdp_advisor.memory.schedules.deepspeed_zero3 import Gathering
-from fsdp_advisor.memory.score import Step
-from fsdp_advisor.models.profile import Op, Parameter, Profile
+from fsdp_advisor.models.profile import Parameter, Profile
 from fsdp_advisor.plan import Plan
-
-_STILL = (0,) * SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +50,6 @@ class Gradient:
     padded: int  # to the ranks
     n_bytes: int
     oversized: bool  # larger than the bucket: it stays where autograd put it until it is reduced
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A gradient is ready: what is alive then, relative to the beginning of the layer, that gradient included."""
-
-    gradient: Gradient
-    live: tuple[int, ...]
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """A layer's segment at once. In `block` gradients are gone once they are in the bucket, oversized ones at the next mark."""
-
-    block: Block
-    marks: tuple[Mark, ...]
-    oversized: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +64,7 @@ class _Arithmetic:
     boundary: tuple[tuple[int, int], ...]  # stage 1: (account, bytes) once the last backward is over
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic:
     buffers = deepspeed.buffers(profile, plan, settings)
     gradients, starts = _layout(profile, plan, buffers)
@@ -109,7 +84,7 @@ def _gathered_storages(profile: Profile, plan: Plan, settings: Settings) -> Gath
     return gathered(profile, plan, settings)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _gathered_levels(profile: Profile, plan: Plan, settings: Settings) -> Gathered:
     return gathered(profile, plan, settings).levels
 
@@ -313,9 +288,7 @@ class DeepspeedSchedule:
         self._known = _arithmetic(profile, replace(plan, activation_checkpointing="none"), settings)
         self.states = self._known.states
         self.walk_all = frozenset({1: (), 2: ("backward",), 3: ("forward", "backward")}[self._stage])
-        self._offloads = bool(self._known.buffers.offload_cast_bytes)
         self._bucket = _Bucket(self._known.buffers, plan.shard_degree)
-        self._folded: dict[int, tuple[tuple[Step, ...], Folded | None]] = {}
 
     # The step
 
@@ -423,96 +396,6 @@ class DeepspeedSchedule:
         if follows_storages:
             return _gathered_storages(self._profile, plan, self._settings)
         return _gathered_levels(self._profile, plan, self._settings)
-
-    # A layer at once
-
-    def play_layer(self, ledger: Ledger, place: Place, steps: tuple[Step, ...]) -> bool:
-        """The same as the steps one by one, unless something is born or dies that the fold does not know."""
-        known = self._folded.get(id(steps))
-        if known is None:
-            known = self._folded[id(steps)] = (steps, self._fold(place, steps))
-        folded, bucket = known[1], self._bucket
-        if folded is None:
-            return False
-        if not folded.marks:
-            if ledger.phase == "backward":
-                self._left[place[0]] -= 1
-            self._gathering.enter(ledger, place)
-            ledger.apply(folded.block)
-            if ledger.phase == "forward":
-                self._gathering.leave(ledger, place)
-            return True
-        start = self._known.starts[place[0]][self._left[place[0]] - 1]
-        sharded = bucket.buffers.sharded
-        if bucket.oversized is not None or not (bucket.bucket is not None or sharded):
-            return False
-        own = bucket.filled.largest_own > 0 or bucket.own(start, 1) > 0
-        if own and not sharded and (bucket.bears_averaged or (folded.oversized and self._offloads)):
-            return False
-        self._left[place[0]] -= 1
-        self._gathering.enter(ledger, place)
-        filled = bucket.filled
-        room = bucket.buffers.bucket_elements - filled.elements
-        highest = (0, 0, 0, folded.marks[0])
-        for mark in folded.marks:
-            gradient = mark.gradient
-            if gradient.elements > room:
-                copy, held = bucket.transients()
-                temporaries = held.rounded
-                extra = copy + temporaries if sharded else max(copy, temporaries)  # else one after the other
-                if extra and mark.total + extra > highest[0]:
-                    highest = (mark.total + extra, copy, temporaries, mark)
-                filled.clear()
-                room = bucket.buffers.bucket_elements
-            room -= gradient.elements
-            at = start + gradient.start
-            filled.put(at, gradient.elements, gradient.padded, bucket.own(at, gradient.elements) if own else 0)
-        if highest[0]:
-            ledger.apply(self._reduction(*highest))
-        ledger.apply(folded.block)
-        return True
-
-    def _reduction(self, total: int, copy: int, temporaries: int, mark: Mark) -> Block:
-        """A reduction within a layer: its copies are on top of what is alive then, and gone at once."""
-        if not self._bucket.buffers.sharded:
-            copy, temporaries = (copy, 0) if copy >= temporaries else (0, temporaries)
-        live = list(mark.live)
-        live[COMMUNICATION] += copy
-        live[TEMPORARIES] += temporaries
-        return Block((), tuple(live), total)
-
-    def _fold(self, place: Place, steps: tuple[Step, ...]) -> Folded | None:
-        """A layer's steps as one block, unless there are marks that are not its own or its last gradient is oversized."""
-        ledger, marks = Ledger(), []
-        high, high_live = 0, list(_STILL)
-        waiting, oversized = 0, False
-        for i, step in enumerate(steps):
-            if not isinstance(step, tuple):
-                if ledger.total + step.high_total > high:
-                    high = ledger.total + step.high_total
-                    high_live = [a + b for a, b in zip(ledger.live, step.high, strict=True)]
-                ledger.move(step)
-                continue
-            op, parameter, at_root = step
-            if op != Op.GRAD_READY:
-                if parameter or (op in (Op.PRE_FORWARD, Op.PRE_BACKWARD) and i):
-                    return None
-                continue
-            if at_root:
-                return None
-            gradient = self._known.gradients[place][parameter]
-            marks.append(Mark(gradient, tuple(ledger.live), ledger.total))
-            dies = waiting + (0 if gradient.oversized else gradient.n_bytes)
-            waiting = gradient.n_bytes if gradient.oversized else 0
-            oversized |= gradient.oversized
-            ledger.live[UNSHARDED_GRADIENTS] -= dies
-            ledger.total -= dies
-            if waiting and self._bucket.clones_oversized and ledger.total + waiting > high:
-                high, high_live = ledger.total + waiting, list(ledger.live)
-                high_live[UNSHARDED_GRADIENTS] += waiting
-        if waiting:
-            return None
-        return Folded(Block(changed(ledger.live), tuple(high_live), high), tuple(marks), oversized)
 
     def _start(self, place: Place) -> int:
         return 0 if place == AT_ROOT else self._known.starts[place[0]][self._left[place[0]]]

@@ -110,7 +110,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], States]:
     """Of any batch: the units' bytes, and what is kept of them."""
     units = per_unit(profile, lambda unit: _measure(unit, plan))
@@ -128,6 +128,7 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], 
 
 class Fsdp1Schedule:
     made_by_first_step = frozenset({OPTIMIZER, GRADIENTS})
+    walk_all: frozenset[str] = frozenset()
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._plan = plan

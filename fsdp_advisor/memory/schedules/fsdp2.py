@@ -92,7 +92,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _measured(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[Place, UnitBytes], States]:
     """Of any batch: the units, their bytes, and what is kept of them."""
     wrapping = wrapping_for(profile, plan)
@@ -115,6 +115,7 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[Place, UnitByte
 
 class Fsdp2Schedule:
     made_by_first_step = frozenset({OPTIMIZER})
+    walk_all: frozenset[str] = frozenset()
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
@@ -363,7 +364,11 @@ def gradient_norms(profile: Profile, plan: Plan) -> Held:
 
 def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
     """The parameter that costs every rank far more than its fair share, because FSDP2 splits and pads dim 0 alone."""
-    shards = plan.shard_degree
+    return list(_padding_warnings(profile, plan.shard_degree))
+
+
+@lru_cache(maxsize=1024)
+def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
     excess = 0
     worst: Parameter | None = None
     for _, unit, count in places(profile):
@@ -372,10 +377,10 @@ def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
             if more > excess:
                 excess, worst = more, parameter
     if worst is None or excess < profile.parameters // 100:
-        return []
+        return ()
     rows = worst.shape[0] if worst.shape else 1
     times = -(-rows // shards) * shards / rows
-    return [
+    return (
         f"{worst.name} {list(worst.shape)} is split on its dim 0 of {rows} over {shards} ranks: "
-        f"every rank keeps and gathers {times:.1f} times its fair share"
-    ]
+        f"every rank keeps and gathers {times:.1f} times its fair share",
+    )

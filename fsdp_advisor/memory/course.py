@@ -1,0 +1,185 @@
+"""The course of a step, written down once and followed at any (B, T).
+
+What a schedule does, and in which order it meets a tape's stretches, does not depend on the batch or the sequence. So a plan's
+step is replayed once, into a `Ledger`. What comes of it is a list of moments at which the step may be at its highest: each is a
+constant, what the schedule has alive, and a sum over the stretches before it. At a (B, T) every stretch is a number, and the
+highest of those sums is the peak.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from operator import add
+from typing import Any, TypeVar
+
+from fsdp_advisor.memory.ledger import PHASES, SLOTS, Ledger, Live, Point, Repeated, Spot
+from fsdp_advisor.memory.score import Sized, picker
+
+T = TypeVar("T")
+Pick = Callable[[Sequence[int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Course:
+    """A ledger, ready to be added up at any (B, T).
+
+    A row has a number for each entry: of each stretch, then zero, then of each of `repeated`; `entries` are picked from it, one
+    after the other. By moment: `totals` are the constants, and `live`, SLOTS numbers each, the same by account; `places` say how
+    many entries come before it, which stretch follows, or -1, and which of `runs` it is in, counted from 1, or 0. `before` picks
+    the sum of those entries, `rises` how much higher that stretch goes, `further` what the run's repetitions have left.
+    """
+
+    entries: tuple[int, ...]
+    repeated: tuple[Repeated, ...]
+    runs: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[str, int, int], ...]
+    points: tuple[tuple[Spot, int, int, int, int], ...]
+    resident: tuple[int, ...]
+    left: tuple[int, ...]
+    totals: tuple[int, ...]
+    live: Sequence[int]
+    spots: tuple[Spot, ...]
+    places: Sequence[int]
+    pick: Pick
+    before: Pick
+    rises: Pick
+    further: Pick | None
+
+    @classmethod
+    def of(cls, ledger: Ledger, stretches: int) -> Course:
+        """`stretches` is the number of the tape's."""
+        moments = ledger.moments
+        runs: dict[tuple[int, int], int] = {}
+        further = [
+            0 if m.run is None or not m.repeats else runs.setdefault((m.run, m.repeats), len(runs) + 1) for m in moments
+        ]
+        stretch = [-1 if m.stretch is None else m.stretch for m in moments]
+        known: dict[Any, Any] = {}
+
+        def once(values: Iterable[T]) -> tuple[T, ...]:
+            """Values that are equal are one object."""
+            return tuple([known.setdefault(value, value) for value in values])
+
+        return cls(
+            entries=tuple(ledger.entries),
+            repeated=tuple(ledger.repeated),
+            runs=tuple(runs),
+            spans=tuple(ledger.spans),
+            points=tuple(ledger.points),
+            resident=tuple(ledger.resident),
+            left=tuple(ledger.live),
+            totals=once(m.total for m in moments),
+            live=_packed([n_bytes for m in moments for n_bytes in m.live]),
+            spots=once(m.spot for m in moments),
+            places=array("i", chain.from_iterable(zip((m.at for m in moments), stretch, further, strict=True))),
+            pick=picker([e if e >= 0 else stretches + 1 + ~e for e in ledger.entries]),
+            before=picker([m.at for m in moments]),
+            rises=picker([stretches if n < 0 else n for n in stretch]),
+            further=picker(further) if runs else None,
+        )
+
+    def follow(self, sized: Sized) -> Followed:
+        """The step at the score's (B, T)."""
+        highs = self._added_up(sized)[1]
+        peak = max(highs)
+        highest = highs.index(peak)
+        phase, where = self.spots[highest]
+        phase_peaks = dict.fromkeys(PHASES, 0)
+        for span, begun, end in self.spans:
+            phase_peaks[span] = max((phase_peaks[span], *highs[begun:end]))
+        return Followed(
+            peak=peak,
+            peak_phase=phase,
+            peak_where=where,
+            phase_peaks=phase_peaks,
+            at_peak=tuple(self._live_at(highest, sized)),
+            resident=self.resident,
+        )
+
+    def timeline(self, sized: Sized) -> tuple[Point, ...]:
+        """The step in stretches, of a ledger that is `whole`."""
+        sums, highs = self._added_up(sized)
+        result = []
+        for (_, at, total, begun, _), (spot, entries, live, end, repeats) in pairwise(self.points):
+            if repeats:
+                high = max((sums[at] + total, *highs[begun:end]))
+                result.append(Point(*spot, sums[entries] + live, high, repeats))
+        return tuple(result)
+
+    def live_after(self, sized: Sized) -> Live:
+        """What is alive when the step is over, by account."""
+        return _sum(self._by_account(Counter(self.entries).items(), sized), self.left)
+
+    def _added_up(self, sized: Sized) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the entries come to, one after the other; and the height of every moment."""
+        row = [*sized.net, 0]
+        for number, (entries, accounts) in enumerate(self.repeated):
+            if accounts is None:
+                row.append(sum([row[self._at(entry, sized)] * times for entry, times in entries]))
+            else:
+                row.append(sum(self._by_account([(~number, 1)], sized)))
+        sums = (0, *accumulate(self.pick(row)))
+        highs = map(add, self.totals, map(add, self.before(sums), self.rises((*sized.high, 0))))
+        if self.further is not None:
+            runs = (0, *(row[self._at(run, sized)] * times for run, times in self.runs))
+            highs = map(add, highs, self.further(runs))
+        return sums, tuple(highs)
+
+    def _live_at(self, moment: int, sized: Sized) -> Live:
+        """What is alive at a moment, by account."""
+        at, stretch, run = self.places[3 * moment : 3 * moment + 3]
+        own = self.live[SLOTS * moment : SLOTS * moment + SLOTS]
+        live = _sum(self._by_account(Counter(self.entries[:at]).items(), sized), own)
+        if run:
+            live = _sum(live, self._by_account([self.runs[run - 1]], sized))
+        if stretch >= 0:
+            for account, n_bytes in sized.highest_by_account(stretch):
+                live[account] += n_bytes
+        return live
+
+    def _at(self, entry: int, sized: Sized) -> int:
+        return entry if entry >= 0 else len(sized.net) + 1 + ~entry
+
+    def _by_account(self, entries: Iterable[tuple[int, int]], sized: Sized) -> Live:
+        live = [0] * SLOTS
+        for entry, times in entries:
+            if entry >= 0:
+                for account, n_bytes in sized.net_by_account(entry):
+                    live[account] += n_bytes * times
+                continue
+            inside, accounts = self.repeated[~entry]
+            inner = self._by_account(inside, sized)
+            for account in range(SLOTS) if accounts is None else accounts:
+                live[account] += inner[account] * times
+        return live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """A step at one (B, T): what is alive on rank 0 at the highest, the first time, and how high each phase goes. Bytes.
+
+    `resident` is what is alive whenever a step begins.
+    """
+
+    peak: int
+    peak_phase: str
+    peak_where: str
+    phase_peaks: dict[str, int]
+    at_peak: tuple[int, ...]
+    resident: tuple[int, ...]
+
+
+def _packed(values: list[int]) -> Sequence[int]:
+    """Eight bytes each, where that is enough."""
+    try:
+        return array("q", values)
+    except OverflowError:
+        return values
+
+
+def _sum(one: Iterable[int], other: Iterable[int]) -> Live:
+    return list(map(add, one, other))
