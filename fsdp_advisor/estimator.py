@@ -383,10 +383,14 @@ def _difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> t
             f"a GPU takes {format_gib(more)} more than the peak of fake tensors: in fp32 PyTorch has no fused kernel for sdpa with "
             f"grouped key and value heads, so it makes whole score matrices: {format_gib(on_gpu_bytes)} there; bf16-mixed makes none",
         )
-    kernel = "a GPU's flash kernel needs none" if real.attention == "flash_attention_2" else "a GPU needs fewer"
+    if real.attention != "flash_attention_2":
+        return (
+            f"{format_gib(-more)} of the peak are masks, repeated heads or scores that sdpa makes on fake tensors and not on a GPU: "
+            f"{format_gib(on_gpu_bytes)} there",
+        )
     return (
         f"{format_gib(-more)} of the peak are attention masks and repeated key and value heads, "
-        f"which transformers makes for sdpa on fake or traced tensors; {kernel}: "
+        "which transformers makes for sdpa on fake or traced tensors; a GPU's flash kernel needs none: "
         f"{format_gib(on_gpu_bytes)} there",
     )
 
