@@ -258,7 +258,7 @@ def test_in_fp32_a_gpu_needs_no_mask_for_heads_that_share_nothing() -> None:
     assert result.allocated is not None and result.peak_tensor_bytes is not None
     masks = 32 * 4 * 4096**2 * 4
     assert masks * 0.9 < result.peak_tensor_bytes - result.allocated.tensor_bytes < masks * 1.1
-    assert any("a GPU needs fewer" in warning for warning in result.warnings)
+    assert any("and not on a GPU" in warning for warning in result.warnings)
 
 
 def test_in_fp32_a_filled_window_takes_a_mask_per_layer() -> None:
@@ -274,4 +274,4 @@ def test_a_filled_window_takes_a_mask_per_layer_in_half_precision_too() -> None:
     job = {"model": "google/gemma-3-1b-pt", "gpus": 8, "strategy": "zero3", "precision": "bf16", "seq_len": 8192}
     sdpa, flash = (one(**job, attention=attention).allocated for attention in ("sdpa", "flash_attention_2"))
     assert sdpa is not None and flash is not None
-    assert sdpa.tensor_bytes - flash.tensor_bytes > 22 * 8192**2 * 2
+    assert sdpa.tensor_bytes - flash.tensor_bytes == 22 * 8192**2 * 2
