@@ -275,6 +275,10 @@ def test_static_files_change_their_address_with_their_content(client: TestClient
 def test_under_a_proxys_prefix_every_link_has_it() -> None:
     with TestClient(create_app(Settings(log_level="error", root_path="/advisor"))) as client:
         page = read(client.get("/").text)
+        for path in ("/advisor", "/advisor/"):  # where the proxy leaves it on
+            assert client.get(path).text == client.get("/").text
+        assert client.get("/advisor/static/page.css").status_code == client.get("/static/page.css").status_code == 200
+        assert client.delete("/advisor/api/v1/gpus").headers["allow"] == "GET"
     links = [attrs.get(name) or "" for _, attrs in page.elements for name in ("href", "src", "action") if name in attrs]
     assert links and all(link.startswith(("/advisor/", "#")) for link in links)
 
