@@ -40,13 +40,14 @@ def format_bytes(n_bytes: int) -> str:
 def parse_bytes(text: str) -> int | None:
     """A size with a unit: ``24GiB``, ``80 GB`` (10**9), ``512MiB``; None where it is not one.
 
-    >>> parse_bytes("24GiB"), parse_bytes("80 GB"), parse_bytes("H100")
-    (25769803776, 80000000000, None)
+    >>> parse_bytes("24GiB"), parse_bytes("80 GB"), parse_bytes("H100"), parse_bytes("1e400GiB")
+    (25769803776, 80000000000, None, None)
     """
     match = _NUMBER.match(text)
     if match is None or match[2].lower() not in _SUFFIX:
         return None
-    return round(float(match[1]) * _SUFFIX[match[2].lower()])
+    size = float(match[1]) * _SUFFIX[match[2].lower()]
+    return round(size) if size < 1e24 else None
 
 
 def parse_count(text: str) -> int | None:

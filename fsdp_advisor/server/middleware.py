@@ -182,6 +182,8 @@ class Limits:
             return Refused(400, "the request ended before it was whole", "send as many bytes as Content-Length says")
         if len(body) > limit:
             return too_large
+        if b"\0" in body:  # UTF-16 and UTF-32, of which the depth cannot be seen
+            return Refused(400, "the body is not UTF-8", "JSON is sent as UTF-8")
         if depth_exceeds(body, self.settings.max_json_depth):
             levels = self.settings.max_json_depth
             return Refused(422, f"the body is nested deeper than {levels} levels", "a config.json has a few levels")
