@@ -37,7 +37,7 @@ RECORDINGS_KEPT = 16
 JOBS_PER_PROCESS = 32
 """A process that has run for long holds memory of models that nobody asks for again."""
 IDLE_SECONDS = 300.0
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 EXIT_SECONDS = 1.0
 """From the end of its answers to its own."""
 BUSY = 0.5
