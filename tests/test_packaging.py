@@ -147,6 +147,14 @@ def outside(root: Path, text: str) -> str:
     return re.sub(r"(?<![\w./])/(app|source|tmp)\b", lambda m: f"{root}/{m[1]}", text)
 
 
+def interpreter() -> str:
+    """The image's Python where this machine has it, else the one that runs the tests."""
+    version = only(dockerfile()[0], "ARG").partition("=")[2]
+    found = shutil.which(f"python{version}")
+    usable = found and subprocess.run([found, "-c", "import ensurepip"], capture_output=True).returncode == 0
+    return found if found and usable else sys.executable
+
+
 def files(folder: Path) -> dict[Path, int]:
     return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
@@ -168,7 +176,7 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
             copied(root / "source")
         elif step.word == "RUN":
             given = variables(build) | {"PIP_NO_CACHE_DIR": "0"}  # this machine's wheels do
-            subprocess.run(outside(root, step.text).replace("python -m venv", f"{sys.executable} -m venv"), shell=True, check=True, cwd=root / "source", env=clean | given, capture_output=True)  # fmt: skip
+            subprocess.run(outside(root, step.text).replace("python -m venv", f"{interpreter()} -m venv"), shell=True, check=True, cwd=root / "source", env=clean | given, capture_output=True)  # fmt: skip
     shutil.rmtree(root / "source")  # the second stage has /app alone
     subprocess.run(["chmod", "-R", "a-w", str(root / "app")], check=True)
     with socket.create_server(("127.0.0.1", 0)) as free:

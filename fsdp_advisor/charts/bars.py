@@ -10,12 +10,14 @@ from fsdp_advisor.charts.scale import Scale, short, ticks
 from fsdp_advisor.charts.svg import (
     ACCENT,
     SMALL,
+    bands,
     element,
     frame,
     legend,
     line,
     lines,
     number,
+    polyline,
     stroke,
     text,
     width_of,
@@ -59,10 +61,13 @@ def stacked_bars(bars: Sequence[Bar], capacity_bytes: int, gpu: str, *, width: i
     row = 42 if roomy else 62
     bottom = top + row * len(bars)
     body = [legend_svg, *_axis(scale, top, bottom, "GiB" if roomy else "GiB per GPU")]
-    for number_, bar in enumerate(bars):
-        y = top + row * number_
-        drawn = _segments(key, bar, scale, y + (8 if roomy else 24), 22 if roomy else 20)
-        body += _words_beside(bar, drawn, y, right + 6) if roomy else _words_above(bar, drawn, y, width)
+    tops = [top + row * i for i in range(len(bars))]
+    above, high = (8, 22) if roomy else (24, 20)
+    body += _segments(key, list(zip(bars, (y + above for y in tops), strict=True)), scale, high)
+    for bar, y in zip(bars, tops, strict=True):
+        body += _words_beside(bar, y, right + 6) if roomy else _words_above(bar, y, width)
+    at = (right + 6, 28.5) if roomy else (0, 51.5)
+    body += _marks([(bar, at[0], y + at[1]) for bar, y in zip(bars, tops, strict=True)])
     x = scale(capacity_bytes)
     body.append(line(x, top - 4, x, bottom, kind="ink", width=1.6))
     caption = f"{gpu}: {format_gib(capacity_bytes)}"
@@ -90,57 +95,55 @@ def _axis(scale: Scale, top: float, bottom: float, unit: str) -> list[str]:
     return drawn
 
 
-def _segments(key: str, bar: Bar, scale: Scale, y: float, height: float) -> str:
-    """The bar itself; its parts' edges are rounded as sums, so that its length is that of the total."""
-    drawn, done = [], 0
-    for part, n_bytes in bar.parts:
-        begin, done = done, done + n_bytes
-        x, end = scale(min(begin, scale.high)), scale(min(done, scale.high))
-        if end - x >= 0.05:
-            drawn.append(element("rect", x=x, y=y, width=end - x, height=height, fill=f"url(#{key}-{part.key})"))
-    if done > scale.high:
-        drawn.append(_torn(scale.end, y, height))
-    return "".join(drawn)
+def _segments(key: str, bars: Sequence[tuple[Bar, float]], scale: Scale, height: float) -> list[str]:
+    """The bars themselves, each with its top. Parts' edges are rounded as sums, so that a bar is as long as its total."""
+    boxes: dict[Part, list[tuple[float, float, float]]] = {}
+    for bar, y in bars:
+        done = 0
+        for part, n_bytes in bar.parts:
+            begin, done = done, done + n_bytes
+            x, end = (round(scale(min(edge, scale.high)), 1) for edge in (begin, done))
+            if end > x:
+                boxes.setdefault(part, []).append((x, y, end - x))
+    drawn = [bands(of, height, f"url(#{key}-{part.key})") for part, of in boxes.items()]
+    torn = "".join(_torn(scale.end, y, height) for bar, y in bars if bar.total_bytes > scale.high)
+    return [*drawn, element("path", d=torn, class_="paper-fill", fill="#ffffff")] if torn else drawn
 
 
 def _torn(x: float, y: float, height: float) -> str:
     """A ragged end: the bar goes on."""
     step = height / 4
     points = [(x - 12 + (6 if i % 2 else 0), y - 1 + i * (step + 0.5)) for i in range(5)]
-    path = "".join(f"{'L' if i else 'M'}{number(a)} {number(b)}" for i, (a, b) in enumerate(points))
-    back = "".join(f"L{number(a + 4)} {number(b)}" for a, b in reversed(points))
-    return element("path", d=path + back + "Z", class_="paper-fill", fill="#ffffff")
+    return polyline([*points, *((a + 4, b) for a, b in reversed(points))]) + "z"
 
 
 def _kind(bar: Bar) -> str:
     return {True: "good", False: "bad", None: "muted"}[bar.fits]
 
 
-def _mark(bar: Bar, x: float, y: float) -> str:
-    """A tick or a cross before the verdict, so that no colour is needed to tell them."""
-    if bar.fits is None:
-        return text(x + 2, y + 4, "?", kind="muted")
-    shape = f"M{number(x)} {number(y)}l3 3.4l6 -7" if bar.fits else f"M{number(x + 1)} {number(y - 3.5)}l7 7m0 -7l-7 7"
-    return stroke(shape, kind="good" if bar.fits else "bad", width=1.8)
+def _marks(bars: Sequence[tuple[Bar, float, float]]) -> list[str]:
+    """Ticks and crosses before the verdicts, so that no colour is needed to tell them."""
+    ticks_ = "".join(f"M{number(x)} {number(y)}l3 3.4 6-7" for bar, x, y in bars if bar.fits)
+    crosses = "".join(f"M{number(x + 1)} {number(y - 3.5)}l7 7m0-7l-7 7" for bar, x, y in bars if bar.fits is False)
+    drawn = [stroke(path, kind=kind, width=1.8) for path, kind in ((ticks_, "good"), (crosses, "bad")) if path]
+    return drawn + [text(x + 2, y + 4, "?", kind="muted") for bar, x, y in bars if bar.fits is None]
 
 
 def _total(bar: Bar) -> str:
     return format_gib(bar.total_bytes) if bar.complete else f"> {format_gib(bar.total_bytes)}"
 
 
-def _words_beside(bar: Bar, drawn: str, y: float, x: float) -> list[str]:
+def _words_beside(bar: Bar, y: float, x: float) -> list[str]:
     return [
         *([element("rect", x=0, y=y + 6, width=3, height=26, class_="f-accent", fill=ACCENT)] if bar.chosen else []),
         text(10, y + 18, bar.label, bold=bar.chosen),
         text(10, y + 33, bar.backend, kind="muted", size=SMALL),
-        drawn,
         text(x, y + 18, _total(bar), bold=bar.chosen),
-        _mark(bar, x, y + 28.5),
         text(x + 14, y + 33, bar.verdict, kind=_kind(bar), size=SMALL),
     ]
 
 
-def _words_above(bar: Bar, drawn: str, y: float, width: float) -> list[str]:
+def _words_above(bar: Bar, y: float, width: float) -> list[str]:
     total = _total(bar)
     name = f"{bar.label} ({bar.backend})"
     room = width - width_of(total, bold=bar.chosen) - 8
@@ -149,8 +152,6 @@ def _words_above(bar: Bar, drawn: str, y: float, width: float) -> list[str]:
     return [
         text(0, y + 17, name, bold=bar.chosen),
         text(width, y + 17, total, anchor="end", bold=bar.chosen),
-        drawn,
-        _mark(bar, 0, y + 51.5),
         text(14, y + 56, bar.verdict, kind=_kind(bar), size=SMALL),
     ]
 
@@ -158,7 +159,7 @@ def _words_above(bar: Bar, drawn: str, y: float, width: float) -> list[str]:
 def _told(bars: Sequence[Bar], gpu: str, capacity_bytes: int) -> str:
     rows = (
         f"{bar.label} ({bar.backend}), {bar.verdict}: {_total(bar)}, of which "
-        + (", ".join(f"{part.name} {format_gib(n)}" for part, n in bar.parts if n) or "nothing")
+        + (", ".join(f"{part.name} {format_gib(n)}" for part, n in bar.parts if n >= GIB / 200) or "next to nothing")
         for bar in bars
     )
     return f"Against {gpu} with {format_gib(capacity_bytes)}. " + ". ".join(rows) + "."

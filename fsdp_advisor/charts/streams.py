@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from fsdp_advisor.charts.parts import BESIDE, PARTS, Part
 from fsdp_advisor.charts.scale import Scale, short, ticks
-from fsdp_advisor.charts.svg import SMALL, element, frame, legend, lines, number, text, width_of
+from fsdp_advisor.charts.svg import SMALL, dashes, frame, legend, lines, text, width_of
+
+THIN = 0.6
+"""Pixels: no span is drawn narrower."""
 
 _SHADES = (*PARTS, BESIDE)
 _WEAVES = tuple(part.weave for part in _SHADES)
@@ -18,7 +21,7 @@ def _looks(kinds: Sequence[str]) -> dict[str, Part]:
     count = len(_SHADES)
     return {
         kind: Part(
-            key=f"kind-{i}",
+            key=_SHADES[i % count].key + (f"-{i // count}" if i >= count else ""),
             name=kind,
             accounts=(),
             colour=_SHADES[i % count].colour,
@@ -49,18 +52,19 @@ def stream_timeline(spans: Sequence[Span], *, label: str, width: int = 960, key:
     left = max((width_of(lane) for lane in lanes), default=0.0) + 14 if roomy else 0.0
     xs = Scale(0, end_s, left, width - 4)
     legend_svg, top = legend(key, list(looks.values()), width, 0)
-    row = 34 if roomy else 50
-    bottom = top + 8 + row * len(lanes)
+    high = 34 if roomy else 50
+    bottom = top + 8 + high * len(lanes)
     body = [legend_svg, *_axis(xs, top, bottom)]
     for i, lane in enumerate(lanes):
-        y = top + 12 + row * i
+        y = top + 12 + high * i
         body.append(text(0, y + (17 if roomy else 9), lane))
         y += 2 if roomy else 15
-        rows: dict[str, str] = {}
+        boxes: dict[str, list[tuple[float, float]]] = {}
         for kind, start, end in _joined([s for s in spans if s.lane == lane], (xs.high - xs.low) / (xs.end - xs.start)):
-            wide = number(max(xs(end) - xs(start), 0.6))
-            rows[kind] = rows.get(kind, "") + f"M{number(xs(start))} {number(y)}h{wide}v22h-{wide}z"
-        body += [element("path", d=path, fill=f"url(#{key}-{looks[kind].key})") for kind, path in rows.items()]
+            row = boxes.setdefault(kind, [])
+            left = max(xs(start), row[-1][1] if row else 0.0)
+            row.append((left, max(left, xs(end), xs(start) + THIN)))
+        body += [dashes(of, y, 22, f"url(#{key}-{looks[kind].key})") for kind, of in boxes.items()]
     told = "; ".join(
         f"{lane}: busy {1e3 * sum(s.end_s - s.start_s for s in spans if s.lane == lane):,.1f} ms" for lane in lanes
     )

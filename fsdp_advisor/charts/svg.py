@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import pairwise
 
 from fsdp_advisor.charts.parts import Part
 
@@ -55,12 +56,13 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> str:
 def text(x: float, y: float, words: str, *, kind: str = "ink", anchor: str = "start", size: float = NORMAL, bold: bool = False, halo: bool = False) -> str:  # fmt: skip
     """A line of text on its baseline. `kind` is its class; with a `halo` it covers the lines behind it."""
     colour = {"ink": INK, "muted": MUTED, "good": GOOD, "bad": BAD, "accent": ACCENT}[kind]
+    looks = {f"t-{kind}": kind != "ink", "n": size == NORMAL, "b": bold, anchor: anchor != "start", "halo": halo}
     return element(
         "text",
         clean(words),
         x=x,
         y=y,
-        class_=" ".join(([] if kind == "ink" else [f"t-{kind}"]) + (["halo"] if halo else [])) or None,
+        class_=" ".join(look for look, has in looks.items() if has) or None,
         fill=None if kind == "ink" else colour,
         stroke=PAPER if halo else None,
         stroke_width=4 if halo else None,
@@ -78,8 +80,71 @@ def line(x1: float, y1: float, x2: float, y2: float, *, kind: str = "line", widt
 
 def lines(ends: Iterable[tuple[float, float, float, float]], *, kind: str = "line", width: float = 1.0, dash: str | None = None) -> str:  # fmt: skip
     """Straight lines that look alike, as one shape."""
-    path = "".join(f"M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}" for x1, y1, x2, y2 in ends)
+    path = "".join(f"M{number(x1)} {number(y1)}{_to(x1, y1, x2, y2)}" for x1, y1, x2, y2 in ends)
     return stroke(path, kind=kind, width=width, dash=dash)
+
+
+def _to(x1: float, y1: float, x2: float, y2: float) -> str:
+    if x1 == x2:
+        return f"V{number(y2)}"
+    return f"H{number(x2)}" if y1 == y2 else f"L{number(x2)} {number(y2)}"
+
+
+def polyline(points: Sequence[tuple[float, float]]) -> str:
+    """A path through the points, each said by its distance from the one before: a long one stays short.
+
+    >>> polyline([(1, 2), (2.5, 1), (3, 1.1)])
+    'M1 2l1.5-1 .5 .1'
+    """
+    at = [(round(10 * x), round(10 * y)) for x, y in points]
+    ways = [_tenths(b - a) for here, there in pairwise(at) for a, b in zip(here, there, strict=True)]
+    return f"M{_tenths(at[0][0])} {_tenths(at[0][1])}" + (f"l{_listed(ways)}" if ways else "")
+
+
+def bands(boxes: Iterable[tuple[float, float, float]], height: float, fill: str) -> str:
+    """Boxes of one height and one look, drawn as one thick stroke. Of each: its left, its top, its width.
+
+    >>> bands([(1, 2, 3), (5, 2, 0.5)], 10, "url(#woven)")
+    '<path d="M1 7h3m1 0h.5" class="band" stroke="url(#woven)" stroke-width="10" fill="none"/>'
+    """
+    path, end = "", None
+    for x, y, width in boxes:
+        left, middle, wide = round(10 * x), round(10 * (y + height / 2)), round(10 * width)
+        to = (left, middle) if end is None else (left - end[0], middle - end[1])
+        path += f"{'M' if end is None else 'm'}{_listed(map(_tenths, to))}h{_tenths(wide)}"
+        end = left + wide, middle
+    return element("path", d=path, class_="band", stroke=fill, stroke_width=height, fill="none")
+
+
+def dashes(boxes: Sequence[tuple[float, float]], y: float, height: float, fill: str) -> str:
+    """Boxes of one look in a row, drawn as one thick broken line. Of each: its left and its right.
+
+    >>> dashes([(1, 3), (5, 5.5)], 2, 10, "url(#woven)")
+    '<path d="M1 7H5.5" class="band" stroke="url(#woven)" stroke-width="10" stroke-dasharray="2 2 .5" fill="none"/>'
+    """
+    edges = [round(10 * edge) for box in boxes for edge in box]
+    return element(
+        "path",
+        d=f"M{_tenths(edges[0])} {number(y + height / 2)}H{_tenths(edges[-1])}",
+        class_="band",
+        stroke=fill,
+        stroke_width=height,
+        stroke_dasharray=_listed(_tenths(b - a) for a, b in pairwise(edges)) if len(boxes) > 1 else None,
+        fill="none",
+    )
+
+
+def _tenths(value: int) -> str:
+    """Tenths of a pixel in pixels.
+
+    >>> _tenths(-5), _tenths(120)
+    ('-.5', '12')
+    """
+    return number(value / 10).replace("0.", ".", 1) if abs(value) < 10 else number(value / 10)
+
+
+def _listed(numbers: Iterable[str]) -> str:
+    return " ".join(numbers).replace(" -", "-")
 
 
 def stroke(path: str, *, kind: str, width: float = 1.0, dash: str | None = None) -> str:

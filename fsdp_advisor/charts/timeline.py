@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from fsdp_advisor.charts.scale import Scale, short, ticks
-from fsdp_advisor.charts.svg import ACCENT, SMALL, element, frame, line, lines, number, text, width_of, wrapped
+from fsdp_advisor.charts.svg import (
+    ACCENT,
+    SMALL,
+    element,
+    frame,
+    line,
+    lines,
+    number,
+    polyline,
+    text,
+    width_of,
+    wrapped,
+)
 from fsdp_advisor.units import GIB, format_gib
+
+TOOTH = 4.0
+"""Pixels: narrower stretches are drawn together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +146,23 @@ def _phases(phases: list[tuple[str, int]], xs: Scale, top: float, bottom: float)
 
 
 def _area(stretches: Sequence[Moment], xs: Scale, ys: Scale) -> str:
+    """The line and what is below it, as one shape: its stroke is one dash that ends with the line.
+
+    Stretches narrower than a tooth can be seen share one: from the first's begin to the highest of them.
+    """
     points, live = [], min(stretches[0].live_bytes, stretches[0].high_bytes)
-    for i, moment in enumerate(stretches):
-        points += [(xs(i), ys(live)), (xs(i + 0.5), ys(moment.high_bytes))]
-        live = moment.live_bytes
+    share = max(1, math.ceil(TOOTH * len(stretches) / (xs.end - xs.start)))
+    for begin in range(0, len(stretches), share):
+        shared = range(begin, min(begin + share, len(stretches)))
+        at = max(shared, key=lambda i: stretches[i].high_bytes)
+        points += [(xs(begin), ys(live)), (xs(at + 0.5), ys(stretches[at].high_bytes))]
+        live = stretches[shared[-1]].live_bytes
     points.append((xs(len(stretches)), ys(live)))
-    path = "".join(f"{'L' if i else 'M'}{number(x)} {number(y)}" for i, (x, y) in enumerate(points))
-    closed = f"{path}V{number(ys.start)}H{number(xs.start)}Z"
-    return element("path", d=closed, class_="f-area", fill="#5b9bc9", fill_opacity="0.35") + element(
-        "path", d=path, class_="l-accent", stroke=ACCENT, stroke_width=1.6, stroke_linejoin="round", fill="none"
-    )
+    return element(
+        "path", d=f"{polyline(points)}V{number(ys.start)}H{number(xs.start)}Z", class_="f-area l-accent",
+        fill="#5b9bc9", fill_opacity="0.35", stroke=ACCENT, stroke_width=1.6, stroke_linejoin="round",
+        stroke_dasharray=f"{number(sum(map(math.dist, points, points[1:])))} 9999",
+    )  # fmt: skip
 
 
 def _peak(peak: Moment, x: float, y: float, width: float, top: float) -> list[str]:

@@ -22,8 +22,8 @@ from fsdp_advisor.charts.svg import (  # fmt: skip
 )
 
 NARROW = 560
-_PAD, _GAP, _LEADING = 10.0, 26.0, 17.0
-_GUTTER, _INDENT, _SHORT = 14.0, 28.0, 3
+_PAD, _GAP, _LEADING, _EDGE = 10.0, 26.0, 17.0, 1.0
+_GUTTER, _INDENT, _SHORT = 15.0, 28.0, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class _Layout:
         known = {node.id for node in nodes}
         for node in nodes:
             self.children.setdefault(node.parent if node.parent in known else None, []).append(node)
-        bottom = 0.0
+        bottom = _EDGE
         for root in self.children.get(None, []):
             bottom = self._place(root, _GUTTER, bottom)
 
@@ -110,7 +110,7 @@ class _Layout:
         for outcome in outcomes:
             placed = self._box(outcome, x, y, self.width - x - 1)
             if outcome is outcomes[0]:  # level with its question, so that the way there is straight
-                placed = self._box(outcome, x, max(0.0, y + box.middle - placed.middle), self.width - x - 1)
+                placed = self._box(outcome, x, max(_EDGE, y + box.middle - placed.middle), self.width - x - 1)
             y = placed.y + placed.height + 10
         return max(below, y)
 
@@ -132,22 +132,18 @@ class _Layout:
 
 def decision_tree(nodes: Sequence[TreeNode], *, width: int = 960, key: str = "tree") -> str:
     """The nodes in reading order, roots first. What was taken has thick unbroken lines, the rest thin broken ones."""
-    layout = _Layout(nodes, width - 2)
+    layout = _Layout(nodes, width - _EDGE)
     boxes = layout.boxes.values()
-    height = max((box.y + box.height for box in boxes), default=20) + 3
+    height = max((box.y + box.height for box in boxes), default=20) + 2
     return frame(
         key,
         "Decision tree",
         _told(nodes),
         width,
         height,
-        element(
-            "g",
-            _edges(layout, taken=False),
-            _edges(layout, taken=True),
-            *(_drawn(box) for box in boxes),
-            transform="translate(1 1)",
-        ),
+        _edges(layout, taken=False),
+        _edges(layout, taken=True),
+        *(_drawn(box) for box in boxes),
     )
 
 
@@ -157,7 +153,7 @@ def _drawn(box: _Box) -> str:
         element(
             "rect", x=box.x, y=box.y, width=box.width, height=box.height, rx=13 if outcome else 4,
             class_="node-taken" if taken else "node", fill=TINT if taken else PAPER,
-            stroke=ACCENT if taken else LINE, stroke_width=2 if taken else 1,
+            stroke=ACCENT if taken else LINE, stroke_width=2 if taken else None,
         )
     ]  # fmt: skip
     y = box.y + _PAD + 10
@@ -211,10 +207,5 @@ def _way(layout: _Layout, box: _Box) -> tuple[str, tuple[float, float], str]:
 
 def _told(nodes: Sequence[TreeNode]) -> str:
     path = [node for node in nodes if node.taken]
-    told = ". ".join(
-        (f"{node.answer}: " if node.answer else "")
-        + node.text
-        + (f" ({'; '.join(node.details)})" if node.details else "")
-        for node in path
-    )
+    told = ". ".join((f"{node.answer}: " if node.answer else "") + node.text for node in path)
     return f"The path taken: {told}." if told else "No path is taken."

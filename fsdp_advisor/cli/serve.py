@@ -28,6 +28,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "slow_threads": ("N", "2", "Threads for recommendations and allocator walks."),
     "max_slow": ("N", "32", "Recommendations and allocator walks at once per worker; others get status 503."),
     "max_connections": ("N", "1024", "Open connections per worker."),
+    "max_connections_per_client": ("N", "256", "Of these, from one address (IPv6: one /64 network)."),
     "max_body_bytes": ("BYTES", "262144", "Largest request body."),
     "max_json_depth": ("N", "32", "Deepest nesting of a JSON body."),
     "receive_seconds": ("SECONDS", "10", "For a request to arrive whole."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 from collections.abc import Callable
 from enum import Enum
@@ -128,7 +129,7 @@ def _with_request(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _optional(annotation: Any) -> Any:
     parts = (Optional[annotation.__origin__], *annotation.__metadata__)  # noqa: UP045  # likewise
-    return Annotated.__class_getitem__(parts)  # type: ignore[attr-defined]  # what the brackets call
+    return operator.getitem(Annotated, parts)  # Annotated[...] with a star in it, which 3.10 does not take
 
 
 def validate(

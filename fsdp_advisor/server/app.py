@@ -44,7 +44,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         docs_url=None,  # FastAPI's own come from a CDN
         redoc_url=None,
         openapi_url="/openapi.json",
-        root_path=settings.root_path,
         redirect_slashes=False,
         lifespan=lifespan,
     )

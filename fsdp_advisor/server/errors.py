@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from starlette.routing import compile_path
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.reading import complaint
 
+RETRY_AFTER_SECONDS = 2
+"""Where the number of requests or connections is all that stands in the way."""
 LONGEST_TEXT = 400
 """Characters of a message; hostile input is quoted in it."""
 
@@ -67,11 +70,16 @@ def refusal(error: AdvisorError) -> Response:
     return problem(error.http_status, error.message, rest_words(error.hint), headers)
 
 
+_OPTION = re.compile(r"(?<!\S)--([a-z][a-z-]*)")
+
+
 def rest_words(hint: str) -> str:
     """A hint that speaks of the command line, in the words of a query string.
 
     >>> rest_words("see fsdp-advisor estimate --help")
     'see /docs'
+    >>> rest_words("--micro-batch-size 4, or --attention eager")
+    'micro_batch_size 4, or attention eager'
     """
     for command_line, rest in (
         ("see fsdp-advisor estimate --help", "see /docs"),
@@ -81,7 +89,7 @@ def rest_words(hint: str) -> str:
         ("fsdp-advisor models", "/api/v1/models"),
     ):
         hint = hint.replace(command_line, rest)
-    return hint
+    return _OPTION.sub(lambda option: option[1].replace("-", "_"), hint)
 
 
 def explained(errors: Sequence[Any]) -> AdvisorError:
@@ -97,8 +105,9 @@ def explained(errors: Sequence[Any]) -> AdvisorError:
 
 def _methods(request: Request) -> list[str]:
     """What the route can do: its path may stand there once for each method."""
+    asked = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     routes = request.app.openapi()["paths"].items()
-    return sorted(m.upper() for path, able in routes if compile_path(path)[0].match(request.url.path) for m in able)
+    return sorted(m.upper() for path, able in routes if compile_path(path)[0].match(asked) for m in able)
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fsdp_advisor.server.errors import problem
+from fsdp_advisor.server.errors import RETRY_AFTER_SECONDS, problem
 from fsdp_advisor.server.observation import Metrics, request_id
 from fsdp_advisor.server.settings import Settings
 
@@ -40,7 +40,6 @@ SECURITY_HEADERS = (
     ("Cross-Origin-Opener-Policy", "same-origin"),
     ("Permissions-Policy", "camera=(), geolocation=(), microphone=()"),
 )
-RETRY_AFTER_SECONDS = 2
 UNLIMITED = frozenset({"/healthz", "/readyz", "/metrics"})
 """Paths that a busy server answers too."""
 
@@ -62,17 +61,17 @@ def surround(app: FastAPI, settings: Settings) -> None:
             allow_headers=["Content-Type"],
         )
     app.add_middleware(SecurityHeaders)
-    app.add_middleware(Observation, metrics=metrics)
+    app.add_middleware(Observation, metrics=metrics, root_path=settings.root_path)
 
 
 class Observation:
     """Gives each request an id, a log line and its place in the metrics; what nobody foresaw becomes status 500.
 
-    HEAD is answered as GET is, without the body.
+    HEAD is answered as GET is, without the body. A proxy may take `root_path` off the addresses it hands on, or leave it.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: Metrics, root_path: str) -> None:
+        self.app, self.metrics, self.root_path = app, metrics, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,6 +79,10 @@ class Observation:
         given = Headers(scope=scope).get("x-request-id", "")
         identity = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         token = request_id.set(identity)
+        if self.root_path:
+            path = scope["path"] if scope["path"] != self.root_path else self.root_path + "/"
+            whole = path if path.startswith(self.root_path + "/") else self.root_path + path
+            scope = {**scope, "root_path": self.root_path, "path": whole}
         method, started, status = scope["method"], time.perf_counter(), 500
         begun = False
 
@@ -141,7 +144,7 @@ class Limits:
         self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in UNLIMITED:
+        if scope["type"] != "http" or scope["path"].removeprefix(self.settings.root_path) in UNLIMITED:
             return await self.app(scope, receive, send)
         if self.in_flight >= self.settings.max_in_flight:
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
@@ -179,6 +182,8 @@ class Limits:
             return Refused(400, "the request ended before it was whole", "send as many bytes as Content-Length says")
         if len(body) > limit:
             return too_large
+        if b"\0" in body:  # UTF-16 and UTF-32, of which the depth cannot be seen
+            return Refused(400, "the body is not UTF-8", "JSON is sent as UTF-8")
         if depth_exceeds(body, self.settings.max_json_depth):
             levels = self.settings.max_json_depth
             return Refused(422, f"the body is nested deeper than {levels} levels", "a config.json has a few levels")

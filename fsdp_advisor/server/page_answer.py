@@ -83,6 +83,13 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
     recommendation, report, chosen = found.recommendation, found.report, found.chosen
     winner = recommendation.winner
     files = exports(report, chosen, config, winner.allocator_conf if winner else None)
+    drawn = {
+        "tree": drawings.tree(recommendation),
+        "bars": drawings.bars(report, chosen),
+        "step": drawings.step(report, chosen),
+        "streams": drawings.streams(found.streams, chosen.label),
+        "frontier": drawings.speed(recommendation, report.gpu_memory_bytes),
+    }
     return {
         "title": f"{_name(chosen)}, {in_words(report, chosen)}: {report.model_name} - fsdp-advisor",
         "problem": None,
@@ -100,18 +107,15 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
         "job": job(report),
         "launch": launch_line(files) if recommendation.winner else None,
         "notes": report.notes,
-        "tree": drawings.tree(recommendation),
+        **drawn,
+        "patterns": drawings.patterns(*drawn.values()),
         "path": recommendation.tree.path,
         "rules": recommendation.rules,
-        "bars": drawings.bars(report, chosen),
-        "step": drawings.step(report, chosen),
         "label": chosen.label,
         "phase": chosen.peak_phase,
         "where": chosen.peak_where,
         "peak": format_gib(chosen.peak_tensor_bytes or 0),
         "alive": alive(chosen),
-        "streams": drawings.streams(found.streams, chosen.label),
-        "frontier": drawings.speed(recommendation, report.gpu_memory_bytes),
         "others": [_other(recommendation, c) for c in (*recommendation.rivals, *recommendation.refused)],
         "estimates": [
             {
@@ -178,11 +182,12 @@ def why(recommendation: Recommendation) -> str:
 
 def _other(recommendation: Recommendation, candidate: Candidate) -> dict[str, Any]:
     """A row of what was not chosen."""
-    need, speed = candidate.needed_bytes, candidate.tokens_per_second_per_gpu
+    need, speed, has = candidate.needed_bytes, candidate.tokens_per_second_per_gpu, recommendation.available_bytes
+    too_large = need is not None and need > has
     return {
         "label": candidate.label,
         "micro_batch_size": candidate.plan.micro_batch_size,
-        "needs": "?" if need is None else format_gib(need),
+        "needs": "?" if need is None else format_gib(need).removesuffix(" GiB"),
         "speed": "" if speed is None or not candidate.fits else format_speed(speed).removesuffix(" tokens/s"),
-        "because": recommendation.why_not(candidate),
+        "because": f"more than {format_gib(has)}" if too_large else recommendation.why_not(candidate),
     }

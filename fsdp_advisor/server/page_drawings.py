@@ -35,27 +35,52 @@ MOST_POINTS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A chart in both widths; the page shows the one that fits."""
+    """A chart in both widths; the page shows the one that fits. `patterns` are its fills, of which a page needs each once."""
 
     wide: Markup
     narrow: Markup
+    patterns: tuple[str, ...]
 
 
 def drawing(draw: Callable[..., str], *data: object, key: str, **options: object) -> Drawing:
-    """A chart drawn twice. Charts escape what they are given, so their text is safe as it is."""
-    wide = draw(*data, **options, width=WIDE, key=key)
-    narrow = draw(*data, **options, width=NARROW, key=f"{key}-narrow")
-    narrow = _DESCRIPTION.sub("", narrow, count=1).replace(f"{key}-narrow-desc", f"{key}-desc")  # one does for both
-    return Drawing(wide=_on_page(wide, "wide"), narrow=_on_page(narrow, "narrow"))
+    """A chart drawn twice, with one title and description. Charts escape what they are given: their text is safe as it is."""
+    wide = _on_page(draw(*data, **options, width=WIDE, key=key), key, "wide")
+    narrow = _on_page(draw(*data, **options, width=NARROW, key=key), key, "narrow")
+    return Drawing(
+        wide=Markup(_PATTERNS.sub("", wide)),
+        narrow=Markup(_SAID.sub("", _PATTERNS.sub("", narrow))),
+        patterns=tuple(_PATTERN.findall(wide)),
+    )
 
 
-_DESCRIPTION = re.compile("<desc.*?</desc>", re.DOTALL)
-_OWN_COLOUR = re.compile(r'(<(?:text|path|rect|circle)[^>]* class="[^"]+"[^>]*?) (?:fill|stroke)="#\w{6}"')
+def patterns(*drawings: Drawing | None) -> Markup:
+    """The fills of a page's drawings."""
+    found = dict.fromkeys(pattern for made in drawings if made for pattern in made.patterns)
+    return Markup('<svg class="chart hush" aria-hidden="true"><defs>' + "".join(found) + "</defs></svg>")
 
 
-def _on_page(svg: str, width: str) -> Markup:
-    """Without the colours that a chart has of its own: the page's stylesheet gives them to the same classes."""
-    return Markup(_OWN_COLOUR.sub(r"\1", svg).replace('class="chart"', f'class="chart {width}"', 1))
+_PATTERN = re.compile("<pattern.*?</pattern>")
+_PATTERNS = re.compile("<defs>.*?</defs>")
+_SAID = re.compile("<title.*</desc>")
+_LOOK = re.compile(
+    r' (?:xmlns|font-family|font-size|font-weight|text-anchor|paint-order)="[^"]*"| (?:fill|stroke)="(?:none|#\w{6})"'
+    r'|(?<=class="node-taken") stroke-width="2"'
+)
+"""What a chart that stands alone says of its look: the page's stylesheet says the same of the same classes."""
+_TEXT = re.compile(r"<text((?: [xy]=\S+)*)([^>]*)>([^<]*)</text>")
+
+
+def _on_page(svg: str, key: str, width: str) -> str:
+    """A chart as a part of the page: its look left to the stylesheet, texts that look alike in one group, on top; patterns
+    shared with other charts.
+    """
+    svg = _LOOK.sub("", svg).replace('class="chart"', f'class="chart {width}"', 1)
+    alike: dict[str, list[str]] = {}
+    for place, look, words in _TEXT.findall(svg):
+        alike.setdefault(look, []).append(f"<text{place}>{words}</text>")
+    texts = "".join(f"<g{look}>{''.join(some)}</g>" if look else "".join(some) for look, some in alike.items())
+    svg = _TEXT.sub("", svg).removesuffix("</svg>") + texts + "</svg>"
+    return svg.replace(f'<pattern id="{key}-', '<pattern id="woven-').replace(f'="url(#{key}-', '="url(#woven-')
 
 
 def tree(recommendation: Recommendation) -> Drawing:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from fsdp_advisor.server.errors import problem
+from fsdp_advisor.server.errors import RETRY_AFTER_SECONDS, problem
 from fsdp_advisor.server.settings import KIB, Settings
 
 if TYPE_CHECKING:
@@ -24,23 +27,51 @@ def _settings() -> Settings:
     return Settings()  # uvicorn makes its protocols without arguments of ours, in worker processes too
 
 
+_connections: Counter[str] = Counter()
+"""How many connections each client has here."""
+
+
+def client_of(address: str) -> str:
+    """Whom an address belongs to: of IPv6, one household has a whole /64.
+
+    >>> client_of("192.0.2.7"), client_of("2001:db8::1:7"), client_of("::ffff:192.0.2.7"), client_of("")
+    ('192.0.2.7', '2001:db8::', '192.0.2.7', '')
+    """
+    try:
+        ip = ip_address(address)
+    except ValueError:
+        return address
+    if ip.version == 4:
+        return str(ip)
+    return str(ip.ipv4_mapped or ip_address(ip.packed[:8] + bytes(8)))
+
+
 class HttpProtocol(HttpToolsProtocol):
     """One connection. It is closed when it is one too many, or makes the server wait for long."""
 
+    _from = ""  # whose it is
     _heard: asyncio.TimerHandle | None = None  # a request's head is awaited
+    _in_head = False
     _read: asyncio.TimerHandle | None = None  # the other side is to read what was written
     _head_bytes = 0
     _answering: RequestResponseCycle | None = None  # self.cycle is the last of the pipeline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        self._from = client_of(self.client[0] if self.client else "")
+        _connections[self._from] += 1
         if len(self.connections) > _settings().max_connections:
             self._refuse(503, "too many connections", "try again in a few seconds")
+        elif _connections[self._from] > _settings().max_connections_per_client:
+            self._refuse(503, "too many connections from one address", "use fewer at a time")
         else:
-            self._heard = self._patience()
+            self._heard = self._patience(self._not_heard)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_waits()
+        _connections[self._from] -= 1
+        if not _connections[self._from]:
+            del _connections[self._from]
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -56,13 +87,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._give_up()
 
     def on_message_begin(self) -> None:
+        self._in_head = True
         if self._heard is None:
-            self._heard = self._patience()
+            self._heard = self._patience(self._not_heard)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         _end(self._heard)
-        self._heard = None
+        self._heard, self._in_head = None, False
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -87,7 +119,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         _end(self._read)
-        self._read = self._patience()
+        self._read = self._patience(self._give_up)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -96,9 +128,16 @@ class HttpProtocol(HttpToolsProtocol):
 
     # Inside
 
-    def _patience(self) -> asyncio.TimerHandle:
+    def _patience(self, end: Callable[[], None]) -> asyncio.TimerHandle:
         """From now on the other side has to do something in time."""
-        return self.loop.call_later(_settings().receive_seconds, self._give_up)
+        return self.loop.call_later(_settings().receive_seconds, end)
+
+    def _not_heard(self) -> None:
+        if self._in_head and (self.cycle is None or self.cycle.response_complete):
+            seconds = _settings().receive_seconds
+            self._refuse(408, f"the request's head was not whole after {seconds:g} s", "send it faster")
+        else:
+            self._give_up()
 
     def _end_waits(self) -> None:
         _end(self._heard)
@@ -114,7 +153,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, error: str, hint: str) -> None:
         """A response that no application is asked for, and the end."""
         self._end_waits()
-        response: Response = problem(status, error, hint, {"Connection": "close"})
+        headers = {"Connection": "close"} | ({"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 503 else {})
+        response: Response = problem(status, error, hint, headers)
         head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
         self.transport.write(b"HTTP/1.1 %d Refused\r\n%s\r\n%s" % (status, head, bytes(response.body)))
         self.transport.close()

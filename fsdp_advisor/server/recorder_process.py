@@ -1,8 +1,9 @@
 """The process that records strangers' configurations: `python -m fsdp_advisor.server.recorder_process BOUNDS`.
 
-A line of JSON comes in, {"config", "name", "source", "variants"}; a line goes out, {"bytes", "notes", "refusals"} or {"bytes":
-0, "refused"}, and after it the stored profile. The process bounds itself before it reads anything: memory, time per job, no
-file written; and once torch is loaded no connection, no other program, and no file read but Python's own.
+Its first line is {"bytes": 0} once it is ready, or {"bytes": 0, "failed"}. Then a line of JSON comes in, {"config", "name",
+"source", "variants"}; a line goes out, {"bytes", "notes", "refusals"} or {"bytes": 0, "refused"}, and after it the stored
+profile. The process bounds itself before it reads anything: memory, time per job, no file written; and once torch is loaded
+no connection, no other program, and no file read but Python's own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,8 +38,13 @@ def main() -> None:
     os.dup2(2, 1)  # whatever libraries print is not an answer
     _bound(bounds["memory_bytes"])
     tempfile.tempdir = os.devnull  # libraries ask for a folder, and none can be tried out where no file is written
-    importlib.import_module("fsdp_advisor.tracing")
+    try:
+        importlib.import_module("fsdp_advisor.tracing")
+    except Exception:
+        _send(answers, {"failed": traceback.format_exc()})
+        return
     _confine()
+    _send(answers, {})
     for line in sys.stdin.buffer:
         _bound_time(bounds["seconds"])
         _answer(answers, json.loads(line))
@@ -91,6 +98,10 @@ def _answer(answers: BinaryIO, job: dict[str, Any]) -> None:
     except Exception as error:
         why = NotRecordable(f"{job['name']}: {type(error).__name__}", hint="check the configuration's sizes")
         head, blob = {"refused": _told(why)}, b""
+    _send(answers, head, blob)
+
+
+def _send(answers: BinaryIO, head: dict[str, Any], blob: bytes = b"") -> None:
     answers.write(json.dumps({**head, "bytes": len(blob)}).encode() + b"\n" + blob)
     answers.flush()
 

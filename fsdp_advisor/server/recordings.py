@@ -1,7 +1,7 @@
 """Configurations that are in no catalog, recorded by a process apart: this one never imports torch.
 
 One recording at a time, a short queue, bounds on the process's time and memory (see `recorder_process`). What was recorded,
-or refused, is kept in memory.
+or refused for what it is, is kept in memory; what this machine had no time or room for may be asked for again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import hashlib
 import json
 import logging
 import os
+import re
+import signal
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,7 @@ from typing import Any, Literal
 
 import fsdp_advisor
 from fsdp_advisor import errors
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UnreadableConfig
 from fsdp_advisor.models import cache
 from fsdp_advisor.models.config import parse_config, trained_part
 from fsdp_advisor.models.profile import Profile
@@ -30,10 +32,16 @@ from fsdp_advisor.server.errors import ServerBusy
 from fsdp_advisor.server.observation import Metrics
 from fsdp_advisor.server.settings import MIB, Settings
 
+PROCESS = (sys.executable, "-m", "fsdp_advisor.server.recorder_process")
 RECORDINGS_KEPT = 16
 JOBS_PER_PROCESS = 32
 """A process that has run for long holds memory of models that nobody asks for again."""
 IDLE_SECONDS = 300.0
+START_SECONDS = 60.0
+EXIT_SECONDS = 1.0
+"""From the end of its answers to its own."""
+BUSY = 0.5
+"""Of its time, what a recording that was late got of a processor, below which the machine is to blame for it."""
 MAX_PROFILE_BYTES = 8 * MIB
 
 _LOG = logging.getLogger(__name__)
@@ -67,8 +75,10 @@ class Recordings:
 
     async def resolved(self, data: bytes, name: str, source: Source, variants: set[str]) -> Resolved:
         """The model of a configuration, with the tapes of these variants. Raises AdvisorError."""
-        trained_part(parse_config(data, name), name)  # refuse here what needs no torch to be refused
-        key = hashlib.sha256(json.dumps([source, name]).encode() + data).hexdigest()
+        config = parse_config(data, name)
+        trained_part(config, name)  # refuse here what needs no torch to be refused
+        refuse_paths(config, name)
+        key = hashlib.sha256(json.dumps([source, name, config], sort_keys=True).encode()).hexdigest()
         if self._lacking(key, variants):
             await self._record(key, data, name, source, variants)
         self._known.move_to_end(key)
@@ -118,19 +128,21 @@ class Recordings:
         if self._process is None or self._process.spent:
             await self.close()
             self._process = await RecorderProcess.start(self._settings)
-        known = self._known.setdefault(key, _Known())
         try:
             head, blob = await self._process.ask(job)
+        except MachineBusy as busy:
+            self._process = None
+            self._metrics.recordings.labels("busy").inc()
+            raise ServerBusy(f"this machine was too busy to record {job['name']}: {busy}", hint="try again") from busy
         except RecorderDied as died:
             self._process = None
-            head, blob = (
-                {"refused": {"kind": "NotRecordable", "message": f"{job['name']}: {died}", "hint": _SMALLER}},
-                b"",
-            )
+            told = {"kind": "NotRecordable", "message": f"{job['name']}: {died}", "hint": _SMALLER}
+            head, blob = {"refused": told}, b""
         except BaseException:  # the asker has gone: the process is in the middle of something
             await self.close()
             raise
         self._metrics.recordings.labels("refused" if head.get("refused") else "recorded").inc()
+        known = self._known.setdefault(key, _Known())
         if head.get("refused") and known.profile is not None:  # the tapes there are stay; the new ones cannot be had
             known.refusals |= {v: _error(head["refused"]) for v in job["variants"]}
         elif head.get("refused"):
@@ -138,7 +150,7 @@ class Recordings:
         else:
             known.notes = tuple(head["notes"])
             known.refusals |= {v: _error(e) for v, e in head["refusals"].items()}
-            fresh = load(blob)
+            fresh = await asyncio.to_thread(load, blob)
             tapes = {**known.profile.tapes, **fresh.tapes} if known.profile else fresh.tapes
             known.profile = replace(fresh, tapes=tapes)
         while len(self._known) > RECORDINGS_KEPT:
@@ -156,8 +168,42 @@ def _error(told: dict[str, str]) -> AdvisorError:
     return error
 
 
+_PATH = re.compile(
+    r"[/~\\]|\.{1,2}(?:[/\\]|$)|[a-z][a-z0-9+.-]*:[/\\]|file:|.*[/\\]\.\.(?:[/\\]|$)", re.DOTALL | re.IGNORECASE
+)
+_LABELS = frozenset({"_name_or_path", "auto_map"})
+"""Keys whose values say where a configuration comes from. They are dropped before anything is built."""
+
+
+def refuse_paths(config: Any, name: str, key: str = "") -> None:
+    """No path and no address, wherever it stands: a model's shapes need none. Raises UnreadableConfig.
+
+    >>> refuse_paths({"model_type": "llama", "text_config": {"_name_or_path": "/home/me", "hidden_act": "silu"}}, "it")
+    """
+    if isinstance(config, dict):
+        for inner, value in config.items():
+            if inner not in _LABELS:
+                refuse_paths(value, name, inner)
+    elif isinstance(config, list):
+        for value in config:
+            refuse_paths(value, name, key)
+    elif isinstance(config, str) and _PATH.match(config):
+        shown = key[:40] if key.isprintable() else "a key"
+        raise UnreadableConfig(f"{name}: {shown} is a path or an address", hint="a server reads no files; leave it out")
+
+
+class RecorderBroken(ServerBusy):
+    """The process does not start; its operator finds out why in the log."""
+
+    retry_after_seconds = 60
+
+
 class RecorderDied(Exception):
     """The process ended, or was ended, before it answered."""
+
+
+class MachineBusy(RecorderDied):
+    """It ended for want of the machine's time or memory, whatever it was recording."""
 
 
 class RecorderProcess:
@@ -171,11 +217,10 @@ class RecorderProcess:
 
     @classmethod
     async def start(cls, settings: Settings) -> RecorderProcess:
+        """A process that has imported torch. Raises RecorderBroken."""
         bounds = {"memory_bytes": settings.record_memory_bytes, "seconds": settings.record_seconds}
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "fsdp_advisor.server.recorder_process",
+            *PROCESS,
             json.dumps(bounds),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -184,32 +229,58 @@ class RecorderProcess:
             env=_environment(),
             limit=MIB,
         )
-        return cls(process, settings.record_seconds)
+        started = cls(process, settings.record_seconds)
+        try:
+            head, _ = await asyncio.wait_for(started._answered(), START_SECONDS)
+            why = head.get("failed")
+        except (asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            why = type(error).__name__
+        except BaseException:
+            await started.stop()
+            raise
+        if why is not None:
+            await started.stop()
+            _LOG.error("recorder process does not start", extra={"why": why})
+            raise RecorderBroken("configurations cannot be recorded here at present", hint="name a catalogued model")
+        return started
 
     @property
     def spent(self) -> bool:
         return self._process.returncode is not None or self._jobs >= JOBS_PER_PROCESS
 
     async def ask(self, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """The answer's head and the stored profile. Raises RecorderDied."""
+        """The answer's head and the stored profile. Raises RecorderDied, MachineBusy."""
         if self._idle is not None:
             self._idle.cancel()
         self._jobs += 1
+        before = cpu_seconds(self._process.pid)
         try:
             answer = await asyncio.wait_for(self._exchanged(job), self._seconds)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError, OSError) as error:
-            await self.stop()
             late = isinstance(error, asyncio.TimeoutError)
-            _LOG.warning("recorder process ended", extra={"late": late, "exit_status": self._process.returncode})
-            why = f"took longer than {self._seconds:.0f} s" if late else "took more memory or time than it may"
+            after = cpu_seconds(self._process.pid)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 0 if late else EXIT_SECONDS)
+            status = self._process.returncode
+            await self.stop()
+            _LOG.warning("recorder process ended", extra={"late": late, "exit_status": status})
+            if late and before is not None and after is not None and after - before < BUSY * self._seconds:
+                raise MachineBusy(f"{self._seconds:g} s were not enough") from error
+            if status == -signal.SIGKILL:  # nobody here did it: the kernel, for want of memory
+                raise MachineBusy("it ran out of memory") from error
+            why = f"took longer than {self._seconds:g} s" if late else "took more memory or time than it may"
             raise RecorderDied(f"recording it {why}") from error
         self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end)
         return answer
 
     async def _exchanged(self, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         await self._process.stdin.drain()
+        return await self._answered()
+
+    async def _answered(self) -> tuple[dict[str, Any], bytes]:
+        assert self._process.stdout
         head = json.loads(await self._process.stdout.readuntil())
         if not 0 <= head["bytes"] <= MAX_PROFILE_BYTES:
             raise ValueError("a profile larger than any")
@@ -224,6 +295,15 @@ class RecorderProcess:
     def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """What a process has had of processors; None where this system does not say (Linux does)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _environment() -> dict[str, str]:

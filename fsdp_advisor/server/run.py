@@ -43,7 +43,6 @@ def run(settings: Settings, announce: Announce) -> None:
         workers=settings.workers,
         http=HttpProtocol,
         ws="none",
-        root_path=settings.root_path,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -46,6 +46,9 @@ class Settings(BaseSettings):
         int, Field(ge=1, description="Recommendations and allocator walks at once per worker; others get status 503.")
     ] = 32
     max_connections: Annotated[int, Field(ge=1, description="Open connections per worker.")] = 1024
+    max_connections_per_client: Annotated[
+        int, Field(ge=1, description="Of these, from one address (IPv6: one /64 network).")
+    ] = 256
     max_body_bytes: Annotated[int, Field(ge=KIB, le=MIB, description="Largest request body.")] = 256 * KIB
     max_json_depth: Annotated[int, Field(ge=2, le=200, description="Deepest nesting of a JSON body.")] = 32
     receive_seconds: Annotated[float, Field(gt=0, description="For a request to arrive whole.")] = 10.0
@@ -55,6 +58,11 @@ class Settings(BaseSettings):
     record_seconds: Annotated[float, Field(gt=0, description="For a pasted configuration to be recorded.")] = 60.0
     record_memory_bytes: Annotated[int, Field(ge=GIB, description="Memory of the recording process.")] = 4 * GIB
     record_queue: Annotated[int, Field(ge=0, description="Pasted configurations that may wait, per worker.")] = 4
+
+    @field_validator("root_path")
+    @classmethod
+    def _from_the_root(cls, value: str) -> str:
+        return "/" + path if (path := value.strip("/")) else ""
 
     @field_validator("cors_origins", mode="before")
     @classmethod

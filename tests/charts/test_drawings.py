@@ -140,8 +140,10 @@ def test_is_titled_described_and_self_contained(draw: Draw, width: int) -> None:
     for e in root.iter():
         assert e.tag.removeprefix(SVG) not in ("script", "style", "image", "use", "foreignObject", "a")
         assert not {name for name in e.attrib if name == "style" or name.startswith("on") or "href" in name}
-        if (fill := e.get("fill", "")).startswith("url("):
-            assert fill[5:-1] in ids
+        for paint in (e.get("fill", ""), e.get("stroke", "")):
+            assert not paint.startswith("url(") or paint[5:-1] in ids
+        broken = [float(n) for n in re.findall(r"-?[\d.]+", e.get("stroke-dasharray", ""))]
+        assert all(n >= 0 for n in broken)
 
 
 @pytest.mark.parametrize("width", [350, 960])
@@ -210,10 +212,13 @@ def test_parts_sum_to_the_live_set_and_what_is_beside_it() -> None:
 
 def _lengths(svg: str) -> list[float]:
     """Of each bar, its segments' widths summed."""
-    rows: dict[str, float] = {}
-    for e in ET.fromstring(svg).iter(f"{SVG}rect"):
-        if e.get("fill", "").startswith("url(") and float(e.get("height", 0)) > 15:
-            rows[e.get("y", "")] = rows.get(e.get("y", ""), 0) + float(e.get("width", 0))
+    rows: dict[float, float] = {}
+    for e in ET.fromstring(svg).iter(f"{SVG}path"):
+        y = 0.0
+        for way, numbers in re.findall("([Mmh])([^Mmh]*)", e.get("d", "") if e.get("class") == "band" else ""):
+            *_, last = map(float, re.findall(r"-?\d*\.?\d+", numbers))
+            y = last if way == "M" else y + last if way == "m" else y
+            rows[y] = rows.get(y, 0) + (last if way == "h" else 0)
     return list(rows.values())
 
 
@@ -329,6 +334,18 @@ def test_many_short_spans_become_few_shapes() -> None:
     spans = [Span(lane="compute", kind="forward", start_s=i / 1e4, end_s=(i + 1) / 1e4) for i in range(10_000)]
     assert len(stream_timeline(spans, label="x")) < 4_000
     assert len(re.findall("<rect", _streams("a", 960))) >= 4
+
+
+def test_spans_that_meet_on_the_paper_do_not_overlap() -> None:
+    spans = [Span(lane="c", kind="all-gather", start_s=i, end_s=i + 0.01) for i in range(700)]
+    (row,) = [
+        e
+        for e in ET.fromstring(stream_timeline(spans, label="x", width=500)).iter(f"{SVG}path")
+        if e.get("class") == "band"
+    ]
+    widths = [float(n) for n in re.findall(r"[\d.]+", row.get("stroke-dasharray", ""))]
+    begin, end = map(float, re.fullmatch(r"M([\d.]+) .*H([\d.]+)", row.get("d", "")).groups())  # type: ignore[union-attr]
+    assert len(widths) == 2 * 700 - 1 and sum(widths) == pytest.approx(end - begin, abs=0.01)
 
 
 def test_kinds_look_apart_however_many() -> None:

@@ -2,67 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
+from server_process import Serving, problem, received, serving
 
 RECEIVE_SECONDS = 1
-MOST_CONNECTIONS = 20
+MOST_CONNECTIONS, MOST_PER_CLIENT = 20, 8
 HEAD = b"%s %s HTTP/1.1\r\nHost: localhost\r\n"
 GET, POST = HEAD % (b"GET", b"/healthz"), HEAD % (b"POST", b"/api/v1/estimate")
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    port: int
-
-    def connect(self) -> socket.socket:
-        made = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return made
-
-    @property
-    def resident_bytes(self) -> int:
-        return int(psutil.Process(self.process.pid).memory_info().rss)
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    bounds = {"RECEIVE_SECONDS": RECEIVE_SECONDS, "MAX_CONNECTIONS": MOST_CONNECTIONS, "LOG_LEVEL": "error"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_advisor", "serve", "--port", "0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **{f"FSDP_ADVISOR_{name}": str(value) for name, value in bounds.items()}},
-    )
-    assert process.stdout is not None
-    port = urlsplit(process.stdout.readline().split()[3]).port
-    assert port is not None
-    yield Server(process, port)
-    process.terminate()
-    assert process.wait(timeout=20) == 0
-
-
-def _heard(connection: socket.socket) -> bytes:
-    """All that comes until the other side ends it."""
-    heard = b""
-    try:
-        while part := connection.recv(65536):
-            heard += part
-    except ConnectionError:
-        pass
-    return heard
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("server")
+    bounds = {"receive_seconds": RECEIVE_SECONDS, "max_connections": MOST_CONNECTIONS, "log_level": "error"}
+    with serving(folder, max_connections_per_client=MOST_PER_CLIENT, **bounds) as running:
+        yield running
+        assert running.stop() == 0 and running.lines == []
 
 
 REFUSED = {
@@ -81,24 +44,26 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused_in_the_one_shape(server: Server, kind: str) -> None:
+def test_refused_in_the_one_shape(server: Serving, kind: str) -> None:
     sent, status = REFUSED[kind]
-    with server.connect() as connection:
-        connection.sendall(sent)
-        head, _, body = _heard(connection).partition(b"\r\n\r\n")
-    assert head.split()[1] == str(status).encode()
-    assert set(json.loads(body)) == {"error", "hint", "status"} and json.loads(body)["status"] == status
+    assert problem(server.raw(sent))["status"] == status
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HT", GET], ids=["nothing", "half a line", "half a head"])
-def test_who_does_not_go_on_is_left(server: Server, said: bytes) -> None:
-    with server.connect() as connection:
-        connection.sendall(said)
-        assert _heard(connection) == b""
+@pytest.mark.parametrize("said", [b"GET / HT", GET], ids=["half a line", "half a head"])
+def test_who_does_not_go_on_is_told_so(server: Serving, said: bytes) -> None:
+    assert problem(server.raw(said))["status"] == 408
+    whole = GET + b"\r\n"
+    first, _, second = server.raw(whole + said).partition(b'{"status":"up"}')
+    assert first.startswith(b"HTTP/1.1 200 ") and problem(second)["status"] == 408
+
+
+@pytest.mark.parametrize("said", [b"", b"\r\n"], ids=["nothing", "an empty line"])
+def test_who_says_nothing_is_left(server: Serving, said: bytes) -> None:
+    assert server.raw(said) == b""
 
 
 @pytest.mark.parametrize("head", [GET, POST], ids=["GET", "POST"])
-def test_trailers_without_end_take_no_memory(server: Server, head: bytes) -> None:
+def test_trailers_without_end_take_no_memory(server: Serving, head: bytes) -> None:
     before = server.resident_bytes
     trailers = b"".join(b"T-%d: %s\r\n" % (n, b"a" * 1000) for n in range(1000))
     with server.connect() as connection, pytest.raises(ConnectionError):
@@ -108,10 +73,10 @@ def test_trailers_without_end_take_no_memory(server: Server, head: bytes) -> Non
     assert server.resident_bytes - before < 32 * 2**20
 
 
-def test_who_asks_and_does_not_read_is_left(server: Server) -> None:
+def test_who_asks_and_does_not_read_is_left(server: Serving) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", server.port))
+        connection.connect(("127.0.0.1", urlsplit(server.url).port or 0))
         connection.settimeout(10 * RECEIVE_SECONDS)
         asked = HEAD % (b"GET", b"/api/v1/gpus") + b"\r\n"
         with pytest.raises(ConnectionError):
@@ -120,19 +85,59 @@ def test_who_asks_and_does_not_read_is_left(server: Server) -> None:
                 time.sleep(0.01)
 
 
-def test_one_connection_too_many_is_told_so(server: Server) -> None:
-    open_ones = [server.connect() for _ in range(MOST_CONNECTIONS)]
-    try:
+def _open(server: Serving, stack: ExitStack, address: str, count: int) -> list[socket.socket]:
+    """Connections from an address of this machine, of which it has many."""
+    at = urlsplit(server.url)
+    return [
+        stack.enter_context(socket.create_connection((at.hostname or "", at.port or 0), 30, (address, 0)))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of its own on Linux alone")
+def test_one_connection_too_many_is_told_so_and_so_is_one_address_with_too_many(server: Serving) -> None:
+    with ExitStack() as stack:
+        *_, mine = _open(server, stack, "127.0.0.2", MOST_PER_CLIENT + 1)
+        refused = received(mine)
+        assert (
+            problem(refused)["error"] == "too many connections from one address" and b"retry-after: " in refused.lower()
+        )
+        (other,) = _open(server, stack, "127.0.0.3", 1)
+        other.sendall(GET + b"Connection: close\r\n\r\n")
+        assert received(other).startswith(b"HTTP/1.1 200 ")  # whoever else comes is answered
+        _open(server, stack, "127.0.0.3", MOST_PER_CLIENT)
+        *_, last = _open(server, stack, "127.0.0.4", MOST_CONNECTIONS - 2 * MOST_PER_CLIENT + 1)
+        assert problem(received(last))["error"] == "too many connections"
+
+
+def test_who_is_slow_holds_up_nobody(server: Serving) -> None:
+    slow = [POST + b"Content-Length: 100\r\n\r\n{", GET, b"", POST + CHUNKED + b"5\r\n{"]
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(server.connect()) for _ in slow]
+        since = time.monotonic()
+        for connection, said in zip(waiting, slow, strict=True):
+            connection.sendall(said)
+        assert server.get("/api/v1/estimate", params={"model": "7B"}).status_code == 200
+        answers = [received(connection) for connection in waiting]
+        assert RECEIVE_SECONDS * 0.9 < time.monotonic() - since < 10 * RECEIVE_SECONDS
+    assert [problem(a)["status"] if a else None for a in answers] == [408, 408, None, 408]
+
+
+def test_drops_do_not_buy_time(server: Serving) -> None:
+    """A head has its time as a whole, and so has a body."""
+    for begun in (GET, POST + b"Content-Length: 1000\r\n\r\n"):
         with server.connect() as connection:
-            head, _, body = _heard(connection).partition(b"\r\n\r\n")
-        assert head.split()[1] == b"503" and json.loads(body)["status"] == 503
-    finally:
-        for connection in open_ones:
-            connection.close()
+            connection.sendall(begun)
+            since = time.monotonic()
+            with pytest.raises(OSError):
+                while time.monotonic() - since < 20:
+                    connection.sendall(b"X-Drop: 1\r\n")
+                    time.sleep(RECEIVE_SECONDS / 10)
+            assert time.monotonic() - since < 10 * RECEIVE_SECONDS
 
 
-def test_it_still_answers(server: Server) -> None:
+def test_it_still_answers(server: Serving) -> None:
     time.sleep(2 * RECEIVE_SECONDS)
     with server.connect() as connection:
         connection.sendall(GET + b"Connection: close\r\n\r\n")
-        assert _heard(connection).endswith(b'{"status":"up"}')
+        assert received(connection).endswith(b'{"status":"up"}')

@@ -12,6 +12,8 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from fsdp_advisor.server.app import create_app  # noqa: E402  # after the check for schemathesis
 from fsdp_advisor.server.settings import Settings  # noqa: E402
 
+SECONDS = 120
+"""For a configuration to be recorded, should this machine be busy."""
 CASES = 190
 """Of each operation, of which there are 11."""
 
@@ -24,4 +26,4 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Settings(log
 @schema.parametrize()
 @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_the_description_holds(case: schemathesis.Case) -> None:
-    case.call_and_validate(excluded_checks=NOT_HELD)
+    case.call_and_validate(excluded_checks=NOT_HELD, timeout=SECONDS)

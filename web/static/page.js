@@ -83,12 +83,20 @@ function enliven(chosen) {
     panel.setAttribute("aria-labelledby", tab.id);
     return tab;
   });
+  let near = false; // the files are fetched when they come into sight
+  new IntersectionObserver((seen, watcher) => {
+    if (!seen.some((entry) => entry.isIntersecting)) return;
+    watcher.disconnect();
+    near = true;
+    show(panels.find((panel) => !panel.hidden));
+  }, { rootMargin: "400px" }).observe(list);
   const select = (tab) => {
     for (const [i, other] of tabs.entries()) {
       other.setAttribute("aria-selected", String(other === tab));
       other.tabIndex = other === tab ? 0 : -1;
       panels[i].hidden = other !== tab;
     }
+    if (near) show(document.getElementById(tab.dataset.export));
   };
   list.setAttribute("role", "tablist");
   list.setAttribute("aria-label", "Configurations");
@@ -105,6 +113,25 @@ function enliven(chosen) {
     select(next);
     next.focus();
   });
+}
+
+/** An export with its text: in the page where it has no address, else fetched from there, once. */
+async function show(panel) {
+  const link = panel.querySelector("a[download]");
+  let text = panel.querySelector("pre");
+  if (link && !text) {
+    const reply = await fetch(link.href).catch(() => null); // the link stays, whatever comes of it
+    if (!reply?.ok || panel.querySelector("pre")) return;
+    text = Object.assign(document.createElement("pre"), { textContent: await reply.text(), tabIndex: 0 });
+    text.setAttribute("aria-label", panel.querySelector("h3").textContent);
+    panel.querySelector("h3").after(Object.assign(document.createElement("div"), { className: "code" }));
+    panel.querySelector(".code").append(text);
+  }
+  if (panel.querySelector("button")) return;
+  text.id = `text-${panel.id}`;
+  const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Copy" });
+  button.dataset.copy = text.id;
+  panel.querySelector(".tools").prepend(button);
 }
 
 async function copy(button) {

@@ -59,7 +59,7 @@ class ExpandableSegments:
             if end - start >= need:
                 return start
         page = self.page_bytes(pool)
-        n_bytes = -(-ADDRESS_SPACE_BYTES // page) * page  # whole pages: ExpandableSegment, max_handles_
+        n_bytes = -(-max(ADDRESS_SPACE_BYTES, need) // page) * page  # whole pages: ExpandableSegment, max_handles_
         start = self._driver.addresses(n_bytes)
         self.segments[start] = (n_bytes, pool)
         space[start] = n_bytes

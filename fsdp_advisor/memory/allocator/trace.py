@@ -23,7 +23,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Tape
+from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -223,7 +223,7 @@ class Trace(Ledger):
             elif kind == _NEAR:
                 source = instances if a == 0 else self._instances[_PHASES[a], segment.stack]
                 operations.append(source[at + b][c] * 4 + FREE)
-            else:
+            elif not self._comes_again(segment, at):  # what many layers share dies with the last of them
                 self._free(self._far(a, b))
 
     def point(self, where: str, repeats: int = 1) -> None:
@@ -253,6 +253,13 @@ class Trace(Ledger):
                 else:
                     result.append((_FAR, a, b, 0))
         return result
+
+    def _comes_again(self, segment: Segment, at: int) -> bool:
+        """Whether a later layer repeats this one in the same pass."""
+        if segment.stack == ROOT:
+            return False
+        recorded = self._recorded[segment.stack]
+        return segment.layer in (recorded[:at] if segment.phase == "backward" else recorded[at + 1 :])
 
     def _far(self, segment: int, birth: int) -> list[int]:
         """The root's storage, or that of every layer which the recorded one stands for."""

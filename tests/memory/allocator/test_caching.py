@@ -332,3 +332,9 @@ def test_never_above_the_limit(conf: str, limit: int, sizes: list[int], data: st
             device.free(live.pop(data.draw(st.integers(0, len(live) - 1))))
         assert device.reserved <= limit * MIB
         assert sum(segment.n_bytes for segment in device.allocator.segments()) == device.reserved
+
+
+def test_one_request_may_be_larger_than_an_expandable_segments_usual_space() -> None:
+    allocator = CachingAllocator([3 * 2**40], AllocatorConf(expandable_segments=True))
+    allocator.run([MALLOC])
+    assert 3 * 2**40 <= allocator.driver.peak < 3.001 * 2**40

@@ -139,3 +139,13 @@ def test_workspaces_are_two_and_stay() -> None:
     bare, with_workspaces = (reserve(profile, tape, plan, workspace_bytes=n) for n in (0, 32 * 2**20))
     assert with_workspaces.requested_peak_bytes - bare.requested_peak_bytes == 64 * 2**20
     assert sum(segment.blocks.count((32 * 2**20, True)) for segment in with_workspaces.segments) == 2
+
+
+@pytest.mark.parametrize("model", ["google/gemma-3-4b-pt", "google/gemma-3-12b-pt"])
+@pytest.mark.parametrize(("strategy", "backend"), [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "deepspeed")])
+def test_what_layers_share_dies_once(model: str, strategy: str, backend: str) -> None:
+    """Every sixth layer sees all tokens, and one recorded layer stands for many of these: their mask is the root's."""
+    steps = traced(*job(model, strategy, backend))
+    for operations in (steps.first, steps.following):
+        died = Counter(operation >> 2 for operation in operations if operation & 3 in (FREE, FREE_LATER))
+        assert set(died.values()) == {1}

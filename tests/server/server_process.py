@@ -1,0 +1,116 @@
+"""A real server in a process of its own, and raw bytes to and from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running server, and the file that its log goes to."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def connect(self) -> socket.socket:
+        """A connection that sends at once whatever it is given."""
+        at = urlsplit(self.url)
+        made = socket.create_connection((at.hostname or "", at.port or 0), timeout=30)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return made
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """An answer, over a connection of its own."""
+        return httpx.get(self.url + path, trust_env=False, timeout=30, **options)
+
+    def raw(self, sent: bytes) -> bytes:
+        """All that comes back, over a connection of its own."""
+        with self.connect() as connection:
+            connection.sendall(sent)
+            return received(connection)
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The log so far."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """The exit status."""
+        self.process.send_signal(how)
+        return self.process.wait(timeout=30)
+
+
+@contextmanager
+def serving(folder: Path, **settings: object) -> Iterator[Serving]:
+    """A server that answers, on a free port of this machine. Its log goes into the folder."""
+    variables = {f"FSDP_ADVISOR_{name.upper()}": str(value) for name, value in settings.items()}
+    environment = {k: v for k, v in os.environ.items() if k != "PORT" and not k.startswith("FSDP_ADVISOR_")}
+    log = folder / "log"
+    with log.open("w") as told:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fsdp_advisor", "serve", "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=told,
+            text=True,
+            env=environment | variables,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert said.startswith("fsdp-advisor answers on http://"), (said, log.read_text())
+            yield Serving(process, said.split()[3], log)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def received(connection: socket.socket) -> bytes:
+    """All until the other side closes."""
+    heard = b""
+    try:
+        while part := connection.recv(65536):
+            heard += part
+    except ConnectionError:
+        pass
+    return heard
+
+
+def problem(answer: bytes) -> dict[str, Any]:
+    """An error's body, which has the one shape."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    found: dict[str, Any] = json.loads(body)
+    assert set(found) == {"error", "hint", "status"} and head.split()[1] == str(found["status"]).encode(), answer
+    return found
+
+
+def until(happens: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
