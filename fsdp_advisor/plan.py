@@ -45,12 +45,12 @@ class Plan:
     def __getstate__(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in _FIELDS}
 
-    @property
+    @cached_property
     def any_batch(self) -> Plan:
         """The plan for whatever does not depend on the batch, so that plans which differ in it alone share that."""
         return _any_batch(self)
 
-    @property
+    @cached_property
     def any_step(self) -> Plan:
         """The plan for whatever does not depend on what a step computes: what is kept, loaded, saved and sent."""
         return _any_step(self)

@@ -35,7 +35,7 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
     return _host_memory(profile, plan.any_batch)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def _host_memory(profile: Profile, plan: Plan) -> HostMemory:
     ranks = plan.ranks_per_node
     if plan.backend == "deepspeed":
