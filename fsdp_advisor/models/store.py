@@ -1,6 +1,7 @@
 """Profiles as bytes: what the catalog ships and the cache keeps.
 
-A stored profile is a zlib stream of a JSON header, a zero byte, and one array of 32-bit little-endian integers that holds the events of all tapes.
+A stored profile is a zlib or LZMA stream of a JSON header, a zero byte, and the events of all tapes in three columns: the kinds, in one
+byte each, then the first and the second arguments, in two bytes each, little-endian.
 Variants share most of their segments and sizes, so both are pooled. Reading is lazy: in memory a tape is a few hundred bytes of the
 stream until it is looked at, and again when it has not been for a while.
 """
@@ -19,10 +20,11 @@ from typing import Any
 
 from fsdp_advisor.models.profile import Buffer, Event, Parameter, Polynomial, Profile, Run, Segment, Stack, Tape, Unit
 
-FORMAT = 1
+FORMAT = 2
 RECORDING = 2
 """To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
-_EVENT = 3
+_COLUMNS = "BHH"
+"""The type of each column of events, as `array` has it."""
 
 
 class StoredTapes(MutableMapping[str, Tape]):
@@ -75,7 +77,7 @@ class _Opened:
     """A stored profile's two parts."""
 
     header: dict[str, Any]
-    events: array[int]
+    columns: tuple[array[int], ...]
 
 
 @lru_cache(maxsize=2)
@@ -86,11 +88,14 @@ def _opened(data: bytes) -> _Opened:
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, not {FORMAT}")
     header["sizes"] = [tuple(p) for p in header["sizes"]]
-    events: array[int] = array("i")
-    events.frombytes(blob)
-    if sys.byteorder == "big":
-        events.byteswap()
-    return _Opened(header, events)
+    columns = tuple(array(code) for code in _COLUMNS)
+    count, at = len(blob) // sum(column.itemsize for column in columns), 0
+    for column in columns:
+        column.frombytes(blob[at : at + count * column.itemsize])
+        at += count * column.itemsize
+        if sys.byteorder == "big":
+            column.byteswap()
+    return _Opened(header, columns)
 
 
 @lru_cache(maxsize=8)
@@ -101,8 +106,8 @@ def _tape(data: bytes, key: str) -> Tape:
 
     def segment(row: list[Any]) -> Segment:
         phase, stack, layer, start, count, matmul, attention, traffic, operators = row
-        flat = opened.events[start * _EVENT : (start + count) * _EVENT]
-        events = tuple([known.setdefault(e, e) for e in zip(flat[0::3], flat[1::3], flat[2::3], strict=True)])
+        columns = [column[start : start + count] for column in opened.columns]
+        events = tuple([known.setdefault(e, e) for e in zip(*columns, strict=True)])
         return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
 
     return Tape(tuple(sizes), tuple([segment(opened.header["segments"][i]) for i in opened.header["tapes"][key]]))
@@ -113,7 +118,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
     sizes: dict[Any, int] = {}
     pool: dict[Any, int] = {}
     table: list[list[Any]] = []
-    events: array[int] = array("i")
+    columns = tuple(array(code) for code in _COLUMNS)
 
     def size(polynomial: Any) -> int:
         return sizes.setdefault(tuple(polynomial), len(sizes))
@@ -123,7 +128,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
         tape = profile.tapes[key]
         indices = []
         for s in tape.segments:
-            flat = tuple(x for op, a, b in s.events for x in ((op, size(tape.sizes[a]), b) if op == 0 else (op, a, b)))
+            events = tuple([(op, a if op else size(tape.sizes[a]), b) for op, a, b in s.events])  # Op.ALLOC is 0
             row = (
                 s.phase,
                 s.stack,
@@ -133,11 +138,12 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
                 size(s.traffic_bytes),
                 s.operators,
             )
-            if (row, flat) not in pool:
-                pool[row, flat] = len(table)
-                table.append([*row[:3], len(events) // _EVENT, len(flat) // _EVENT, *row[3:]])
-                events.extend(flat)
-            indices.append(pool[row, flat])
+            if (row, events) not in pool:
+                pool[row, events] = len(table)
+                table.append([*row[:3], len(columns[0]), len(events), *row[3:]])
+                for part, column in enumerate(columns):
+                    column.extend([event[part] for event in events])
+            indices.append(pool[row, events])
         tapes[key] = indices
     header = {
         "format": FORMAT,
@@ -157,8 +163,9 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
         "tapes": tapes,
     }
     if sys.byteorder == "big":
-        events.byteswap()
-    raw = json.dumps(header, separators=(",", ":")).encode() + b"\0" + events.tobytes()
+        for column in columns:
+            column.byteswap()
+    raw = json.dumps(header, separators=(",", ":")).encode() + b"\0" + b"".join(column.tobytes() for column in columns)
     return lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME) if small else zlib.compress(raw, 6)
 
 
