@@ -107,7 +107,7 @@ def job_peaks(
     )
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def _loadings(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> tuple[Loading, ...]:
     return loadings(profile, plan, gpu_memory_bytes=gpu_memory_bytes)
 

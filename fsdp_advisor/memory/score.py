@@ -130,7 +130,7 @@ def _by_account(accounts: Iterable[int], moved: Iterable[int]) -> ByAccount:
     return tuple([item for item in live.items() if item[1]])
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def sized(score: Score, b: int, t: int) -> Sized:
     """The score at micro-batch `b` and `t` tokens, each storage rounded up."""
     sizes = [round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials]
@@ -155,7 +155,7 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
     return lambda row: tuple([row[i] for i in indices])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def score_of(
     profile: Profile,
     tape: Tape,
@@ -275,7 +275,7 @@ class _Reader:
 _Parts = tuple[tuple[int, tuple[tuple[int, tuple[Step, ...]], ...]], ...]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _shape(forward: _Parts, backward: _Parts, stretches: int) -> Shape:
     """One object for all that are equal."""
 

@@ -10,7 +10,7 @@ from fsdp_advisor.memory.ledger import Ledger, Point
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import Score, Shape, score_of, sized
-from fsdp_advisor.memory.wrapping import marks_for
+from fsdp_advisor.memory.wrapping import Marks, marks_for
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
 
@@ -18,11 +18,12 @@ MICRO_BATCHES = 3
 """As many of a step as may differ: the first, the others, the last."""
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Followed:
     """A plan's steady step, as `composed`."""
-    score, course = _composed(profile, tape, _played(plan), fused_loss, scratch)
-    return course.follow(sized(score, plan.micro_batch_size, plan.seq_len))
+    played = _played(plan)
+    score = composed(profile, tape, played, fused_loss=fused_loss, scratch=scratch)
+    return _course(profile, score.shape, played).follow(sized(score, plan.micro_batch_size, plan.seq_len))
 
 
 def timeline(profile: Profile, tape: Tape, plan: Plan) -> tuple[Point, ...]:
@@ -37,17 +38,16 @@ def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = Fal
 
     `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
     """
-    marks, grad_marks = marks_for(profile, plan), schedule_for(profile, plan).grad_marks
+    marks, grad_marks = _marks(profile, plan)
     return score_of(profile, tape, marks, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
 
 
-@lru_cache(maxsize=4096)
-def _composed(profile: Profile, tape: Tape, plan: Plan, fused_loss: bool, scratch: bool) -> tuple[Score, Course]:
-    score = composed(profile, tape, plan, fused_loss=fused_loss, scratch=scratch)
-    return score, _course(profile, score.shape, plan)
-
-
 @lru_cache(maxsize=2048)
+def _marks(profile: Profile, plan: Plan) -> tuple[Marks, bool]:
+    return marks_for(profile, plan), schedule_for(profile, plan).grad_marks
+
+
+@lru_cache(maxsize=1600)
 def _course(profile: Profile, shape: Shape, plan: Plan) -> Course:
     return course_of(profile, shape, plan)
 

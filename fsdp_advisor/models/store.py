@@ -78,7 +78,7 @@ class _Opened:
     events: array[int]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _opened(data: bytes) -> _Opened:
     raw = lzma.decompress(data) if data[:6] == b"\xfd7zXZ\0" else zlib.decompress(data)
     text, _, blob = raw.partition(b"\0")
@@ -93,7 +93,7 @@ def _opened(data: bytes) -> _Opened:
     return _Opened(header, events)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _tape(data: bytes, key: str) -> Tape:
     opened = _opened(data)
     sizes = opened.header["sizes"]

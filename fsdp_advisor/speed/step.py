@@ -114,7 +114,7 @@ def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link)
     return _step_time(profile, tape, plan, gpu, between, device)
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def _step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link, device: Device) -> StepTime:
     compute, engine, costs = parts(profile, tape, plan, gpu, between, device)
     last = MicroBatch(profile, compute, engine, costs, reduces=True).walk()
@@ -160,7 +160,7 @@ def parts(
     return compute, *_engine_and_costs(profile, plan.any_step, gpu, between, device.memory_bytes_per_s)
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def _engine_and_costs(
     profile: Profile, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float
 ) -> tuple[Engine, dict[Place, UnitCosts]]:

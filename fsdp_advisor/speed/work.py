@@ -45,7 +45,7 @@ class Compute:
     )
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, checkpointing: bool) -> Compute:
     """The tape's work at micro-batch `b` and `t` tokens."""
     tokens, head, causal = b * t, head_dim(profile), profile.task == "causal-lm"
@@ -82,7 +82,7 @@ def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, che
     return Compute(tuple(phases["forward"]), tuple(phases["backward"]), 3 * forward_flops)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _timed(tape: Tape) -> tuple[Segment, ...]:
     """The tape's segments without their births and deaths, which are most of it and are not timed."""
     return tuple(replace(segment, events=()) for segment in tape.segments)

@@ -64,7 +64,7 @@ class _Arithmetic:
     boundary: tuple[tuple[int, int], ...]  # stage 1: (account, bytes) once the last backward is over
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=384)
 def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic:
     buffers = deepspeed.buffers(profile, plan, settings)
     gradients, starts = _layout(profile, plan, buffers)

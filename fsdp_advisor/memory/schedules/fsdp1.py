@@ -110,7 +110,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     )
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=384)
 def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], States]:
     """Of any batch: the units' bytes, and what is kept of them."""
     units = per_unit(profile, lambda unit: _measure(unit, plan))

@@ -92,7 +92,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     )
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=384)
 def _measured(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[Place, UnitBytes], States]:
     """Of any batch: the units, their bytes, and what is kept of them."""
     wrapping = wrapping_for(profile, plan)
