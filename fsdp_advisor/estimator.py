@@ -230,10 +230,10 @@ def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
     """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
     if model.source == "catalog" and variant.key in profile.tapes:
-        return variant, profile.tapes[variant.key]
+        return variant, model.tape(variant)
     eager = replace(variant, attention="eager")
     if plan.attention == "sdpa" and model.source == "catalog" and eager.key in profile.tapes:
-        return eager, profile.tapes[eager.key]
+        return eager, model.tape(eager)
     try:
         tape = model.tape(variant)
     except NoSuchAttention:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
 
+from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import (
     ACTIVATIONS,
@@ -268,8 +269,11 @@ class _Reader:
         return self._moves.setdefault((used, times), len(self._moves))
 
     def _constant(self, size: int) -> int:
-        """A gradient has the shape of its parameter, whatever B and T are."""
-        return round_up(self._tape.sizes[size][0])
+        """A gradient has the shape of its parameter, whatever B and T are. Raises NotRecordable for a sparse one, which has not."""
+        constant, *others = self._tape.sizes[size]
+        if any(others):
+            raise NotRecordable("a gradient's size depends on the batch", hint="gradients must be dense: sparse=False")
+        return round_up(constant)
 
 
 _Parts = tuple[tuple[int, tuple[tuple[int, tuple[Step, ...]], ...]], ...]

@@ -14,7 +14,7 @@ from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, rea
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.models.profile import SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
+from fsdp_advisor.models.profile import EAGER_ON_GPU, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.resolve import resolve
 
@@ -50,8 +50,8 @@ def test_workspace_config_refused() -> None:
         ("sdpa", "bf16-mixed", (7, 5), False, "sdpa"),
         ("sdpa", "fp32", (9, 0), False, SDPA_ON_GPU),
         ("sdpa", "fp32", (7, 5), True, SDPA_ON_GPU_WINDOWED),
-        ("eager", "bf16-mixed", (9, 0), False, "eager"),
-        ("eager", "fp32", (9, 0), True, "eager"),
+        ("eager", "bf16-mixed", (9, 0), False, EAGER_ON_GPU),
+        ("eager", "fp32", (9, 0), True, EAGER_ON_GPU),
     ],
 )
 def test_real_attention(
