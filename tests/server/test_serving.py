@@ -116,7 +116,7 @@ def test_pasted_configurations_are_recorded_apart_and_one_that_is_too_much_is_en
         body = {"config": config, "gpus": 2, "strategy": "zero3", "gpu": "24GiB", "micro_batch_size": 1}
         return httpx.post(server.url + ESTIMATE, json=body, trust_env=False, timeout=120)
 
-    with serving(tmp_path, log_level="warning", record_queue=0, record_seconds=1.5) as server:
+    with serving(tmp_path, log_level="warning", record_queue=0, record_seconds=8) as server:
         assert server.children == []
         with ThreadPoolExecutor(1) as other:
             first = other.submit(paste, GPT2)
