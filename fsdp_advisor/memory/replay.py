@@ -95,21 +95,27 @@ def _walk(profile: Profile, parts: tuple[Part, ...], schedule: Schedule, ledger:
         before.append(ledger.here())
 
 
-def _entries(
-    profile: Profile, parts: tuple[Part, ...], backward: bool, every_layer: bool
-) -> Iterator[tuple[int, int, tuple[Step, ...], int, int]]:
-    """(stack, recorded layer, steps, 0, 0) to be walked, or (.., skipped repeats, period) to be jumped."""
+Entry = tuple[int, int, tuple[Step, ...], int, int]
+"""(stack, recorded layer, steps, 0, 0) to be walked, or (.., skipped repeats, period) to be jumped."""
+
+
+def _entries(profile: Profile, parts: tuple[Part, ...], backward: bool, every_layer: bool) -> Iterator[Entry]:
     for part in parts:
         if part.stack == ROOT:
             yield (ROOT, 0, part.steps[0], 0, 0)
             continue
         runs = profile.stacks[part.stack].runs
+        entries: list[Entry] = []
         for run in reversed(runs) if backward else runs:
             pattern = run.pattern[::-1] if backward else run.pattern
-            yield from _run_entries(part, Run(pattern, run.repeats), every_layer)
+            entries += _run_entries(part, Run(pattern, run.repeats), every_layer)
+        for layer, steps in part.last.items():
+            last = max(at for at, entry in enumerate(entries) if entry[1] == layer)  # no run ends with a jump
+            entries[last] = (part.stack, layer, steps, 0, 0)
+        yield from entries
 
 
-def _run_entries(part: Part, run: Run, every_layer: bool) -> Iterator[tuple[int, int, tuple[Step, ...], int, int]]:
+def _run_entries(part: Part, run: Run, every_layer: bool) -> Iterator[Entry]:
     once = [(part.stack, layer, part.steps[layer], 0, 0) for layer in run.pattern]
     if every_layer or run.repeats <= 2 * WALKED_AT_EACH_END + 1:
         for _ in range(run.repeats):

@@ -45,16 +45,21 @@ Mark = tuple[int, int, int]
 Step = Stretch | Mark
 ByAccount = tuple[tuple[int, int], ...]
 """(account, bytes), of those that change."""
-Events = tuple[int, int, int]
-"""Where a stretch stands on the tape: (segment, first event, end)."""
+Events = tuple[int, int, int, bool]
+"""Where a stretch stands on the tape: (segment, first event, end), and whether it is of the `last` layer (`Part`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`stack` is ROOT and `steps[0]` the segment; or `steps` are by recorded layer."""
+    """`stack` is ROOT and `steps[0]` the segment; or `steps` are by recorded layer.
+
+    `last` are those of the last real layer, in the order of the pass, that a recorded one stands for, where they are others: what
+    many layers share (a mask that the root made) dies there, once.
+    """
 
     stack: int
     steps: dict[int, tuple[Step, ...]]
+    last: dict[int, tuple[Step, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,15 +179,18 @@ def score_of(
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
-    """Whether a storage that dies here was born in the same layer or next door: so it is in every repetition."""
+    """Whether a storage that dies here was born in the same layer or next door: so it is in every repetition.
+
+    What comes from farther away dies once: with the last real layer that the recorded one stands for.
+    """
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
 def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
     """How many real storages one recorded death stands for.
 
-    A storage that dies in its own layer or next door dies there in every repetition. One that lives on to a distant place
-    (autocast's cache of weights ends with the forward) dies there together with those of all layers that its layer stands for.
+    One that lives on to a distant place (autocast's cache of weights ends with the forward) dies there together with those of all
+    layers that its layer stands for.
     """
     if born.stack == ROOT or stays_near(born, dying):
         return 1
@@ -206,13 +214,19 @@ class _Reader:
         self._distinct: list[int] = []
 
     def score(self) -> Score:
-        phases: dict[str, list[tuple[int, dict[int, tuple[Step, ...]]]]] = {"forward": [], "backward": []}
+        phases: dict[str, list[Part]] = {"forward": [], "backward": []}
         for index, segment in enumerate(self._tape.segments):
             parts = phases[segment.phase]
-            if segment.stack == ROOT or not parts or parts[-1][0] != segment.stack:
-                parts.append((segment.stack, {}))
-            parts[-1][1][segment.layer if segment.stack != ROOT else 0] = tuple(self._steps(index))
-        forward, backward = (tuple((s, tuple(steps.items())) for s, steps in parts) for parts in phases.values())
+            if segment.stack == ROOT or not parts or parts[-1].stack != segment.stack:
+                parts.append(Part(segment.stack, {}, {}))
+            layer = segment.layer if segment.stack != ROOT else 0
+            differs = self._last_differs(segment)
+            parts[-1].steps[layer] = tuple(self._steps(index, last=not differs))
+            if differs:
+                parts[-1].last[layer] = tuple(self._steps(index, last=True))
+        forward, backward = (
+            tuple((p.stack, tuple(p.steps.items()), tuple(p.last.items())) for p in parts) for parts in phases.values()
+        )
         shape = _shape(forward, backward, len(self._events))
         return Score(
             left_out=self._left_out,
@@ -225,7 +239,14 @@ class _Reader:
             moves=tuple(self._moves),
         )
 
-    def _steps(self, index: int) -> Iterable[Step]:
+    def _last_differs(self, segment: Segment) -> bool:
+        """Whether many real layers stand behind this one, and with the last of them dies what the others leave."""
+        if segment.stack == ROOT or self._profile.stacks[segment.stack].counts[segment.layer] == 1:
+            return False
+        born_in = {a for op, a, _ in segment.events if op == _FREE}
+        return not all(stays_near(self._tape.segments[a], segment) for a in born_in)
+
+    def _steps(self, index: int, last: bool) -> Iterable[Step]:
         segment, births, left_out = self._tape.segments[index], self._tape.births, self._left_out
         changes: list[tuple[int, int]] = []  # (move, account)
         gradients: defaultdict[str, int] = defaultdict(int)
@@ -236,7 +257,7 @@ class _Reader:
                 yield Stretch(number=len(self._events), **gradients)
                 moves, accounts = zip(*changes, strict=True)
                 self._distinct.append(self._known.setdefault((moves, accounts), len(self._known)))
-                self._events.append((index, start, end))
+                self._events.append((index, start, end, last))
                 changes.clear()
                 gradients.clear()
 
@@ -251,10 +272,10 @@ class _Reader:
                     gradients["net_gradients"] += self._constant(a)
                 changes.append((self._move(a, 1), account))
             elif op == _FREE:
-                size, category = births[a][b]
-                if category in left_out:
+                (size, category), born = births[a][b], self._tape.segments[a]
+                if category in left_out or not (last or stays_near(born, segment)):
                     continue
-                account, deaths = _account(category), _deaths(self._profile, self._tape.segments[a], segment)
+                account, deaths = _account(category), _deaths(self._profile, born, segment)
                 if account == UNSHARDED_GRADIENTS:
                     gradients["net_gradients"] -= self._constant(size) * deaths
                 changes.append((self._move(size, -deaths), account))
@@ -276,7 +297,8 @@ class _Reader:
         return round_up(constant)
 
 
-_Parts = tuple[tuple[int, tuple[tuple[int, tuple[Step, ...]], ...]], ...]
+_ByLayer = tuple[tuple[int, tuple[Step, ...]], ...]
+_Parts = tuple[tuple[int, _ByLayer, _ByLayer], ...]
 
 
 @lru_cache(maxsize=512)
@@ -284,6 +306,6 @@ def _shape(forward: _Parts, backward: _Parts, stretches: int) -> Shape:
     """One object for all that are equal."""
 
     def parts(rows: _Parts) -> tuple[Part, ...]:
-        return tuple(Part(stack, dict(steps)) for stack, steps in rows)
+        return tuple(Part(stack, dict(steps), dict(last)) for stack, steps, last in rows)
 
     return Shape(parts(forward), parts(backward), stretches)

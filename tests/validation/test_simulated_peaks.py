@@ -19,11 +19,13 @@ from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 
 TINY, L1B, L7B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"
 QWEN2, QWEN3 = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
-MISTRAL, GEMMA, GEMMA2, GEMMA3 = (
+MISTRAL, GEMMA, GEMMA2, GEMMA3, GEMMA3_4B, GEMMA3_12B = (
     "mistralai/Mistral-7B-v0.1",
     "google/gemma-2b",
     "google/gemma-2-2b",
     "google/gemma-3-1b-pt",
+    "google/gemma-3-4b-pt",
+    "google/gemma-3-12b-pt",
 )
 PHI3, GPT2, NEOX, OPT = (
     "microsoft/Phi-3-mini-4k-instruct",
@@ -67,6 +69,9 @@ CASES = [
     Case(GEMMA2, "fsdp2", "zero3", 8, 1, 2048, attention="eager"),
     Case(GEMMA2, "fsdp1", "zero3", 8, 2, 4096, activation_checkpointing="full", attention="eager"),
     Case(GEMMA3, "fsdp2", "zero3", 2, 2, 1024),
+    Case(GEMMA3_4B, "fsdp2", "zero3", 8, 1, 8192, "bf16", "full"),
+    Case(GEMMA3_4B, "ddp", "ddp", 8, 2, 2048, activation_checkpointing="full", gradient_accumulation_steps=2),
+    Case(GEMMA3_12B, "fsdp2", "zero3", 8, 1, 4096, activation_checkpointing="full", attention="eager"),
     Case(PHI3, "fsdp2", "zero3", 8, 2, 2048),
     Case(PHI3, "fsdp2", "zero3", 1, 1, 512),
     Case(GPT2, "ddp", "ddp", 2, 8, 1024, "fp32"),

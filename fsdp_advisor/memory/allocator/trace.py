@@ -23,7 +23,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape
+from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Tape
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -223,7 +223,7 @@ class Trace(Ledger):
             elif kind == _NEAR:
                 source = instances if a == 0 else self._instances[_PHASES[a], segment.stack]
                 operations.append(source[at + b][c] * 4 + FREE)
-            elif not self._comes_again(segment, at):  # what many layers share dies with the last of them
+            else:
                 self._free(self._far(a, b))
 
     def point(self, where: str, repeats: int = 1) -> None:
@@ -231,7 +231,7 @@ class Trace(Ledger):
 
     # The tape's storages
 
-    def _compile(self, index: int, start: int, end: int) -> list[tuple[int, int, int, int]]:
+    def _compile(self, index: int, start: int, end: int, last: bool) -> list[tuple[int, int, int, int]]:
         """A stretch as (_BORN, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment, birth, 0)."""
         tape, left_out = self._tape, self._score.left_out
         segment = tape.segments[index]
@@ -250,16 +250,9 @@ class Trace(Ledger):
                 if stays_near(born, segment):
                     phase = 0 if born.phase == segment.phase else _PHASES.index(born.phase)
                     result.append((_NEAR, phase, born.layer - segment.layer, b))
-                else:
+                elif last:
                     result.append((_FAR, a, b, 0))
         return result
-
-    def _comes_again(self, segment: Segment, at: int) -> bool:
-        """Whether a later layer repeats this one in the same pass."""
-        if segment.stack == ROOT:
-            return False
-        recorded = self._recorded[segment.stack]
-        return segment.layer in (recorded[:at] if segment.phase == "backward" else recorded[at + 1 :])
 
     def _far(self, segment: int, birth: int) -> list[int]:
         """The root's storage, or that of every layer which the recorded one stands for."""

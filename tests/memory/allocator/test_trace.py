@@ -145,7 +145,12 @@ def test_workspaces_are_two_and_stay() -> None:
 @pytest.mark.parametrize(("strategy", "backend"), [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "deepspeed")])
 def test_what_layers_share_dies_once(model: str, strategy: str, backend: str) -> None:
     """Every sixth layer sees all tokens, and one recorded layer stands for many of these: their mask is the root's."""
-    steps = traced(*job(model, strategy, backend))
+    shared = job(model, strategy, backend, activation_checkpointing="full", gradient_accumulation_steps=2)
+    steps = traced(*shared)
     for operations in (steps.first, steps.following):
         died = Counter(operation >> 2 for operation in operations if operation & 3 in (FREE, FREE_LATER))
         assert set(died.values()) == {1}
+    ledger = replayed(*shared)
+    allocator, after = walked(steps)
+    assert allocator.requested_peak == ledger.peak + without_scratch(*shared)
+    assert after == [sum(ledger.resident)] * 3
