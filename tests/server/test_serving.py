@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 import time
@@ -19,8 +20,10 @@ ESTIMATE = "/api/v1/estimate"
 POST = b"POST /api/v1/estimate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
 JOB = json.dumps({"model": LLAMA, "gpus": 8}).encode()
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 256}
-ENDLESS = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6000, "num_local_experts": 190,
-           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+LAYERS = [f"{kind}_attention" for kind in random.Random(1).choices(("full", "sliding"), k=1024)]
+ENDLESS = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1024, "head_dim": 16,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "layer_types": LAYERS}  # fmt: skip
+"""Within every bound but that of time: no two stretches of its layers are alike."""
 
 
 def _in_flight(server: Serving) -> float:
