@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
+from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
 from fsdp_advisor.memory.deepspeed import hidden_size
@@ -16,27 +15,26 @@ from fsdp_advisor.memory.device import device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks
 from fsdp_advisor.memory.ledger import ACCOUNTS
-from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
+from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
 from fsdp_advisor.memory.loading import one_copy_bytes
 from fsdp_advisor.memory.schedules import not_modelled, states_of
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.step import timeline as timeline_of
 from fsdp_advisor.memory.textbook import textbook_states
-from fsdp_advisor.models.profile import EAGER_ON_GPU, FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
+from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import AnyRequest, EstimateRequest, plainly
 from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.speed import Interval, StepTime, step_time, timeline, why_unknown
-from fsdp_advisor.units import format_gib
+from fsdp_advisor.tapes import difference_on_gpu, real_tape, real_variant, taped, variant_of
 
 if TYPE_CHECKING:  # the allocator is imported where it is walked
     from fsdp_advisor.memory.allocator import AllocatorConf, Reserved
 
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
-MASK_WORTH_A_WORD = 0.02
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds: "
 UNKNOWN_PEAKS = ("peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes: they need the tensors",)
 NOT_WALKED = (
@@ -130,8 +128,8 @@ def estimate_plan(
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
-    variant, tape = _taped(model, model.profile, plan)
-    return replayed(model.profile, _real_tape(model.profile, variant, plan) or tape, plan, scratch=True).peak
+    variant, tape = taped(model, model.profile, plan)
+    return replayed(model.profile, real_tape(model.profile, variant, plan) or tape, plan, scratch=True).peak
 
 
 def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserved:
@@ -142,12 +140,12 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
     from fsdp_advisor.memory.allocator import reserve
 
     assert model.profile is not None
-    variant, tape = _taped(model, model.profile, plan)
+    variant, tape = taped(model, model.profile, plan)
     room = gpu.memory_bytes - device_overhead(gpu, plan).middle_bytes
     collects = conf.garbage_collection_threshold > 0  # what it reserves hangs on the limit
     found = reserve(
         model.profile,
-        _real_tape(model.profile, variant, plan, gpu) or tape,
+        real_tape(model.profile, variant, plan, gpu) or tape,
         plan,
         conf=conf,
         limit_bytes=room if collects else None,
@@ -160,21 +158,11 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
     return replace(found, verdict="fits" if found.reserved_peak_bytes <= most else "does_not_fit")
 
 
-def tape_on(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """What the plan's steps come to on a GPU: for sdpa the recording of its kernels, made now if it is not there."""
-    assert model.profile is not None
-    variant, tape = _taped(model, model.profile, plan)
-    try:
-        return model.tape(_real(model.profile, variant, plan, gpu))
-    except NotRecordable:
-        return tape
-
-
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """The time of a plan's step alone; None where it is not known."""
     if model.profile is None:
         return None
-    variant, tape = _taped(model, model.profile, plan)
+    variant, tape = taped(model, model.profile, plan)
     step = step_of(model.profile, variant, tape, plan, gpu)
     return None if step is None else step.seconds
 
@@ -204,54 +192,6 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
     return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; say --gpu for another"]
 
 
-def variant_of(plan: Plan) -> Variant:
-    """Which recording a plan replays."""
-    engine = plan.backend if plan.backend in ("fsdp1", "fsdp2") else "plain"
-    if plan.backend == "fsdp1" and plan.prepared and plan.mixed:
-        engine = FSDP1_UNDER_AUTOCAST
-    precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
-    if plan.backend == "deepspeed" and plan.mixed:
-        precision = "bf16"
-    single = plan.micro_batch_size == 1 and plan.attention != "flash_attention_2"
-    return Variant(engine, precision, plan.attention, plan.activation_checkpointing, single)
-
-
-def _taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]:
-    """The plan's tape. Where a recording under autocast is neither there nor to be made, the one without, which leaves casts out."""
-    variant = variant_of(plan)
-    try:
-        return _with_attention(model, profile, plan, variant)
-    except (MissingExtra, NotRecordable) as error:
-        if not variant.prepared or (model.may_record and not isinstance(error, MissingExtra)):
-            raise
-        return _with_attention(model, profile, plan, replace(variant, engine=plan.backend))
-
-
-def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
-    """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
-    if model.source == "catalog" and variant.key in profile.tapes:
-        return variant, model.tape(variant)
-    eager = replace(variant, attention="eager")
-    if plan.attention == "sdpa" and model.source == "catalog" and eager.key in profile.tapes:
-        return eager, model.tape(eager)
-    try:
-        tape = model.tape(variant)
-    except NoSuchAttention:
-        if plan.attention != "sdpa":
-            raise
-        variant, tape = eager, model.tape(eager)
-    if model.source != "catalog":
-        _record_on_gpu(model, _real(profile, variant, plan))
-    return variant, tape
-
-
-@lru_cache(maxsize=64)  # what cannot be recorded is not tried again
-def _record_on_gpu(model: Resolved, variant: Variant) -> None:
-    """Have the tape of what a GPU runs at hand, which may take more or less than fake tensors."""
-    with contextlib.suppress(AdvisorError):
-        model.tape(variant)
-
-
 def _estimate(
     model: Resolved,
     profile: Profile,
@@ -279,7 +219,7 @@ def _estimate(
     loading = {"one_copy": copy, "every_rank": copy * plan.ranks_per_node}
     overhead = device_overhead(gpu, plan)
     try:
-        variant, tape = _taped(model, profile, plan)
+        variant, tape = taped(model, profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # nothing can be said; of a catalogued model the other strategies can
@@ -324,7 +264,7 @@ def _estimate(
     if variant.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     ledger = replayed(profile, tape, plan)
-    real = _real(profile, variant, plan, gpu)
+    real = real_variant(profile, variant, plan, gpu)
     real_tape = profile.tapes.get(real.key) or tape
     if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
         unknown.append(NO_SCRATCH)
@@ -363,7 +303,7 @@ def _estimate(
     )
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
     step = step_of(profile, variant, tape, plan, gpu)
-    warnings += _difference_on_gpu(real, ledger.peak, taken.tensor_bytes)
+    warnings += difference_on_gpu(real, ledger.peak, taken.tensor_bytes)
     return StrategyEstimate(
         plan=plan,
         fits=runs and job.fails is None,
@@ -391,36 +331,6 @@ def _estimate(
     )
 
 
-def _difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:
-    """What the tensors on a GPU are other than under fake ones, where that is worth a word."""
-    more = on_gpu_bytes - tensor_bytes
-    if abs(more) <= MASK_WORTH_A_WORD * tensor_bytes:
-        return ()
-    there = f"{format_gib(on_gpu_bytes)} there"
-    if more > 0 and real.precision == "fp32":
-        return (
-            f"a GPU takes {format_gib(more)} more than the peak of fake tensors: in fp32 PyTorch has no fused kernel for sdpa with "
-            f"grouped key and value heads, so it makes whole score matrices: {there}; bf16-mixed makes none",
-        )
-    if more > 0:
-        return (
-            f"a GPU takes {format_gib(more)} more than the peak of fake tensors: under autocast it runs norms, softmax and powers "
-            f"in fp32, which a CPU does not: {there}",
-        )
-    if real.attention == EAGER_ON_GPU:
-        return (
-            f"{format_gib(-more)} of the peak are what dropout keeps on a CPU; a GPU keeps a byte per element: {there}",
-        )
-    if real.attention != "flash_attention_2":
-        return (
-            f"{format_gib(-more)} of the peak are masks, repeated heads or scores that sdpa makes on fake tensors and not on a GPU: {there}",
-        )
-    return (
-        f"{format_gib(-more)} of the peak are attention masks and repeated key and value heads, "
-        f"which transformers makes for sdpa on fake or traced tensors; a GPU's flash kernel needs none: {there}",
-    )
-
-
 def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
     """What a walk through the allocator found that the figures do not tell."""
     if reserved.verdict in (None, "fits"):
@@ -437,27 +347,16 @@ def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
 def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
     """The time of a plan's step on a GPU, where sdpa runs its kernels; between nodes its `inter_node` link."""
     between: Link = gpu.inter_node or ETHERNET_100G
-    return step_time(profile, _real_tape(profile, variant, plan) or tape, plan, gpu, between)
+    return step_time(profile, real_tape(profile, variant, plan) or tape, plan, gpu, between)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """What computes and what is sent through the plan's last micro-batch and step; empty where the time is not known."""
     if model.profile is None:
         return ()
-    variant, tape = _taped(model, model.profile, plan)
-    real = _real_tape(model.profile, variant, plan) or tape
+    variant, tape = taped(model, model.profile, plan)
+    real = real_tape(model.profile, variant, plan) or tape
     return timeline(model.profile, real, plan, gpu, gpu.inter_node or ETHERNET_100G)
-
-
-def _real(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Variant:
-    """Which recording a plan comes to on a GPU; on one of no name, where sdpa has its kernels for half precision."""
-    capability = None if gpu is None else gpu.compute_capability
-    windowed = profile.fills_window(plan.seq_len)
-    return real_attention(variant, capability, windowed=windowed, recorded=profile.tapes)
-
-
-def _real_tape(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Tape | None:
-    return profile.tapes.get(_real(profile, variant, plan, gpu).key)
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:

@@ -24,6 +24,7 @@ ROOMS = (
     "hub",
     "resolve",
     "memory",
+    "tapes",
     "speed",
     "report",
     "verdict",

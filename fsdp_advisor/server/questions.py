@@ -10,10 +10,10 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from fsdp_advisor.advice.families import Job, families
-from fsdp_advisor.estimator import variant_of
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.reading import Asked, model_of
 from fsdp_advisor.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.tapes import variant_of
 
 PASTED = "config.json"
 """What a pasted configuration is called in the answer."""

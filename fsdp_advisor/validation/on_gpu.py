@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_advisor.estimator import estimate_plan, tape_on
+from fsdp_advisor.estimator import estimate_plan
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, Segment, reserve, traced
 from fsdp_advisor.memory.device import device_overhead, verdict
@@ -19,6 +19,7 @@ from fsdp_advisor.plan import Plan
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.tapes import tape_on
 from fsdp_advisor.validation.records import Rung
 
 WARM_UP = 2

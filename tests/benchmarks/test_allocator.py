@@ -8,12 +8,13 @@ from __future__ import annotations
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from fsdp_advisor.estimator import make_request, variant_of
+from fsdp_advisor.estimator import make_request
 from fsdp_advisor.memory.allocator import AllocatorConf, reserve
 from fsdp_advisor.memory.libraries import allocated
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.resolve import resolve
+from fsdp_advisor.tapes import variant_of
 
 DEPTHS = {"32 layers": "meta-llama/Llama-2-7b-hf", "126 layers": "meta-llama/Llama-3.1-405B"}
 STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", "deepspeed"), ("zero3", "deepspeed")]

@@ -6,11 +6,11 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import speed
-from fsdp_advisor.estimator import variant_of
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.models import catalog
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.speed import step, work
+from fsdp_advisor.tapes import variant_of
 
 H100 = find_gpu("H100")
 

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "speed"))  # BERT and Lightning'
 import published_models
 from record import BertSource, lightning
 
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, tape_on, variant_of
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.allocator.reserve import traced
@@ -24,6 +24,7 @@ from fsdp_advisor.plan import plans
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.resolve import Resolved, resolve
+from fsdp_advisor.tapes import tape_on, variant_of
 from fsdp_advisor.tracing import Recorder
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import estimate_resolved, make_request, replayed, variant_of
+from fsdp_advisor.estimator import estimate_resolved, make_request, replayed
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.memory.allocator.reserve import traced
 from fsdp_advisor.memory.deepspeed import settings_of
@@ -20,6 +20,7 @@ from fsdp_advisor.models import catalog
 from fsdp_advisor.models.profile import Op, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.resolve import resolve
+from fsdp_advisor.tapes import variant_of
 
 UNTIED, TIED, GPT2, OPT = (
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0",

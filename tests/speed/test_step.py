@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_advisor.estimator import estimate, step_of, variant_of
+from fsdp_advisor.estimator import estimate, step_of
 from fsdp_advisor.hardware import GPUS, Gpu, find_gpu
 from fsdp_advisor.models import catalog
 from fsdp_advisor.models.profile import Profile
@@ -19,6 +19,7 @@ from fsdp_advisor.plan import BACKENDS, OFFLOADS, Plan, degrees
 from fsdp_advisor.speed import StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.speed.operators import products_of
 from fsdp_advisor.speed.step import UNCERTAINTY
+from fsdp_advisor.tapes import variant_of
 
 A100 = find_gpu("A100")
 

@@ -12,9 +12,10 @@ from simulated_cases import Case, plan_of
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from fsdp_advisor.estimator import replayed, variant_of  # noqa: E402  # after the checks
+from fsdp_advisor.estimator import replayed  # noqa: E402  # after the checks
 from fsdp_advisor.memory.schedules import not_modelled  # noqa: E402
 from fsdp_advisor.resolve import resolve  # noqa: E402
+from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the checks
 from fsdp_advisor.tracing import TransformersSource  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
 from fsdp_advisor.validation.ladder import choose  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from fsdp_advisor.estimator import make_request, replayed, variant_of
+from fsdp_advisor.estimator import make_request, replayed
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, reserve, traced
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC
 from fsdp_advisor.memory.allocator.trace import Steps
@@ -17,6 +17,7 @@ from fsdp_advisor.memory.libraries import allocated
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.resolve import resolve
+from fsdp_advisor.tapes import variant_of
 
 MODELS = (
     "meta-llama/Llama-2-7b-hf", "openai-community/gpt2", "google/gemma-3-1b-pt", "google-t5/t5-small", "openai/whisper-tiny",
