@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.held import round_up
@@ -67,17 +68,23 @@ def real_attention(
     `recorded` (by key) where sdpa does not come to the flash kernel throughout.
     """
     if variant.attention == "eager":
-        return replace(variant, attention=EAGER_ON_GPU)
+        return _with(variant, EAGER_ON_GPU)
     if variant.attention != "sdpa":
         return variant
-    on_gpu = replace(variant, attention=SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
+    on_gpu = _with(variant, SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
     if variant.precision == "fp32":
         return on_gpu
     if compute_capability is not None and compute_capability < FLASH_FROM:
         return variant
     if on_gpu.key in recorded:
         return on_gpu
-    return replace(variant, attention="flash_attention_2", single=False)
+    return _with(variant, "flash_attention_2")
+
+
+@lru_cache(maxsize=1024)
+def _with(variant: Variant, attention: str) -> Variant:
+    """The flash kernel treats any B alike."""
+    return replace(variant, attention=attention, single=variant.single and attention != "flash_attention_2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

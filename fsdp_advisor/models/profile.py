@@ -293,7 +293,7 @@ class Profile:
     def trainable_parameters(self) -> int:
         return sum(p.elements * count for unit, count in self.counted_units() for p in unit.parameters if p.trainable)
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Tokens that a layer with a sliding window looks back; None where the configuration names no such layers."""
         value = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
@@ -303,7 +303,7 @@ class Profile:
         """Whether sequences of this length look farther back than the window. Source: transformers' `_ignore_causal_mask_sdpa`."""
         return self.window is not None and seq_len >= self.window
 
-    @property
+    @cached_property
     def largest_parameter_elements(self) -> int:
         return max(p.elements for unit, _ in self.counted_units() for p in unit.parameters)
 
