@@ -54,6 +54,8 @@ SMALL = {
 }  # fmt: skip
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 101, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
 
+LOADINGS = 3
+"""How often each way is tried: on a busy machine a sample may miss the highest moment, and so only be too low."""
 DEVICE: dict[str, int] = {}
 """What a case has found of the bytes that would be on a GPU."""
 POLICY = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
@@ -327,11 +329,15 @@ def tensor_bytes(path: Path) -> dict[str, int]:
 
 def load(name: str, folder: Path) -> dict[str, Any]:
     LOADING[name](folder.parent / "tiny")
-    DEVICE.clear()
-    dist.barrier()
-    with Host() as host:
-        model = LOADING[name](folder)
-    del model
+    runs = []
+    for _ in range(LOADINGS):
+        DEVICE.clear()
+        dist.barrier()
+        with Host() as host:
+            model = LOADING[name](folder)
+        del model
+        runs.append(host)
+    host = max(runs, key=lambda run: run.high_bytes)
     device = {"device_bytes": DEVICE.pop("high_bytes")} if DEVICE else {}
     return device | {"high_bytes": host.high_bytes, "left_bytes": host.left_bytes, "file_bytes": host.file_bytes}
 
