@@ -9,7 +9,8 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.memory.allocator import AllocatorConf, reserve
+from fsdp_advisor.memory.allocator import AllocatorConf, Reserved, reserve
+from fsdp_advisor.memory.allocator.reserve import _with_room
 from fsdp_advisor.memory.libraries import allocated
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan, plans
@@ -34,7 +35,12 @@ def job(model: str, strategy: str, backend: str) -> tuple[Profile, Tape, Plan]:
 def test_walk(benchmark: BenchmarkFixture, depth: str, strategy: str, backend: str, conf: str) -> None:
     profile, tape, plan = job(DEPTHS[depth], strategy, backend)
     settings = AllocatorConf(expandable_segments=conf == "expandable")
-    result = benchmark(lambda: reserve(profile, tape, plan, conf=settings))
+
+    def walk() -> Reserved:
+        _with_room.cache_clear()  # walked each time
+        return reserve(profile, tape, plan, conf=settings)
+
+    result = benchmark(walk)
     assert result.steps_until_steady is not None
 
 
