@@ -108,11 +108,8 @@ def difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tu
         return (
             f"{format_gib(-more)} of the peak are what dropout keeps on a CPU; a GPU keeps a byte per element: {there}",
         )
-    if real.attention != "flash_attention_2":
-        return (
-            f"{format_gib(-more)} of the peak are masks, repeated heads or scores that sdpa makes on fake tensors and not on a GPU: {there}",
-        )
+    kernel = "flash kernel needs none" if real.attention == "flash_attention_2" else "kernels need fewer"
     return (
-        f"{format_gib(-more)} of the peak are attention masks and repeated key and value heads, "
-        f"which transformers makes for sdpa on fake or traced tensors; a GPU's flash kernel needs none: {there}",
+        f"{format_gib(-more)} of the peak are masks, scores or repeated heads that sdpa makes on fake or traced tensors; "
+        f"a GPU's {kernel}: {there}",
     )
