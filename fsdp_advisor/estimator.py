@@ -11,7 +11,7 @@ from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
 from fsdp_advisor.memory.deepspeed import hidden_size
-from fsdp_advisor.memory.device import device_overhead, verdict
+from fsdp_advisor.memory.device import DeviceOverhead, Verdict, device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks
 from fsdp_advisor.memory.ledger import ACCOUNTS
@@ -128,8 +128,8 @@ def estimate_plan(
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
-    variant, tape = taped(model, model.profile, plan)
-    return replayed(model.profile, real_tape(model.profile, variant, plan) or tape, plan, scratch=True).peak
+    tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
+    return replayed(model.profile, tape, plan, scratch=True).peak
 
 
 def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserved:
@@ -140,12 +140,11 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
     from fsdp_advisor.memory.allocator import reserve
 
     assert model.profile is not None
-    variant, tape = taped(model, model.profile, plan)
     room = gpu.memory_bytes - device_overhead(gpu, plan).middle_bytes
     collects = conf.garbage_collection_threshold > 0  # what it reserves hangs on the limit
     found = reserve(
         model.profile,
-        real_tape(model.profile, variant, plan, gpu) or tape,
+        real_tape(model.profile, taped(model, model.profile, plan), plan, gpu),
         plan,
         conf=conf,
         limit_bytes=room if collects else None,
@@ -156,6 +155,34 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
         return found
     most = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
     return replace(found, verdict="fits" if found.reserved_peak_bytes <= most else "does_not_fit")
+
+
+def reserved_beside(
+    overhead: DeviceOverhead,
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    conf: AllocatorConf | None,
+    workspace_bytes: int,
+) -> tuple[Reserved, Verdict]:
+    """A plan through the caching allocator in what `overhead` leaves of the GPU, and the verdict on both together."""
+    from fsdp_advisor.memory.allocator import reserve
+
+    reserved = reserve(
+        profile,
+        tape,
+        plan,
+        conf=conf,
+        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=gpu.memory_bytes,
+        workspace_bytes=workspace_bytes,
+    )
+    judged = verdict(
+        overhead, gpu, allocated_bytes=reserved.allocated_peak_bytes, reserved_bytes=reserved.reserved_peak_bytes
+    )
+    return reserved, judged
 
 
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
@@ -218,22 +245,16 @@ def _estimate(
     copy = one_copy_bytes(profile, plan)
     loading = {"one_copy": copy, "every_rank": copy * plan.ranks_per_node}
     overhead = device_overhead(gpu, plan)
+    job_of = partial(
+        job_peaks, profile, plan, gpu, states=states, host=host, overhead=overhead, host_memory_bytes=host_memory_bytes
+    )
     try:
         variant, tape = taped(model, profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # nothing can be said; of a catalogued model the other strategies can
         total = sum(h.rounded for h in (states.parameters, states.gradients, states.optimizer, states.communication))
-        job = job_peaks(
-            profile,
-            plan,
-            gpu,
-            states=states,
-            host=host,
-            overhead=overhead,
-            phase_peaks=None,
-            host_memory_bytes=host_memory_bytes,
-        )
+        job = job_of(phase_peaks=None)
         return StrategyEstimate(
             plan=plan,
             fits=False if total + overhead.low_bytes > gpu.memory_bytes or job.fails else None,
@@ -265,42 +286,19 @@ def _estimate(
         warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
     ledger = replayed(profile, tape, plan)
     real = real_variant(profile, variant, plan, gpu)
-    real_tape = profile.tapes.get(real.key) or tape
+    on_gpu = profile.tapes.get(real.key) or tape
     if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
         unknown.append(NO_SCRATCH)
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
-    taken = allocated(profile, real_tape, plan, workspace_bytes=workspace_bytes)
+    taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes)
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
     reserved = None
     if walk == "always" or (walk == "if open" and judged.certain is None):
-        from fsdp_advisor.memory.allocator import reserve
-
-        reserved = reserve(
-            profile,
-            real_tape,
-            plan,
-            conf=conf,
-            limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
-            device_bytes=gpu.memory_bytes,
-            workspace_bytes=workspace_bytes,
-        )
-        judged = verdict(
-            overhead,
-            gpu,
-            allocated_bytes=reserved.allocated_peak_bytes,
-            reserved_bytes=reserved.reserved_peak_bytes,
+        reserved, judged = reserved_beside(
+            overhead, profile, on_gpu, plan, gpu, conf=conf, workspace_bytes=workspace_bytes
         )
         warnings += _allocator_warnings(reserved)
-    job = job_peaks(
-        profile,
-        plan,
-        gpu,
-        states=states,
-        host=host,
-        overhead=overhead,
-        phase_peaks=replayed(profile, real_tape, plan, scratch=True).phase_peaks,
-        host_memory_bytes=host_memory_bytes,
-    )
+    job = job_of(phase_peaks=replayed(profile, on_gpu, plan, scratch=True).phase_peaks)
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
     step = step_of(profile, variant, tape, plan, gpu)
     warnings += difference_on_gpu(real, ledger.peak, taken.tensor_bytes)
@@ -347,16 +345,15 @@ def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
 def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
     """The time of a plan's step on a GPU, where sdpa runs its kernels; between nodes its `inter_node` link."""
     between: Link = gpu.inter_node or ETHERNET_100G
-    return step_time(profile, real_tape(profile, variant, plan) or tape, plan, gpu, between)
+    return step_time(profile, real_tape(profile, (variant, tape), plan), plan, gpu, between)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """What computes and what is sent through the plan's last micro-batch and step; empty where the time is not known."""
     if model.profile is None:
         return ()
-    variant, tape = taped(model, model.profile, plan)
-    real = real_tape(model.profile, variant, plan) or tape
-    return timeline(model.profile, real, plan, gpu, gpu.inter_node or ETHERNET_100G)
+    tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
+    return timeline(model.profile, tape, plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:

@@ -188,6 +188,15 @@ class Option:
         return int(text) if self.kind is int and text.isascii() and text.isdigit() and len(text) < 20 else NOT_READ
 
 
+def dashed(field: str) -> str:
+    """The option of the command line that a field is.
+
+    >>> dashed("micro_batch_size")
+    '--micro-batch-size'
+    """
+    return "--" + field.replace("_", "-")
+
+
 _FIELDS: dict[type, Mapping[str, Option]] = {}
 
 
@@ -203,7 +212,7 @@ def fields_of(kind: type[EstimateRequest]) -> Mapping[str, Option]:
 
 
 def _option(name: str, annotation: Any, default: Any) -> Option:
-    *_, bare = (annotation,) if get_origin(annotation) is not Annotated else get_args(annotation)[:1]
+    bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
     (kind,) = (part for part in parts if part is not type(None))
     words = get_args(kind) if get_origin(kind) is Literal else ()

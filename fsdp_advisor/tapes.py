@@ -83,9 +83,10 @@ def real_variant(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None
     return real_attention(variant, capability, windowed=windowed, recorded=profile.tapes)
 
 
-def real_tape(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Tape | None:
-    """The tape of `real_variant`; None where there is none, so that the plan's own stands for it."""
-    return profile.tapes.get(real_variant(profile, variant, plan, gpu).key)
+def real_tape(profile: Profile, taped: tuple[Variant, Tape], plan: Plan, gpu: Gpu | None = None) -> Tape:
+    """The tape of `real_variant`; where there is none, the one that the plan itself replays."""
+    variant, tape = taped
+    return profile.tapes.get(real_variant(profile, variant, plan, gpu).key) or tape
 
 
 def difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:

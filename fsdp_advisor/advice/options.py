@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.advice.judge import Candidate
-from fsdp_advisor.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.request import EstimateRequest, RecommendRequest, dashed, fields_of
 
 _LEFT_TO_DEFAULTS = ("interconnect", "precision", "optim", "attention", "backward_prefetch", "nnodes", "micro_batch_size",
                      "gradient_accumulation_steps", "activation_checkpointing", "offload", "offload_device", "framework",
@@ -39,5 +39,5 @@ def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ..
     for name, value in values.items():
         if name in _LEFT_TO_DEFAULTS and value == fields_of(EstimateRequest)[name].default:
             continue
-        words += ["--" + name.replace("_", "-"), str(value)]
+        words += [dashed(name), str(value)]
     return tuple(words)

@@ -10,7 +10,6 @@ from fsdp_advisor.cli import export as exporting
 from fsdp_advisor.cli import recommend as advising
 from fsdp_advisor.cli import serve as serving
 from fsdp_advisor.cli import validate as validation
-from fsdp_advisor.cli.estimate import as_json
 from fsdp_advisor.cli.estimate import estimate as answer
 from fsdp_advisor.cli.options import (
     ForceOption,
@@ -20,7 +19,7 @@ from fsdp_advisor.cli.options import (
     QuietOption,
     takes_request,
 )
-from fsdp_advisor.cli.output import Destination, Format, note
+from fsdp_advisor.cli.output import Destination, Format, as_json, note
 from fsdp_advisor.request import EstimateRequest
 
 PROGRAM = "fsdp-advisor"

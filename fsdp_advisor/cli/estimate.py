@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_advisor.cli.output import Destination, Format, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
 from fsdp_advisor.request import EstimateRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.report import Report
     from fsdp_advisor.validation.records import Record
-
-FITS, NONE_FITS = 0, 1
 
 
 def estimate(
@@ -69,10 +67,3 @@ def _render(
     from fsdp_advisor.cli.text import text
 
     return text(report, destination.screen(), chosen) + (f"\n{beside}" if beside else "")
-
-
-def as_json(value: Any) -> str:
-    """Indented, for people too."""
-    import json
-
-    return json.dumps(value, indent=2)

@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from fsdp_advisor.cli.options import ForceOption, OutputOption, QuietOption, takes_request
-from fsdp_advisor.cli.output import Destination, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, note
 from fsdp_advisor.request import EstimateRequest
-
-FITS, NONE_FITS = 0, 1
 
 
 def register(app: typer.Typer) -> None:

@@ -8,9 +8,12 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from fsdp_advisor.errors import UsageError
 
+FITS, NONE_FITS = 0, 1
+"""Exit statuses."""
 PIPE_WIDTH = 120
 """Columns where there is no terminal to ask and COLUMNS is not set."""
 
@@ -90,6 +93,13 @@ class Destination:
             raise UsageError(
                 f"cannot write standard output: {error.strerror}", hint="-o FILE writes to a file"
             ) from None
+
+
+def as_json(value: Any) -> str:
+    """Indented, for people too."""
+    import json
+
+    return json.dumps(value, indent=2)
 
 
 def note(text: str, *, quiet: bool = False) -> None:

@@ -11,20 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.cli.output import Format
-from fsdp_advisor.request import EstimateRequest, fields_of, plainly
+from fsdp_advisor.request import EstimateRequest, dashed, fields_of, plainly
 
 ALIASES: dict[str, tuple[str, ...]] = {"micro_batch_size": ("--per-device-train-batch-size",)}
 FLAGS = {"--json": "json", "--force": "force", "--quiet": "quiet", "-q": "quiet"}
 VALUES = {"--format": "format", "--output": "output", "-o": "output", "--explain": "explain"}
-
-
-def dashed(field: str) -> str:
-    """The option of a field.
-
-    >>> dashed("micro_batch_size")
-    '--micro-batch-size'
-    """
-    return "--" + field.replace("_", "-")
 
 
 def estimate_asked(arguments: Sequence[str]) -> tuple[EstimateRequest, dict[str, Any]] | None:

@@ -15,13 +15,11 @@ from fsdp_advisor.cli.options import (
     QuietOption,
     takes_request,
 )
-from fsdp_advisor.cli.output import Destination, Format, Screen, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, Screen, as_json, form_of, note
 from fsdp_advisor.request import RecommendRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice
-
-FITS, NONE_FITS = 0, 1
 
 
 def register(app: typer.Typer) -> None:
@@ -65,9 +63,7 @@ def recommend(
 
 def _render(advice: Advice, form: Format, destination: Destination) -> str:
     if form is Format.json:
-        import json
-
-        return json.dumps(advice.as_dict(), indent=2)
+        return as_json(advice.as_dict())
     from fsdp_advisor.cli.advice import text
 
     if form is Format.markdown:

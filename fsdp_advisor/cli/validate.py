@@ -20,7 +20,7 @@ from fsdp_advisor.cli.options import (
     QuietOption,
     takes_request,
 )
-from fsdp_advisor.cli.output import Destination, Format, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.request import EstimateRequest, fields_of
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fsdp_advisor.validation.launch import Ended
     from fsdp_advisor.validation.records import Record, Rung
 
-FITS, NONE_FITS, FAILED = 0, 1, 3
+FAILED = 3
 
 
 class RungName(str, Enum):

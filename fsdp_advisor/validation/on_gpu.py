@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_advisor.estimator import estimate_plan
+from fsdp_advisor.estimator import estimate_plan, reserved_beside
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, Segment, reserve, traced
-from fsdp_advisor.memory.device import device_overhead, verdict
+from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, Segment, traced
+from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
 from fsdp_advisor.memory.step import replayed, timeline
@@ -58,21 +58,7 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
     grouped = plan if rung == "measure" else replace(plan, shard_degree=1, replica_degree=1, nnodes=1)
     overhead = device_overhead(gpu, grouped, lazy_loading=os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "EAGER")
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-    reserved = reserve(
-        profile,
-        tape,
-        plan,
-        conf=conf,
-        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
-        device_bytes=gpu.memory_bytes,
-        workspace_bytes=workspace_bytes,
-    )
-    judged = verdict(
-        overhead,
-        gpu,
-        allocated_bytes=reserved.allocated_peak_bytes,
-        reserved_bytes=reserved.reserved_peak_bytes,
-    )
+    reserved, judged = reserved_beside(overhead, profile, tape, plan, gpu, conf=conf, workspace_bytes=workspace_bytes)
     fits = reserved.verdict != "does_not_fit"
     ledger = replayed(profile, tape, plan)
     phases, segments = walked_as_run(

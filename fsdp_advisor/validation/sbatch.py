@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.request import EstimateRequest, dashed
 
 
 def sbatch_example(request: EstimateRequest, **run: Any) -> str:
@@ -18,7 +18,7 @@ def sbatch_example(request: EstimateRequest, **run: Any) -> str:
     options: list[str] = []
     for name, value in {**request.changed, **run}.items():
         if value is not None:
-            options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            options += [dashed(name), *([] if value is True else [str(value)])]
     measure = "-m fsdp_advisor validate --rung measure"
     return f"""#!/bin/bash
 #SBATCH --job-name=fsdp-advisor
