@@ -33,6 +33,7 @@ drivers are said to have. NVIDIA documents none.
 """
 
 _ALLOC, _GRADIENT, _INPUT = int(Op.ALLOC), int(Category.GRADIENT), int(Category.INPUT)
+_WHOLE_GRADIENT, _SCRATCH = int(Category.UNSHARDED_GRADIENT), int(Category.SCRATCH)
 _NEAR, _FAR, _BORN = range(3)
 
 
@@ -84,7 +85,7 @@ class Trace(Ledger):
         self._late = self._waited = self._launched = 0
         self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free
         self._entered = False
-        self._first_layer = self._backward_begin = -1
+        self._first_layer = self._first_weight = -1  # operations after which the two threads' first products are
 
     @property
     def follows_storages(self) -> bool:
@@ -157,8 +158,6 @@ class Trace(Ledger):
 
     def begin(self, phase: str) -> None:
         self.phase = phase
-        if phase == "backward" and self._backward_begin < 0:
-            self._backward_begin = len(self._operations)
         for s, recorded in enumerate(self._recorded):
             self._at[s] = len(recorded) if phase == "backward" else -1
             if phase != "optimizer":
@@ -220,6 +219,8 @@ class Trace(Ledger):
                 self._tape_born.append((number, c))
                 if c >= _GRADIENT:
                     self._made_gradient(number, c - _GRADIENT)
+                if c >= _WHOLE_GRADIENT and c != _SCRATCH and self._first_weight < 0:
+                    self._first_weight = len(operations)
             elif kind == _NEAR:
                 source = instances if a == 0 else self._instances[_PHASES[a], segment.stack]
                 operations.append(source[at + b][c] * 4 + FREE)
@@ -283,7 +284,8 @@ class Trace(Ledger):
     # What comes of it
 
     def steps(self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = ()) -> Steps:
-        """`workspaces` are kept from the first matrix product on: in the forward pass, then in the backward pass.
+        """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
+        the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
 
         What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
         """
@@ -306,7 +308,7 @@ class Trace(Ledger):
         makes = [number for account, number in self._residents if account in made_by_first_step and number not in over]
         first = list(step)
         inserted = [(optimizer, makes)]
-        for at, n_bytes in zip((self._first_layer, self._backward_begin), workspaces, strict=False):
+        for at, n_bytes in zip((self._first_layer, self._first_weight), workspaces, strict=False):
             requests.append(n_bytes)
             inserted.append((at, [len(requests) - 1]))
         for at, numbers in sorted(inserted, reverse=True):
