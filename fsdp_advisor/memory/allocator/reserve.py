@@ -14,10 +14,11 @@ from typing import Literal
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.trace import Steps, Trace
-from fsdp_advisor.memory.held import round_up
+from fsdp_advisor.memory.held import NOTHING, round_up
 from fsdp_advisor.memory.libraries import WORKSPACES
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
+from fsdp_advisor.memory.schedules.ddp import rebuilt_buckets
 from fsdp_advisor.memory.score import sized
 from fsdp_advisor.memory.step import composed
 from fsdp_advisor.memory.wrapping import marked, marks_for
@@ -127,7 +128,8 @@ def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0
     trace = Trace(profile, played, sized(score, plan.micro_batch_size, plan.seq_len))
     replay(profile, score.shape, schedule, plan.gradient_accumulation_steps, trace)
     workspaces = (round_up(workspace_bytes),) * WORKSPACES if workspace_bytes else ()
-    return trace.steps(schedule.made_by_first_step, workspaces)
+    rebuilt = rebuilt_buckets(profile, played, plan) if plan.backend == "ddp" else NOTHING
+    return trace.steps(schedule.made_by_first_step, workspaces, rebuilt)
 
 
 _RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, WAIT
-from fsdp_advisor.memory.held import Held, round_up
+from fsdp_advisor.memory.held import NOTHING, Held, round_up
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
+    COMMUNICATION,
     COMPUTE,
     UNSHARDED_GRADIENTS,
     Alive,
@@ -283,10 +284,13 @@ class Trace(Ledger):
 
     # What comes of it
 
-    def steps(self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = ()) -> Steps:
+    def steps(
+        self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = (), rebuilt: Held = NOTHING
+    ) -> Steps:
         """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
         the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
 
+        `rebuilt` are DDP's buckets after the first step, in which one has all gradients.
         What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
         """
         requests, step = list(self._requests), list(self._operations)
@@ -313,6 +317,13 @@ class Trace(Ledger):
             inserted.append((at, [len(requests) - 1]))
         for at, numbers in sorted(inserted, reverse=True):
             first[at:at] = [number * 4 + MALLOC for number in numbers]
+        if rebuilt.exact:
+            whole = len(requests)
+            buckets = [number * 4 + MALLOC for account, number in self._residents if account == COMMUNICATION]
+            at = setup.index(buckets[0])
+            setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
+            requests += map(round_up, (rebuilt.exact, *rebuilt.each()))
+            first += [whole * 4 + FREE, *(number * 4 + MALLOC for number in range(whole + 1, len(requests)))]
         skipped = {number * 4 + kind for number in not_yet & over for kind in (FREE, FREE_LATER)}
         return Steps(
             requests=tuple(requests),
