@@ -92,14 +92,21 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
 
 
 def walked_as_run(
-    profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, *, workspace_bytes: int, n_steps: int
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    conf: AllocatorConf,
+    *,
+    workspace_bytes: int,
+    n_steps: int,
+    gpu_keeps_up: bool = False,
 ) -> tuple[dict[str, dict[str, int]], Iterator[Segment]]:
     """The allocator through exactly the steps that a run takes, on a GPU with room to spare.
 
     The peaks of each phase over the steps that count, under the words that a run measures; and the segments in the end.
     """
     steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes)
-    allocator = CachingAllocator(steps.requests, conf)
+    allocator = CachingAllocator(steps.requests, conf, gpu_keeps_up=gpu_keeps_up)
     starts = [at for at, _, _ in steps.places[1:]]
     parts = [
         (phase, steps.following[begin:end])
@@ -113,6 +120,8 @@ def walked_as_run(
             if number >= WARM_UP:
                 so_far = phases.setdefault(phase, peaks)
                 phases[phase] = {name: max(so_far[name], peaks[name]) for name in peaks}
+        if number == n_steps - 1:
+            break  # what other streams are done with is held until the next malloc, which does not come
         allocator.begin_step()
         for born, known in steps.handed_on:
             allocator.address[known] = allocator.address[born]

@@ -24,7 +24,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Tape
+from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -63,8 +63,9 @@ class Steps:
 class Trace(Ledger):
     """One step in the steady state, written down. `steps()` is what comes of it once the step has been replayed."""
 
-    def __init__(self, profile: Profile, tape: Tape, sized: Sized) -> None:
+    def __init__(self, profile: Profile, tape: Tape, sized: Sized, *, gradient_stream: int = COMPUTE) -> None:
         super().__init__()
+        self._gradient_stream = gradient_stream
         self._profile, self._tape, self._score, self._sizes = profile, tape, sized.score, sized.sizes
         self._requests: list[int] = []
         self._operations: list[int] = []
@@ -239,10 +240,12 @@ class Trace(Ledger):
         segment = tape.segments[index]
         birth = sum(1 for op, _, _ in segment.events[:start] if op == _ALLOC)
         result = []
-        for op, a, b in segment.events[start:end]:
+        for at, (op, a, b) in enumerate(segment.events[start:end], start):
             if op == _ALLOC:
                 if b not in left_out and self._sizes[a]:
-                    result.append((_BORN, self._sizes[a], birth, b))
+                    sums = b == _WHOLE_GRADIENT and _sums(tape, segment, at)
+                    stream = self._gradient_stream if b >= _GRADIENT or sums else COMPUTE
+                    result.append((_BORN, self._sizes[a] | stream, birth, b))
                 birth += 1
             elif op == Op.FREE:
                 size, category = tape.births[a][b]
@@ -271,7 +274,7 @@ class Trace(Ledger):
         (self._root if parameter & 1 else self._own).append(number)
 
     def _alive_gradients(self, numbers: list[int]) -> Alive:
-        return UNSHARDED_GRADIENTS, sum(self._requests[n] for n in numbers), tuple(numbers)
+        return UNSHARDED_GRADIENTS, sum(self._requests[n] & ~STREAM_MASK for n in numbers), tuple(numbers)
 
     def _allocate(self, request: int) -> int:
         number = len(self._requests)
@@ -285,12 +288,18 @@ class Trace(Ledger):
     # What comes of it
 
     def steps(
-        self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = (), rebuilt: Held = NOTHING
+        self,
+        made_by_first_step: frozenset[int],
+        workspaces: Sequence[int] = (),
+        *,
+        passing: Held = NOTHING,
+        rebuilt: Held = NOTHING,
     ) -> Steps:
         """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
         the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
 
-        `rebuilt` are DDP's buckets after the first step, in which one has all gradients.
+        `passing` is allocated and freed, one after the other, before the first step; `rebuilt` are DDP's buckets after it, during
+        which one has all gradients.
         What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
         """
         requests, step = list(self._requests), list(self._operations)
@@ -317,6 +326,9 @@ class Trace(Ledger):
             inserted.append((at, [len(requests) - 1]))
         for at, numbers in sorted(inserted, reverse=True):
             first[at:at] = [number * 4 + MALLOC for number in numbers]
+        passes = range(len(requests), len(requests) + sum(1 for _ in passing.each()))
+        requests += map(round_up, passing.each())
+        first[:0] = [number * 4 + kind for number in passes for kind in (MALLOC, FREE)]
         if rebuilt.exact:
             whole = len(requests)
             buckets = [number * 4 + MALLOC for account, number in self._residents if account == COMMUNICATION]
@@ -336,6 +348,16 @@ class Trace(Ledger):
 
 
 _PHASES = ("", "forward", "backward")
+
+
+def _sums(tape: Tape, segment: Segment, at: int) -> bool:
+    """Whether what is born there is the sum of two gradients, which die at once: those of a weight that is used twice."""
+    parts = 0
+    for op, a, b in segment.events[at + 1 :]:
+        if op == _ALLOC:
+            break
+        parts += op == Op.FREE and tape.births[a][b][0] == segment.events[at][1]
+    return parts >= 2
 
 
 def _recorded(profile: Profile, stack: int) -> list[int]:
