@@ -125,7 +125,7 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], 
     if plan.offload != "parameters":
         states = replace(
             states,
-            parameters=summed(profile, units, "shard"),
+            parameters=summed(profile, units, "shard", [NOTHING] * len(profile.stacks) + [units[AT_ROOT].shard]),  # last
             gradients=summed(profile, units, "gradients"),
             optimizer=summed(profile, units, "optimizer"),
         )

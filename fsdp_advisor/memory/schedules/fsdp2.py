@@ -33,7 +33,7 @@ from fsdp_advisor.memory.ledger import (
     Ledger,
     Place,
 )
-from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
+from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, root_parts, summed, total
 from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, Part, Wrapping, wrapping_for
 from fsdp_advisor.models.profile import ROOT, Parameter, Profile, Unit
 from fsdp_advisor.plan import Plan
@@ -102,6 +102,10 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[Place, Un
     states = States(buffers=buffers(profile))
     if plan.offload != "parameters":
         kept = {what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer")}
+        if len(wrapping.parts) == 1 and not wrapping.whole:  # one by one, in the model's order
+            root = [_measure(part, plan) for part in root_parts(profile)]
+            for what in ("parameters", "optimizer"):
+                kept[what] = summed(profile, units, what, [getattr(part, what) for part in root])
         states = replace(states, **kept)
     return wrapping, units, states
 
