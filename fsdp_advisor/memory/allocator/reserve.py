@@ -123,8 +123,8 @@ def _with_room(profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, wo
     )
 
 
-def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0) -> Steps:
-    """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included."""
+def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0, batch_stands: bool = False) -> Steps:
+    """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included. `batch_stands`: see `Trace.steps`."""
     schedule, score = schedule_for(profile, plan), composed(profile, tape, plan, scratch=True)
     played = marked(profile, tape, marks_for(profile, plan)).read()
     # FSDP1 takes a unit's parameters out of its flat one on the all-gather's stream, so autograd puts their gradients together there
@@ -134,7 +134,9 @@ def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0
     workspaces = (round_up(workspace_bytes),) * WORKSPACES if workspace_bytes else ()
     rebuilt = rebuilt_buckets(profile, played, plan) if plan.backend == "ddp" else NOTHING
     passing = tried(profile, plan) if plan.backend == "fsdp1" else NOTHING
-    return trace.steps(schedule.made_by_first_step, workspaces, passing=passing, rebuilt=rebuilt)
+    return trace.steps(
+        schedule.made_by_first_step, workspaces, passing=passing, rebuilt=rebuilt, batch_stands=batch_stands
+    )
 
 
 _RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}

@@ -6,6 +6,7 @@ writes down each storage of each real layer.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class Trace(Ledger):
         self._fresh: list[int] = []
         self._changed: dict[int, int] = {}
         self._tape_born: list[tuple[int, int]] = []  # (storage, category), of this micro-batch
+        self._batches: list[list[int]] = []  # of each micro-batch
         self._last: list[int] = []  # what the last micro-batch left behind, until there is another loss
         self._late = self._waited = self._launched = 0
         self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free
@@ -187,6 +189,7 @@ class Trace(Ledger):
             self._free(number for number, category in left if category == _INPUT)
             self._last = [number for number, category in left if category != _INPUT and category < _GRADIENT]
         self._tape_born = []
+        self._batches.append([])
 
     def drop_last_loss(self) -> None:
         self._free(self._last)
@@ -219,6 +222,8 @@ class Trace(Ledger):
                 operations.append(number * 4)
                 births[b] = number
                 self._tape_born.append((number, c))
+                if c == _INPUT:
+                    self._batches[-1].append(number)
                 if c >= _GRADIENT:
                     self._made_gradient(number, c - _GRADIENT)
                 if c >= _WHOLE_GRADIENT and c != _SCRATCH and self._first_weight < 0:
@@ -294,14 +299,17 @@ class Trace(Ledger):
         *,
         passing: Held = NOTHING,
         rebuilt: Held = NOTHING,
+        batch_stands: bool = False,
     ) -> Steps:
         """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
         the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
 
         `passing` is allocated and freed, one after the other, before the first step; `rebuilt` are DDP's buckets after it, during
-        which one has all gradients.
+        which one has all gradients. `batch_stands`: all micro-batches are the same one, which is there before the first step.
         What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
         """
+        if batch_stands:
+            self._leave_out_batches()
         requests, step = list(self._requests), list(self._operations)
         residents = {number for _, number in self._residents}
         born = {operation >> 2 for operation in step if operation & 3 == MALLOC}
@@ -317,6 +325,8 @@ class Trace(Ledger):
                 step.append(number * 4 + FREE)
         not_yet = {number for account, number in self._residents if account in made_by_first_step}
         setup = [number * 4 + MALLOC for _, number in self._residents if number not in not_yet]
+        if batch_stands:
+            setup += [number * 4 + MALLOC for number in self._batches[0]]
         optimizer = next((at for at, phase, _ in self._places if phase == "optimizer"), len(step))
         makes = [number for account, number in self._residents if account in made_by_first_step and number not in over]
         first = list(step)
@@ -345,6 +355,17 @@ class Trace(Ledger):
             handed_on=tuple(handed_on),
             places=tuple(self._places),
         )
+
+    def _leave_out_batches(self) -> None:
+        batches = {number * 4 + kind for batch in self._batches for number in batch for kind in (MALLOC, FREE)}
+        gone = [at for at, operation in enumerate(self._operations) if operation in batches]
+
+        def moved(at: int) -> int:
+            return at - bisect_left(gone, at)
+
+        self._operations = [operation for operation in self._operations if operation not in batches]
+        self._places = [(moved(at), phase, where) for at, phase, where in self._places]
+        self._first_layer, self._first_weight = moved(self._first_layer), moved(self._first_weight)
 
 
 _PHASES = ("", "forward", "backward")

@@ -124,8 +124,8 @@ class DdpSchedule:
     def begin_step(self, ledger: Ledger) -> None:
         ledger.born(PARAMETERS, self.states.parameters)
         ledger.born(OPTIMIZER, self.states.optimizer)
-        ledger.born(COMMUNICATION, self.states.communication)
         ledger.born(OTHER, self.states.buffers)
+        ledger.born(COMMUNICATION, self.states.communication)
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0

@@ -125,7 +125,9 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], 
     if plan.offload != "parameters":
         states = replace(
             states,
-            parameters=summed(profile, units, "shard", [NOTHING] * len(profile.stacks) + [units[AT_ROOT].shard]),  # last
+            parameters=summed(
+                profile, units, "shard", [NOTHING] * len(profile.stacks) + [units[AT_ROOT].shard]
+            ),  # last
             gradients=summed(profile, units, "gradients"),
             optimizer=summed(profile, units, "optimizer"),
         )
@@ -157,7 +159,9 @@ class Fsdp1Schedule:
         ledger.born(PARAMETERS, self.states.parameters)
         ledger.born(OPTIMIZER, self.states.optimizer)
         ledger.born(OTHER, self.states.buffers)
-        made_on = ALL_GATHER if self._alone and not self._plan.mixed else REDUCE_SCATTER  # NO_SHARD keeps autograd's own
+        made_on = (
+            ALL_GATHER if self._alone and not self._plan.mixed else REDUCE_SCATTER
+        )  # NO_SHARD keeps autograd's own
         self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, made_on)
         self._prefetched = False
         self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
