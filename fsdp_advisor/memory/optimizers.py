@@ -33,7 +33,7 @@ def kept(optim: str, shape: Shape, element_bytes: int) -> Held:
     tensor = Held.of(elements * element_bytes)
     match optim:
         case "adamw_torch_fused":
-            return tensor * 2 + Held.of(STEP_BYTES)
+            return Held.of(STEP_BYTES) + tensor * 2
         case "adamw_torch":
             return tensor * 2
         case "sgd":

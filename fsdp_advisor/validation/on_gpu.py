@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fsdp_advisor.estimator import estimate_plan, reserved_beside
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, Segment, traced
+from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory, Segment, traced
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
@@ -50,6 +51,8 @@ def conf_in_force(request: EstimateRequest) -> str | None:
 def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: AllocatorConf) -> OnGpu:
     """`fits` is of the steps alone: a run neither loads a checkpoint nor saves one.
 
+    The figures are those of the run itself: where cached memory has to be given back they stay within the GPU's memory, while
+    the estimate says what the steps take with room to spare. Of a run that does not fit there is that alone.
     A stand-in's process group is a fake one, so it has no NCCL.
     """
     assert model.profile is not None
@@ -59,15 +62,25 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
     overhead = device_overhead(gpu, grouped, lazy_loading=os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "EAGER")
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
     reserved, judged = reserved_beside(overhead, profile, tape, plan, gpu, conf=conf, workspace_bytes=workspace_bytes)
-    fits = reserved.verdict != "does_not_fit"
     ledger = replayed(profile, tape, plan)
-    phases, segments = walked_as_run(
-        profile, tape, plan, conf, workspace_bytes=workspace_bytes, n_steps=WARM_UP + STEADY[rung]
+    run = partial(
+        walked_as_run, profile, tape, plan, conf, workspace_bytes=workspace_bytes, n_steps=WARM_UP + STEADY[rung]
     )
+    try:
+        phases, segments = run(limit_bytes=gpu.memory_bytes - overhead.middle_bytes, device_bytes=gpu.memory_bytes)
+        fits = True
+    except OutOfMemory:
+        phases, segments = run()
+        fits = False
     context = next((part for part in overhead.parts if part.name == "CUDA context"), None)
+    peaks = {f"peak_{name}": max(of_phase[name] for of_phase in phases.values()) for name in phases["forward"]}
     figures: dict[str, Any] = {
         "peak_tensor_bytes": ledger.peak,
-        "peak_requested_bytes": reserved.requested_peak_bytes,
+        **peaks,
+        "peak_device_bytes": peaks["peak_reserved_bytes"] + overhead.middle_bytes,
+        "peak_device_bytes_range": [
+            peaks["peak_reserved_bytes"] + n_bytes for n_bytes in (overhead.low_bytes, overhead.high_bytes)
+        ],
         "peak_phase": ledger.peak_phase,
         "phase_peaks": ledger.phase_peaks,
         "at_peak": dict(zip(ACCOUNTS, ledger.at_peak, strict=False)),
@@ -92,14 +105,26 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
 
 
 def walked_as_run(
-    profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, *, workspace_bytes: int, n_steps: int
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    conf: AllocatorConf,
+    *,
+    workspace_bytes: int,
+    n_steps: int,
+    limit_bytes: int | None = None,
+    device_bytes: int | None = None,
+    gpu_keeps_up: bool = False,
 ) -> tuple[dict[str, dict[str, int]], Iterator[Segment]]:
-    """The allocator through exactly the steps that a run takes, on a GPU with room to spare.
+    """The allocator through exactly the steps that a run takes, which are of one and the same batch; limits as for `reserve`.
 
     The peaks of each phase over the steps that count, under the words that a run measures; and the segments in the end.
+    Raises OutOfMemory.
     """
-    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes)
-    allocator = CachingAllocator(steps.requests, conf)
+    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, batch_stands=True)
+    allocator = CachingAllocator(
+        steps.requests, conf, limit_bytes=limit_bytes, device_bytes=device_bytes, gpu_keeps_up=gpu_keeps_up
+    )
     starts = [at for at, _, _ in steps.places[1:]]
     parts = [
         (phase, steps.following[begin:end])
@@ -113,6 +138,8 @@ def walked_as_run(
             if number >= WARM_UP:
                 so_far = phases.setdefault(phase, peaks)
                 phases[phase] = {name: max(so_far[name], peaks[name]) for name in peaks}
+        if number == n_steps - 1:
+            break  # what other streams are done with is held until the next malloc, which does not come
         allocator.begin_step()
         for born, known in steps.handed_on:
             allocator.address[known] = allocator.address[born]

@@ -55,19 +55,34 @@ def test_all_figures_of_a_gpu_are_predicted_and_hang_together(options: dict[str,
     found = predicted(**options)
     said, one = found.predicted, estimate(**{**JOB, "strategy": "zero3", **options, "gpu": "H100-80GB"}, reserved=True).estimates[0]  # fmt: skip
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
-        assert said[name] == getattr(one, name)
+        assert 0 <= getattr(one, name) - said[name] <= MIB  # the first step's blocks may be cut otherwise
     assert sum(said["at_peak"].values()) == said["peak_tensor_bytes"] == max(said["phase_peaks"].values())
     assert sum(said["allocated_breakdown"].values()) <= said["peak_allocated_bytes"] <= said["peak_reserved_bytes"]
     assert [*said["phases"]] == [*PHASES]
     for name in ("allocated", "reserved", "requested"):
-        counted = max(said["phases"][p][f"{name}_bytes"] for p in PHASES)
-        assert 0 <= said[f"peak_{name}_bytes"] - counted <= MIB  # the first step's blocks may be cut otherwise
+        assert said[f"peak_{name}_bytes"] == max(said["phases"][p][f"{name}_bytes"] for p in PHASES)
     low, high = said["peak_device_bytes_range"]
     assert low < said["peak_device_bytes"] < high
     assert low - said["peak_reserved_bytes"] == said["device_overhead_bytes_range"][0]
     assert said["context_bytes_range"][0] < said["context_bytes_range"][1] < 1 << 30
     assert found.fits is True and found.needed_bytes == said["peak_device_bytes"]
     assert sum(segment.n_bytes for segment in found.segments) == said["peak_reserved_bytes"]
+
+
+def test_of_a_gpu_that_is_nearly_full_the_run_itself_is_predicted() -> None:
+    """It gives cached memory back and goes on, within the GPU; what it would take with room to spare is more than there is."""
+    roomy = predicted().predicted
+    beside = roomy["peak_device_bytes"] - roomy["peak_reserved_bytes"]
+    allocated, reserved = roomy["peak_allocated_bytes"], roomy["peak_reserved_bytes"]
+    assert reserved - allocated > 64 * MIB
+    tight = replace(H100, memory_bytes=beside + reserved - 32 * MIB)
+    found = predicted(gpu=tight)
+    assert found.fits is True and found.predicted["allocator"]["verdict"] == "fits_with_retries"
+    assert found.predicted["peak_reserved_bytes"] <= reserved - 32 * MIB
+    assert found.predicted["peak_device_bytes"] <= tight.memory_bytes < (found.needed_bytes or 0)
+    assert sum(segment.n_bytes for segment in found.segments) <= found.predicted["peak_reserved_bytes"]
+    hopeless = predicted(gpu=replace(H100, memory_bytes=beside + allocated - 64 * MIB))
+    assert hopeless.fits is False and hopeless.predicted["peak_reserved_bytes"] == reserved
 
 
 def test_a_stand_in_has_no_nccl_and_real_ranks_have() -> None:

@@ -83,6 +83,7 @@ class CachingAllocator:
     """One device's allocator. The driver gives `limit_bytes` in all; `device_bytes` is what the device has, for fractions.
 
     `requests[storage]` is what each storage asks for; `run` walks operations on storages, `address` says where they are.
+    `gpu_keeps_up`: what other streams still use is done by the next malloc; else when an operation says so.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class CachingAllocator:
         *,
         limit_bytes: int | None = None,
         device_bytes: int | None = None,
+        gpu_keeps_up: bool = False,
     ) -> None:
         self.conf = conf = conf or AllocatorConf()
         if any(conf.roundup_power2_divisions):
@@ -110,12 +112,14 @@ class CachingAllocator:
         self._segments: dict[int, tuple[int, int]] = {}  # address -> (bytes, pool)
         self._late: deque[int] = deque()  # storages that are freed, but still used on another stream
         self._late_over = 0
+        self._gpu_keeps_up = gpu_keeps_up
 
     # Walking
 
     def run(self, operations: Sequence[int]) -> None:
         """malloc and free, in order. Raises OutOfMemory."""
         requests, address, blocks, collects = self._requests, self.address, self.blocks, self._collects
+        late, gpu_keeps_up = self._late, self._gpu_keeps_up
         size, before, free, give_back = blocks.size, blocks.before, blocks.free, blocks.give_back
         whole_from = UNLIMITED if self._expandable else self.conf.max_split_bytes
         split_above = ALIGNMENT - 1 if self._expandable else SMALL_SIZE
@@ -128,6 +132,8 @@ class CachingAllocator:
                 kind = operation & 3
                 number = operation >> 2
                 if kind == MALLOC:
+                    if gpu_keeps_up and late:  # process_events
+                        requested -= self._end_late(len(late))
                     request = requests[number]
                     stream = request & STREAM_MASK
                     need = request - stream
@@ -143,7 +149,9 @@ class CachingAllocator:
                         start = key & ADDRESS
                         have = key >> SHIFT
                     else:
+                        self.requested = requested
                         start, have = self._new_block(number, pool, need)
+                        requested = self.requested
                     # should_split, alloc_found_block: the front is taken, what remains is free
                     rest = have - need
                     if (rest > split_above and need < whole_from) if is_large else rest >= ALIGNMENT:
@@ -167,8 +175,7 @@ class CachingAllocator:
                     if requested > requested_peak:
                         requested_peak = requested
                 elif kind == WAIT:
-                    while self._late_over < number:
-                        self._end_late()
+                    requested -= self._end_late(number - self._late_over)
                 else:
                     request = requests[number]
                     stream = request & STREAM_MASK
@@ -176,11 +183,11 @@ class CachingAllocator:
                     start = address[number]
                     have = size[start]
                     allocated -= have
-                    requested -= need
                     if kind == FREE:
+                        requested -= need
                         give_back(2 * stream + (need > SMALL_SIZE), start)
                     else:  # free, insert_events: another stream still uses it
-                        self._late.append(number)
+                        late.append(number)
         finally:
             self.allocated, self.allocated_peak, self.requested, self.requested_peak = (
                 allocated, allocated_peak, requested, requested_peak
@@ -188,20 +195,24 @@ class CachingAllocator:
 
     def synchronize(self) -> None:
         """The host waits for the GPU: what was still used on another stream is free. Source: synchronize_and_free_events."""
-        while self._late:
-            self._end_late()
+        self.requested -= self._end_late(len(self._late))
 
     def begin_step(self) -> None:
         """Late frees are counted from here on."""
         self.synchronize()
         self._late_over = 0
 
-    def _end_late(self) -> None:
-        number = self._late.popleft()
-        self._late_over += 1
-        request = self._requests[number]
-        stream = request & STREAM_MASK
-        self.blocks.give_back(2 * stream + (request - stream > SMALL_SIZE), self.address[number])
+    def _end_late(self, count: int) -> int:
+        """The first `count` late frees are over. Returns what they had asked for: until now it is requested (free_block)."""
+        n_bytes = 0
+        for _ in range(count):
+            number = self._late.popleft()
+            self._late_over += 1
+            request = self._requests[number]
+            stream = request & STREAM_MASK
+            n_bytes += request - stream
+            self.blocks.give_back(2 * stream + (request - stream > SMALL_SIZE), self.address[number])
+        return n_bytes
 
     # Cached blocks
 

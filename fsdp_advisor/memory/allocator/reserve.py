@@ -14,10 +14,13 @@ from typing import Literal
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.trace import Steps, Trace
-from fsdp_advisor.memory.held import round_up
+from fsdp_advisor.memory.held import NOTHING, round_up
+from fsdp_advisor.memory.ledger import ALL_GATHER, COMPUTE
 from fsdp_advisor.memory.libraries import WORKSPACES
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
+from fsdp_advisor.memory.schedules.ddp import rebuilt_buckets
+from fsdp_advisor.memory.schedules.fsdp1 import tried
 from fsdp_advisor.memory.score import sized
 from fsdp_advisor.memory.step import composed
 from fsdp_advisor.memory.wrapping import marked, marks_for
@@ -45,8 +48,8 @@ class Refused:
 class Reserved:
     """What a step comes to. The peaks are those with room to spare; `segments` stand at the end of a steady step.
 
-    `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`; `requested_peak_bytes` has
-    each storage rounded up to 512 and no more. `steps_until_steady` is None if the state never repeated.
+    `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`; `requested_peak_bytes`
+    (`requested_bytes.all.peak`) has each storage rounded up to 512 and no more, for as long as another stream holds it back. `steps_until_steady` is None if the state never repeated.
     Under a limit: `retries` is how often the driver refused and cached memory had to be released, `retries_per_step` in the
     last step walked; `expandable_segments_help` if they end that, or make the job fit.
     """
@@ -120,14 +123,20 @@ def _with_room(profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, wo
     )
 
 
-def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0) -> Steps:
-    """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included."""
+def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0, batch_stands: bool = False) -> Steps:
+    """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included. `batch_stands`: see `Trace.steps`."""
     schedule, score = schedule_for(profile, plan), composed(profile, tape, plan, scratch=True)
     played = marked(profile, tape, marks_for(profile, plan)).read()
-    trace = Trace(profile, played, sized(score, plan.micro_batch_size, plan.seq_len))
+    # FSDP1 takes a unit's parameters out of its flat one on the all-gather's stream, so autograd puts their gradients together there
+    made_on = ALL_GATHER if plan.backend == "fsdp1" else COMPUTE
+    trace = Trace(profile, played, sized(score, plan.micro_batch_size, plan.seq_len), gradient_stream=made_on)
     replay(profile, score.shape, schedule, plan.gradient_accumulation_steps, trace)
     workspaces = (round_up(workspace_bytes),) * WORKSPACES if workspace_bytes else ()
-    return trace.steps(schedule.made_by_first_step, workspaces)
+    rebuilt = rebuilt_buckets(profile, played, plan) if plan.backend == "ddp" else NOTHING
+    passing = tried(profile, plan) if plan.backend == "fsdp1" else NOTHING
+    return trace.steps(
+        schedule.made_by_first_step, workspaces, passing=passing, rebuilt=rebuilt, batch_stands=batch_stands
+    )
 
 
 _RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}

@@ -6,14 +6,16 @@ writes down each storage of each real layer.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, WAIT
-from fsdp_advisor.memory.held import Held, round_up
+from fsdp_advisor.memory.held import NOTHING, Held, round_up
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
+    COMMUNICATION,
     COMPUTE,
     UNSHARDED_GRADIENTS,
     Alive,
@@ -23,7 +25,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Tape
+from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -33,6 +35,7 @@ drivers are said to have. NVIDIA documents none.
 """
 
 _ALLOC, _GRADIENT, _INPUT = int(Op.ALLOC), int(Category.GRADIENT), int(Category.INPUT)
+_WHOLE_GRADIENT, _SCRATCH = int(Category.UNSHARDED_GRADIENT), int(Category.SCRATCH)
 _NEAR, _FAR, _BORN = range(3)
 
 
@@ -61,8 +64,9 @@ class Steps:
 class Trace(Ledger):
     """One step in the steady state, written down. `steps()` is what comes of it once the step has been replayed."""
 
-    def __init__(self, profile: Profile, tape: Tape, sized: Sized) -> None:
+    def __init__(self, profile: Profile, tape: Tape, sized: Sized, *, gradient_stream: int = COMPUTE) -> None:
         super().__init__()
+        self._gradient_stream = gradient_stream
         self._profile, self._tape, self._score, self._sizes = profile, tape, sized.score, sized.sizes
         self._requests: list[int] = []
         self._operations: list[int] = []
@@ -80,11 +84,12 @@ class Trace(Ledger):
         self._fresh: list[int] = []
         self._changed: dict[int, int] = {}
         self._tape_born: list[tuple[int, int]] = []  # (storage, category), of this micro-batch
+        self._batches: list[list[int]] = []  # of each micro-batch
         self._last: list[int] = []  # what the last micro-batch left behind, until there is another loss
         self._late = self._waited = self._launched = 0
         self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free
         self._entered = False
-        self._first_layer = self._backward_begin = -1
+        self._first_layer = self._first_weight = -1  # operations after which the two threads' first products are
 
     @property
     def follows_storages(self) -> bool:
@@ -157,8 +162,6 @@ class Trace(Ledger):
 
     def begin(self, phase: str) -> None:
         self.phase = phase
-        if phase == "backward" and self._backward_begin < 0:
-            self._backward_begin = len(self._operations)
         for s, recorded in enumerate(self._recorded):
             self._at[s] = len(recorded) if phase == "backward" else -1
             if phase != "optimizer":
@@ -186,6 +189,7 @@ class Trace(Ledger):
             self._free(number for number, category in left if category == _INPUT)
             self._last = [number for number, category in left if category != _INPUT and category < _GRADIENT]
         self._tape_born = []
+        self._batches.append([])
 
     def drop_last_loss(self) -> None:
         self._free(self._last)
@@ -218,8 +222,12 @@ class Trace(Ledger):
                 operations.append(number * 4)
                 births[b] = number
                 self._tape_born.append((number, c))
+                if c == _INPUT:
+                    self._batches[-1].append(number)
                 if c >= _GRADIENT:
                     self._made_gradient(number, c - _GRADIENT)
+                if c >= _WHOLE_GRADIENT and c != _SCRATCH and self._first_weight < 0:
+                    self._first_weight = len(operations)
             elif kind == _NEAR:
                 source = instances if a == 0 else self._instances[_PHASES[a], segment.stack]
                 operations.append(source[at + b][c] * 4 + FREE)
@@ -237,10 +245,12 @@ class Trace(Ledger):
         segment = tape.segments[index]
         birth = sum(1 for op, _, _ in segment.events[:start] if op == _ALLOC)
         result = []
-        for op, a, b in segment.events[start:end]:
+        for at, (op, a, b) in enumerate(segment.events[start:end], start):
             if op == _ALLOC:
                 if b not in left_out and self._sizes[a]:
-                    result.append((_BORN, self._sizes[a], birth, b))
+                    sums = b == _WHOLE_GRADIENT and _sums(tape, segment, at)
+                    stream = self._gradient_stream if b >= _GRADIENT or sums else COMPUTE
+                    result.append((_BORN, self._sizes[a] | stream, birth, b))
                 birth += 1
             elif op == Op.FREE:
                 size, category = tape.births[a][b]
@@ -269,7 +279,7 @@ class Trace(Ledger):
         (self._root if parameter & 1 else self._own).append(number)
 
     def _alive_gradients(self, numbers: list[int]) -> Alive:
-        return UNSHARDED_GRADIENTS, sum(self._requests[n] for n in numbers), tuple(numbers)
+        return UNSHARDED_GRADIENTS, sum(self._requests[n] & ~STREAM_MASK for n in numbers), tuple(numbers)
 
     def _allocate(self, request: int) -> int:
         number = len(self._requests)
@@ -282,11 +292,24 @@ class Trace(Ledger):
 
     # What comes of it
 
-    def steps(self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = ()) -> Steps:
-        """`workspaces` are kept from the first matrix product on: in the forward pass, then in the backward pass.
+    def steps(
+        self,
+        made_by_first_step: frozenset[int],
+        workspaces: Sequence[int] = (),
+        *,
+        passing: Held = NOTHING,
+        rebuilt: Held = NOTHING,
+        batch_stands: bool = False,
+    ) -> Steps:
+        """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
+        the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
 
+        `passing` is allocated and freed, one after the other, before the first step; `rebuilt` are DDP's buckets after it, during
+        which one has all gradients. `batch_stands`: all micro-batches are the same one, which is there before the first step.
         What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
         """
+        if batch_stands:
+            self._leave_out_batches()
         requests, step = list(self._requests), list(self._operations)
         residents = {number for _, number in self._residents}
         born = {operation >> 2 for operation in step if operation & 3 == MALLOC}
@@ -302,15 +325,27 @@ class Trace(Ledger):
                 step.append(number * 4 + FREE)
         not_yet = {number for account, number in self._residents if account in made_by_first_step}
         setup = [number * 4 + MALLOC for _, number in self._residents if number not in not_yet]
+        if batch_stands:
+            setup += [number * 4 + MALLOC for number in self._batches[0]]
         optimizer = next((at for at, phase, _ in self._places if phase == "optimizer"), len(step))
         makes = [number for account, number in self._residents if account in made_by_first_step and number not in over]
         first = list(step)
         inserted = [(optimizer, makes)]
-        for at, n_bytes in zip((self._first_layer, self._backward_begin), workspaces, strict=False):
+        for at, n_bytes in zip((self._first_layer, self._first_weight), workspaces, strict=False):
             requests.append(n_bytes)
             inserted.append((at, [len(requests) - 1]))
         for at, numbers in sorted(inserted, reverse=True):
             first[at:at] = [number * 4 + MALLOC for number in numbers]
+        passes = range(len(requests), len(requests) + sum(1 for _ in passing.each()))
+        requests += map(round_up, passing.each())
+        first[:0] = [number * 4 + kind for number in passes for kind in (MALLOC, FREE)]
+        if rebuilt.exact:
+            whole = len(requests)
+            buckets = [number * 4 + MALLOC for account, number in self._residents if account == COMMUNICATION]
+            at = setup.index(buckets[0])
+            setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
+            requests += map(round_up, (rebuilt.exact, *rebuilt.each()))
+            first += [whole * 4 + FREE, *(number * 4 + MALLOC for number in range(whole + 1, len(requests)))]
         skipped = {number * 4 + kind for number in not_yet & over for kind in (FREE, FREE_LATER)}
         return Steps(
             requests=tuple(requests),
@@ -321,8 +356,29 @@ class Trace(Ledger):
             places=tuple(self._places),
         )
 
+    def _leave_out_batches(self) -> None:
+        batches = {number * 4 + kind for batch in self._batches for number in batch for kind in (MALLOC, FREE)}
+        gone = [at for at, operation in enumerate(self._operations) if operation in batches]
+
+        def moved(at: int) -> int:
+            return at - bisect_left(gone, at)
+
+        self._operations = [operation for operation in self._operations if operation not in batches]
+        self._places = [(moved(at), phase, where) for at, phase, where in self._places]
+        self._first_layer, self._first_weight = moved(self._first_layer), moved(self._first_weight)
+
 
 _PHASES = ("", "forward", "backward")
+
+
+def _sums(tape: Tape, segment: Segment, at: int) -> bool:
+    """Whether what is born there is the sum of two gradients, which die at once: those of a weight that is used twice."""
+    parts = 0
+    for op, a, b in segment.events[at + 1 :]:
+        if op == _ALLOC:
+            break
+        parts += op == Op.FREE and tape.births[a][b][0] == segment.events[at][1]
+    return parts >= 2
 
 
 def _recorded(profile: Profile, stack: int) -> list[int]:

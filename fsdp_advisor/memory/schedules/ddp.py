@@ -6,6 +6,7 @@ over the parameters in reverse order, allocated once; `gradient_as_bucket_view=F
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from fsdp_advisor.memory import optimizers
@@ -25,7 +26,7 @@ from fsdp_advisor.memory.ledger import (
 from fsdp_advisor.memory.schedules.fsdp2 import gradient_norms, optimizer_temporaries
 from fsdp_advisor.memory.schedules.units import buffers, total
 from fsdp_advisor.memory.wrapping import OUTPUTS, clones_outputs, encoded_elements, logits_elements
-from fsdp_advisor.models.profile import Profile, Unit
+from fsdp_advisor.models.profile import ROOT, Op, Parameter, Profile, Segment, Tape, Unit
 from fsdp_advisor.plan import Plan
 
 FIRST_BUCKET_BYTES = 2**20
@@ -38,15 +39,50 @@ def buckets(profile: Profile, element_bytes: int) -> Held:
 
     Source: `compute_bucket_assignment_by_size` in reducer.cpp.
     """
+    return _assigned(reversed([p for p in profile.in_order() if p.trainable]), element_bytes)
+
+
+def _assigned(parameters: Iterable[Parameter], element_bytes: int) -> Held:
     result, filled, limit = NOTHING, 0, FIRST_BUCKET_BYTES
-    for parameter in reversed(list(profile.in_order())):
-        if not parameter.trainable:
-            continue
+    for parameter in parameters:
         filled += parameter.elements * element_bytes
         if filled >= limit:
             result += Held.of(filled)
             filled, limit = 0, BUCKET_BYTES
     return result + Held.of(filled)
+
+
+def rebuilt_buckets(profile: Profile, tape: Tape, plan: Plan) -> Held:
+    """The buckets from the second step on, in the order in which the first step's gradients were ready. NOTHING where the first
+    ones stay: where DDP searches for unused parameters. Until then one bucket has all gradients.
+
+    Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, at the second forward's beginning.
+    """
+    if plan.world_size == 1 or clones_outputs(plan):
+        return NOTHING
+    return _assigned(_as_ready(profile, tape), plan.param_bytes)
+
+
+def _as_ready(profile: Profile, tape: Tape) -> Iterator[Parameter]:
+    """Parameters in the order in which backward is done with their gradients."""
+    backward = [segment for segment in tape.segments if segment.phase == "backward"]
+    stacks: set[int] = set()
+    for segment in backward:
+        if segment.stack == ROOT:
+            yield from _ready(profile, segment)
+        elif segment.stack not in stacks:
+            stacks.add(segment.stack)
+            layers = {other.layer: other for other in backward if other.stack == segment.stack}
+            for run in reversed(profile.stacks[segment.stack].runs):
+                for layer in run.pattern[::-1] * run.repeats:
+                    yield from _ready(profile, layers[layer])
+
+
+def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
+    for op, index, at_root in segment.events:
+        if op == Op.GRAD_READY:
+            unit = profile.root if at_root else profile.stacks[segment.stack].units[segment.layer]
+            yield unit.parameters[index]
 
 
 @lru_cache(maxsize=256)
@@ -88,8 +124,8 @@ class DdpSchedule:
     def begin_step(self, ledger: Ledger) -> None:
         ledger.born(PARAMETERS, self.states.parameters)
         ledger.born(OPTIMIZER, self.states.optimizer)
-        ledger.born(COMMUNICATION, self.states.communication)
         ledger.born(OTHER, self.states.buffers)
+        ledger.born(COMMUNICATION, self.states.communication)
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
         self._accumulating = index > 0

@@ -80,6 +80,7 @@ class UnitBytes:
     reduce_output: Held  # where it is not what becomes of the gradients, which have another dtype
     norms: Held  # one scalar for each parameter of which there is something in the shard
     gradients: Held
+    initial: Held  # made before the first forward and emptied at once (`init_flat_param_attributes`)
 
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
@@ -97,6 +98,10 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
                 temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
     casts = plan.reduce_bytes != plan.compute_bytes and not alone
     reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
+    initial = Held.of(local * plan.compute_bytes) if plan.mixed else NOTHING
+    if not alone:
+        initial += Held.of(elements * plan.compute_bytes)
+        initial += Held.of(elements * plan.param_bytes) if plan.mixed else NOTHING
     return UnitBytes(
         shard=Held.of(local * plan.param_bytes),
         optimizer=optimizer,
@@ -107,6 +112,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         reduce_output=Held.of(local * plan.reduce_bytes) if reduces_low else NOTHING,
         norms=norms,
         gradients=Held.of(local * plan.param_bytes),
+        initial=initial,
     )
 
 
@@ -119,11 +125,19 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], 
     if plan.offload != "parameters":
         states = replace(
             states,
-            parameters=summed(profile, units, "shard"),
+            parameters=summed(
+                profile, units, "shard", [NOTHING] * len(profile.stacks) + [units[AT_ROOT].shard]
+            ),  # last
             gradients=summed(profile, units, "gradients"),
             optimizer=summed(profile, units, "optimizer"),
         )
     return units, states
+
+
+def tried(profile: Profile, plan: Plan) -> Held:
+    """What the first forward makes on the compute stream and empties at once, one after the other, before anything else."""
+    units, _ = _measured(profile, plan.any_batch)
+    return summed(profile, units, "initial")
 
 
 class Fsdp1Schedule:
@@ -145,7 +159,9 @@ class Fsdp1Schedule:
         ledger.born(PARAMETERS, self.states.parameters)
         ledger.born(OPTIMIZER, self.states.optimizer)
         ledger.born(OTHER, self.states.buffers)
-        made_on = COMPUTE if self._alone and not self._plan.mixed else REDUCE_SCATTER  # NO_SHARD keeps autograd's own
+        made_on = (
+            ALL_GATHER if self._alone and not self._plan.mixed else REDUCE_SCATTER
+        )  # NO_SHARD keeps autograd's own
         self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, made_on)
         self._prefetched = False
         self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)

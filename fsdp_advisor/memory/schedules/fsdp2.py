@@ -33,7 +33,7 @@ from fsdp_advisor.memory.ledger import (
     Ledger,
     Place,
 )
-from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, summed, total
+from fsdp_advisor.memory.schedules.units import buffers, per_unit, places, root_parts, summed, total
 from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, Part, Wrapping, wrapping_for
 from fsdp_advisor.models.profile import ROOT, Parameter, Profile, Unit
 from fsdp_advisor.plan import Plan
@@ -102,8 +102,21 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[Place, Un
     states = States(buffers=buffers(profile))
     if plan.offload != "parameters":
         kept = {what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer")}
+        if len(wrapping.parts) == 1 and not wrapping.whole:  # one by one, in the model's order
+            parts = root_parts(profile)
+            states_of = [_measure(part, plan) for part in parts]
+            weights_of = [_measure(part, plan) for part in _as_filled(parts)]
+            kept["parameters"] = summed(profile, units, "parameters", [part.parameters for part in weights_of])
+            kept["optimizer"] = summed(profile, units, "optimizer", [part.optimizer for part in states_of])
         states = replace(states, **kept)
     return wrapping, units, states
+
+
+def _as_filled(root: list[Unit]) -> list[Unit]:
+    """`to_empty` fills a tied weight at each of its places: what stays is the last."""
+    tied = tuple(p for part in root for p in part.parameters if p.tied)
+    parts = [replace(part, parameters=tuple(p for p in part.parameters if not p.tied)) for part in root]
+    return [*parts[:-1], replace(parts[-1], parameters=parts[-1].parameters + tied)]
 
 
 def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[Place, UnitBytes], what: str) -> Held:

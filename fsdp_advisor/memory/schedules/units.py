@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
 
 from fsdp_advisor.memory.held import NOTHING, Held
@@ -34,24 +36,36 @@ def places(profile: Profile) -> Iterator[tuple[Place, Unit, int]]:
 def total(profile: Profile, held: Callable[[Unit], Held]) -> Held:
     """The sum over all real units."""
     by_place = per_unit(profile, held)
-    return _over_units(profile, by_place.__getitem__)
+    return _over_units(profile, by_place.__getitem__, [held(part) for part in root_parts(profile)])
 
 
-def summed(profile: Profile, by_place: Mapping[Place, object], what: str) -> Held:
-    """One `Held` attribute of what was computed per unit, over all real units."""
-    return _over_units(profile, lambda place: getattr(by_place[place], what))
+def summed(profile: Profile, by_place: Mapping[Place, object], what: str, root: Sequence[Held] | None = None) -> Held:
+    """One `Held` attribute of what was computed per unit, over all real units.
+
+    `root` is what the root's parts (`root_parts`) come to; without it the root is one, and comes first.
+    """
+    return _over_units(profile, lambda place: getattr(by_place[place], what), root)
 
 
-def _over_units(profile: Profile, of: Callable[[Place], Held]) -> Held:
-    """The root's, then each real layer's in order: the order in which a model's tensors are made."""
-    result = of(AT_ROOT)
+def root_parts(profile: Profile) -> list[Unit]:
+    """The root's parameters before the first stack, before the second ..., and after the last, with all of its buffers."""
+    bounds = [0, *profile.order, len(profile.root.parameters)]
+    parts = [replace(profile.root, parameters=profile.root.parameters[a:b], buffers=()) for a, b in pairwise(bounds)]
+    return [*parts[:-1], replace(parts[-1], buffers=profile.root.buffers)]
+
+
+def _over_units(profile: Profile, of: Callable[[Place], Held], root: Sequence[Held] | None = None) -> Held:
+    """Each real layer's in order, and the root's before, between and after them: the order of `model.parameters()`."""
+    parts = root or [of(AT_ROOT), *[NOTHING] * len(profile.stacks)]
+    result = NOTHING
     for s, stack in enumerate(profile.stacks):
+        result += parts[s]
         for run in stack.runs:
             pattern = NOTHING
             for layer in run.pattern:
                 pattern += of((s, layer))
             result += pattern * run.repeats
-    return result
+    return result + parts[-1]
 
 
 def buffers(profile: Profile, floating_bytes: int | None = None) -> Held:

@@ -21,12 +21,15 @@ def test_peaks_are_in_order_and_the_state_repeats(strategy: tuple[str, str, str]
     profile, tape, plan = job(SMALL, *strategy)
     result = reserve(profile, tape, plan, conf=conf, workspace_bytes=WORKSPACE)
     cheap = allocated(profile, tape, plan, workspace_bytes=WORKSPACE)
-    assert result.requested_peak_bytes == cheap.peak_bytes
-    assert result.requested_peak_bytes <= result.allocated_peak_bytes <= result.reserved_peak_bytes
+    assert result.allocated_peak_bytes <= result.reserved_peak_bytes
+    if plan.backend == "fsdp1":  # which holds back for other streams what is no longer allocated
+        assert cheap.peak_bytes < result.requested_peak_bytes <= result.reserved_peak_bytes
+    else:
+        assert cheap.peak_bytes == result.requested_peak_bytes <= result.allocated_peak_bytes
     assert result.steps_until_steady is not None and result.steps_until_steady <= 4
     assert sum(segment.n_bytes for segment in result.segments) == result.reserved_peak_bytes
     assert result.verdict is None
-    if conf.expandable_segments:
+    if conf.expandable_segments and plan.backend != "fsdp1":
         assert result.allocated_peak_bytes == result.requested_peak_bytes  # every remainder is split off
 
 
@@ -39,7 +42,8 @@ def test_fsdp1_on_one_rank_keeps_autograds_own_gradients(precision: str, accumul
     )  # fmt: skip
     (one,) = report.estimates
     assert one.reserved is not None and one.allocated is not None and one.reserved.steps_until_steady is not None
-    assert one.reserved.requested_peak_bytes == one.allocated.peak_bytes
+    held_back = one.reserved.requested_peak_bytes - one.allocated.peak_bytes
+    assert held_back >= 0 and (held_back == 0 or precision == "bf16-mixed")
 
 
 def test_verdicts() -> None:
@@ -54,7 +58,7 @@ def test_verdicts() -> None:
     tight = under(needed - 2 * MIB)
     assert tight.verdict == "fits_with_retries" and tight.retries > 0
     assert tight.reserved_peak_bytes == needed  # what it would take with room to spare
-    hopeless = under(roomy.requested_peak_bytes - 64 * MIB)
+    hopeless = under(roomy.allocated_peak_bytes - 64 * MIB)
     assert hopeless.verdict == "does_not_fit" and hopeless.refused is not None
     assert hopeless.refused.phase in ("forward", "backward", "optimizer") and hopeless.refused.where
     assert hopeless.refused.asked_bytes > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, reject, settings
@@ -13,7 +14,9 @@ from fsdp_advisor.estimator import make_request, replayed
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, reserve, traced
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC
 from fsdp_advisor.memory.allocator.trace import Steps
+from fsdp_advisor.memory.ledger import ALL_GATHER
 from fsdp_advisor.memory.libraries import allocated
+from fsdp_advisor.memory.schedules.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, rebuilt_buckets
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.resolve import resolve
@@ -48,8 +51,8 @@ def job(
 
 
 def walked(steps: Steps, conf: AllocatorConf | None = None) -> tuple[CachingAllocator, list[int]]:
-    """Three steps; what is requested after each."""
-    allocator = CachingAllocator(steps.requests, conf)
+    """Three steps, with nothing held back for other streams; what is requested after each."""
+    allocator = CachingAllocator(steps.requests, conf, gpu_keeps_up=True)
     allocator.run(steps.setup)
     after = []
     for operations in (steps.first, steps.following, steps.following):
@@ -140,6 +143,70 @@ def test_workspaces_are_two_and_stay() -> None:
     bare, with_workspaces = (reserve(profile, tape, plan, workspace_bytes=n) for n in (0, 32 * 2**20))
     assert with_workspaces.requested_peak_bytes - bare.requested_peak_bytes == 64 * 2**20
     assert sum(segment.blocks.count((32 * 2**20, True)) for segment in with_workspaces.segments) == 2
+
+
+def test_the_backward_passs_workspace_follows_the_first_weights_gradient() -> None:
+    """It lies behind the output of the head's first product, once the loss has let go of its logits."""
+    profile, tape, plan = job(MODELS[1], "zero3", "fsdp2")
+    steps = traced(profile, tape, plan, workspace_bytes=32 * 2**20)
+    forward, backward = (n * 4 + MALLOC for n, size in enumerate(steps.requests) if size == 32 * 2**20)
+    head = 50257 * 768 * 2
+    after = steps.first[steps.first.index(backward) - 1]
+    assert after & 3 == MALLOC and steps.requests[after >> 2] == -(-head // 512) * 512
+    assert steps.first.index(forward) < steps.first.index(backward) and forward not in steps.following
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", "openai-community/gpt2"])
+def test_ddp_rebuilds_its_one_bucket_after_the_first_step(model: str) -> None:
+    profile, tape, plan = job(model, "ddp", "ddp", precision="bf16-mixed")
+    steps = traced(profile, tape, plan)
+    rebuilt = rebuilt_buckets(profile, tape, plan)
+    sizes = list(rebuilt.each())
+    gradients = sum(p.elements for p in profile.in_order()) * 4
+    assert sum(sizes) == gradients
+    assert all(n >= BUCKET_BYTES for n in sizes[1:-1]) and sizes[0] >= FIRST_BUCKET_BYTES
+    at = [steps.requests[o >> 2] for o in steps.setup].index(-(-gradients // 512) * 512)
+    end = steps.first[-len(sizes) - 1 :]
+    assert end[0] == (steps.setup[at] >> 2) * 4 + FREE
+    assert [steps.requests[o >> 2] for o in end[1:]] == [-(-n // 512) * 512 for n in sizes]
+
+
+def test_a_bucket_is_of_gradients_as_they_are_ready() -> None:
+    """Llama: the last norm with the last layer's down projection; then up, gate; then the norm before them with attention."""
+    profile, tape, plan = job("meta-llama/Llama-3.2-1B", "ddp", "ddp", precision="bf16-mixed")
+    norm, wide, square, narrow = 2048 * 4, 8192 * 2048 * 4, 2048 * 2048 * 4, 512 * 2048 * 4
+    layer = [norm + wide, wide, wide, norm + 2 * square + 2 * narrow]
+    assert list(rebuilt_buckets(profile, tape, plan).each()) == layer * 16 + [norm + 128256 * 2048 * 4]
+
+
+@pytest.mark.parametrize("options", [{"gpus": 1}, {"framework": "trainer"}], ids=str)
+def test_buckets_that_are_not_rebuilt(options: dict[str, Any]) -> None:
+    """On one GPU there are none; where DDP searches for unused parameters, the first ones stay."""
+    profile, tape, plan = job("openai-community/gpt2", "ddp", "ddp", **options)
+    assert rebuilt_buckets(profile, tape, plan).exact == 0
+
+
+@pytest.mark.parametrize(("precision", "each"), [("bf16-mixed", 3), ("bf16", 1), ("fp32", 1)])
+def test_fsdp1_tries_its_flat_parameters_first(precision: str, each: int) -> None:
+    """`init_flat_param_attributes`: per unit a low-precision shard, the gathered parameters and, mixed, these in full precision."""
+    profile, tape, plan = job(MODELS[0], "zero3", "fsdp1", precision=precision)
+    steps = traced(profile, tape, plan)
+    begin = steps.first[: 2 * each * 33]
+    assert [o & 3 for o in begin] == [MALLOC, FREE] * each * 33
+    sizes = [steps.requests[o >> 2] for o in begin[::2]]
+    root = 2 * 32000 * 4096 + 4096
+    assert sizes[each - 1] == root * (2 if precision == "bf16" else 4)
+    assert set(begin).isdisjoint(steps.following)
+
+
+def test_fsdp1_puts_gradients_together_on_the_all_gathers_stream() -> None:
+    """Where the flat parameter was taken apart; with them the sum of a tied weight's two."""
+    profile, tape, plan = job("meta-llama/Llama-3.2-1B", "zero3", "fsdp1")
+    steps = traced(profile, tape, plan)
+    root, tied = (128256 + 1) * 2048 * 2, 128256 * 2048 * 2
+    born = Counter(steps.requests[o >> 2] for o in steps.following if o & 3 == MALLOC)
+    assert born[root | ALL_GATHER] == 2 and root not in born  # the parameters, then their gradients
+    assert born[tied | ALL_GATHER] == 1 and born[tied] == 2
 
 
 @pytest.mark.parametrize("model", ["google/gemma-3-4b-pt", "google/gemma-3-12b-pt"])
