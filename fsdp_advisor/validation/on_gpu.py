@@ -48,7 +48,7 @@ def conf_in_force(request: EstimateRequest) -> str | None:
 
 
 def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: AllocatorConf) -> OnGpu:
-    """`fits` is of the steps alone: a run neither loads a checkpoint nor saves one.
+    """`fits` is of the steps alone: a run neither loads a checkpoint nor saves one, and begins with an empty cache.
 
     A stand-in's process group is a fake one, so it has no NCCL.
     """

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, WAIT
 from fsdp_advisor.memory.held import Held, round_up
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
     COMPUTE,
+    PARAMETERS,
     UNSHARDED_GRADIENTS,
     Alive,
     Changes,
@@ -23,6 +25,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
+from fsdp_advisor.memory.ways import PlacedUnits
 from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Tape
 
 LAUNCH_QUEUE = 1024
@@ -282,8 +285,11 @@ class Trace(Ledger):
 
     # What comes of it
 
-    def steps(self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = ()) -> Steps:
-        """`workspaces` are kept from the first matrix product on: in the forward pass, then in the backward pass.
+    def steps(
+        self, made_by_first_step: frozenset[int], workspaces: Sequence[int] = (), placed: PlacedUnits = ()
+    ) -> Steps:
+        """`workspaces` are kept from the first matrix product on: in the forward pass, then in the backward pass. `placed` is how
+        the parameters are loaded; without it they are simply there.
 
         What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
         """
@@ -301,7 +307,6 @@ class Trace(Ledger):
             else:
                 step.append(number * 4 + FREE)
         not_yet = {number for account, number in self._residents if account in made_by_first_step}
-        setup = [number * 4 + MALLOC for _, number in self._residents if number not in not_yet]
         optimizer = next((at for at, phase, _ in self._places if phase == "optimizer"), len(step))
         makes = [number for account, number in self._residents if account in made_by_first_step and number not in over]
         first = list(step)
@@ -311,6 +316,7 @@ class Trace(Ledger):
             inserted.append((at, [len(requests) - 1]))
         for at, numbers in sorted(inserted, reverse=True):
             first[at:at] = [number * 4 + MALLOC for number in numbers]
+        setup = self._set_up(requests, not_yet, placed)
         skipped = {number * 4 + kind for number in not_yet & over for kind in (FREE, FREE_LATER)}
         return Steps(
             requests=tuple(requests),
@@ -320,6 +326,24 @@ class Trace(Ledger):
             handed_on=tuple(handed_on),
             places=tuple(self._places),
         )
+
+    def _set_up(self, requests: list[int], not_yet: set[int], placed: PlacedUnits) -> list[int]:
+        """What stands before the first step, after what has passed through while it was loaded."""
+        parameters: defaultdict[int, deque[int]] = defaultdict(deque)
+        for account, number in self._residents:
+            if account == PARAMETERS:
+                parameters[requests[number]].append(number)
+        setup: list[int] = []
+        for one in chain.from_iterable(placed):
+            begin = len(requests)
+            requests += map(round_up, one.passing.each())
+            passing = range(begin, len(requests))
+            kept = [parameters[round_up(n_bytes)].popleft() for n_bytes in one.kept.each()]
+            setup += [number * 4 + MALLOC for number in (*passing, *kept)]
+            setup += [number * 4 + FREE for number in passing]
+        loaded = {operation >> 2 for operation in setup}
+        left = (number for _, number in self._residents if number not in not_yet and number not in loaded)
+        return setup + [number * 4 + MALLOC for number in left]
 
 
 _PHASES = ("", "forward", "backward")
