@@ -13,15 +13,15 @@ from fsdp_advisor.hardware.links import ETHERNET_100G, Link
 from fsdp_advisor.memory.deepspeed import hidden_size
 from fsdp_advisor.memory.device import DeviceOverhead, Verdict, device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
-from fsdp_advisor.memory.job import job_peaks
+from fsdp_advisor.memory.job import job_peaks, loading_of
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
-from fsdp_advisor.memory.loading import one_copy_bytes
 from fsdp_advisor.memory.schedules import not_modelled, states_of
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.step import timeline as timeline_of
 from fsdp_advisor.memory.textbook import textbook_states
+from fsdp_advisor.memory.ways import Loading, one_copy_bytes
 from fsdp_advisor.models.profile import Profile, Tape, Variant
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -140,9 +140,11 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
     from fsdp_advisor.memory.allocator import reserve
 
     assert model.profile is not None
-    room = gpu.memory_bytes - device_overhead(gpu, plan).middle_bytes
+    overhead = device_overhead(gpu, plan)
+    room = gpu.memory_bytes - overhead.middle_bytes
     collects = conf.garbage_collection_threshold > 0  # what it reserves hangs on the limit
-    found = reserve(
+    walk = partial(
+        reserve,
         model.profile,
         real_tape(model.profile, taped(model, model.profile, plan), plan, gpu),
         plan,
@@ -151,9 +153,15 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
         device_bytes=gpu.memory_bytes,
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
     )
+    loading = loading_of(model.profile, plan, gpu, overhead)
+    found = walk(loading=loading)
     if collects:
         return found
     most = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
+    if found.reserved_peak_bytes > most and loading.placed:  # what loading left is given back
+        within = walk(loading=loading, limit_bytes=room)
+        if within.verdict == "fits":
+            return within
     return replace(found, verdict="fits" if found.reserved_peak_bytes <= most else "does_not_fit")
 
 
@@ -166,6 +174,7 @@ def reserved_beside(
     *,
     conf: AllocatorConf | None,
     workspace_bytes: int,
+    loading: Loading | None = None,
 ) -> tuple[Reserved, Verdict]:
     """A plan through the caching allocator in what `overhead` leaves of the GPU, and the verdict on both together."""
     from fsdp_advisor.memory.allocator import reserve
@@ -178,6 +187,7 @@ def reserved_beside(
         limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
         device_bytes=gpu.memory_bytes,
         workspace_bytes=workspace_bytes,
+        loading=loading,
     )
     judged = verdict(
         overhead, gpu, allocated_bytes=reserved.allocated_peak_bytes, reserved_bytes=reserved.reserved_peak_bytes
@@ -292,13 +302,13 @@ def _estimate(
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
     taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes)
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
+    job = job_of(phase_peaks=replayed(profile, on_gpu, plan, scratch=True).phase_peaks)
     reserved = None
     if walk == "always" or (walk == "if open" and judged.certain is None):
         reserved, judged = reserved_beside(
-            overhead, profile, on_gpu, plan, gpu, conf=conf, workspace_bytes=workspace_bytes
+            overhead, profile, on_gpu, plan, gpu, conf=conf, workspace_bytes=workspace_bytes, loading=job.loading
         )
         warnings += _allocator_warnings(reserved)
-    job = job_of(phase_peaks=replayed(profile, on_gpu, plan, scratch=True).phase_peaks)
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
     step = step_of(profile, variant, tape, plan, gpu)
     warnings += difference_on_gpu(real, ledger.peak, taken.tensor_bytes)

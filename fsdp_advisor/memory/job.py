@@ -14,8 +14,9 @@ from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.held import States
 from fsdp_advisor.memory.host import HostMemory
-from fsdp_advisor.memory.loading import Loading, advised, deepspeed_moments, loadings
+from fsdp_advisor.memory.loading import advised, deepspeed_moments, loadings
 from fsdp_advisor.memory.saving import Saving, savings
+from fsdp_advisor.memory.ways import Loading
 from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.plan import Plan
 
@@ -80,10 +81,9 @@ def job_peaks(
     Saving comes between two steps, on top of what is kept.
     """
     room = gpu.memory_bytes - overhead.low_bytes
-    looked_at = gpu.memory_bytes if plan.backend == "deepspeed" else None
-    ways = _loadings(profile, plan.any_step, looked_at)
+    ways = _ways(profile, plan, gpu)
     saves = _savings(profile, plan.any_step)
-    loading = advised(ways, gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
+    loading = loading_of(profile, plan, gpu, overhead, host_memory_bytes)
     kept = sum(h.rounded for h in (states.parameters, states.optimizer, states.communication, states.buffers))
     if plan.backend == "deepspeed":  # a buffer that is never given back
         kept += states.gradients.rounded
@@ -105,6 +105,18 @@ def job_peaks(
         savings=saves,
         fails=next((name for name, peak in phases.items() if not peak.fits(gpu, overhead, host_memory_bytes)), None),
     )
+
+
+def loading_of(
+    profile: Profile, plan: Plan, gpu: Gpu, overhead: DeviceOverhead, host_memory_bytes: int | None = None
+) -> Loading:
+    """The way of loading that the job is taken to have."""
+    room = gpu.memory_bytes - overhead.low_bytes
+    return advised(_ways(profile, plan, gpu), gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
+
+
+def _ways(profile: Profile, plan: Plan, gpu: Gpu) -> tuple[Loading, ...]:
+    return _loadings(profile, plan.any_step, gpu.memory_bytes if plan.backend == "deepspeed" else None)
 
 
 @lru_cache(maxsize=1024)

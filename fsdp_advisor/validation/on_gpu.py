@@ -49,7 +49,7 @@ def conf_in_force(request: EstimateRequest) -> str | None:
 
 
 def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: AllocatorConf) -> OnGpu:
-    """`fits` is of the steps alone: a run neither loads a checkpoint nor saves one.
+    """`fits` is of the steps alone: a run neither loads a checkpoint nor saves one, and begins with an empty cache.
 
     The figures are those of the run itself: where cached memory has to be given back they stay within the GPU's memory, while
     the estimate says what the steps take with room to spare. Of a run that does not fit there is that alone.

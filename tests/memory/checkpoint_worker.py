@@ -19,11 +19,14 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
@@ -226,6 +229,25 @@ def fsdp2_every_rank(folder: Path) -> nn.Module:
     return model
 
 
+def fsdp2_scattered(folder: Path) -> nn.Module:
+    """As accelerate does it under `cpu_ram_efficient_loading`. Cloning stands for rank 0's move to the GPU."""
+    full = loaded(folder).state_dict()
+    model = fsdp2(meta(folder))
+    accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0)
+    to = torch.Tensor.to
+
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor.clone() if args == ("cpu",) else to(tensor, *args, **kwargs)
+
+    with StorageMeter() as meter, mock.patch.object(torch.Tensor, "to", moved):
+        for tensor in full.values():
+            meter.ignore(tensor)
+        meter.begin("load")
+        fsdp2_load_full_state_dict(accelerator, model, full)
+        DEVICE["high_bytes"] = meter.end().peaks["tensor_bytes"]
+    return model
+
+
 # Saving: each gets a wrapped model and an empty folder; where it saves an optimizer, the model has made a step
 
 
@@ -294,7 +316,7 @@ LOADING: dict[str, Callable[[Path], nn.Module]] = {
     f.__name__: f
     for f in (
         every_rank, every_rank_mapped, cpu_ram_efficient_loading, fsdp1_without_device_id, fsdp1_rank0,
-        fsdp2_rank0, fsdp2_sharded, fsdp2_every_rank,
+        fsdp2_rank0, fsdp2_sharded, fsdp2_every_rank, fsdp2_scattered,
     )
 }  # fmt: skip
 SAVING: dict[str, Callable[[Any, torch.optim.Optimizer | None, Path], None]] = {

@@ -1,21 +1,27 @@
-"""torchtitan's Llama, as its published runs had it: the same operators in the same order, which is what memory hangs on.
+"""Models as their published runs had them: the same operators in the same order, which is what memory hangs on.
 
-It is not transformers' Llama: rotary embedding in complex fp32, keys and values repeated before attention, a norm of its own,
+torchtitan's Llama is not transformers' Llama: rotary embedding in complex fp32, keys and values repeated before attention, a norm of its own,
 checkpointing by operator, the loss outside the model. Source: pytorch/torchtitan, torchtitan/models/llama/model.py and
 parallelisms/parallelize_llama.py at the commits that `published_memory.yaml` names.
+
+BERT's attention is transformers' before version 5, its softmax PyTorch's before 1.11.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.models.bert import modeling_bert
 
 from fsdp_advisor.tracing.flash import _FlashAttention
 from fsdp_advisor.tracing.recorder import Recorder, record_module
@@ -176,3 +182,42 @@ def recorder(config: Llama) -> Recorder:
         return found
 
     return record_module(lambda: Transformer(config), batch, loss, (Block,), name="torchtitan's Llama")
+
+
+class Softmax(torch.autograd.Function):
+    """It saves its input beside its output, as PyTorch's own did up to 1.10.
+
+    Source: derivatives.yaml of that time, `self: _softmax_backward_data(grad, result, dim, self)`; pytorch/pytorch#64000, ended by
+    pull 65242.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = F.softmax(x, dim=-1)
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        x, out = ctx.saved_tensors
+        found: torch.Tensor = torch.ops.aten._softmax_backward_data(grads[0], out, -1, x.dtype)
+        return found
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, dropout: float, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask has the dtype of the parameters, so that scores are fp32 from here on under autocast too.
+
+    Source: transformers 4.16, models/bert/modeling_bert.py, BertSelfAttention.forward.
+    """
+    scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
+    scores = scores + torch.zeros(query.shape[0], 1, 1, key.shape[-2])
+    weights = F.dropout(Softmax.apply(scores), p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+@contextlib.contextmanager
+def bert_of_2022() -> Iterator[None]:
+    with mock.patch.object(modeling_bert, "eager_attention_forward", _attention):
+        yield

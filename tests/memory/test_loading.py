@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from ranks import RANKS, llama, run_ranks
 
-from fsdp_advisor.memory.loading import Loading, advised, checkpoint_element_bytes, loadings, one_copy_bytes
+from fsdp_advisor.memory.loading import advised, loadings
+from fsdp_advisor.memory.ways import Loading, checkpoint_element_bytes, one_copy_bytes
 from fsdp_advisor.plan import OFFLOADS, Plan
 
 GIB = 2**30
 SMALL = (512, 1376, 4, 16001)
 CASES = (
     "every_rank", "every_rank_mapped", "cpu_ram_efficient_loading", "fsdp2_rank0", "fsdp2_sharded", "fsdp2_every_rank",
-    "fsdp1_rank0", "fsdp1_without_device_id",
+    "fsdp2_scattered", "fsdp1_rank0", "fsdp1_without_device_id",
 )  # fmt: skip
 LLAMA_7B = llama(4096, 11008, 32, 32000)
 
@@ -92,6 +93,34 @@ def test_fsdp2_unit_by_unit(measured: list[dict[str, Any]]) -> None:
     predicted = way(llama(*SMALL), plan("fsdp2"), "every_rank")
     for rank in measured:
         assert rank["fsdp2_every_rank"]["device_bytes"] == pytest.approx(predicted.gpu_bytes, rel=1e-4)
+
+
+def test_fsdp2_tensor_by_tensor(measured: list[dict[str, Any]]) -> None:
+    """accelerate's way, rank 0's side, but for buffers: 16001 rows for two ranks, so that the last chunk is padded."""
+    predicted = way(llama(*SMALL), plan("fsdp2", framework="accelerate"), "cpu_ram_efficient_loading")
+    assert measured[0]["fsdp2_scattered"]["device_bytes"] == pytest.approx(predicted.gpu_bytes, rel=1e-4)
+
+
+def test_a_tied_tensor_is_sent_under_each_of_its_names() -> None:
+    job = plan("fsdp2", ranks=8, framework="accelerate")
+    tied = way(llama(4096, 11008, 32, 32000, tied=True), job, "cpu_ram_efficient_loading")
+    whole = 4 * 4096 * 32000
+    shards = sum(one.kept.rounded for unit in tied.placed for one in unit)
+    assert tied.gpu_bytes == shards + whole + whole // 8
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "trainer"])
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+def test_accelerate_has_two_ways(backend: str, framework: str) -> None:
+    ways = [w.way for w in loadings(LLAMA_7B, plan(backend, framework=framework))]
+    assert ways == ["every_rank", "cpu_ram_efficient_loading"]
+
+
+def test_one_unit_for_all_is_moved_at_once() -> None:
+    """`--wrap none`: there is nothing to wrap before the root."""
+    copy = one_copy_bytes(LLAMA_7B, plan("fsdp2", ranks=8))
+    assert way(LLAMA_7B, plan("fsdp2", ranks=8, wrap="none"), "every_rank").gpu_bytes > copy
+    assert way(LLAMA_7B, plan("fsdp2", ranks=8), "every_rank").gpu_bytes < copy / 4
 
 
 def every_plan(ranks: int) -> list[Plan]:

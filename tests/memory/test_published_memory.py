@@ -6,6 +6,7 @@ The table is `published_memory.yaml`; `python tests/memory/published_memory.py` 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ SPEED = Path(__file__).parents[1] / "speed"
 )
 def test_the_figure(row: Row) -> None:
     assert row.predicted_gib == pytest.approx(row.gib, rel=TOLERANCE[row.figure])
+
+
+def test_the_reserved_figures_as_a_whole() -> None:
+    errors = [abs(row.error) for row in ROWS if row.figure != "allocated"]
+    assert statistics.median(errors) < 0.05 and max(errors) < 0.10
 
 
 @pytest.mark.parametrize("row", DATA["fits"], ids=lambda row: row["name"])

@@ -6,23 +6,33 @@ tokens that normalizes it, the norms' sum and the factor they are clipped by.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from simulated_cases import Case, plan_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
+from torch.distributed.fsdp._fully_shard import _fsdp_init  # noqa: E402  # after the checks
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
 from fsdp_advisor.estimator import replayed  # noqa: E402  # after the checks
 from fsdp_advisor.memory.schedules import not_modelled  # noqa: E402
 from fsdp_advisor.resolve import resolve  # noqa: E402
 from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the checks
 from fsdp_advisor.tracing import TransformersSource  # noqa: E402
+from fsdp_advisor.validation import frameworks  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
 from fsdp_advisor.validation.ladder import choose  # noqa: E402
 from fsdp_advisor.validation.real import check  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 
 SCALARS_BYTES = 16 * 512
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}  # fmt: skip
 
 UNTIED, TIED = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B"
 QWEN2, GPT2, GEMMA, OPT = "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google/gemma-2b", "facebook/opt-125m"
@@ -82,6 +92,34 @@ def test_predicted_peak_is_what_the_framework_does(case: Case) -> None:
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - ledger.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, ledger.phase_peaks[phase])
     assert ledger.peak == pytest.approx(found.peak_tensor_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "framework"), [("AccelerateTrainer", "accelerate"), ("TransformersTrainer", "trainer")]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_parameter_stays_whole(trainer: str, framework: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FSDP2 moves to the GPU to shard it is freed before the first step; a clone stands for the move."""
+    moved: list[tuple[str, StorageWeakRef]] = []
+    alive: list[str] = []
+    forward = getattr(frameworks, trainer).forward
+
+    def move(parameters: list[torch.Tensor], buffers: list[torch.Tensor], device: torch.device) -> None:
+        for kind, tensors in (("parameter", parameters), ("buffer", buffers)):
+            for tensor in tensors:
+                tensor.data = tensor.data.clone()
+                moved.append((kind, StorageWeakRef(tensor.untyped_storage())))
+
+    def before(self: Any) -> torch.Tensor:
+        alive.extend(kind for kind, storage in moved if not storage.expired())
+        return forward(self)
+
+    monkeypatch.setattr(_fsdp_init, "_move_states_to_device", move)
+    monkeypatch.setattr(getattr(frameworks, trainer), "forward", before)
+    case = Case(UNTIED, "fsdp2", "zero3", 4, 2, 64, framework=framework)
+    simulate(TransformersSource(TINY | {"tie_word_embeddings": tied}, name="tiny", task="causal-lm"), plan_of(case))
+    assert [kind for kind, _ in moved].count("parameter") > 20
+    assert alive and set(alive) == {"buffer"}
 
 
 @pytest.mark.parametrize("name", [BERT, "FacebookAI/roberta-base", T5])

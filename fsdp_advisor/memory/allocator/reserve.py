@@ -1,8 +1,11 @@
 """What a job reserves: its steps walked through the caching allocator until the allocator's state repeats.
 
-Assumed: the model is built shard by shard with an empty cache (what loading takes is another phase), the host reads the loss
-after each step, gradients are set to None. The host runs ahead of the GPU as far as it is let (FSDP1's limit on all-gathers,
-the queue of kernel launches), which holds back what `record_stream` marks; collectives keep pace with computation.
+It begins with what loading has left in the cache: whole units or tensors from which shards were made are freed, but their
+segments stay with PyTorch. (The pictures in huggingface/accelerate, benchmarks/fsdp2/imgs, show it of a model's embedding.)
+
+Assumed: the host reads the loss after each step, gradients are set to None. The host runs ahead of the GPU as far as it is let
+(FSDP1's limit on all-gathers, the queue of kernel launches), which holds back what `record_stream` marks; collectives keep pace
+with computation.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from fsdp_advisor.memory.schedules.ddp import rebuilt_buckets
 from fsdp_advisor.memory.schedules.fsdp1 import tried
 from fsdp_advisor.memory.score import sized
 from fsdp_advisor.memory.step import composed
+from fsdp_advisor.memory.ways import Loading
 from fsdp_advisor.memory.wrapping import marked, marks_for
 from fsdp_advisor.models.profile import Profile, Tape
 from fsdp_advisor.plan import Plan
@@ -80,21 +84,28 @@ def reserve(
     limit_bytes: int | None = None,
     device_bytes: int | None = None,
     workspace_bytes: int = 0,
+    loading: Loading | None = None,
 ) -> Reserved:
     """Walk a job's steps. `limit_bytes` is what the driver has for segments, `device_bytes` the device's whole memory (the
-    limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`).
+    limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`);
+    `loading` how the model gets there, None for a model that is built shard by shard with an empty cache.
+
+    What loading left is given back when the driver first refuses. A job that fits from then on fits.
     """
     conf = conf or AllocatorConf()
-    result = _with_room(profile, tape, plan, conf, workspace_bytes)
+    result = _with_room(profile, tape, plan, conf, workspace_bytes, loading)
     if limit_bytes is None:
         return result
     device = device_bytes if device_bytes is not None else limit_bytes
-    within = result.reserved_peak_bytes <= min(limit_bytes, int(conf.per_process_memory_fraction * device))
-    if within and not conf.garbage_collection_threshold:
+    most = min(limit_bytes, int(conf.per_process_memory_fraction * device))
+    if result.reserved_peak_bytes <= most and not conf.garbage_collection_threshold:
         return replace(result, verdict="fits")
-    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes)
+    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, loading=loading)
     walk = _Walk(steps, conf, limit_bytes, device)
     verdict = walk.verdict
+    if verdict == "fits_with_retries" and loading is not None and walk.steady_after is not None:
+        steps_alone = _with_room(profile, tape, plan, conf, workspace_bytes, None)
+        verdict = "fits" if steps_alone.reserved_peak_bytes <= most else verdict
     helps = None
     if verdict != "fits" and not conf.expandable_segments:
         other = _Walk(steps, replace(conf, expandable_segments=True), limit_bytes, device)
@@ -111,9 +122,12 @@ def reserve(
 
 
 @lru_cache(maxsize=128)
-def _with_room(profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, workspace_bytes: int) -> Reserved:
+def _with_room(
+    profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, workspace_bytes: int, loading: Loading | None
+) -> Reserved:
     """The walk without a limit. It is remembered: advice asks for it before an estimate does."""
-    walk = _Walk(traced(profile, tape, plan, workspace_bytes=workspace_bytes), conf, None, None)
+    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, loading=loading)
+    walk = _Walk(steps, conf, None, None)
     return Reserved(
         allocated_peak_bytes=walk.allocator.allocated_peak,
         requested_peak_bytes=walk.allocator.requested_peak,
@@ -123,8 +137,19 @@ def _with_room(profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, wo
     )
 
 
-def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0, batch_stands: bool = False) -> Steps:
-    """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included. `batch_stands`: see `Trace.steps`."""
+def traced(
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    *,
+    workspace_bytes: int = 0,
+    loading: Loading | None = None,
+    batch_stands: bool = False,
+) -> Steps:
+    """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included, and of `loading` before them.
+
+    `batch_stands`: see `Trace.steps`.
+    """
     schedule, score = schedule_for(profile, plan), composed(profile, tape, plan, scratch=True)
     played = marked(profile, tape, marks_for(profile, plan)).read()
     # FSDP1 takes a unit's parameters out of its flat one on the all-gather's stream, so autograd puts their gradients together there
@@ -135,7 +160,12 @@ def traced(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int = 0
     rebuilt = rebuilt_buckets(profile, played, plan) if plan.backend == "ddp" else NOTHING
     passing = tried(profile, plan) if plan.backend == "fsdp1" else NOTHING
     return trace.steps(
-        schedule.made_by_first_step, workspaces, passing=passing, rebuilt=rebuilt, batch_stands=batch_stands
+        schedule.made_by_first_step,
+        workspaces,
+        loading.placed if loading else (),
+        passing=passing,
+        rebuilt=rebuilt,
+        batch_stands=batch_stands,
     )
 
 
@@ -159,6 +189,7 @@ class _Walk:
         retrying = 0
         try:
             allocator.run(steps.setup)
+            allocator.allocated_peak, allocator.requested_peak = allocator.allocated, allocator.requested
             for number in range(1, MOST_STEPS + 1):
                 before = allocator.retries
                 allocator.run(steps.first if number == 1 else steps.following)

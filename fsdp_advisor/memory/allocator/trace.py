@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, WAIT
 from fsdp_advisor.memory.held import NOTHING, Held, round_up
@@ -17,6 +18,7 @@ from fsdp_advisor.memory.ledger import (
     AT_ROOT,
     COMMUNICATION,
     COMPUTE,
+    PARAMETERS,
     UNSHARDED_GRADIENTS,
     Alive,
     Changes,
@@ -25,6 +27,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
+from fsdp_advisor.memory.ways import PlacedUnits
 from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape
 
 LAUNCH_QUEUE = 1024
@@ -296,13 +299,15 @@ class Trace(Ledger):
         self,
         made_by_first_step: frozenset[int],
         workspaces: Sequence[int] = (),
+        placed: PlacedUnits = (),
         *,
         passing: Held = NOTHING,
         rebuilt: Held = NOTHING,
         batch_stands: bool = False,
     ) -> Steps:
         """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
-        the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
+        the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl). `placed` is
+        how the parameters are loaded; without it they are simply there.
 
         `passing` is allocated and freed, one after the other, before the first step; `rebuilt` are DDP's buckets after it, during
         which one has all gradients. `batch_stands`: all micro-batches are the same one, which is there before the first step.
@@ -324,9 +329,6 @@ class Trace(Ledger):
             else:
                 step.append(number * 4 + FREE)
         not_yet = {number for account, number in self._residents if account in made_by_first_step}
-        setup = [number * 4 + MALLOC for _, number in self._residents if number not in not_yet]
-        if batch_stands:
-            setup += [number * 4 + MALLOC for number in self._batches[0]]
         optimizer = next((at for at, phase, _ in self._places if phase == "optimizer"), len(step))
         makes = [number for account, number in self._residents if account in made_by_first_step and number not in over]
         first = list(step)
@@ -336,6 +338,9 @@ class Trace(Ledger):
             inserted.append((at, [len(requests) - 1]))
         for at, numbers in sorted(inserted, reverse=True):
             first[at:at] = [number * 4 + MALLOC for number in numbers]
+        setup = self._set_up(requests, not_yet, placed)
+        if batch_stands:
+            setup += [number * 4 + MALLOC for number in self._batches[0]]
         passes = range(len(requests), len(requests) + sum(1 for _ in passing.each()))
         requests += map(round_up, passing.each())
         first[:0] = [number * 4 + kind for number in passes for kind in (MALLOC, FREE)]
@@ -366,6 +371,24 @@ class Trace(Ledger):
         self._operations = [operation for operation in self._operations if operation not in batches]
         self._places = [(moved(at), phase, where) for at, phase, where in self._places]
         self._first_layer, self._first_weight = moved(self._first_layer), moved(self._first_weight)
+
+    def _set_up(self, requests: list[int], not_yet: set[int], placed: PlacedUnits) -> list[int]:
+        """What stands before the first step, after what has passed through while it was loaded."""
+        parameters: defaultdict[int, deque[int]] = defaultdict(deque)
+        for account, number in self._residents:
+            if account == PARAMETERS:
+                parameters[requests[number]].append(number)
+        setup: list[int] = []
+        for one in chain.from_iterable(placed):
+            begin = len(requests)
+            requests += map(round_up, one.passing.each())
+            passing = range(begin, len(requests))
+            kept = [parameters[round_up(n_bytes)].popleft() for n_bytes in one.kept.each()]
+            setup += [number * 4 + MALLOC for number in (*passing, *kept)]
+            setup += [number * 4 + FREE for number in passing]
+        loaded = {operation >> 2 for operation in setup}
+        left = (number for _, number in self._residents if number not in not_yet and number not in loaded)
+        return setup + [number * 4 + MALLOC for number in left]
 
 
 _PHASES = ("", "forward", "backward")

@@ -21,6 +21,7 @@ from fsdp_advisor.memory.ledger import (
     COMMUNICATION,
     COMPUTE,
     GRADIENTS,
+    NONE_ALIVE,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
@@ -164,8 +165,9 @@ class Fsdp1Schedule:
         )  # NO_SHARD keeps autograd's own
         self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, made_on)
         self._prefetched = False
-        self._unsharded: defaultdict[Place, list[Alive]] = defaultdict(list)
+        self._unsharded: defaultdict[Place, list[tuple[Alive, Alive]]] = defaultdict(list)
         self._whole: defaultdict[Place, deque[Alive]] = defaultdict(deque)  # gradients whose reduction is deferred
+        self._offloaded: list[Alive] = []
         self._freed: deque[int] = deque()
 
     def begin_micro_batch(self, ledger: Ledger, index: int) -> None:
@@ -231,7 +233,9 @@ class Fsdp1Schedule:
         reduced = ledger.born(COMMUNICATION, unit.reduce_output, REDUCE_SCATTER)
         output = ledger.born(GRADIENTS, unit.gradients, REDUCE_SCATTER)
         ledger.died(reduced)
-        if (self._index > 0 and not self._plan.defers_reduction) or self._offload:
+        if self._offload:
+            self._offloaded.append(output)
+        elif self._index > 0 and not self._plan.defers_reduction:
             ledger.died(output)
         ledger.died(reduce_input)
         ledger.died(gradients, used_on=REDUCE_SCATTER)
@@ -240,7 +244,13 @@ class Fsdp1Schedule:
         pass
 
     def end_backward(self, ledger: Ledger) -> None:
-        pass
+        """A sharded gradient that has been copied to the host is dropped here, not sooner. (`_accumulate_sharded_grad`,
+        `_offload_grad`, `prepare_gradient_for_optim`)
+        """
+        if self._offloaded:
+            numbers = tuple(number for alive in self._offloaded for number in alive[2])
+            ledger.died((GRADIENTS, summed(self._profile, self._units, "gradients").rounded, numbers))
+            self._offloaded.clear()
 
     def optimizer_step(self, ledger: Ledger) -> None:
         if self._plan.clips:
@@ -249,13 +259,23 @@ class Fsdp1Schedule:
             ledger.died(ledger.born(TEMPORARIES, summed(self._profile, self._units, "optimizer_temporaries")))
 
     def _unshard(self, ledger: Ledger, place: Place) -> None:
+        """With offload the shard comes from the host. What is cast of it is gathered; else it is gathered itself, and lives as long
+        as the unit is whole: the unit's own parameters are views of it. (`pre_unshard`, `flat_param_to`, `_use_sharded_views`)
+        """
         unit = self._units[place]
-        shard = ledger.born(COMMUNICATION, unit.low_precision_shard, PRE_UNSHARD)
+        cast = ledger.born(COMMUNICATION, unit.low_precision_shard, PRE_UNSHARD)
+        uploaded = ledger.born(COMMUNICATION, unit.shard, PRE_UNSHARD) if self._offload else NONE_ALIVE
+        if unit.low_precision_shard.exact:
+            ledger.died(uploaded)
+            uploaded = NONE_ALIVE
         if len(self._freed) >= MAX_INFLIGHT_ALL_GATHERS:
             ledger.wait(self._freed.popleft())
-        self._unsharded[place].append(ledger.born(UNSHARDED_PARAMETERS, unit.unsharded, ALL_GATHER))
-        ledger.died(shard, used_on=ALL_GATHER)
+        unsharded = ledger.born(UNSHARDED_PARAMETERS, unit.unsharded, ALL_GATHER)
+        self._unsharded[place].append((unsharded, uploaded))
+        ledger.died(cast, used_on=ALL_GATHER)
 
     def _free(self, ledger: Ledger, place: Place) -> None:
-        ledger.died(self._unsharded[place].pop(), used_on=COMPUTE)
+        unsharded, uploaded = self._unsharded[place].pop()
+        ledger.died(unsharded, used_on=COMPUTE)
+        ledger.died(uploaded, used_on=ALL_GATHER)
         self._freed.append(ledger.mark())

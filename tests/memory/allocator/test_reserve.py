@@ -6,8 +6,10 @@ import pytest
 from memory.allocator.test_trace import JOBS, job
 
 from fsdp_advisor import estimate
-from fsdp_advisor.memory.allocator import AllocatorConf, reserve
+from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, reserve, traced
 from fsdp_advisor.memory.libraries import allocated
+from fsdp_advisor.memory.loading import loadings
+from fsdp_advisor.memory.schedules import states_of
 
 MIB = 2**20
 WORKSPACE = 32 * MIB
@@ -73,6 +75,58 @@ def test_expandable_segments_help_where_fragmentation_is_all_that_is_wrong() -> 
     assert limit < device
     between = reserve(profile, tape, plan, limit_bytes=limit, device_bytes=device)
     assert between.verdict != "fits" and between.expandable_segments_help is True
+
+
+LOADED = [
+    (backend, offload, framework)
+    for backend in ("fsdp1", "fsdp2")
+    for offload in ("none", "parameters")
+    for framework in ("torch", "accelerate")
+]
+
+
+@pytest.mark.parametrize(("backend", "offload", "framework"), LOADED, ids=lambda value: value)
+def test_a_job_begins_with_what_loading_leaves(backend: str, offload: str, framework: str) -> None:
+    """The walk's beginning goes as high as loading does, and leaves what is kept."""
+    profile, tape, plan = job(SMALL, "zero3", backend, offload, framework=framework)
+    began = CachingAllocator((bare := traced(profile, tape, plan)).requests)
+    began.run(bare.setup)
+    ways = [way for way in loadings(profile, plan) if way.placed]
+    assert ways
+    for way in ways:
+        steps = traced(profile, tape, plan, loading=way)
+        allocator = CachingAllocator(steps.requests)
+        allocator.run(steps.setup)
+        buffers = states_of(profile, plan).buffers.rounded
+        assert allocator.requested_peak == pytest.approx(way.gpu_bytes, abs=buffers)
+        assert allocator.requested == began.requested
+        assert allocator.driver.reserved > began.driver.reserved
+        assert (steps.first, steps.following) == (bare.first, bare.following)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_deepspeed_leaves_the_model_that_it_moved(strategy: str) -> None:
+    profile, tape, plan = job(SMALL, strategy, "deepspeed")
+    way = next(way for way in loadings(profile, plan) if way.way == "every_rank")
+    steps = traced(profile, tape, plan, loading=way)
+    allocator = CachingAllocator(steps.requests)
+    allocator.run(steps.setup)
+    free = allocator.driver.reserved - allocator.allocated
+    moved = profile.parameters * plan.compute_bytes
+    assert free == pytest.approx(moved, rel=0.01)
+
+
+def test_what_loading_left_is_given_back_where_it_is_in_the_way() -> None:
+    """A light step of a model with a large embedding: its own segment is what loading leaves."""
+    profile, tape, plan = job(SMALL, "zero3", "fsdp2", gpus=8, activation_checkpointing="full")
+    way = next(way for way in loadings(profile, plan) if way.way == "every_rank")
+    alone, after = reserve(profile, tape, plan), reserve(profile, tape, plan, loading=way)
+    assert after.requested_peak_bytes == alone.requested_peak_bytes
+    assert after.reserved_peak_bytes > alone.reserved_peak_bytes
+    limit = (after.reserved_peak_bytes + alone.reserved_peak_bytes) // 2
+    tight = reserve(profile, tape, plan, limit_bytes=limit, loading=way)
+    assert tight.verdict == "fits" and tight.retries > 0 and tight.retries_per_step == 0
+    assert tight.reserved_peak_bytes <= limit
 
 
 def test_garbage_collection_is_walked_even_where_it_fits() -> None:

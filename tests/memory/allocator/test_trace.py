@@ -14,7 +14,7 @@ from fsdp_advisor.estimator import make_request, replayed
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, reserve, traced
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC
 from fsdp_advisor.memory.allocator.trace import Steps
-from fsdp_advisor.memory.ledger import ALL_GATHER
+from fsdp_advisor.memory.ledger import ALL_GATHER, GRADIENTS
 from fsdp_advisor.memory.libraries import allocated
 from fsdp_advisor.memory.schedules.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, rebuilt_buckets
 from fsdp_advisor.models.profile import Profile, Tape
@@ -136,6 +136,14 @@ def test_fsdp1_holds_back_what_fsdp2_does_not() -> None:
         steps = traced(*job(MODELS[0], "zero3", backend))
         later[backend] = sum(1 for operation in steps.following if operation & 3 == FREE_LATER)
     assert later["fsdp1"] > 64 and later["fsdp2"] == 0
+
+
+def test_fsdp1_keeps_offloaded_gradients_until_backward_ends() -> None:
+    """The shard's gradient goes to the host, but its tensor stays for the next one to be added."""
+    profile, tape, plan = job(MODELS[0], "zero3", "fsdp1", "parameters")
+    ledger, shards = replayed(profile, tape, plan), profile.parameters * plan.param_bytes // plan.shard_degree
+    assert ledger.peak_phase == "backward" and ledger.at_peak[GRADIENTS] > 0.9 * shards
+    assert sum(ledger.resident) < shards / 100
 
 
 def test_workspaces_are_two_and_stay() -> None:
