@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.cli.output import note
@@ -19,6 +21,19 @@ SHOWN = (
     ("peak_tensor_bytes", "tensors"),
 )
 """The figures a rung may find. A record's own prediction is of the GPU at hand, and of a stand-in without NCCL."""
+
+
+def apart(answer: Callable[[], Report]) -> Report:
+    """A report made in a process of its own: what has recorded a model has run autograd, and forks no worker that uses a GPU."""
+    from fsdp_advisor.validation.launch import forked
+
+    ended = forked(lambda tell: tell("report", answer()), timeout_seconds=math.inf)
+    if ended.outcome == "interrupted":
+        raise KeyboardInterrupt
+    if ended.outcome != "ok":
+        raise ended.error()
+    report: Report = ended.told["report"]
+    return report
 
 
 def run_beside(report: Report, *, quiet: bool) -> list[Record]:

@@ -30,13 +30,19 @@ def estimate(
     destination = Destination(path=output, force=force)
     form = form_of(format, json)
     destination.check()
-    report = answer(request, explain=explain is not None, settle=True)
-    for remark in report.notes:
-        note(remark, quiet=quiet)
+    def asked() -> Report:
+        return answer(request, explain=explain is not None, settle=True)
+
     records = None
     if validate:
-        from fsdp_advisor.cli.beside import run_beside
+        from fsdp_advisor.cli.beside import apart, run_beside
 
+        report = apart(asked)
+    else:
+        report = asked()
+    for remark in report.notes:
+        note(remark, quiet=quiet)
+    if validate:
         records = run_beside(report, quiet=quiet)
     destination.write(_render(report, form, explain, destination, records))
     return FITS if report.any_fits else NONE_FITS

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from fsdp_advisor.memory.held import NOTHING, Held
+from fsdp_advisor.plan import Plan
 
 BLOCK_8BIT = 256
 MIN_8BIT_ELEMENTS = 4096
@@ -55,18 +56,26 @@ def kept(optim: str, shape: Shape, element_bytes: int) -> Held:
 def step_temporaries(optim: str, shapes: Iterable[Shape], element_bytes: int) -> Held:
     """What is alive at the highest moment inside one step over the local shapes.
 
-    foreach AdamW holds the square roots of all second moments at once; fused AdamW nothing; 8-bit AdamW nothing (in place);
-    Adafactor the update of the largest parameter twice, once in fp32.
+    foreach AdamW holds the square roots of all second moments at once, foreach Adafactor all updates (`_multi_tensor_adafactor`);
+    fused AdamW and SGD nothing; 8-bit AdamW nothing (in place).
     """
     sizes = [prod(s) for s in shapes]
     if not sizes:
         return NOTHING
     match optim:
-        case "adamw_torch":
+        case "adamw_torch" | "adafactor":
             return sum((Held.of(n * element_bytes) for n in sizes), NOTHING)
         case "adamw_torch_fused" | "sgd" | "sgd_momentum" | "adamw_bnb_8bit":
             return NOTHING
-        case "adafactor":
-            return Held.of(max(sizes) * 4, 2)
         case _:
             raise ValueError(optim)
+
+
+def one_by_one(plan: Plan) -> bool:
+    """Whether the step takes one parameter after the other: the Trainer's Adafactor is transformers' own, not torch's."""
+    return plan.optim == "adafactor" and plan.framework == "trainer"
+
+
+def one_update(shape: Shape) -> Held:
+    """What transformers' Adafactor makes of one parameter, in fp32: `grad**2` and the update (transformers/optimization.py)."""
+    return Held.of(prod(shape) * 4, 2)

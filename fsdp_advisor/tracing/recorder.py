@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.models.profile import (
@@ -29,7 +28,7 @@ from fsdp_advisor.tracing import kinds
 from fsdp_advisor.tracing.engines import checkpoint_layers
 from fsdp_advisor.tracing.on_gpu import as_on_gpu
 from fsdp_advisor.tracing.source import LayerStack, Source
-from fsdp_advisor.tracing.step import Step, materialise, steady
+from fsdp_advisor.tracing.step import Step, fake_tensors, materialise, steady
 from fsdp_advisor.tracing.take import Fitted, Take, fit_takes, storages_of, tape_of
 
 GRID_B = (2, 3)
@@ -170,7 +169,7 @@ class Recorder:
         if checkpoints and variant.prepared:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         on_gpu = as_on_gpu() if variant.on_gpu else contextlib.nullcontext()
-        with steady(), on_gpu, FakeTensorMode(allow_non_fake_inputs=True):
+        with steady(), on_gpu, fake_tensors():
             half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
             materialise(model, half, half if variant.flattens else None)
             yield Step(self.source, model, variant)

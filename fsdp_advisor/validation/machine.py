@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-import os
 import platform
 import re
 from dataclasses import replace
@@ -12,12 +12,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fsdp_advisor.errors import MissingExtra
+from fsdp_advisor.errors import MeasurementError, MissingExtra
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.lookup import lookup
 from fsdp_advisor.memory.allocator import AllocatorConf
+from fsdp_advisor.validation.launch import forked
 
 _ASKED = "torch.cuda.get_device_properties on this machine"
+_COUNT_SECONDS = 120
+"""A driver that wakes many GPUs takes its time."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -28,11 +31,20 @@ def require_torch() -> None:
             raise MissingExtra(f"validation runs the model, which needs {name}")
 
 
+@functools.cache
 def gpu_count() -> int:
-    """GPUs that CUDA would use here, asked of NVML: a process that is to be forked must not touch CUDA."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    """GPUs that CUDA would use here. Where NVML does not answer, CUDA is asked, which a process that is to be forked must not do."""
     torch: Any = importlib.import_module("torch")
-    return int(torch.cuda.device_count()) if torch.backends.cuda.is_built() else 0
+    if torch.cuda.is_initialized():
+        return int(torch.cuda.device_count())
+    if not torch.backends.cuda.is_built():
+        return 0
+    asked = forked(lambda tell: tell("gpus", int(torch.cuda.device_count())), timeout_seconds=_COUNT_SECONDS)
+    if asked.outcome == "interrupted":
+        raise KeyboardInterrupt
+    if "gpus" not in asked.told:
+        raise MeasurementError(f"the GPUs could not be counted: {asked.message}", hint="does nvidia-smi answer?")
+    return int(asked.told["gpus"])
 
 
 def gpu_here(index: int = 0) -> Gpu | None:

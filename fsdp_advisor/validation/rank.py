@@ -115,7 +115,7 @@ def measure(
     import torch.distributed as dist
 
     from fsdp_advisor.validation.meter import CudaMeter, Meter, StorageMeter
-    from fsdp_advisor.validation.real import assemble, figures, mesh_for, steady_step
+    from fsdp_advisor.validation.real import WATCHDOG_SECONDS, assemble, figures, mesh_for, steady_step
     from fsdp_advisor.validation.stand_in import allocator_figures, memory_history, untimed
 
     plan = prediction.plan
@@ -136,12 +136,14 @@ def measure(
                 plan.gradient_accumulation_steps,
                 pick=max if cuda else min,
                 steady=STEADY["measure"] if cuda else 5,
+                pause_seconds=WATCHDOG_SECONDS if cuda else 0,
             )
         found = figures(phases, communicates=True)
         if snapshot is not None:
             found = untimed(found)
         if base is not None:
-            ours = prediction.segments if dist.get_rank() == 0 else None
+            modelled = dist.get_rank() == 0 and not (plan.strategy == "zero1" and zero1 == "torch")
+            ours = prediction.segments if modelled else None
             found |= allocator_figures(index, base, found, ours)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found, group=gossip)

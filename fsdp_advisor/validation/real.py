@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,11 @@ from fsdp_advisor.validation.meter import Meter, Phase
 from fsdp_advisor.validation.on_gpu import WARM_UP
 from fsdp_advisor.validation.records import Rung
 from fsdp_advisor.validation.steps import PHASES, TorchTrainer, Trainer, autocast_of, batch_of, layers_of, take_step
+
+WATCHDOG_SECONDS = 0.5
+"""How long NCCL's process group may hold the tensors of collectives that have ended; a thread of its own looks every 0.1 s, and the
+next collective after that lets go. DDP's first buckets, which the second step replaces, would else stand in short steps.
+Source: ProcessGroupNCCL.hpp, kWatchdogThreadSleepMillis and shelvesToUnstash_ (torch 2.13)."""
 
 Zero1 = Literal["deepspeed", "torch"]
 """Who does ZeRO-1: DeepSpeed, or torch.distributed.optim.ZeroRedundancyOptimizer under DDP."""
@@ -122,13 +128,17 @@ def steady_step(
     *,
     steady: int,
     pick: Callable[[list[int]], int] = max,
+    pause_seconds: float = 0,
 ) -> dict[str, Phase]:
     """The steady-state step's phases: of each figure `pick` over the last steps, of each duration the median.
 
     Over gloo `pick` is `min`: its threads let go of a collective's tensors some moments late, which only ever adds.
+    `pause_seconds` is between the warm-up steps.
     """
     meter.settle()  # but not later, for what the first steps leave in the allocator's cache is part of what a job holds
-    for _ in range(WARM_UP):
+    take_step(trainer, meter, accumulation)
+    time.sleep(pause_seconds)
+    for _ in range(WARM_UP - 1):
         take_step(trainer, meter, accumulation)
     gc.collect()
     steps = [take_step(trainer, meter, accumulation) for _ in range(steady)]

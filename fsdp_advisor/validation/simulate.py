@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.tracing.cuda import as_on_cuda
 from fsdp_advisor.tracing.source import Source
-from fsdp_advisor.tracing.step import materialise
+from fsdp_advisor.tracing.step import fake_tensors, materialise
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import NotHere
@@ -84,7 +83,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         on_gpu = (
             as_on_cuda() if plan.attention == "flash_attention_2" else nullcontext()
         )  # whose kernel is a GPU's alone
-        with launched as parallel, FakeTensorMode(allow_non_fake_inputs=True), meter, on_gpu:
+        with launched as parallel, fake_tensors(), meter, on_gpu:
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
             gradients: list[Ids] = []

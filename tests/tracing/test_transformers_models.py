@@ -144,3 +144,17 @@ def test_a_configuration_is_not_changed_by_building_it() -> None:
     source.build(torch.float32)
     assert source.config() == config
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_no_layer_is_dropped() -> None:
+    """OPT draws a number per layer where layers are to be dropped, and transformers 5.17 draws it always."""
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 99}
+    whole, dropping = (
+        Recorder(TransformersSource({"model_type": "opt", **sizes, "layerdrop": p}, name="x")).tape(
+            Variant("fsdp2", "bf16", "eager", "none", False)
+        )
+        for p in (0.0, 0.5)
+    )
+    assert [(s.stack, s.layer, s.events) for s in dropping.segments] == [
+        (s.stack, s.layer, s.events) for s in whole.segments
+    ]

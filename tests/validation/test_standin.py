@@ -128,6 +128,28 @@ def test_simulation_tells_whose_the_bytes_at_the_peak_are(model: str) -> None:
         assert found.at_peak["gradients"] == expected["gradients"] > 0
 
 
+def test_ranks_wait_between_the_warm_up_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For NCCL's watchdog, which holds the tensors of the first step's collectives for a while."""
+    from fsdp_advisor.validation import real
+
+    done: list[object] = []
+    monkeypatch.setattr(real.time, "sleep", done.append)
+
+    class Counts:
+        def forward(self) -> Any:
+            return torch.zeros(())
+
+        def backward(self, loss: Any) -> None: ...
+
+        def step(self) -> None:
+            done.append("step")
+
+        def zero_grad(self) -> None: ...
+
+    real.steady_step(Counts(), StorageMeter(), 1, steady=2, pause_seconds=real.WATCHDOG_SECONDS)
+    assert done == ["step", real.WATCHDOG_SECONDS, "step", "step", "step"]
+
+
 def test_any_module_can_be_simulated_and_stood_in_for() -> None:
     source = ModuleSource(
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3))),
@@ -148,6 +170,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     for refused in (
         lambda: simulate(source, offloaded),
         lambda: simulate(source, plan_of(strategy="zero1", gpus=4)),
+        lambda: simulate(source, plan_of(strategy="zero3", gpus=4, optim="adafactor")),
         lambda: stand_in(source, offloaded, device="cpu", meter=StorageMeter()),
         lambda: stand_in(source, plan_of(strategy="zero1", gpus=4), device="cpu", meter=StorageMeter()),
         lambda: stand_in(

@@ -41,4 +41,6 @@ def _states(profile: Profile, plan: Plan) -> States:
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """What the plan's schedule leaves out or assumes."""
     notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
+    if plan.backend == "fsdp2" and plan.optim == "adafactor" and plan.framework != "trainer":
+        notes.append("torch.optim.Adafactor, as of torch 2.13, does not run on FSDP2's shards")
     return notes + wrapping.not_modelled(profile, plan)

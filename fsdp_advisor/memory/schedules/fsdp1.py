@@ -21,7 +21,6 @@ from fsdp_advisor.memory.ledger import (
     COMMUNICATION,
     COMPUTE,
     GRADIENTS,
-    NONE_ALIVE,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
@@ -75,7 +74,8 @@ class UnitBytes:
     shard: Held
     optimizer: Held
     optimizer_temporaries: Held
-    low_precision_shard: Held  # alive only while it is gathered
+    gathered_shard: Held  # what is gathered, where it is made anew for that: in the compute dtype, or brought from the host
+    uploaded_shard: Held  # on its way from the host to the compute dtype
     unsharded: Held
     reduce_input: Held  # the gradient in the reduce dtype; nothing where it already is
     reduce_output: Held  # where it is not what becomes of the gradients, which have another dtype
@@ -95,7 +95,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         if parameter.trainable and piece:
             norms += Held.of(optimizers.NORM_BYTES)
             optimizer += optimizers.kept(plan.optim, (piece,), plan.param_bytes)
-            if plan.optim != "adafactor":
+            if not optimizers.one_by_one(plan):
                 temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
     casts = plan.reduce_bytes != plan.compute_bytes and not alone
     reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
@@ -103,11 +103,13 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     if not alone:
         initial += Held.of(elements * plan.compute_bytes)
         initial += Held.of(elements * plan.param_bytes) if plan.mixed else NOTHING
+    offload = plan.offload == "parameters"
     return UnitBytes(
         shard=Held.of(local * plan.param_bytes),
         optimizer=optimizer,
         optimizer_temporaries=temporaries,
-        low_precision_shard=Held.of(local * plan.compute_bytes) if plan.mixed and not alone else NOTHING,
+        gathered_shard=Held.of(local * plan.compute_bytes) if (not alone if plan.mixed else offload) else NOTHING,
+        uploaded_shard=Held.of(local * plan.param_bytes) if plan.mixed and offload else NOTHING,
         unsharded=Held.of(elements * plan.compute_bytes) if plan.mixed or not alone else NOTHING,
         reduce_input=Held.of(elements * plan.reduce_bytes) if casts else NOTHING,
         reduce_output=Held.of(local * plan.reduce_bytes) if reduces_low else NOTHING,
@@ -151,6 +153,7 @@ class Fsdp1Schedule:
         self._offload = plan.offload == "parameters"
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
+        self._uploads = self._offload and not plan.mixed  # `flat_param_to`, where else `_use_low_precision_shard`
         self.grad_marks = False
         self.distinct_micro_batches = 3 if plan.defers_reduction else 2
         self._units, self.states = _measured(profile, plan.any_batch)
@@ -165,7 +168,7 @@ class Fsdp1Schedule:
         )  # NO_SHARD keeps autograd's own
         self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, made_on)
         self._prefetched = False
-        self._unsharded: defaultdict[Place, list[tuple[Alive, Alive]]] = defaultdict(list)
+        self._unsharded: defaultdict[Place, list[tuple[Alive, Alive | None]]] = defaultdict(list)
         self._whole: defaultdict[Place, deque[Alive]] = defaultdict(deque)  # gradients whose reduction is deferred
         self._offloaded: list[Alive] = []
         self._freed: deque[int] = deque()
@@ -185,14 +188,16 @@ class Fsdp1Schedule:
             self._unshard(ledger, place)
 
     def post_forward(self, ledger: Ledger, place: Place) -> None:
-        """The root keeps its parameters until backward needs them. (`_post_forward_reshard`)"""
-        if self._reshard and place != AT_ROOT:
+        """The root keeps its parameters until backward needs them (`_post_forward_reshard`); and NO_SHARD's, brought from the host
+        for each pass, stay where autograd has saved them.
+        """
+        if self._reshard and place != AT_ROOT and not (self._alone and self._uploads):
             self._free(ledger, place)
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         if not self._reshard:
             return
-        if place != AT_ROOT and not self._prefetched:
+        if (place != AT_ROOT or (self._alone and self._uploads)) and not self._prefetched:
             self._unshard(ledger, place)
         self._following = following
         self._prefetched = following is not None and self._plan.backward_prefetch == "pre"
@@ -206,6 +211,8 @@ class Fsdp1Schedule:
         unit = self._units[place]
         if self._reduces or self._reshard:
             self._free(ledger, place)
+            if self._alone and self._uploads:
+                self._free(ledger, place)
         if (
             self._reshard
             and self._plan.backward_prefetch == "post"
@@ -259,23 +266,28 @@ class Fsdp1Schedule:
             ledger.died(ledger.born(TEMPORARIES, summed(self._profile, self._units, "optimizer_temporaries")))
 
     def _unshard(self, ledger: Ledger, place: Place) -> None:
-        """With offload the shard comes from the host. What is cast of it is gathered; else it is gathered itself, and lives as long
-        as the unit is whole: the unit's own parameters are views of it. (`pre_unshard`, `flat_param_to`, `_use_sharded_views`)
+        """Brought from the host as it is, the shard stays as long as what is gathered: the parameters are views of it.
+        (`flat_param_to`)
         """
         unit = self._units[place]
-        cast = ledger.born(COMMUNICATION, unit.low_precision_shard, PRE_UNSHARD)
-        uploaded = ledger.born(COMMUNICATION, unit.shard, PRE_UNSHARD) if self._offload else NONE_ALIVE
-        if unit.low_precision_shard.exact:
-            ledger.died(uploaded)
-            uploaded = NONE_ALIVE
+        shard: Alive | None = self._shard(ledger, place)
         if len(self._freed) >= MAX_INFLIGHT_ALL_GATHERS:
             ledger.wait(self._freed.popleft())
         unsharded = ledger.born(UNSHARDED_PARAMETERS, unit.unsharded, ALL_GATHER)
-        self._unsharded[place].append((unsharded, uploaded))
-        ledger.died(cast, used_on=ALL_GATHER)
+        if shard is not None and not self._uploads:
+            ledger.died(shard, used_on=ALL_GATHER)
+            shard = None
+        self._unsharded[place].append((unsharded, shard))
+
+    def _shard(self, ledger: Ledger, place: Place) -> Alive:
+        """What is gathered. (`_use_low_precision_shard`)"""
+        shard = ledger.born(COMMUNICATION, self._units[place].gathered_shard, PRE_UNSHARD)
+        ledger.died(ledger.born(COMMUNICATION, self._units[place].uploaded_shard, PRE_UNSHARD))
+        return shard
 
     def _free(self, ledger: Ledger, place: Place) -> None:
-        unsharded, uploaded = self._unsharded[place].pop()
+        unsharded, shard = self._unsharded[place].pop()
         ledger.died(unsharded, used_on=COMPUTE)
-        ledger.died(uploaded, used_on=ALL_GATHER)
         self._freed.append(ledger.mark())
+        if shard is not None:
+            ledger.died(shard, used_on=ALL_GATHER)

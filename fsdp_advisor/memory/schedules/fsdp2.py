@@ -355,11 +355,11 @@ class Fsdp2Schedule:
 
 def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Held:
     """What the optimizer's step allocates over all trainable parameters, `shape_of` each on this rank."""
-    if plan.optim == "adafactor":
+    if optimizers.one_by_one(plan):
         largest = max(
             (shape_of(p) for _, u, _ in places(profile) for p in u.parameters if p.trainable), key=prod, default=(0,)
         )
-        return optimizers.step_temporaries(plan.optim, [largest], plan.param_bytes)
+        return optimizers.one_update(largest)
 
     def of(unit: Unit) -> Held:
         shapes = [shape_of(p) for p in unit.parameters if p.trainable]
