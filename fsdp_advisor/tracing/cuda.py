@@ -52,11 +52,12 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    if train and 0 < p < 1 and tensor.numel():
-        kept: torch.Tensor = torch.ops.aten.native_dropout.default(tensor, p, train)[0]
-        return kept
-    whole: torch.Tensor = torch.ops.aten.dropout.default.decompose(tensor, p, train)
-    return whole
+    if not train or p == 0 or not tensor.numel():
+        return tensor  # which the decomposition in Python copies
+    if p == 1:
+        return tensor * tensor.new_zeros(())
+    kept: torch.Tensor = torch.ops.aten.native_dropout.default(tensor, p, train)[0]
+    return kept
 
 
 def _cast(operator: Any, *args: Any, **kwargs: Any) -> Any:

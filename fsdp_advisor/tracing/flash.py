@@ -48,7 +48,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     b, t, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty((b, h, t), dtype=torch.float32)
 
 
 @torch.library.custom_op("fsdp_advisor::flash_attention_backward", mutates_args=())
@@ -62,7 +62,7 @@ def _backward(
 def _(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class _FlashAttention(torch.autograd.Function):
