@@ -132,7 +132,17 @@ class Answers:
 
     async def worked(self, question: Question, work: Callable[[Resolved], T]) -> T:
         """What `work` makes of the model asked for, done where answers are made: for pages."""
-        model = await self._resolved(question)
+        if question.config is not None:
+            model = await self._recordings.resolved(question.config.encode(), PASTED, "config", question.variants())
+            return await self._apart(lambda: work(model), slow=question.slow)
+        name = question.request.model
+        try:  # to find a model and to work on it is one errand: each wait for the thread is as long as its queue
+            return await self._apart(lambda: work(_found(name)), slow=question.slow)
+        except UnknownModel:
+            if not self._settings.allow_hub or not hub.can_be_repo_id(name):
+                raise
+        data, _ = await asyncio.to_thread(hub.download, name, for_strangers=True)
+        model = await self._recordings.resolved(data, name, "hub", question.variants())
         return await self._apart(lambda: work(model), slow=question.slow)
 
     async def close(self) -> None:
@@ -145,8 +155,7 @@ class Answers:
     # Inside
 
     async def _made(self, key: Hashable, question: Question, make: Callable[[Resolved], Document]) -> Document:
-        model = await self._resolved(question)
-        document = await self._apart(lambda: make(model), slow=question.slow)
+        document = await self.worked(question, make)
         if document.lasting:
             self._kept.keep(key, document, QUESTION_BYTES + len(question.config or ""))
         return document
@@ -156,20 +165,7 @@ class Answers:
         if not task.cancelled():
             task.exception()  # seen, should nobody wait any more
 
-    async def _resolved(self, question: Question) -> Resolved:
-        """The model asked for. Nothing of this machine but catalog and memory is looked at."""
-        if question.config is not None:
-            return await self._recordings.resolved(question.config.encode(), PASTED, "config", question.variants())
-        name = question.request.model
-        try:
-            return await self._apart(lambda: resolve(name, allow_hub=False, allow_paths=False, allow_recording=False))
-        except UnknownModel:
-            if not self._settings.allow_hub or not hub.can_be_repo_id(name):
-                raise
-        data, _ = await asyncio.to_thread(hub.download, name, for_strangers=True)
-        return await self._recordings.resolved(data, name, "hub", question.variants())
-
-    async def _apart(self, work: Callable[[], T], *, slow: bool = False) -> T:
+    async def _apart(self, work: Callable[[], T], *, slow: bool) -> T:
         loop = asyncio.get_running_loop()
         if not slow:
             return await loop.run_in_executor(self._quick, work)
@@ -183,6 +179,11 @@ class Answers:
             return await loop.run_in_executor(self._slow, work)
         finally:
             self._slow_asked -= 1
+
+
+def _found(name: str) -> Resolved:
+    """The model asked for. Nothing of this machine but catalog and memory is looked at."""
+    return resolve(name, allow_hub=False, allow_paths=False, allow_recording=False)
 
 
 def _document(question: Question, model: Resolved) -> Document:
