@@ -80,8 +80,8 @@ def job_peaks(
     Saving comes between two steps, on top of what is kept.
     """
     room = gpu.memory_bytes - overhead.low_bytes
-    looked_at = gpu.memory_bytes if plan.backend == "deepspeed" else None
-    ways = _loadings(profile, plan.any_step, looked_at)
+    flattens = plan.backend == "deepspeed" and plan.strategy in ("zero1", "zero2")
+    ways = _loadings(profile, plan.any_step, gpu.memory_bytes if flattens else None)
     saves = _savings(profile, plan.any_step)
     loading = advised(ways, gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
     kept = sum(h.rounded for h in (states.parameters, states.optimizer, states.communication, states.buffers))

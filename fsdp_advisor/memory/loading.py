@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from fsdp_advisor.memory import deepspeed
@@ -379,6 +380,7 @@ def _modules(unit: Unit) -> int:
     return max(by_module.values(), default=0)
 
 
+@lru_cache(maxsize=512)
 def _deepspeed_ready(profile: Profile, plan: Plan) -> tuple[int, int]:
     """GPU and host bytes of a rank when `deepspeed.initialize` ends: all but the optimizer's moments, and zeros once."""
     states, moments = deepspeed.states(profile, plan), deepspeed_moments(profile, plan)

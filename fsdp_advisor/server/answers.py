@@ -33,6 +33,9 @@ from fsdp_advisor.server.settings import Settings
 QUESTION_BYTES = 2048
 """About what a question takes in memory, a pasted configuration apart."""
 
+GZIP_LEVEL = 3
+"""A tenth more bytes than the usual 6, in half the time."""
+
 T = TypeVar("T")
 Asked = TypeVar("Asked", bound=EstimateRequest)
 
@@ -45,7 +48,7 @@ class Document:
     def __init__(
         self, body: bytes, *, lasting: bool, media_type: str = "application/json", file_name: str | None = None
     ) -> None:
-        self.gzipped = gzip.compress(body, compresslevel=6, mtime=0)
+        self.gzipped = gzip.compress(body, compresslevel=GZIP_LEVEL, mtime=0)
         self.etag = tag(body)
         self.lasting, self.media_type, self.file_name = lasting, media_type, file_name
 

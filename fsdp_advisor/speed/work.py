@@ -37,10 +37,11 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A step's compute on one device, in the order in which it runs."""
+    """A step's compute on one device, in the order in which it runs; and in `seconds` by class of operator, over all real layers."""
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
+    seconds: dict[str, float]
     model_flops: (
         float  # of one micro-batch as the model needs them: forward and twice as much backward, nothing recomputed
     )
@@ -125,7 +126,27 @@ def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, che
         if stack == ROOT or not stretches or stretches[-1].stack != stack:
             stretches.append(Stretch(stack, {}))
         stretches[-1].work[layer] = work
-    return Compute(tuple(forward), tuple(backward), 3 * forward_flops)
+    seconds = _by_class(profile, (*forward, *backward))
+    return Compute(tuple(forward), tuple(backward), seconds, 3 * forward_flops)
+
+
+def _by_class(profile: Profile, stretches: tuple[Stretch, ...]) -> dict[str, float]:
+    matmul = attention = pointwise = loss = recomputation = 0.0
+    for stretch in stretches:
+        for layer, work in stretch.work.items():
+            times = 1 if stretch.stack == ROOT else profile.stacks[stretch.stack].counts[layer]
+            matmul += times * work.matmul
+            attention += times * work.attention
+            pointwise += times * work.pointwise
+            loss += times * work.loss
+            recomputation += times * work.recomputation
+    return {
+        "matmul": matmul,
+        "attention": attention,
+        "pointwise": pointwise,
+        "loss": loss,
+        "recomputation": recomputation,
+    }
 
 
 def _work(timed: _Timed, b: int, t: int, device: Device, head: int, causal: bool) -> Work:

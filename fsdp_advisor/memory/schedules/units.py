@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 from fsdp_advisor.memory.held import NOTHING, Held
@@ -54,6 +55,7 @@ def _over_units(profile: Profile, of: Callable[[Place], Held]) -> Held:
     return result
 
 
+@lru_cache(maxsize=256)
 def buffers(profile: Profile, floating_bytes: int | None = None) -> Held:
     """Registered buffers: every rank holds all of them. `floating_bytes`: per element of those that an engine casts."""
 
