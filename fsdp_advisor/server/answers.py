@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -205,8 +205,8 @@ def _document(question: Question, model: Resolved) -> Document:
 def as_json(found: Report | Advice, *, timeline: bool) -> Document:
     """The contract's document."""
     report = found if isinstance(found, Report) else found.report
-    body = json.dumps(found.as_dict(timeline=timeline), separators=(",", ":"), allow_nan=False)
-    return Document(body.encode(), lasting=report.model_source != "hub")
+    body = to_json(found.as_dict(timeline=timeline), inf_nan_mode="null")
+    return Document(body, lasting=report.model_source != "hub")
 
 
 def advised(model: Resolved, request: RecommendRequest, *, explain: bool = False) -> Advice:
