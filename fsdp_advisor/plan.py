@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.errors import UsageError
@@ -36,7 +38,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in _FIELDS))
+        return hash(_values(self))
 
     def __hash__(self) -> int:
         """Computed once: what is remembered of a plan is looked up by it many times in an estimate."""
@@ -102,16 +104,25 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
+_values = attrgetter(*_FIELDS)
 
 
-@lru_cache(maxsize=2048)
-def _any_batch(plan: Plan) -> Plan:
-    return replace(plan, micro_batch_size=1, seq_len=1)
+def _with(**fixed: object) -> Callable[[Plan], Plan]:
+    """What gives the plan with these values in place of a plan's own: one object for all plans that differ in these alone."""
+    names = [name for name in _FIELDS if name not in fixed]
+    others = attrgetter(*names)
+
+    @lru_cache(maxsize=2048)
+    def made(values: tuple[object, ...]) -> Plan:
+        return Plan(**fixed, **dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+
+    return lambda plan: made(others(plan))
 
 
-@lru_cache(maxsize=2048)
-def _any_step(plan: Plan) -> Plan:
-    return replace(plan.any_batch, gradient_accumulation_steps=1, activation_checkpointing="none", attention="sdpa")
+_any_batch = _with(micro_batch_size=1, seq_len=1)
+_any_step = _with(
+    micro_batch_size=1, seq_len=1, gradient_accumulation_steps=1, activation_checkpointing="none", attention="sdpa"
+)
 
 
 BACKENDS: dict[str, tuple[str, ...]] = {

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from operator import add
 from typing import Any, TypeVar
 
 from fsdp_advisor.memory.ledger import PHASES, SLOTS, Ledger, Live, Point, Repeated, Spot
-from fsdp_advisor.memory.score import Sized, picker
+from fsdp_advisor.memory.score import Pick, Sized, picker
 
 T = TypeVar("T")
-Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

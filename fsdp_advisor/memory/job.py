@@ -116,7 +116,8 @@ def loading_of(
 
 
 def _ways(profile: Profile, plan: Plan, gpu: Gpu) -> tuple[Loading, ...]:
-    return _loadings(profile, plan.any_step, gpu.memory_bytes if plan.backend == "deepspeed" else None)
+    flattens = plan.backend == "deepspeed" and plan.strategy in ("zero1", "zero2")
+    return _loadings(profile, plan.any_step, gpu.memory_bytes if flattens else None)
 
 
 @lru_cache(maxsize=1024)

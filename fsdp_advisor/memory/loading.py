@@ -12,6 +12,7 @@ memory of each process's own. N = ranks that share one copy; K = bytes per eleme
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from fsdp_advisor.memory import deepspeed
 from fsdp_advisor.memory.fsdp_loading import fsdp1_loadings, fsdp2_loadings
@@ -156,6 +157,7 @@ def _modules(unit: Unit) -> int:
     return max(by_module.values(), default=0)
 
 
+@lru_cache(maxsize=512)
 def _deepspeed_ready(profile: Profile, plan: Plan) -> tuple[int, int]:
     """GPU and host bytes of a rank when `deepspeed.initialize` ends: all but the optimizer's moments, and zeros once."""
     states, moments = deepspeed.states(profile, plan), deepspeed_moments(profile, plan)

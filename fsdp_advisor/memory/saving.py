@@ -277,8 +277,7 @@ def _flat_states(profile: Profile, plan: Plan) -> int:
     """The optimizer's states of rank 0's flat shards: those of its parameters' pieces, together as many elements."""
     kept = 0
     for unit, count in profile.counted_units():
-        trainable = sum(p.elements for p in unit.parameters if p.trainable)
-        kept += _state_bytes(plan, (-(-trainable // plan.shard_degree),)) * count
+        kept += _state_bytes(plan, (-(-unit.trainable_elements // plan.shard_degree),)) * count
     return kept
 
 

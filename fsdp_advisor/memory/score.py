@@ -6,7 +6,7 @@ comes to two numbers, what it leaves behind and how high it rises (`Sized`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -43,6 +43,7 @@ _GRADIENT, _LOSS, _SCRATCH = int(Category.GRADIENT), int(Category.LOSS), int(Cat
 
 Mark = tuple[int, int, int]
 Step = Stretch | Mark
+Pick = Callable[[Sequence[int]], tuple[int, ...]]
 ByAccount = tuple[tuple[int, int], ...]
 """(account, bytes), of those that change."""
 Events = tuple[int, int, int, bool]
@@ -76,10 +77,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Births and deaths in order: `pick` takes their bytes from the score's `moves`, `accounts` are theirs."""
+    """Births and deaths in order: `pick` takes their bytes from the score's `moves`, `accounts` are theirs.
+
+    `left` are the moves that they come to, by account: most of what is born dies in the same stretch.
+    """
 
     accounts: bytes
-    pick: Callable[[Sequence[int]], tuple[int, ...]]
+    pick: Pick
+    left: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +108,11 @@ class Score:
 @dataclass(frozen=True, eq=False, slots=True)
 class Sized:
     """A score at one (B, T): by stretch, the bytes that it leaves behind (`net`), and how much higher it rises on the way
-    than where it begins (`high`). `sizes` are the bytes behind the tape's sizes, `moves` those of the score's.
+    than where it begins (`high`). `sizes` are the bytes of the score's sizes, `moves` those of its moves.
     """
 
     score: Score
-    sizes: dict[int, int]
+    sizes: tuple[int, ...]
     moves: tuple[int, ...]
     net: tuple[int, ...]
     high: tuple[int, ...]
@@ -117,8 +122,10 @@ class Sized:
         """What a stretch leaves behind."""
         distinct = self.score.distinct[stretch]
         if distinct not in self._by_account:
-            changes = self.score.changes[distinct]
-            self._by_account[distinct] = _by_account(changes.accounts, changes.pick(self.moves))
+            left = self.score.changes[distinct].left
+            self._by_account[distinct] = tuple(
+                [(account, sum([self.moves[move] for move in moves])) for account, moves in left]
+            )
         return self._by_account[distinct]
 
     def highest_by_account(self, stretch: int) -> ByAccount:
@@ -126,20 +133,16 @@ class Sized:
         changes = self.score.changes[self.score.distinct[stretch]]
         moved = changes.pick(self.moves)
         end = list(accumulate(moved)).index(self.high[stretch]) + 1 if self.high[stretch] else 0
-        return _by_account(changes.accounts, moved[:end])
-
-
-def _by_account(accounts: Iterable[int], moved: Iterable[int]) -> ByAccount:
-    live: defaultdict[int, int] = defaultdict(int)
-    for account, n_bytes in zip(accounts, moved, strict=False):
-        live[account] += n_bytes
-    return tuple([item for item in live.items() if item[1]])
+        live: defaultdict[int, int] = defaultdict(int)
+        for account, n_bytes in zip(changes.accounts, moved[:end], strict=False):
+            live[account] += n_bytes
+        return tuple(live.items())
 
 
 @lru_cache(maxsize=128)
 def sized(score: Score, b: int, t: int) -> Sized:
     """The score at micro-batch `b` and `t` tokens, each storage rounded up."""
-    sizes = [round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials]
+    sizes = tuple([round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials])
     moves = tuple([sizes[size] * times for size, times in score.moves])
     net, high = [], []
     for changes in score.changes:
@@ -147,10 +150,10 @@ def sized(score: Score, b: int, t: int) -> Sized:
         net.append(levels[-1])
         high.append(max(0, max(levels)))
     spread = picker(score.distinct)
-    return Sized(score, dict(zip(score.sizes, sizes, strict=True)), moves, spread(net), spread(high))
+    return Sized(score, sizes, moves, spread(net), spread(high))
 
 
-def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+def picker(indices: Sequence[int]) -> Pick:
     """What takes the values at `indices` from a row: `itemgetter`, as a tuple whatever their number.
 
     >>> picker([2, 0, 2])("abc"), picker([1])("abc"), picker([])("abc")
@@ -228,12 +231,18 @@ class _Reader:
             tuple((p.stack, tuple(p.steps.items()), tuple(p.last.items())) for p in parts) for parts in phases.values()
         )
         shape = _shape(forward, backward, len(self._events))
+        changes = tuple(
+            [
+                _Changes(bytes(accounts), picker(moves), self._left(moves, accounts))
+                for moves, accounts in self._known
+            ]
+        )
         return Score(
             left_out=self._left_out,
             shape=shape,
             events=tuple(self._events),
             distinct=tuple(self._distinct),
-            changes=tuple(_Changes(bytes(accounts), picker(moves)) for moves, accounts in self._known),
+            changes=changes,
             sizes=tuple(self._sizes),
             polynomials=tuple(self._tape.sizes[size] for size in self._sizes),
             moves=tuple(self._moves),
@@ -284,6 +293,17 @@ class _Reader:
                 yield op, a, b
                 start = at + 1
         yield from close(len(segment.events))
+
+    def _left(self, moves: Iterable[int], accounts: Iterable[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        known, left = list(self._moves), Counter[tuple[int, int]]()
+        for move, account in zip(moves, accounts, strict=True):
+            size, times = known[move]
+            left[account, size] += times
+        by_account: defaultdict[int, list[int]] = defaultdict(list)
+        for (account, size), times in left.items():
+            if times:
+                by_account[account].append(self._moves.setdefault((size, times), len(self._moves)))
+        return tuple([(account, tuple(moves)) for account, moves in by_account.items()])
 
     def _move(self, size: int, times: int) -> int:
         used = self._sizes.setdefault(size, len(self._sizes))

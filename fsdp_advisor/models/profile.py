@@ -41,10 +41,10 @@ class Parameter:
     shape: tuple[int, ...]
     trainable: bool = True
     tied: tuple[str, ...] = ()
+    elements: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elements", prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,10 @@ class Unit:
     @cached_property
     def elements(self) -> int:
         return sum(p.elements for p in self.parameters)
+
+    @cached_property
+    def trainable_elements(self) -> int:
+        return sum(p.elements for p in self.parameters if p.trainable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +295,7 @@ class Profile:
 
     @cached_property
     def trainable_parameters(self) -> int:
-        return sum(p.elements * count for unit, count in self.counted_units() for p in unit.parameters if p.trainable)
+        return sum(unit.trainable_elements * count for unit, count in self.counted_units())
 
     @cached_property
     def window(self) -> int | None:

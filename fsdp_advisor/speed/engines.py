@@ -85,8 +85,7 @@ def reduce_bytes(plan: Plan) -> int:
 def unit_costs(unit: Unit, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float) -> UnitCosts:
     """A unit's collectives and copies. Raises nothing; a world of one communicates nothing."""
     shards, replicas = groups(plan, gpu, between)
-    elements = unit.elements
-    trainable = sum(p.elements for p in unit.parameters if p.trainable)
+    elements, trainable = unit.elements, unit.trainable_elements
     gathered, reduced = elements * gather_bytes(plan), trainable * reduce_bytes(plan)
     if plan.strategy == "ddp":
         messages = -(-reduced // DDP_BUCKET_BYTES)

@@ -198,29 +198,17 @@ def _compute_breakdown(
     profile: Profile, compute: Compute, engine: Engine, costs: dict[Place, UnitCosts]
 ) -> dict[str, float]:
     """The compute stream of one micro-batch by cause, over all real layers."""
-    matmul = attention = pointwise = loss = recomputation = launch = sharding = 0.0
+    launch = sharding = 0.0
     for stretches, backward in ((compute.forward, False), (compute.backward, True)):
         first_root = True
         for stretch in stretches:
+            at_root = stretch.stack == ROOT
             for layer, work in stretch.work.items():
-                place = (stretch.stack, layer)
-                times = 1 if stretch.stack == ROOT else profile.stacks[stretch.stack].counts[layer]
-                copies = costs[place].copies_backward if backward else costs[place].copies_forward
-                if stretch.stack == ROOT:
+                times = 1 if at_root else profile.stacks[stretch.stack].counts[layer]
+                unit = costs[stretch.stack, layer]
+                copies = unit.copies_backward if backward else unit.copies_forward
+                if at_root:
                     copies, first_root = copies if first_root else 0.0, False
-                matmul += times * work.matmul
-                attention += times * work.attention
-                pointwise += times * work.pointwise
-                loss += times * work.loss
-                recomputation += times * work.recomputation
                 sharding += times * copies
                 launch += times * max(work.cpu + engine.hooks_s - work.gpu - copies, 0.0)
-    return {
-        "matmul": matmul,
-        "attention": attention,
-        "pointwise": pointwise,
-        "loss": loss,
-        "recomputation": recomputation,
-        "launch": launch,
-        "sharding": sharding,
-    }
+    return compute.seconds | {"launch": launch, "sharding": sharding}

@@ -6,7 +6,7 @@ stream by the same amount, and the rest of the run is one jump.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import sub
 
@@ -92,7 +92,7 @@ class MicroBatch:
                 first = False
                 continue
             s.begun = max(s.begun, ready)
-            for run in self._runs(stretch, backward=False):
+            for run in self.profile.stacks[stretch.stack].runs:
                 self._fold(run, stretch, backward=False)
         first = True
         for index, stretch in enumerate(self.compute.backward):
@@ -106,7 +106,7 @@ class MicroBatch:
                         root.reduce * self._tail(), s.compute, "all-reduce", name
                     )  # DDP: the head's buckets go first
                 continue
-            for run in self._runs(stretch, backward=True):
+            for run in reversed(self.profile.stacks[stretch.stack].runs):
                 self._fold(run, stretch, backward=True)
         s.flush()
         if self.reduces and self.engine.overlaps:
@@ -125,54 +125,47 @@ class MicroBatch:
     def _seconds(self, work: Work, copies: float) -> float:
         return max(work.gpu + copies, work.cpu + self.engine.hooks_s)
 
-    def _forward(self, place: Place, seconds: float) -> None:
-        s, costs, name = self.streams, self.costs[place], self._name(place)
+    def _forward(self, costs: UnitCosts, seconds: float, name: str) -> None:
+        s = self.streams
         ready = s.send(costs.gather, s.begun, "all-gather", name) if self.engine.gathers_forward else 0.0
         s.work(seconds, ready, "forward", name)
 
-    def _backward(self, place: Place, seconds: float) -> None:
-        s, costs, name = self.streams, self.costs[place], self._name(place)
-        ready = 0.0
-        if self.engine.gathers_backward:
-            match self.engine.prefetch:
-                case "pre":
-                    ready = s.send(costs.gather, s.begun, "all-gather", name)
-                    s.flush()
-                case "post":
-                    ready = s.send(costs.gather, s.compute, "all-gather", name)
-                    s.flush()
-                case _:
-                    s.flush()
-                    ready = s.send(costs.gather, s.compute, "all-gather", name)
+    def _backward(self, costs: UnitCosts, seconds: float, name: str) -> None:
+        s, prefetch, ready = self.streams, self.engine.prefetch, 0.0
+        if not self.engine.gathers_backward:
+            s.flush()
+        elif prefetch == "none":
+            s.flush()
+            ready = s.send(costs.gather, s.compute, "all-gather", name)
         else:
+            ready = s.send(costs.gather, s.begun if prefetch == "pre" else s.compute, "all-gather", name)
             s.flush()
         s.work(seconds, ready, "backward", name)
         if self.reduces and self.engine.overlaps:
             s.pending, s.pending_name = costs.reduce, name
 
-    def _name(self, place: Place) -> str:
+    def _name(self, stack: int, layer: int) -> str:
         """Only intervals tell it."""
         if self.streams.intervals is None:
             return ""
-        stack, layer = place
         return f"{self.profile.stacks[stack].path}.{self.profile.stacks[stack].units[layer].kind}"
-
-    def _runs(self, stretch: Stretch, *, backward: bool) -> Iterator[Run]:
-        runs = self.profile.stacks[stretch.stack].runs
-        for run in reversed(runs) if backward else runs:
-            yield Run(run.pattern[::-1], run.repeats) if backward else run
 
     def _fold(self, run: Run, stretch: Stretch, *, backward: bool) -> None:
         s, step = self.streams, self._backward if backward else self._forward
-        places = []
-        for layer in run.pattern:
+        turns = []
+        for layer in reversed(run.pattern) if backward else run.pattern:
             costs = self.costs[stretch.stack, layer]
             copies = costs.copies_backward if backward else costs.copies_forward
-            places.append(((stretch.stack, layer), self._seconds(stretch.work[layer], copies)))
-        left, before, last = run.repeats, s.state(), None
+            turns.append((costs, self._seconds(stretch.work[layer], copies), self._name(stretch.stack, layer)))
+        left, last = run.repeats, None
+        if left == 1:
+            for turn in turns:
+                step(*turn)
+            return
+        before = s.state()
         while left:
-            for place, seconds in places:
-                step(place, seconds)
+            for turn in turns:
+                step(*turn)
             left -= 1
             now = s.state()
             moved = tuple(map(sub, now, before))

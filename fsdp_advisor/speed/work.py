@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple, cast
 
-from fsdp_advisor.models.profile import ROOT, Profile, Segment, Tape, evaluate
+from fsdp_advisor.models.profile import ROOT, Polynomial, Profile, Tape, Unit, evaluate
 from fsdp_advisor.speed.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.speed.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 
 
-class Work(NamedTuple):
+@dataclass(frozen=True)
+class Work:
     """One stretch of one forward or backward. Seconds; `recomputation` is the part of the others that repeats a forward."""
 
     matmul: float = 0.0
@@ -21,7 +22,7 @@ class Work(NamedTuple):
     recomputation: float = 0.0
     cpu: float = 0.0
 
-    @property
+    @cached_property
     def gpu(self) -> float:
         return self.matmul + self.attention + self.pointwise + self.loss + self.recomputation
 
@@ -36,72 +37,132 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A step's compute on one device, in the order in which it runs."""
+    """A step's compute on one device, in the order in which it runs; and in `seconds` by class of operator, over all real layers."""
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
+    seconds: dict[str, float]
     model_flops: (
         float  # of one micro-batch as the model needs them: forward and twice as much backward, nothing recomputed
     )
 
 
-@lru_cache(maxsize=128)
-def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, checkpointing: bool) -> Compute:
-    """The tape's work at micro-batch `b` and `t` tokens."""
-    tokens, head, causal = b * t, head_dim(profile), profile.task == "causal-lm"
-    rates: dict[tuple[int, int], tuple[float, float, float]] = {}
-    forward_flops = 0.0
-    root_flops = 0
-    segments = _timed(tape)
-    for segment in segments:
-        if segment.phase == "forward" and segment.stack == ROOT:
-            root_flops += evaluate(segment.matmul_flops, b, t)
-    rates[ROOT, 0] = (*matmul_s_per_flop(profile.root, True, tokens, device, root_flops), float(root_flops))
-    phases: dict[str, list[Stretch]] = {"forward": [], "backward": []}
-    done: dict[tuple[int, int], Work] = {}
-    last_root = max((s.layer for s in segments if s.phase == "forward" and s.stack == ROOT), default=0)
-    for segment in segments:
-        own = evaluate(segment.matmul_flops, b, t)
-        place = (ROOT, 0) if segment.stack == ROOT else (segment.stack, segment.layer)
-        backward = segment.phase == "backward"
-        if place not in rates:
-            unit = profile.stacks[segment.stack].units[segment.layer]
-            rates[place] = (*matmul_s_per_flop(unit, False, tokens, device, own), float(own))
-        loss = segment.stack == ROOT and segment.layer == (0 if backward else last_root)
-        work = _work(segment, own, b, t, device, head, causal, rates[place][backward], loss)
-        if not backward:
-            times = 1 if segment.stack == ROOT else profile.stacks[segment.stack].counts[segment.layer]
-            forward_flops += times * (own + evaluate(segment.attention_flops, b, t))
-            done[place] = work
-        elif checkpointing and segment.stack != ROOT and place in done:
-            work = _split(work, done[place])
-        stretches = phases[segment.phase]
-        if segment.stack == ROOT or not stretches or stretches[-1].stack != segment.stack:
-            stretches.append(Stretch(segment.stack, {}))
-        stretches[-1].work[place[1]] = work
-    return Compute(tuple(phases["forward"]), tuple(phases["backward"]), 3 * forward_flops)
+_NOTHING: Polynomial = (0, 0, 0, 0, 0, 0)
+
+
+class _Timed(NamedTuple):
+    """What the time of a segment comes from, whatever B, T and the GPU are. Layers of a kind have the same.
+
+    `rated_by` are the FLOPs of the matrix products whose rate this segment's have: of its place's first segment.
+    """
+
+    unit: Unit
+    at_root: bool
+    backward: bool
+    loss: bool
+    rated_by: Polynomial
+    matmul_flops: Polynomial
+    attention_flops: Polynomial
+    traffic_bytes: Polynomial
+    operators: int
+
+
+class _Form(NamedTuple):
+    """A tape as far as its time goes: by segment its stack, its layer (the root's: 0), how many real ones it stands for and which
+    of the `distinct` it is.
+    """
+
+    distinct: tuple[_Timed, ...]
+    segments: tuple[tuple[int, int, int, int], ...]
 
 
 @lru_cache(maxsize=512)
-def _timed(tape: Tape) -> tuple[Segment, ...]:
-    """The tape's segments without their births and deaths, which are most of it and are not timed."""
-    return tuple(replace(segment, events=()) for segment in tape.segments)
+def _form(profile: Profile, tape: Tape) -> _Form:
+    forwards = [s for s in tape.segments if s.phase == "forward" and s.stack == ROOT]
+    whole_root = tuple(map(sum, zip(_NOTHING, *(s.matmul_flops for s in forwards), strict=True)))
+    rated_by = {(ROOT, 0): cast(Polynomial, whole_root)}
+    last_root = max((s.layer for s in forwards), default=0)
+    distinct: dict[_Timed, int] = {}
+    segments = []
+    for segment in tape.segments:
+        at_root, backward = segment.stack == ROOT, segment.phase == "backward"
+        layer = 0 if at_root else segment.layer
+        timed = _Timed(
+            unit=profile.root if at_root else profile.stacks[segment.stack].units[layer],
+            at_root=at_root,
+            backward=backward,
+            loss=at_root and segment.layer == (0 if backward else last_root),
+            rated_by=rated_by.setdefault((segment.stack, layer), segment.matmul_flops),
+            matmul_flops=segment.matmul_flops,
+            attention_flops=segment.attention_flops,
+            traffic_bytes=segment.traffic_bytes,
+            operators=segment.operators,
+        )
+        count = 1 if at_root else profile.stacks[segment.stack].counts[layer]
+        segments.append((segment.stack, layer, count, distinct.setdefault(timed, len(distinct))))
+    return _Form(tuple(distinct), tuple(segments))
 
 
-def _work(
-    segment: Segment, own: int, b: int, t: int, device: Device, head: int, causal: bool, rate: float, loss: bool
-) -> Work:
-    moved = evaluate(segment.traffic_bytes, b, t) / device.memory_bytes_per_s + segment.operators * KERNEL_GAP_S
+@lru_cache(maxsize=128)
+def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, checkpointing: bool) -> Compute:
+    """The tape's work at micro-batch `b` and `t` tokens."""
+    form, head, causal = _form(profile, tape), head_dim(profile), profile.task == "causal-lm"
+    works = [_work(timed, b, t, device, head, causal) for timed in form.distinct]
+    flops = [evaluate(timed.matmul_flops, b, t) + evaluate(timed.attention_flops, b, t) for timed in form.distinct]
+    forward_flops = 0.0
+    forward: list[Stretch] = []
+    backward: list[Stretch] = []
+    done: dict[tuple[int, int], Work] = {}
+    for stack, layer, count, number in form.segments:
+        work, place = works[number], (stack, layer)
+        stretches = forward
+        if form.distinct[number].backward:
+            stretches = backward
+            if checkpointing and stack != ROOT and place in done:
+                work = _split(work, done[place])
+        else:
+            forward_flops += count * flops[number]
+            done[place] = work
+        if stack == ROOT or not stretches or stretches[-1].stack != stack:
+            stretches.append(Stretch(stack, {}))
+        stretches[-1].work[layer] = work
+    seconds = _by_class(profile, (*forward, *backward))
+    return Compute(tuple(forward), tuple(backward), seconds, 3 * forward_flops)
+
+
+def _by_class(profile: Profile, stretches: tuple[Stretch, ...]) -> dict[str, float]:
+    matmul = attention = pointwise = loss = recomputation = 0.0
+    for stretch in stretches:
+        for layer, work in stretch.work.items():
+            times = 1 if stretch.stack == ROOT else profile.stacks[stretch.stack].counts[layer]
+            matmul += times * work.matmul
+            attention += times * work.attention
+            pointwise += times * work.pointwise
+            loss += times * work.loss
+            recomputation += times * work.recomputation
+    return {
+        "matmul": matmul,
+        "attention": attention,
+        "pointwise": pointwise,
+        "loss": loss,
+        "recomputation": recomputation,
+    }
+
+
+def _work(timed: _Timed, b: int, t: int, device: Device, head: int, causal: bool) -> Work:
+    own = evaluate(timed.matmul_flops, b, t)
+    rates = matmul_s_per_flop(timed.unit, timed.at_root, b * t, device, evaluate(timed.rated_by, b, t))
     # attention's own products grow with B T^2; those of the weights with B T
-    batched = min(own, evaluate((0, 0, 0, 0, segment.matmul_flops[4], segment.matmul_flops[5]), b, t))
-    attention = evaluate(segment.attention_flops, b, t)
+    batched = min(own, evaluate((0, 0, 0, 0, *timed.matmul_flops[4:]), b, t))
+    attention = evaluate(timed.attention_flops, b, t)
+    moved = evaluate(timed.traffic_bytes, b, t) / device.memory_bytes_per_s + timed.operators * KERNEL_GAP_S
     return Work(
-        matmul=(own - batched) * rate,
+        matmul=(own - batched) * rates[timed.backward],
         attention=batched_s(batched, device, head)
-        + attention_s(attention, device, head, t, causal=causal, backward=segment.phase == "backward"),
-        pointwise=0.0 if loss else moved,
-        loss=moved if loss else 0.0,
-        cpu=segment.operators * LAUNCH_S,
+        + attention_s(attention, device, head, t, causal=causal, backward=timed.backward),
+        pointwise=0.0 if timed.loss else moved,
+        loss=moved if timed.loss else 0.0,
+        cpu=timed.operators * LAUNCH_S,
     )
 
 

@@ -70,7 +70,8 @@ class Trace(Ledger):
     def __init__(self, profile: Profile, tape: Tape, sized: Sized, *, gradient_stream: int = COMPUTE) -> None:
         super().__init__()
         self._gradient_stream = gradient_stream
-        self._profile, self._tape, self._score, self._sizes = profile, tape, sized.score, sized.sizes
+        self._profile, self._tape, self._score = profile, tape, sized.score
+        self._sizes = dict(zip(sized.score.sizes, sized.sizes, strict=True))
         self._requests: list[int] = []
         self._operations: list[int] = []
         self._places: list[tuple[int, str, str]] = []

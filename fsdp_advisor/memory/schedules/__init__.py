@@ -33,7 +33,7 @@ def states_of(profile: Profile, plan: Plan) -> States:
     return _states(profile, plan.any_step)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def _states(profile: Profile, plan: Plan) -> States:
     return schedule_for(profile, plan).states
 

@@ -114,7 +114,7 @@ def _layout(
         lengths = []
         for n, unit in enumerate(stack.units):
             gradients[s, n] = measure(unit.parameters, 0)
-            lengths.append(sum(p.elements for p in unit.parameters if p.trainable))
+            lengths.append(unit.trainable_elements)
         begins = []
         for run in stack.runs:
             for recorded in run.pattern * run.repeats:

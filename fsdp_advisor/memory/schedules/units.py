@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -68,6 +69,7 @@ def _over_units(profile: Profile, of: Callable[[Place], Held], root: Sequence[He
     return result + parts[-1]
 
 
+@lru_cache(maxsize=256)
 def buffers(profile: Profile, floating_bytes: int | None = None) -> Held:
     """Registered buffers: every rank holds all of them. `floating_bytes`: per element of those that an engine casts."""
 
