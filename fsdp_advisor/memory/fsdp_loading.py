@@ -1,4 +1,4 @@
-"""Loading under FSDP1 and FSDP2, plain or prepared by accelerate, which has two ways of its own (`loading` has the sources)."""
+"""Loading under FSDP1 and FSDP2, plain or prepared by accelerate, which leaves fewer ways (`loading` has the sources)."""
 
 from __future__ import annotations
 
@@ -60,20 +60,19 @@ def fsdp1_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         mapped=weights.mapped,
         placed=placed,
     )
-    if not plan.prepared:
-        yield Loading.of(
-            plan,
-            "rank0",
-            "rank 0 alone loads, the others build on the meta device; FSDP(model, device_id=..., sync_module_states=True, "
-            "param_init_fn=lambda m: m.to_empty(device=..., recurse=False))",
-            gpu,
-            max(weights.copy, kept),
-            kept,
-            mapped=weights.mapped,
-            placed=placed,
-        )
+    yield Loading.of(
+        plan,
+        "rank0",
+        "rank 0 alone loads, the others build on the meta device; FSDP(model, device_id=..., sync_module_states=True, "
+        "param_init_fn=lambda m: m.to_empty(device=..., recurse=False))",
+        gpu,
+        max(weights.copy, kept),
+        kept,
+        mapped=weights.mapped,
+        placed=placed,
+    )
     yield _cpu_ram_efficient(plan, gpu, weights, kept, placed)
-    if plan.prepared:
+    if plan.prepared:  # accelerate always gives a device_id
         return
     remaining, made, host = weights.copy, 0, 0
     for unit in units:
@@ -167,7 +166,7 @@ def fsdp2_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         mapped=weights.mapped,
         placed=unit_by_unit,
     )
-    if plan.prepared:
+    if plan.prepared:  # it tells parameters apart by their addresses, and on the meta device they have none
         yield efficient
         return
     largest_shard = max(for_each(units, lambda unit: max((shard.rounded for shard in unit.shards), default=0)))

@@ -110,10 +110,10 @@ def test_a_tied_tensor_is_sent_under_each_of_its_names() -> None:
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])
-@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
-def test_accelerate_has_two_ways(backend: str, framework: str) -> None:
-    ways = [w.way for w in loadings(LLAMA_7B, plan(backend, framework=framework))]
-    assert ways == ["every_rank", "cpu_ram_efficient_loading"]
+def test_accelerate_leaves_fewer_ways(framework: str) -> None:
+    ways = {b: [w.way for w in loadings(LLAMA_7B, plan(b, framework=framework))] for b in ("fsdp1", "fsdp2")}
+    assert ways["fsdp1"] == ["every_rank", "rank0", "cpu_ram_efficient_loading"]
+    assert ways["fsdp2"] == ["every_rank", "cpu_ram_efficient_loading"]
 
 
 def test_one_unit_for_all_is_moved_at_once() -> None:
