@@ -232,10 +232,7 @@ class _Reader:
         )
         shape = _shape(forward, backward, len(self._events))
         changes = tuple(
-            [
-                _Changes(bytes(accounts), picker(moves), self._left(moves, accounts))
-                for moves, accounts in self._known
-            ]
+            [_Changes(bytes(accounts), picker(moves), self._left(moves, accounts)) for moves, accounts in self._known]
         )
         return Score(
             left_out=self._left_out,

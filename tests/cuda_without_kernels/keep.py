@@ -14,7 +14,14 @@ from typing import Any
 from fsdp_advisor.validation import records, report
 
 DEVICE = "cuda without kernels"
-TOLD = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_requested_bytes", "peak_active_bytes", "phases", "allocator_retries")
+TOLD = (
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_requested_bytes",
+    "peak_active_bytes",
+    "phases",
+    "allocator_retries",
+)
 ALIKE = ("segments", "modelled_segments", "alike")
 
 

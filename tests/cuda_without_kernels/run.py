@@ -57,7 +57,9 @@ def asked_for(torch_lib: Path) -> tuple[dict[str, set[str]], set[str], set[str]]
     for path in [*torch_lib.glob("*.so*"), *torch_lib.parent.glob("_C*.so")]:
         dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
         libraries |= set(re.findall(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]+)\]", dynamic))
-        names = subprocess.run(["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True).stdout
+        names = subprocess.run(
+            ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
+        ).stdout
         for line in names.splitlines():
             name, _, version = line.split()[-1].replace("@@", "@").partition("@")
             if version:
@@ -86,9 +88,7 @@ def build(torch_lib: Path, into: Path) -> None:
         mine = prefixes[base]
         others = [p for p in prefixes.values() if len(p) > len(mine) and p.startswith(mine)]
         wanted = versioned.get(tag or "", set()) | {
-            name
-            for name in plain
-            if name.startswith((mine, f"__{mine}")) and not name.startswith(tuple(others))
+            name for name in plain if name.startswith((mine, f"__{mine}")) and not name.startswith(tuple(others))
         }
         stubs = [stub(name) for name in sorted(wanted) if not re.search(rf"\b{name}\(", own)]
         sources, versions = [into / f"{base}.c", into / f"{base}-rest.c"], into / f"{base}.map"
