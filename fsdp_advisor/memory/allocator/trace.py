@@ -339,12 +339,12 @@ class Trace(Ledger):
             inserted.append((at, [len(requests) - 1]))
         for at, numbers in sorted(inserted, reverse=True):
             first[at:at] = [number * 4 + MALLOC for number in numbers]
-        setup = self._set_up(requests, not_yet, placed)
-        if batch_stands:
-            setup += [number * 4 + MALLOC for number in self._batches[0]]
         passes = range(len(requests), len(requests) + sum(1 for _ in passing.each()))
         requests += map(round_up, passing.each())
         first[:0] = [number * 4 + kind for number in passes for kind in (MALLOC, FREE)]
+        setup = self._set_up(requests, not_yet, placed)
+        if batch_stands:
+            setup += [number * 4 + MALLOC for number in self._batches[0]]
         if rebuilt.exact:
             whole = len(requests)
             buckets = [number * 4 + MALLOC for account, number in self._residents if account == COMMUNICATION]
