@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import yaml
@@ -23,10 +21,8 @@ from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.allocator.reserve import traced
-from fsdp_advisor.memory.allocator.trace import Trace
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.job import loading_of
-from fsdp_advisor.memory.ledger import COMMUNICATION, STREAMS, Alive
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes, real_attention
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.plan import plans
@@ -45,10 +41,6 @@ BERT = {
 }  # fmt: skip
 
 
-NCCL = len(STREAMS)
-"""Its own stream, beside those that schedules know."""
-STEPS = 8
-"""All rows are steady by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +57,6 @@ class Row:
     bert: dict[str, Any] | None = None
     lightning: dict[str, Any] | None = None
     keeps_outputs: bool = False
-    marks_for_nccl: bool = False
     zero_grad_after_forward: bool = False
 
     @cached_property
@@ -78,9 +69,6 @@ class Row:
             return with_gradients_through_forward(model, request)
         if self.figure == "first step":
             return walked_bytes(model, request, steps=1)
-        if self.marks_for_nccl:
-            with mock.patch.object(importlib.import_module(traced.__module__), "Trace", MarkedForNccl):
-                return walked_bytes(model, request, steps=STEPS)
         found = estimate_of(model, request)
         n_bytes = found.peak_reserved_bytes if self.figure == "reserved" else found.peak_allocated_bytes
         assert n_bytes is not None
@@ -168,13 +156,6 @@ def recorded(recorder: Recorder, request: EstimateRequest) -> Resolved:
 def estimate_of(model: Resolved, request: EstimateRequest) -> StrategyEstimate:
     [found] = estimate_resolved(request, model).estimates
     return found
-
-
-class MarkedForNccl(Trace):
-    """What collectives read and write is marked for NCCL's stream, as PyTorch did before 2.8 unless it was told not to."""
-
-    def died(self, alive: Alive, used_on: int | None = None) -> None:
-        super().died(alive, NCCL if alive[0] == COMMUNICATION else used_on)
 
 
 def walked_bytes(model: Resolved, request: EstimateRequest, *, steps: int) -> int:
