@@ -68,7 +68,7 @@ class Row:
         if self.zero_grad_after_forward:
             return with_gradients_through_forward(model, request)
         if self.figure == "first step":
-            return walked_bytes(model, request, steps=1)
+            return reserved_by_the_first_step(model, request)
         found = estimate_of(model, request)
         n_bytes = found.peak_reserved_bytes if self.figure == "reserved" else found.peak_allocated_bytes
         assert n_bytes is not None
@@ -158,8 +158,8 @@ def estimate_of(model: Resolved, request: EstimateRequest) -> StrategyEstimate:
     return found
 
 
-def walked_bytes(model: Resolved, request: EstimateRequest, *, steps: int) -> int:
-    """What is reserved at the highest of the first steps."""
+def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int:
+    """What is reserved when the first step ends."""
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
@@ -172,11 +172,7 @@ def walked_bytes(model: Resolved, request: EstimateRequest, *, steps: int) -> in
     )
     allocator = CachingAllocator(asked.requests, AllocatorConf.parse(request.allocator_conf or ""))
     allocator.run(asked.setup)
-    for number in range(steps):
-        allocator.run(asked.following if number else asked.first)
-        allocator.begin_step()
-        for born, known in asked.handed_on:
-            allocator.address[known] = allocator.address[born]
+    allocator.run(asked.first)
     return allocator.driver.peak
 
 
