@@ -141,7 +141,7 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
 
     assert model.profile is not None
     room = gpu.memory_bytes - device_overhead(gpu, plan).middle_bytes
-    collects = conf.garbage_collection_threshold > 0  # what it reserves hangs on the limit
+    collects = conf.collects_garbage  # what it reserves hangs on the limit
     found = reserve(
         model.profile,
         real_tape(model.profile, taped(model, model.profile, plan), plan, gpu),
