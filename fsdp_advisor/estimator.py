@@ -142,7 +142,7 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
     assert model.profile is not None
     overhead = device_overhead(gpu, plan)
     room = gpu.memory_bytes - overhead.middle_bytes
-    collects = conf.garbage_collection_threshold > 0  # what it reserves hangs on the limit
+    collects = conf.collects_garbage  # what it reserves hangs on the limit
     walk = partial(
         reserve,
         model.profile,

@@ -104,7 +104,7 @@ class CachingAllocator:
         self.driver = Driver(limit_bytes, allowed)
         self.blocks = Blocks()
         self._expandable = ExpandableSegments(self.blocks, self.driver, conf) if conf.expandable_segments else None
-        self._collects = conf.garbage_collection_threshold > 0 and device is not None
+        self._collects = conf.collects_garbage and device is not None
         if self._collects:
             self.blocks.ages = {}
         self.address = [0] * len(requests)

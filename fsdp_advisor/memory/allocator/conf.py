@@ -74,6 +74,15 @@ class AllocatorConf:
             roundup_power2_divisions=_divisions(pairs.get("roundup_power2_divisions")),
         )
 
+    @property
+    def collects_garbage(self) -> bool:
+        """Whether a threshold is heeded: only where a fraction of the device has been set.
+
+        Source: malloc, `set_fraction`. A fraction of 1 sets none, nor does it here what a program sets by itself
+        (`torch.cuda.set_per_process_memory_fraction`).
+        """
+        return self.garbage_collection_threshold > 0 and self.per_process_memory_fraction < 1
+
     def divisions_for(self, n_bytes: int) -> int:
         """Into how many steps a power of two is divided at this size.
 

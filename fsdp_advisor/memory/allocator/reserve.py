@@ -98,7 +98,7 @@ def reserve(
         return result
     device = device_bytes if device_bytes is not None else limit_bytes
     most = min(limit_bytes, int(conf.per_process_memory_fraction * device))
-    if result.reserved_peak_bytes <= most and not conf.garbage_collection_threshold:
+    if result.reserved_peak_bytes <= most and not conf.collects_garbage:
         return replace(result, verdict="fits")
     steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, loading=loading)
     walk = _Walk(steps, conf, limit_bytes, device)

@@ -207,8 +207,8 @@ def test_release_available_cached_blocks_frees_oversize_ones_first() -> None:
 
 
 def test_garbage_collection_frees_what_is_older_than_the_average() -> None:
-    """garbage_collect_cached_blocks: above 60 % of the device, before the driver is asked for more."""
-    device = Device("garbage_collection_threshold:0.6", limit=300 * MIB)
+    """garbage_collect_cached_blocks: above 60 % of what is allowed, before the driver is asked for more."""
+    device = Device("garbage_collection_threshold:0.6,per_process_memory_fraction:0.75", device=400 * MIB)
     old, young = device.malloc(60 * MIB), device.malloc(50 * MIB)
     device.free(old)
     device.malloc(62 * MIB)
@@ -221,11 +221,20 @@ def test_garbage_collection_frees_what_is_older_than_the_average() -> None:
 
 
 def test_no_garbage_collection_below_the_threshold() -> None:
-    device = Device("garbage_collection_threshold:0.9", limit=300 * MIB)
+    device = Device("garbage_collection_threshold:0.9,per_process_memory_fraction:0.75", device=400 * MIB)
     device.free(device.malloc(60 * MIB))
     device.malloc(62 * MIB)
     device.malloc(64 * MIB)
     assert device.reserved == (60 + 62 + 64) * MIB
+
+
+@pytest.mark.parametrize("fraction", ["", ",per_process_memory_fraction:1.0"])
+def test_no_garbage_collection_unless_a_fraction_is_set(fraction: str) -> None:
+    """malloc: `set_fraction && garbage_collection_threshold() > 0`."""
+    device = Device("garbage_collection_threshold:0.1" + fraction, limit=300 * MIB)
+    device.free(device.malloc(60 * MIB), device.malloc(62 * MIB))
+    device.malloc(70 * MIB)
+    assert device.reserved == (60 + 62 + 70) * MIB and device.allocator.retries == 0
 
 
 def test_expandable_segments_grow_by_pages() -> None:

@@ -132,7 +132,7 @@ def test_what_loading_left_is_given_back_where_it_is_in_the_way() -> None:
 def test_garbage_collection_is_walked_even_where_it_fits() -> None:
     profile, tape, plan = job(TINY, "zero3", "fsdp2")
     plain = reserve(profile, tape, plan)
-    conf = AllocatorConf(garbage_collection_threshold=0.5)
+    conf = AllocatorConf(garbage_collection_threshold=0.5, per_process_memory_fraction=0.9)
     collected = reserve(profile, tape, plan, conf=conf, limit_bytes=2 * plain.reserved_peak_bytes)
     assert collected.verdict == "fits"
     assert collected.reserved_peak_bytes <= plain.reserved_peak_bytes
