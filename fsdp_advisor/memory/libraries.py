@@ -7,9 +7,9 @@ unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 
 Attention kernels' scratch stands on the tapes recorded with `flash_attention_2` (Category.SCRATCH). sdpa comes to the same on
 GPUs from Ampere on in bf16 and fp16, for heads of up to 256 and without a mask (`real_attention`). With a mask and in fp32 it
-comes to the memory-efficient kernel or to none, which has tapes of its own (`tracing.on_gpu`). Not known: the workspace of
-cuDNN's attention, which sdpa prefers on Hopper and Blackwell with cuDNN 9.15.1 or later (ATen/native/transformers/cuda/
-sdp_utils.cpp, check_prefer_cudnn_attention), that of convolutions, and the kernels of older GPUs.
+comes to other kernels or to none, which has tapes of its own (`tracing.on_gpu`). Not known: what cuDNN's own engines add to the
+workspace that cudnn-frontend asks for, the workspace of convolutions, the staging of sums over rows, such as a bias's gradient
+(ATen/native/cuda/Reduce.cuh, global_memory_size: at most 33 MiB on an H100), and the kernels of older GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import SCRATCH
 from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.models.profile import EAGER_ON_GPU, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
+from fsdp_advisor.models.profile import (
+    EAGER_ON_GPU,
+    SDPA_BY_CUDNN,
+    SDPA_BY_CUDNN_WINDOWED,
+    SDPA_ON_GPU,
+    SDPA_ON_GPU_WINDOWED,
+    Profile,
+    Tape,
+    Variant,
+)
 from fsdp_advisor.plan import Plan
 
 KIB = 2**10
@@ -37,6 +46,8 @@ LARGE_ON = (9, 10, 12)
 """Compute capabilities (major) with the large one."""
 FLASH_FROM = (8, 0)
 """The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
+CUDNN_ON = (9, 10)
+"""Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: likewise, check_prefer_cudnn_attention."""
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int] | None, config: str | None = None) -> int:
@@ -64,21 +75,34 @@ def real_attention(
 ) -> Variant:
     """The recording that a GPU's kernels come to: for sdpa the one without the masks and repeated heads of fake tensors.
 
-    `windowed` says that the sequences fill the model's sliding window. In half precision a recording of its own is among those
-    `recorded` (by key) where sdpa does not come to the flash kernel throughout.
+    `windowed` says that the sequences fill the model's sliding window. In half precision recordings of its own are among those
+    `recorded` (by key) where sdpa does not come to the flash kernel's like throughout. An unknown GPU is one with cuDNN's.
     """
     if variant.attention == "eager":
         return _with(variant, EAGER_ON_GPU)
     if variant.attention != "sdpa":
         return variant
-    on_gpu = _with(variant, SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
     if variant.precision == "fp32":
-        return on_gpu
+        return on_any_gpu(variant, windowed=windowed)[0]
     if compute_capability is not None and compute_capability < FLASH_FROM:
         return variant
-    if on_gpu.key in recorded:
-        return on_gpu
+    prefers_cudnn = compute_capability is None or compute_capability[0] in CUDNN_ON
+    for real in on_any_gpu(variant, windowed=windowed)[:: -1 if prefers_cudnn else 1]:
+        if real.key in recorded and (prefers_cudnn or not real.by_cudnn):
+            return real
     return _with(variant, "flash_attention_2")
+
+
+def on_any_gpu(variant: Variant, *, windowed: bool) -> tuple[Variant, ...]:
+    """What is to be recorded of a variant for all that `real_attention` may make of it; the last is cuDNN's where it has a say."""
+    if variant.attention == "eager":
+        return (_with(variant, EAGER_ON_GPU),)
+    if variant.attention != "sdpa":
+        return (variant,)
+    on_gpu = _with(variant, SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
+    if variant.precision == "fp32":
+        return (on_gpu,)
+    return on_gpu, _with(variant, SDPA_BY_CUDNN_WINDOWED if windowed else SDPA_BY_CUDNN)
 
 
 @lru_cache(maxsize=1024)

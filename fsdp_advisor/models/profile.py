@@ -199,6 +199,9 @@ SDPA_ON_GPU = "sdpa_on_gpu"
 """The attention of tapes on which sdpa runs as on a GPU; those of `sdpa` are as under fake tensors."""
 SDPA_ON_GPU_WINDOWED = "sdpa_on_gpu_windowed"
 """Likewise, of sequences no shorter than the model's sliding window, for which some layers need a mask."""
+SDPA_BY_CUDNN = "sdpa_by_cudnn"
+SDPA_BY_CUDNN_WINDOWED = "sdpa_by_cudnn_windowed"
+"""Likewise both in half precision on Hopper and Blackwell, where sdpa prefers cuDNN."""
 EAGER_ON_GPU = "eager_on_gpu"
 """Likewise of `eager`: what CUDA keeps of dropout, and casts under autocast."""
 FSDP1_UNDER_AUTOCAST = "fsdp1+autocast"
@@ -210,8 +213,8 @@ class Variant:
     """Which code path a tape was recorded on.
 
     `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast``; `precision` as in
-    the request; `attention` as in the request, or what it comes to on a GPU (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, EAGER_ON_GPU); `single`
-    says that B = 1, which some models treat apart.
+    the request; `attention` as in the request, or what it comes to on a GPU (SDPA_ON_GPU to EAGER_ON_GPU above); `single` says that
+    B = 1, which some models treat apart.
     """
 
     engine: str
@@ -237,7 +240,12 @@ class Variant:
     @property
     def on_gpu(self) -> bool:
         """Whether this is what a GPU runs; else what PyTorch does under fake tensors on a CPU."""
-        return self.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, EAGER_ON_GPU, "flash_attention_2")
+        return self.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, EAGER_ON_GPU, "flash_attention_2") or self.by_cudnn
+
+    @property
+    def by_cudnn(self) -> bool:
+        """Whether sdpa prefers cuDNN."""
+        return self.attention in (SDPA_BY_CUDNN, SDPA_BY_CUDNN_WINDOWED)
 
     @property
     def flattens(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from fsdp_advisor.models.profile import Buffer, Event, Parameter, Polynomial, Profile, Run, Segment, Stack, Tape, Unit
 
 FORMAT = 2
-RECORDING = 2
+RECORDING = 3
 """To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
 _COLUMNS = "BHH"
 """The type of each column of events, as `array` has it."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable
-from fsdp_advisor.memory.libraries import real_attention
+from fsdp_advisor.memory.libraries import on_any_gpu
 from fsdp_advisor.models.profile import Variant
 from fsdp_advisor.models.store import dump
 
@@ -115,7 +115,8 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     wanted = [Variant.from_key(key) for key in job["variants"]]
     for variant in wanted:
         if not variant.on_gpu:
-            wanted += [real_attention(variant, windowed=w) for w in {False, model.profile.window is not None}]
+            for windowed in {False, model.profile.window is not None}:
+                wanted += on_any_gpu(variant, windowed=windowed)
         try:
             model.tape(variant)
         except AdvisorError as error:  # each variant may be refused by itself

@@ -25,6 +25,8 @@ from fsdp_advisor.models.catalog import INDEX, PATH, find, profile
 from fsdp_advisor.models.profile import (
     EAGER_ON_GPU,
     FSDP1_UNDER_AUTOCAST,
+    SDPA_BY_CUDNN,
+    SDPA_BY_CUDNN_WINDOWED,
     SDPA_ON_GPU,
     SDPA_ON_GPU_WINDOWED,
     Profile,
@@ -49,21 +51,27 @@ VARIANTS = tuple(
 )
 ON_GPU = tuple(replace(v, attention=SDPA_ON_GPU) for v in VARIANTS if v.attention == "sdpa")
 WINDOWED = tuple(replace(v, attention=SDPA_ON_GPU_WINDOWED) for v in ON_GPU)
+BY_CUDNN = tuple(replace(v, attention=SDPA_BY_CUDNN) for v in ON_GPU if v.precision != "fp32")
+BY_CUDNN_WINDOWED = tuple(replace(v, attention=SDPA_BY_CUDNN_WINDOWED) for v in BY_CUDNN)
 EAGER = tuple(replace(v, attention=EAGER_ON_GPU) for v in VARIANTS if v.attention == "eager")
-MASKED = ("falcon", "t5")
-"""Whose code hands sdpa a mask at any length, which the flash kernel does not take in half precision either."""
+UNLIKE_FLASH = ("falcon", "t5", "deepseek_v2", "deepseek_v3")
+"""Of which sdpa is handed in half precision what the flash kernel does not take: a mask at any length, values of another width."""
+IN_HEADS = ("phi3", "deepseek_v2", "deepseek_v3")
+"""Whose queries lie in memory head by head, and with them the output of cuDNN's kernel, but not that of the memory-efficient one."""
 
 
 def variants_of(profile: Profile, source: TransformersSource) -> tuple[Variant, ...]:
     """What is recorded of a model. A window that no sequence fills makes no difference, nor is eager attention another on a GPU
     but under autocast and with dropout."""
     filled = profile.window is not None and profile.window <= (profile.max_seq_len or profile.window)
-    masked = profile.config["model_type"] in MASKED
+    kind = profile.config["model_type"]
     drops = source.drops_out
     return (
         *VARIANTS,
-        *(v for v in ON_GPU if v.precision == "fp32" or masked),
+        *(v for v in ON_GPU if v.precision == "fp32" or kind in UNLIKE_FLASH),
+        *(BY_CUDNN if kind in UNLIKE_FLASH and kind in IN_HEADS else ()),
         *(WINDOWED if filled else ()),
+        *(BY_CUDNN_WINDOWED if filled and kind in IN_HEADS else ()),
         *(v for v in EAGER if drops or (v.engine == "plain" and v.mixed)),
     )
 
@@ -94,7 +102,7 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
 
 
 def _key(row: dict[str, Any]) -> str:
-    variants = [v.key for v in VARIANTS + ON_GPU + WINDOWED + EAGER]
+    variants = [v.key for v in VARIANTS + ON_GPU + BY_CUDNN + WINDOWED + BY_CUDNN_WINDOWED + EAGER]
     text = json.dumps([row["config"], row["task"], versions(), variants, RECORDING], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 

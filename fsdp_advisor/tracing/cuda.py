@@ -4,17 +4,21 @@ Dropout keeps a mask of one byte per element on CUDA; on the CPU a factor per el
 `torch.autocast` runs softmax, normalisation and powers in fp32 on CUDA; on the CPU it leaves them in half precision.
 Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`; aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and
 AT_FORALL_FP32_SET_OPT_DTYPE (torch 2.13). Seen on GPUs: `tests/memory/published_memory.yaml`, the rows on BERT.
+The CPU casts what cross_entropy_loss takes; on CUDA it keeps logarithms of probabilities in half precision.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
+
+from fsdp_advisor.tracing.flash import scratch
 
 IN_FP32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
@@ -24,6 +28,9 @@ IN_FP32 = (
 """Autocast casts their arguments on CUDA. What it casts on the CPU too is left out."""
 IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
 """They take a dtype, which is fp32 there if none is given."""
+
+AS_IT_IS = "cross_entropy_loss"
+"""What autocast casts on the CPU alone."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -39,9 +46,36 @@ def as_on_cuda() -> Iterator[None]:
             for name in names:
                 operator = _operator(name)
                 autocast.impl(operator, functools.partial(kernel, operator))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the CPU's kernel is put aside
+            autocast.impl(_operator(AS_IT_IS), torch.library.fallthrough_kernel)
         yield
     finally:
         autocast._destroy()
+        autograd._destroy()
+
+
+@contextlib.contextmanager
+def softmax_scratch() -> Iterator[None]:
+    """While this lasts, softmax's backward takes the scratch that it takes on CUDA: the product of gradient and output.
+
+    Source: aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out. As scratch it is no part of a step's tensors.
+    """
+    autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
+    operator = torch.ops.aten._softmax_backward_data.default
+
+    def backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            with scratch():
+                product = grad * output
+            result: torch.Tensor = operator(grad, output, dim, input_dtype)
+        del product
+        return result
+
+    try:
+        autograd.impl(operator, backward)
+        yield
+    finally:
         autograd._destroy()
 
 

@@ -3,6 +3,11 @@
 q, k, v arrive as (B, T, H, D). Forward saves q, k, v, the output and one fp32 log-sum-exp per row and head; backward makes dq,
 dk, dv and, as scratch of the kernel, an fp32 accumulator of dq, one fp32 per row, and dk, dv per query head where heads share keys.
 Source: Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp, `mha_fwd` and `mha_bwd`.
+
+cuDNN's kernel is its like. It takes a mask, which it saves too, and values of another width; its scratch is the accumulator and
+the fp32 per row alone. Source: ATen/native/cudnn/MHA.cpp (torch 2.13) and cudnn-frontend's `sdpa_backward`.
+
+The output lies in memory as q does, and each gradient as what it is of.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     b, t, h, _ = q.shape
-    return torch.empty_like(q), q.new_empty((b, h, t), dtype=torch.float32)
+    return torch.empty_like(q[..., : v.shape[3]]), q.new_empty((b, h, t), dtype=torch.float32)
 
 
 @torch.library.custom_op("fsdp_advisor::flash_attention_backward", mutates_args=())
@@ -67,32 +72,48 @@ def _(
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, cudnn: bool
+    ) -> torch.Tensor:
         out: torch.Tensor
         out, lse = _forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, bias, out, lse)
+        ctx.scratch = _cudnn_scratch if cudnn else _flash_scratch
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        b, t, h, d = q.shape
-        rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, _, out, lse = ctx.saved_tensors
         with scratch():
-            taken = [
-                q.new_empty((b, t, h, rounded), dtype=torch.float32),
-                q.new_empty((b, h, t), dtype=torch.float32),
-            ]
-            if k.shape[2] != h:
-                taken += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
-        result: tuple[torch.Tensor, ...] = _backward(grads[0].contiguous(), q, k, v, out, lse)
+            taken = ctx.scratch(q, k)
+        dq, dk, dv = _backward(grads[0].contiguous(), q, k, v, out, lse)
         del taken
-        return result
+        return dq, dk, dv, None, None
+
+
+def _flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    b, t, h, d = q.shape
+    rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
+    taken = [q.new_empty((b, t, h, rounded), dtype=torch.float32), q.new_empty((b, h, t), dtype=torch.float32)]
+    if k.shape[2] != h:
+        taken += [q.new_empty((b, k.shape[1], h, d)), q.new_empty((b, k.shape[1], h, d))]
+    return taken
+
+
+def _cudnn_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    b, t, h, d = q.shape
+    return [q.new_empty((b, t, h, d + 1), dtype=torch.float32)]
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The kernel's output, (B, T, H, D) as its inputs; keys and values may have fewer heads."""
-    out: torch.Tensor = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    out: torch.Tensor = _FlashAttention.apply(q, k, v, None, False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return out
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """cuDNN's output, likewise; `bias` is an additive mask."""
+    out: torch.Tensor = _FlashAttention.apply(q, k, v, bias, True)  # type: ignore[no-untyped-call]  # likewise
     return out
 
 

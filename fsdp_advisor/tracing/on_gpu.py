@@ -2,8 +2,9 @@
 
 Under fake tensors on a CPU transformers cannot read that no sequences are packed, so it makes a mask and repeats the key and
 value heads; and PyTorch takes the CPU's kernel. On CUDA there is no mask unless a sliding window is filled or the model's code
-always makes one, and PyTorch 2.13 takes (ATen/native/transformers/cuda/sdp_utils.cpp; cuDNN's kernel is taken for its like)
+always makes one, and PyTorch 2.13 takes (ATen/native/transformers/cuda/sdp_utils.cpp)
 
+- in half precision on Hopper and Blackwell cuDNN's kernel, but for dropout and for masks that learn;
 - the flash kernel in half precision without a mask;
 - else the memory-efficient kernel where queries have as many heads as keys, and heads are multiples of 16 bytes;
 - else none: `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp) makes the whole score matrix. So it
@@ -11,13 +12,15 @@ always makes one, and PyTorch 2.13 takes (ATen/native/transformers/cuda/sdp_util
   sdpa_attention.py, `use_gqa_in_sdpa`), which the memory-efficient kernel does not know (its `supports_gqa` is false;
   PyTorch's main branch learnt it after 2.13, in pull request 191085).
 
-A mask of bools becomes one of floats in each call and is kept for backward. Left out: what pads T to multiples of 16 or 32.
+A mask of bools becomes one of floats in each call and is kept for backward. Left out: what pads T to multiples of 16 or 32,
+and the flash kernel's scratch in forward where few heads and rows leave multiprocessors idle.
 What else CUDA does otherwise, dropout and autocast, is in `cuda`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -28,21 +31,24 @@ import torch.nn.functional as F
 from transformers import masking_utils
 
 from fsdp_advisor.tracing.cuda import as_on_cuda
-from fsdp_advisor.tracing.flash import flash, scratch
+from fsdp_advisor.tracing.flash import cudnn, flash, scratch
 
 HEAD_BYTES = 16
 """What a row of a head is a multiple of. Source: sdp_utils.cpp, minimum_gemm_alignment."""
 FLASH_HEAD = 256
-"""Source: sdp_utils.cpp, check_head_dim_size_flash."""
+"""Of flash and of cuDNN. Source: sdp_utils.cpp, check_head_dim_size_flash and check_cudnn_tensor_shapes."""
 
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
 @contextlib.contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """What runs here runs as on a GPU: attention, dropout, autocast, and the search for packed sequences, which finds none."""
+def as_on_gpu(*, by_cudnn: bool = False) -> Iterator[None]:
+    """What runs here runs as on a GPU: attention, dropout, autocast, and the search for packed sequences, which finds none.
+
+    `by_cudnn` says that sdpa prefers cuDNN there.
+    """
     with (
-        mock.patch.object(F, "scaled_dot_product_attention", attention),
+        mock.patch.object(F, "scaled_dot_product_attention", attention_by_cudnn if by_cudnn else attention),
         as_on_cuda(),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_packed_sequences),
     ):
@@ -58,6 +64,8 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    by_cudnn: bool = False,
 ) -> torch.Tensor:
     """As `torch.nn.functional.scaled_dot_product_attention` on CUDA: q, k, v are (B, H, T, D)."""
     if torch.is_autocast_enabled("cpu"):
@@ -66,6 +74,9 @@ def attention(
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(half)
     with torch.autocast("cpu", enabled=False):
+        if by_cudnn and _cudnn_takes(query, key, value, attn_mask, dropout_p):
+            bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
+            return cudnn(*(x.transpose(1, 2) for x in (query, key, value)), bias).transpose(1, 2)
         if _flash_takes(query, key, value, attn_mask):
             return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
         fused = _efficient_takes(query, key, value, attn_mask)
@@ -78,11 +89,28 @@ def attention(
         return out
 
 
+attention_by_cudnn = functools.partial(attention, by_cudnn=True)
+"""As `attention`, on Hopper and Blackwell."""
+
+
 def _no_packed_sequences(position_ids: torch.Tensor) -> None:
     """As on a device, where the answer can be read: the tensors it is read from are made and dropped."""
     mask = _find_packed_sequence_indices(position_ids)
     if mask is not None:
         (mask[:, -1] == 0).all()
+
+
+def _cudnn_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
+) -> bool:
+    """`check_prefer_cudnn_attention` and `can_use_cudnn_attention` on compute capability 9.0; on 10.0 heads are at most 128."""
+    return (
+        dropout_p == 0
+        and query.dtype != torch.float32
+        and query.dim() == key.dim() == value.dim() == 4
+        and all(x.shape[3] <= FLASH_HEAD and x.shape[3] % 8 == 0 for x in (query, value))
+        and not (attn_mask is not None and attn_mask.requires_grad)
+    )
 
 
 def _flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:

@@ -25,6 +25,7 @@ from fsdp_advisor.models.profile import (
     Variant,
 )
 from fsdp_advisor.tracing import kinds
+from fsdp_advisor.tracing.cuda import softmax_scratch
 from fsdp_advisor.tracing.engines import checkpoint_layers
 from fsdp_advisor.tracing.on_gpu import as_on_gpu
 from fsdp_advisor.tracing.source import LayerStack, Source
@@ -168,8 +169,8 @@ class Recorder:
         self.source.configure(model, attention=variant.attention, checkpointing=checkpoints and not variant.prepared)
         if checkpoints and variant.prepared:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
-        on_gpu = as_on_gpu() if variant.on_gpu else contextlib.nullcontext()
-        with steady(), on_gpu, fake_tensors():
+        on_gpu = as_on_gpu(by_cudnn=variant.by_cudnn) if variant.on_gpu else contextlib.nullcontext()
+        with steady(), softmax_scratch(), on_gpu, fake_tensors():
             half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
             materialise(model, half, half if variant.flattens else None)
             yield Step(self.source, model, variant)

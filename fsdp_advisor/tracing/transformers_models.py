@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
-from fsdp_advisor.models.profile import EAGER_ON_GPU, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED
+from fsdp_advisor.models.profile import (
+    EAGER_ON_GPU,
+    SDPA_BY_CUDNN,
+    SDPA_BY_CUDNN_WINDOWED,
+    SDPA_ON_GPU,
+    SDPA_ON_GPU_WINDOWED,
+)
 from fsdp_advisor.tracing.source import LayerStack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
@@ -115,8 +121,8 @@ class TransformersSource:
     def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
         from fsdp_advisor.tracing import flash
 
-        if attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED):
-            _bind_windows(module, attention == SDPA_ON_GPU_WINDOWED)
+        if attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN, SDPA_BY_CUDNN_WINDOWED):
+            _bind_windows(module, attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED))
             attention = "sdpa"
         if attention == EAGER_ON_GPU:
             attention = "eager"
@@ -203,7 +209,7 @@ def _task(config: Any, values: Mapping[str, Any]) -> str:
 
 
 def _max_seq_len(config: Any) -> int | None:
-    for key in ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length"):
+    for key in ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:
             return value

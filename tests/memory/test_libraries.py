@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,15 @@ from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, rea
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.models.profile import EAGER_ON_GPU, SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, Profile, Tape, Variant
+from fsdp_advisor.models.profile import (
+    EAGER_ON_GPU,
+    SDPA_BY_CUDNN,
+    SDPA_ON_GPU,
+    SDPA_ON_GPU_WINDOWED,
+    Profile,
+    Tape,
+    Variant,
+)
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.resolve import resolve
 
@@ -59,6 +68,25 @@ def test_real_attention(
 ) -> None:
     variant = Variant("fsdp2", precision, attention, "none", False)
     assert real_attention(variant, capability, windowed=windowed).attention == becomes
+
+
+@pytest.mark.parametrize(
+    ("capability", "recorded", "becomes"),
+    [
+        ((9, 0), (SDPA_ON_GPU, SDPA_BY_CUDNN), SDPA_BY_CUDNN),
+        (None, (SDPA_ON_GPU, SDPA_BY_CUDNN), SDPA_BY_CUDNN),
+        ((8, 0), (SDPA_ON_GPU, SDPA_BY_CUDNN), SDPA_ON_GPU),
+        ((12, 0), (SDPA_ON_GPU, SDPA_BY_CUDNN), SDPA_ON_GPU),
+        ((9, 0), (SDPA_ON_GPU,), SDPA_ON_GPU),
+        ((8, 0), (SDPA_BY_CUDNN,), "flash_attention_2"),
+    ],
+)
+def test_real_attention_where_it_is_recorded_by_kinds(
+    capability: tuple[int, int] | None, recorded: tuple[str, ...], becomes: str
+) -> None:
+    variant = Variant("fsdp2", "bf16", "sdpa", "none", False)
+    keys = [replace(variant, attention=attention).key for attention in recorded]
+    assert real_attention(variant, capability, recorded=keys).attention == becomes
 
 
 def flash_job() -> tuple[Profile, Tape, Plan]:

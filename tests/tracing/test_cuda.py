@@ -34,6 +34,8 @@ def test_dropout_keeps_one_byte_per_element() -> None:
     with as_on_cuda():
         assert saved(lambda: F.dropout(x, 0.5)) == [torch.bool]
         assert saved(lambda: F.dropout(x, 0.0)) == saved(lambda: F.dropout(x, 0.5, training=False)) == []
+        assert F.dropout(x, 0.0).data_ptr() == F.dropout(x, 0.5, training=False).data_ptr() == x.data_ptr()
+        assert not F.dropout(x, 1.0).any()
     assert saved(lambda: F.dropout(x, 0.5)) == [torch.float32]
 
 
@@ -53,6 +55,20 @@ def test_autocast_runs_in_fp32_what_it_does_on_cuda(operator: Callable[[torch.Te
         assert x.softmax(-1).dtype == torch.bfloat16
 
 
+def test_cross_entropy_keeps_half_precision_on_cuda() -> None:
+    logits = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(4, dtype=torch.long)
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(logits, labels)
+
+    assert torch.bfloat16 not in saved(loss)
+    with as_on_cuda():
+        assert torch.bfloat16 in saved(loss)
+    assert torch.bfloat16 not in saved(loss)
+
+
 def test_backward_through_the_casts() -> None:
     x = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
     with as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
@@ -66,3 +82,5 @@ def test_the_lists_are_pytorchs() -> None:
     for name in (*cuda.IN_FP32, *cuda.IN_FP32_UNLESS_ASKED):
         operator = cuda._operator(name).name()  # type: ignore[attr-defined]
         assert has(operator, "AutocastCUDA") and not has(operator, "AutocastCPU"), name
+    operator = cuda._operator(cuda.AS_IT_IS).name()  # type: ignore[attr-defined]
+    assert has(operator, "AutocastCPU") and not has(operator, "AutocastCUDA")

@@ -23,6 +23,7 @@ from fsdp_advisor import estimate  # noqa: E402
 from fsdp_advisor.estimator import NO_SCRATCH  # noqa: E402
 from fsdp_advisor.models import cache, store  # noqa: E402
 from fsdp_advisor.models.profile import (  # noqa: E402
+    SDPA_BY_CUDNN_WINDOWED,
     SDPA_ON_GPU,
     SDPA_ON_GPU_WINDOWED,
     Category,
@@ -31,7 +32,7 @@ from fsdp_advisor.models.profile import (  # noqa: E402
     Variant,
 )
 from fsdp_advisor.server.recorder_process import _recorded  # noqa: E402
-from fsdp_advisor.tracing import Recorder, TransformersSource, on_gpu  # noqa: E402
+from fsdp_advisor.tracing import Recorder, TransformersSource, flash, on_gpu  # noqa: E402
 
 SMALL = {
     "hidden_size": 64,
@@ -112,6 +113,24 @@ def test_the_fused_kernels_tensors_are_those_pytorch_registers(biased: bool) -> 
         their_grads = back(torch.empty_like(out), q, k, v, bias, out, lse, seed, offset, 0.0, asked)
         our_grads = on_gpu._backward(torch.empty_like(out), q, k, v, bias, out, lse)
     assert [(x.shape, x.stride()) for x in our_grads] == [(x.shape, x.stride()) for x in their_grads if x is not None]
+
+
+@pytest.mark.parametrize("width", [16, 8], ids=["values as wide", "values narrower"])
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_flash_lies_as_pytorch_registers(by_heads: bool, width: int) -> None:
+    """The output lies as the queries do. torch/_meta_registrations.py has cuDNN's kernel, and the flash one for equal widths."""
+    with torch.device("meta"):
+        q, k, v = (rows(2, 64, 4, d).detach() for d in (16, 16, width))
+        if by_heads:
+            q = q.contiguous()
+        causal = (0.0, True, False)
+        theirs = [torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, *causal)[:2]]
+        if width == 16:
+            theirs.append(torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *causal)[:2])
+        out, lse = flash._forward(*(x.transpose(1, 2) for x in (q, k, v)))
+    for their_out, their_lse in theirs:
+        assert out.transpose(1, 2).shape == their_out.shape and out.transpose(1, 2).stride() == their_out.stride()
+        assert lse.numel() == their_lse.numel() and lse.dtype == their_lse.dtype
 
 
 @pytest.mark.parametrize(
@@ -202,10 +221,33 @@ def test_in_half_precision_it_comes_to_the_flash_kernel(precision: str) -> None:
     assert made(SDPA_ON_GPU) == made("flash_attention_2")
 
 
-def test_a_filled_window_keeps_a_layers_mask() -> None:
-    tape = tape_of(SDPA_ON_GPU_WINDOWED, model_type="mistral", num_key_value_heads=2, sliding_window=32)
+@pytest.mark.parametrize(("attention", "precision"), [(SDPA_ON_GPU_WINDOWED, "fp32"), (SDPA_BY_CUDNN_WINDOWED, "bf16")])
+def test_a_filled_window_keeps_a_layers_mask(attention: str, precision: str) -> None:
+    tape = tape_of(attention, precision, model_type="mistral", num_key_value_heads=2, sliding_window=32)
     kept = [(tape.sizes[a][4], c) for s in tape.segments for op, a, c in s.events if op == Op.ALLOC and s.stack == 0]
-    assert kept.count((4, Category.ACTIVATION)) == 2
+    assert kept.count((4 if precision == "fp32" else 2, Category.ACTIVATION)) == 2
+
+
+def test_cudnn_puts_the_output_where_queries_lie() -> None:
+    """Half the heads turn, so queries are put together head by head; what cuDNN makes of them has to be copied back."""
+    model = {
+        "model_type": "phi3", "pad_token_id": 0, "sliding_window": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }  # fmt: skip
+    kept = []
+    for attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED):
+        tape = tape_of(attention, "bf16", **model)
+        layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "forward")
+        kept.append(sum(tape.sizes[a][3] for op, a, c in layer.events if op == Op.ALLOC and c == Category.ACTIVATION))
+    assert kept[1] - kept[0] == 2 * SMALL["hidden_size"]
+
+
+def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
+    tape = tape_of("eager")
+    for segment in tape.segments:
+        scratch = [tape.sizes[a] for op, a, c in segment.events if op == Op.ALLOC and c == Category.SCRATCH]
+        layers = segment.stack == 0 and segment.phase == "backward"
+        assert scratch == ([(0, 0, 0, 0, 4 * SMALL["num_attention_heads"], 0)] if layers else [])
 
 
 def test_the_fused_kernels_scratch() -> None:
@@ -230,3 +272,10 @@ def test_a_configuration_of_ones_own_has_it_too(by: str, home: Path) -> None:
         job = {"config": json.dumps(LLAMA), "name": "own", "source": "config", "variants": ["plain|fp32|sdpa|none|n"]}
         _, data = _recorded(job)
         assert set(store.load(data).tapes) == {"plain|fp32|sdpa|none|n", "plain|fp32|sdpa_on_gpu|none|n"}
+
+
+def test_in_half_precision_for_gpus_of_either_kind(home: Path) -> None:
+    config = write(home / "own" / "config.json", LLAMA)
+    estimate(model=str(config), gpus=1, strategy="ddp", precision="bf16", seq_len=128, gpu="H100")
+    kept = cache.fetch(LLAMA, None)
+    assert kept is not None and {"plain|bf16|sdpa_on_gpu|none|1", "plain|bf16|sdpa_by_cudnn|none|1"} <= set(kept.tapes)
