@@ -189,30 +189,14 @@ def stays_near(born: Segment, dying: Segment) -> bool:
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
-def _deaths(profile: Profile, born: Segment, dying: Segment) -> int:
-    """How many real storages one recorded death stands for.
-
-    One that lives on to a distant place (autocast's cache of weights ends with the forward) dies there together with those of all
-    layers that its layer stands for.
-    """
-    if born.stack == ROOT or stays_near(born, dying):
-        return 1
-    return profile.stacks[born.stack].counts[born.layer]
-
-
-def _account(category: int) -> int:
-    return UNSHARDED_GRADIENTS if category >= _GRADIENT else _ACCOUNT[category]
-
-
 class _Reader:
     """Reads a tape once, from end to end."""
 
     def __init__(self, profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool) -> None:
         self._profile, self._left_out, self._grad_marks = profile, left_out, grad_marks
         self._tape = tape.read()
-        self._sizes: dict[int, int] = {}
-        self._moves: dict[tuple[int, int], int] = {}
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self._moves: dict[tuple[int, int], int] = {}  # (one of the tape's sizes, how often): its number
+        self._known: dict[tuple[tuple[int, ...], bytes], int] = {}
         self._events: list[Events] = []
         self._distinct: list[int] = []
 
@@ -232,17 +216,18 @@ class _Reader:
         )
         shape = _shape(forward, backward, len(self._events))
         changes = tuple(
-            [_Changes(bytes(accounts), picker(moves), self._left(moves, accounts)) for moves, accounts in self._known]
+            [_Changes(accounts, picker(moves), self._left(moves, accounts)) for moves, accounts in self._known]
         )
+        sizes = {size: number for number, size in enumerate(dict.fromkeys(size for size, _ in self._moves))}
         return Score(
             left_out=self._left_out,
             shape=shape,
             events=tuple(self._events),
             distinct=tuple(self._distinct),
             changes=changes,
-            sizes=tuple(self._sizes),
-            polynomials=tuple(self._tape.sizes[size] for size in self._sizes),
-            moves=tuple(self._moves),
+            sizes=tuple(sizes),
+            polynomials=tuple([self._tape.sizes[size] for size in sizes]),
+            moves=tuple([(sizes[size], times) for size, times in self._moves]),
         )
 
     def _last_differs(self, segment: Segment) -> bool:
@@ -253,43 +238,62 @@ class _Reader:
         return not all(stays_near(self._tape.segments[a], segment) for a in born_in)
 
     def _steps(self, index: int, last: bool) -> Iterable[Step]:
-        segment, births, left_out = self._tape.segments[index], self._tape.births, self._left_out
-        changes: list[tuple[int, int]] = []  # (move, account)
+        segment, births, left_out, known = self._tape.segments[index], self._tape.births, self._left_out, self._moves
+        moves: list[int] = []
+        accounts: list[int] = []
         gradients: defaultdict[str, int] = defaultdict(int)
+        deaths: dict[int, int] = {}  # by the segment of birth
         start = 0
 
         def close(end: int) -> Iterable[Stretch]:
-            if changes:
+            if moves:
                 yield Stretch(number=len(self._events), **gradients)
-                moves, accounts = zip(*changes, strict=True)
-                self._distinct.append(self._known.setdefault((moves, accounts), len(self._known)))
+                changes = tuple(moves), bytes(accounts)
+                self._distinct.append(self._known.setdefault(changes, len(self._known)))
                 self._events.append((index, start, end, last))
-                changes.clear()
+                moves.clear()
+                accounts.clear()
                 gradients.clear()
 
         for at, (op, a, b) in enumerate(segment.events):
             if op == _ALLOC:
-                if b in left_out:
-                    continue
-                account = _account(b)
-                if b >= _GRADIENT:
-                    gradients["root_gradients" if (b - _GRADIENT) & 1 else "layer_gradients"] += self._constant(a)
-                if account == UNSHARDED_GRADIENTS:
-                    gradients["net_gradients"] += self._constant(a)
-                changes.append((self._move(a, 1), account))
+                size, category, times = a, b, 1
             elif op == _FREE:
-                (size, category), born = births[a][b], self._tape.segments[a]
-                if category in left_out or not (last or stays_near(born, segment)):
-                    continue
-                account, deaths = _account(category), _deaths(self._profile, born, segment)
-                if account == UNSHARDED_GRADIENTS:
-                    gradients["net_gradients"] -= self._constant(size) * deaths
-                changes.append((self._move(size, -deaths), account))
-            elif op != _GRAD_READY or self._grad_marks:
-                yield from close(at)
-                yield op, a, b
-                start = at + 1
+                size, category = births[a][b]
+                if a not in deaths:
+                    deaths[a] = self._deaths(self._tape.segments[a], segment, last)
+                times = -deaths[a]
+            else:
+                if op != _GRAD_READY or self._grad_marks:
+                    yield from close(at)
+                    yield op, a, b
+                    start = at + 1
+                continue
+            if category in left_out or not times:
+                continue
+            account = _ACCOUNT.get(category, UNSHARDED_GRADIENTS)
+            if account == UNSHARDED_GRADIENTS:
+                n_bytes = self._constant(size)
+                gradients["net_gradients"] += n_bytes * times
+                if category >= _GRADIENT and times > 0:
+                    gradients["root_gradients" if (category - _GRADIENT) & 1 else "layer_gradients"] += n_bytes
+            move = known.get((size, times))
+            if move is None:
+                move = known[size, times] = len(known)
+            moves.append(move)
+            accounts.append(account)
         yield from close(len(segment.events))
+
+    def _deaths(self, born: Segment, dying: Segment, last: bool) -> int:
+        """How many real storages one recorded death stands for.
+
+        What comes from farther away than next door dies with the last real layer. Of one that lives on to a distant place
+        (autocast's cache of weights ends with the forward) those of all layers die there that its layer stands for.
+        """
+        near = stays_near(born, dying)
+        if not near and not last:
+            return 0
+        return 1 if near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
 
     def _left(self, moves: Iterable[int], accounts: Iterable[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
         known, left = list(self._moves), Counter[tuple[int, int]]()
@@ -301,10 +305,6 @@ class _Reader:
             if times:
                 by_account[account].append(self._moves.setdefault((size, times), len(self._moves)))
         return tuple([(account, tuple(moves)) for account, moves in by_account.items()])
-
-    def _move(self, size: int, times: int) -> int:
-        used = self._sizes.setdefault(size, len(self._sizes))
-        return self._moves.setdefault((used, times), len(self._moves))
 
     def _constant(self, size: int) -> int:
         """A gradient has the shape of its parameter, whatever B and T are. Raises NotRecordable for a sparse one, which has not."""

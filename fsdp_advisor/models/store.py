@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fsdp_advisor.models.profile import Buffer, Event, Parameter, Polynomial, Profile, Run, Segment, Stack, Tape, Unit
+from fsdp_advisor.models.profile import Buffer, Parameter, Polynomial, Profile, Run, Segment, Stack, Tape, Unit
 
 FORMAT = 2
 RECORDING = 3
@@ -102,12 +102,11 @@ def _opened(data: bytes) -> _Opened:
 def _tape(data: bytes, key: str) -> Tape:
     opened = _opened(data)
     sizes = opened.header["sizes"]
-    known: dict[Event, Event] = {}
 
     def segment(row: list[Any]) -> Segment:
         phase, stack, layer, start, count, matmul, attention, traffic, operators = row
         columns = [column[start : start + count] for column in opened.columns]
-        events = tuple([known.setdefault(e, e) for e in zip(*columns, strict=True)])
+        events = tuple(zip(*columns, strict=True))
         return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
 
     return Tape(tuple(sizes), tuple([segment(opened.header["segments"][i]) for i in opened.header["tapes"][key]]))

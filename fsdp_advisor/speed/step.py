@@ -111,11 +111,6 @@ def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link)
     device = device_of(gpu, plan.precision)
     if device is None or why_unknown(plan, gpu) is not None:
         return None
-    return _step_time(profile, tape, plan, gpu, between, device)
-
-
-@lru_cache(maxsize=1024)
-def _step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link, device: Device) -> StepTime:
     compute, engine, costs = parts(profile, tape, plan, gpu, between, device)
     last = MicroBatch(profile, compute, engine, costs, reduces=True).walk()
     others = plan.gradient_accumulation_steps - 1

