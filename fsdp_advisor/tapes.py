@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.memory.libraries import on_any_gpu, real_attention
+from fsdp_advisor.memory.libraries import real_attention, to_record
 from fsdp_advisor.models.profile import EAGER_ON_GPU, FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.resolve import Resolved
@@ -55,7 +55,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Vari
             raise
         variant, tape = eager, model.tape(eager)
     if model.source != "catalog":
-        for real in on_any_gpu(variant, windowed=profile.fills_window(plan.seq_len)):
+        for real in to_record(variant, windowed=profile.fills_window(plan.seq_len)):
             _record_on_gpu(model, real)
     return variant, tape
 

@@ -82,27 +82,27 @@ def real_attention(
         return _with(variant, EAGER_ON_GPU)
     if variant.attention != "sdpa":
         return variant
+    on_gpu = _with(variant, SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
     if variant.precision == "fp32":
-        return on_any_gpu(variant, windowed=windowed)[0]
+        return on_gpu
     if compute_capability is not None and compute_capability < FLASH_FROM:
         return variant
-    prefers_cudnn = compute_capability is None or compute_capability[0] in CUDNN_ON
-    for real in on_any_gpu(variant, windowed=windowed)[:: -1 if prefers_cudnn else 1]:
-        if real.key in recorded and (prefers_cudnn or not real.by_cudnn):
-            return real
+    by_cudnn = _with(variant, SDPA_BY_CUDNN_WINDOWED if windowed else SDPA_BY_CUDNN)
+    if by_cudnn.key in recorded and (compute_capability is None or compute_capability[0] in CUDNN_ON):
+        return by_cudnn
+    if on_gpu.key in recorded:
+        return on_gpu
     return _with(variant, "flash_attention_2")
 
 
-def on_any_gpu(variant: Variant, *, windowed: bool) -> tuple[Variant, ...]:
-    """What is to be recorded of a variant for all that `real_attention` may make of it; the last is cuDNN's where it has a say."""
-    if variant.attention == "eager":
-        return (_with(variant, EAGER_ON_GPU),)
+def to_record(variant: Variant, *, windowed: bool) -> tuple[Variant, ...]:
+    """The recordings of a model's own that `real_attention` may ask for, on whatever GPU. cuDNN has its own where there is a mask."""
     if variant.attention != "sdpa":
-        return (variant,)
-    on_gpu = _with(variant, SDPA_ON_GPU_WINDOWED if windowed else SDPA_ON_GPU)
-    if variant.precision == "fp32":
-        return (on_gpu,)
-    return on_gpu, _with(variant, SDPA_BY_CUDNN_WINDOWED if windowed else SDPA_BY_CUDNN)
+        return (real_attention(variant),)
+    if not windowed:
+        return (_with(variant, SDPA_ON_GPU),)
+    by_cudnn = () if variant.precision == "fp32" else (_with(variant, SDPA_BY_CUDNN_WINDOWED),)
+    return (_with(variant, SDPA_ON_GPU_WINDOWED), *by_cudnn)
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable
-from fsdp_advisor.memory.libraries import on_any_gpu
+from fsdp_advisor.memory.libraries import to_record
 from fsdp_advisor.models.profile import Variant
 from fsdp_advisor.models.store import dump
 
@@ -116,7 +116,7 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     for variant in wanted:
         if not variant.on_gpu:
             for windowed in {False, model.profile.window is not None}:
-                wanted += on_any_gpu(variant, windowed=windowed)
+                wanted += to_record(variant, windowed=windowed)
         try:
             model.tape(variant)
         except AdvisorError as error:  # each variant may be refused by itself

@@ -76,7 +76,8 @@ def attention(
     with torch.autocast("cpu", enabled=False):
         if by_cudnn and _cudnn_takes(query, key, value, attn_mask, dropout_p):
             bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
-            return cudnn(*(x.transpose(1, 2) for x in (query, key, value)), bias).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return cudnn(q, k, v, bias).transpose(1, 2)
         if _flash_takes(query, key, value, attn_mask):
             return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
         fused = _efficient_takes(query, key, value, attn_mask)

@@ -274,8 +274,11 @@ def test_a_configuration_of_ones_own_has_it_too(by: str, home: Path) -> None:
         assert set(store.load(data).tapes) == {"plain|fp32|sdpa|none|n", "plain|fp32|sdpa_on_gpu|none|n"}
 
 
-def test_in_half_precision_for_gpus_of_either_kind(home: Path) -> None:
-    config = write(home / "own" / "config.json", LLAMA)
+def test_a_filled_window_is_recorded_for_gpus_of_either_kind(home: Path) -> None:
+    own = {**LLAMA, "model_type": "mistral", "sliding_window": 64}
+    config = write(home / "own" / "config.json", own)
     estimate(model=str(config), gpus=1, strategy="ddp", precision="bf16", seq_len=128, gpu="H100")
-    kept = cache.fetch(LLAMA, None)
-    assert kept is not None and {"plain|bf16|sdpa_on_gpu|none|1", "plain|bf16|sdpa_by_cudnn|none|1"} <= set(kept.tapes)
+    kept = cache.fetch(own, None)
+    assert kept is not None
+    attention = {Variant.from_key(key).attention for key in kept.tapes}
+    assert attention == {"sdpa", SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED}
