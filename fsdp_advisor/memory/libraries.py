@@ -9,7 +9,7 @@ Attention kernels' scratch stands on the tapes recorded with `flash_attention_2`
 GPUs from Ampere on in bf16 and fp16, for heads of up to 256 and without a mask (`real_attention`). With a mask and in fp32 it
 comes to other kernels or to none, which has tapes of its own (`tracing.on_gpu`). Not known: what cuDNN's own engines add to the
 workspace that cudnn-frontend asks for, the workspace of convolutions, the staging of sums over rows, such as a bias's gradient
-(ATen/native/cuda/Reduce.cuh, global_memory_size: at most 33 MiB on an H100), and the kernels of older GPUs.
+(ATen/native/cuda/Reduce.cuh, global_memory_size: some 130 MiB at most on an H100), and the kernels of older GPUs.
 """
 
 from __future__ import annotations

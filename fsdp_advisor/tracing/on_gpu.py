@@ -74,11 +74,12 @@ def attention(
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(half)
     with torch.autocast("cpu", enabled=False):
-        if by_cudnn and _cudnn_takes(query, key, value, attn_mask, dropout_p):
+        known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]  # how heads come together
+        if by_cudnn and known and _cudnn_takes(query, key, value, attn_mask, dropout_p):
             bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return cudnn(q, k, v, bias).transpose(1, 2)
-        if _flash_takes(query, key, value, attn_mask):
+        if known and _flash_takes(query, key, value, attn_mask):
             return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
         fused = _efficient_takes(query, key, value, attn_mask)
         bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
@@ -115,7 +116,7 @@ def _cudnn_takes(
 
 
 def _flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
-    """`can_use_flash_attention` on compute capability 8.0 and later, of models that set `enable_gqa` where it is needed."""
+    """`can_use_flash_attention` on compute capability 8.0 and later."""
     return (
         attn_mask is None
         and query.dtype != torch.float32
