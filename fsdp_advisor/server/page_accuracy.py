@@ -52,6 +52,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
             for record, figure in known
         ],
         "without_figure": len(found) - len(known),
+        "without_kernels": sum(record.device == records.WITHOUT_KERNELS for record, _ in known),
         "spreads": [
             {
                 "rung": s.rung,

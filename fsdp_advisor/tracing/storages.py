@@ -21,6 +21,11 @@ StorageKey = int
 _DEVICE = torch.ops.prim.device.default
 
 
+_ADD = torch.ops.aten.add.Tensor
+_USES_OF_STORAGE, _USES_OF_TENSOR = 2, 4
+"""Of a gradient that autograd alone holds, counted in a dispatch mode: with the references that the call itself makes."""
+
+
 class StorageWatch(TorchDispatchMode):
     """Calls `on_resize(key, old_bytes, new_bytes, operator, args)` at each birth (old 0), resize and death (new 0) of a storage.
 
@@ -69,7 +74,7 @@ class StorageWatch(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         self._operator, self._args = func._schema.name, args
-        result = func(*args, **kwargs)
+        result = args[0].add_(args[1]) if _sums_in_place(func, args, kwargs) else func(*args, **kwargs)
         self._operator, self._args = func._schema.name, args
         for tensor in tensors_in(result):
             self.see(tensor)
@@ -110,3 +115,21 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, (list, tuple)):
         return [t for item in tree for t in tensors_in(item)]
     return []
+
+
+def _sums_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autograd, were it not watched, would add a gradient to the one before it in place.
+
+    It does where nothing else holds that one: neither the tensor nor, as of a view, its storage. Under a dispatch mode it never
+    does. Source: torch/csrc/autograd/input_buffer.cpp, accumulate, can_accumulate_inplace (torch 2.13).
+    """
+    if func is not _ADD or kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
+        return False
+    first, second = args
+    return (
+        isinstance(second, torch.Tensor)
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == _USES_OF_STORAGE
+        and first._use_count() == _USES_OF_TENSOR
+    )

@@ -19,6 +19,9 @@ from fsdp_advisor.errors import UsageError
 
 SCHEMA_VERSION = 1
 
+WITHOUT_KERNELS = "cuda without kernels"
+"""The device of a record for which PyTorch's CUDA build ran without a GPU (tests/cuda_without_kernels)."""
+
 Rung = Literal["simulate", "stand-in", "measure"]
 Outcome = Literal["ok", "oom", "crash", "timeout", "interrupted", "error"]
 RUNGS: tuple[Rung, ...] = ("simulate", "stand-in", "measure")

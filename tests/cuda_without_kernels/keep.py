@@ -13,7 +13,6 @@ from typing import Any
 
 from fsdp_advisor.validation import records, report
 
-DEVICE = "cuda without kernels"
 TOLD = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
@@ -48,7 +47,7 @@ def main() -> None:
         kept = replace(
             record,
             request={**record.request, "gpu": gpu},
-            device=DEVICE,
+            device=records.WITHOUT_KERNELS,
             versions={**record.versions, "gpu": gpu},
             measured=measured,
             predicted=predicted,

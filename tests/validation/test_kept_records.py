@@ -22,7 +22,7 @@ from fsdp_advisor.validation.records import Record
 pytest.importorskip("torch")
 
 FOLDER = Path(__file__).parents[1] / "records"
-FILES = sorted(FOLDER.rglob("*.jsonl"))
+FILES = sorted(FOLDER.glob("*.jsonl"))  # what was made without kernels is held more tightly, in its own test
 NONE_YET = "tests/records has no records: nothing measured holds the predictions yet (see its README.md)"
 
 STANDARD = {"peak_tensor_bytes": (0.005, 0.005), "peak_allocated_bytes": (0.01, 0.03), "peak_reserved_bytes": (0.05, 0.10)}  # fmt: skip
@@ -89,7 +89,7 @@ def test_todays_predictions_hold_against_every_record(path: Path | None) -> None
 
 
 def test_the_readme_of_the_records_tells_what_is_there() -> None:
-    on_gpu = any(record.device != "cpu" for path in FILES for record in records.read(path)[0])
+    on_gpu = any(record.device == "cuda" for path in FILES for record in records.read(path)[0])
     assert ("No record of a GPU is here yet" in (FOLDER / "README.md").read_text()) is not on_gpu
 
 

@@ -93,6 +93,7 @@ class Trace(Ledger):
         self._late = self._waited = self._launched = 0
         self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free
         self._entered = False
+        self._second_forward = -1
         self._first_layer = self._first_weight = -1  # operations after which the two threads' first products are
 
     @property
@@ -187,6 +188,8 @@ class Trace(Ledger):
         self._at[stack] += -1 if self.phase == "backward" else 1
 
     def begin_micro_batch(self, index: int) -> None:
+        if index == 1:
+            self._second_forward = len(self._operations)
         if index:
             over = {operation >> 2 for operation in self._operations if operation & 3 in (FREE, FREE_LATER)}
             left = [(number, category) for number, category in self._tape_born if number not in over]
@@ -311,7 +314,8 @@ class Trace(Ledger):
         how the parameters are loaded; without it they are simply there.
 
         `passing` is allocated and freed, one after the other, before the first step; `rebuilt` are DDP's buckets after it, during
-        which one has all gradients. `batch_stands`: all micro-batches are the same one, which is there before the first step.
+        which one has all gradients. `batch_stands`: all micro-batches are the same one, which is there before the first step, and
+        gradients are reduced in each: what is rebuilt is so at the second forward.
         What a step leaves takes the place of a storage of its size that died in it, or ends with the step (`zero_grad`).
         """
         if batch_stands:
@@ -332,26 +336,22 @@ class Trace(Ledger):
         not_yet = {number for account, number in self._residents if account in made_by_first_step}
         optimizer = next((at for at, phase, _ in self._places if phase == "optimizer"), len(step))
         makes = [number for account, number in self._residents if account in made_by_first_step and number not in over]
-        first = list(step)
-        inserted = [(optimizer, makes)]
+        inserted = [(optimizer, [number * 4 + MALLOC for number in makes])]
         for at, n_bytes in zip((self._first_layer, self._first_weight), workspaces, strict=False):
             requests.append(n_bytes)
-            inserted.append((at, [len(requests) - 1]))
-        for at, numbers in sorted(inserted, reverse=True):
-            first[at:at] = [number * 4 + MALLOC for number in numbers]
+            inserted.append((at, [(len(requests) - 1) * 4 + MALLOC]))
         passes = range(len(requests), len(requests) + sum(1 for _ in passing.each()))
         requests += map(round_up, passing.each())
-        first[:0] = [number * 4 + kind for number in passes for kind in (MALLOC, FREE)]
+        inserted.append((0, [number * 4 + kind for number in passes for kind in (MALLOC, FREE)]))
         setup = self._set_up(requests, not_yet, placed)
         if batch_stands:
             setup += [number * 4 + MALLOC for number in self._batches[0]]
         if rebuilt.exact:
-            whole = len(requests)
-            buckets = [number * 4 + MALLOC for account, number in self._residents if account == COMMUNICATION]
-            at = setup.index(buckets[0])
-            setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
-            requests += map(round_up, (rebuilt.exact, *rebuilt.each()))
-            first += [whole * 4 + FREE, *(number * 4 + MALLOC for number in range(whole + 1, len(requests)))]
+            second = self._second_forward if batch_stands and self._second_forward >= 0 else len(step)
+            inserted.append((second, self._rebuild(rebuilt, requests, setup)))
+        first = list(step)
+        for at, operations in sorted(inserted, key=lambda one: one[0], reverse=True):
+            first[at:at] = operations
         skipped = {number * 4 + kind for number in not_yet & over for kind in (FREE, FREE_LATER)}
         return Steps(
             requests=tuple(requests),
@@ -361,6 +361,14 @@ class Trace(Ledger):
             handed_on=tuple(handed_on),
             places=tuple(self._places),
         )
+
+    def _rebuild(self, rebuilt: Held, requests: list[int], setup: list[int]) -> list[int]:
+        """One bucket for all of them in `setup`; and what it takes to put them in its place."""
+        buckets = [number * 4 + MALLOC for account, number in self._residents if account == COMMUNICATION]
+        at, whole = setup.index(buckets[0]), len(requests)
+        setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
+        requests += map(round_up, (rebuilt.exact, *rebuilt.each()))
+        return [whole * 4 + FREE, *(number * 4 + MALLOC for number in range(whole + 1, len(requests)))]
 
     def _leave_out_batches(self) -> None:
         batches = {number * 4 + kind for batch in self._batches for number in batch for kind in (MALLOC, FREE)}
@@ -372,6 +380,7 @@ class Trace(Ledger):
         self._operations = [operation for operation in self._operations if operation not in batches]
         self._places = [(moved(at), phase, where) for at, phase, where in self._places]
         self._first_layer, self._first_weight = moved(self._first_layer), moved(self._first_weight)
+        self._second_forward = moved(self._second_forward) if self._second_forward >= 0 else -1
 
     def _set_up(self, requests: list[int], not_yet: set[int], placed: PlacedUnits) -> list[int]:
         """What stands before the first step, after what has passed through while it was loaded."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from fsdp_advisor.memory import optimizers
-from fsdp_advisor.memory.held import NOTHING, Held, States
+from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
     COMMUNICATION,
@@ -155,11 +155,13 @@ class DdpSchedule:
 
     def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and dropped."""
-        gradients = ledger.gradients_since_mark()
+        unit = self._profile.root if place == AT_ROOT else self._profile.stacks[place[0]].units[place[1]]
+        n_bytes = round_up(unit.parameters[parameter].elements * self._plan.param_bytes)
+        gradient = ledger.gradient(parameter, place == AT_ROOT, n_bytes)
         if self._accumulating:
-            ledger.died(gradients)
+            ledger.died(gradient)
         else:
-            ledger.turned(gradients, GRADIENTS)
+            ledger.turned(gradient, GRADIENTS)
 
     def end_backward(self, ledger: Ledger) -> None:
         ledger.turned(ledger.all_gradients(), GRADIENTS)

@@ -179,6 +179,25 @@ def test_ddp_rebuilds_its_one_bucket_after_the_first_step(model: str) -> None:
     assert [steps.requests[o >> 2] for o in end[1:]] == [-(-n // 512) * 512 for n in sizes]
 
 
+def test_a_run_stands_on_one_batch_and_rebuilds_at_its_second_forward() -> None:
+    """What a run on a GPU does: the same batch again and again, and gradients that are reduced after each micro-batch."""
+    profile, tape, plan = job(MODELS[1], "ddp", "ddp", precision="bf16-mixed", gradient_accumulation_steps=2)
+    fresh, stands = traced(profile, tape, plan), traced(profile, tape, plan, batch_stands=True)
+    tokens = plan.micro_batch_size * plan.seq_len * 8
+    assert [stands.requests[o >> 2] for o in stands.setup][-2:] == [tokens, tokens]
+    gone = {operation >> 2 for operation in (*fresh.following, *fresh.setup)} - {
+        o >> 2 for o in stands.following + stands.setup
+    }
+    assert sum(stands.requests[number] for number in gone) == 2 * tokens  # the second micro-batch's
+    assert len(fresh.following) - len(stands.following) == 8  # two tensors of each, made and dropped
+    assert [phase for _, phase, _ in stands.places] == [phase for _, phase, _ in fresh.places]
+    buckets = list(rebuilt_buckets(profile, tape, plan).each())
+    makes = [n * 4 + MALLOC for n in range(len(stands.requests) - len(buckets), len(stands.requests))]
+    at = stands.first.index(makes[0])
+    assert list(stands.first[at : at + len(makes)]) == makes and 0.4 < at / len(stands.first) < 0.6
+    assert list(fresh.first[-len(makes) :]) == makes
+
+
 def test_a_bucket_is_of_gradients_as_they_are_ready() -> None:
     """Llama: the last norm with the last layer's down projection; then up, gate; then the norm before them with attention."""
     profile, tape, plan = job("meta-llama/Llama-3.2-1B", "ddp", "ddp", precision="bf16-mixed")

@@ -1,0 +1,83 @@
+"""Storages as they are watched, against what PyTorch does unwatched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402  # after the check for torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.profiler import profile  # noqa: E402
+
+from fsdp_advisor.tracing.storages import StorageWatch  # noqa: E402
+
+
+def used_twice() -> Any:
+    x = torch.ones(4, 8, requires_grad=True) * 2
+    return (x.sin() + x.cos()).sum()
+
+
+def used_three_times() -> Any:
+    x = torch.ones(4, 8, requires_grad=True) * 2
+    return (x.sin() + x.cos() * x.exp()).sum()
+
+
+def residual() -> Any:
+    """The gradient of a sum goes to both of its parts: it is held until the other one's backward has been."""
+    x = torch.ones(4, 8, requires_grad=True) * 2
+    return (x + x.sin()).sum()
+
+
+def through_views() -> Any:
+    """Products of matrices give their inputs' gradients as views."""
+    x = torch.ones(2, 4, 8, requires_grad=True) * 2
+    w = torch.ones(8, 8)
+    return (F.linear(x, w) + F.linear(x, w)).sin().sum()
+
+
+def tied() -> Any:
+    w = torch.ones(16, 8, requires_grad=True)
+    x = F.embedding(torch.arange(4), w)
+    return F.linear(x, w).sin().sum()
+
+
+def tied_under_autocast() -> Any:
+    w = torch.ones(16, 8, requires_grad=True)
+    x = F.embedding(torch.arange(4), w)
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, w).float().sin().sum()
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("loss", [used_twice, used_three_times, residual, through_views, tied, tied_under_autocast])
+def test_gradients_are_added_as_autograd_does_unwatched(loss: Callable[[], Any], fake: bool) -> None:
+    """In place where nothing else holds the first one: then no storage is born."""
+    real = loss()
+    with profile() as profiled:
+        real.backward()
+    did = Counter(event.name for event in profiled.events() or ())
+    born: list[str] = []
+
+    def resized(key: int, before: int, after: int, operator: str, args: tuple[Any, ...]) -> None:
+        if after and not before:
+            born.append(operator)
+
+    def watched() -> None:
+        watch = StorageWatch(resized)
+        with watch:
+            value = loss()
+            born.clear()
+            value.backward()
+
+    if fake:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            watched()
+    else:
+        watched()
+    assert did["aten::add"] + did["aten::add_"] > 0
+    assert born.count("aten::add") == did["aten::add"]
