@@ -30,6 +30,7 @@ def estimate(
     destination = Destination(path=output, force=force)
     form = form_of(format, json)
     destination.check()
+
     def asked() -> Report:
         return answer(request, explain=explain is not None, settle=True)
 

@@ -191,7 +191,9 @@ def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         case "sgd_momentum":
             return torch.optim.SGD(parameters, lr=1e-6, momentum=0.9, foreach=True)
         case "adafactor" if plan.backend == "fsdp2":
-            raise NotHere("torch.optim.Adafactor does not run on FSDP2's shards", hint="--backend fsdp1, or another --optim")
+            raise NotHere(
+                "torch.optim.Adafactor does not run on FSDP2's shards", hint="--backend fsdp1, or another --optim"
+            )
         case "adafactor":
             return torch.optim.Adafactor(parameters, lr=1e-6, foreach=True)
     raise MeasurementError(f"optimizer {plan.optim} cannot be measured here", hint="it needs a package of its own")

@@ -74,7 +74,9 @@ class UnitBytes:
     shard: Held
     optimizer: Held
     optimizer_temporaries: Held
-    gathered_shard: Held  # what is gathered, where it is made anew for that: in the compute dtype, or brought from the host
+    gathered_shard: (
+        Held  # what is gathered, where it is made anew for that: in the compute dtype, or brought from the host
+    )
     uploaded_shard: Held  # on its way from the host to the compute dtype
     unsharded: Held
     reduce_input: Held  # the gradient in the reduce dtype; nothing where it already is
