@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import get_target_dtype
-from transformers.masking_utils import flash_attention_mask
 
 NAME = "recorded_fused_attention"  # transformers looks for a kernel package behind any name with "flash" in it
 HEAD_ROUNDING = 32
@@ -137,4 +136,10 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, flash_attention_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """What transformers' `flash_attention_mask` comes to without padding, for which it looks into a mask that a model makes (OPT in 5.17)."""
+
+
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -80,6 +80,13 @@ def with_group(device: str) -> Baseline | None:
     return base
 
 
+def gossip() -> Any:
+    """All ranks, to tell each other what is no part of the job: on the host, for the GPU is what is measured."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo")
+
+
 def gpu_index(local_rank: int, gpus: int) -> int:
     """Which GPU is a rank's: the only one that it is shown, as by `srun --gpus-per-task=1`, else the one of its local number.
 
@@ -119,9 +126,9 @@ def measure(
     from fsdp_advisor.validation.stand_in import allocator_figures, memory_history, untimed
 
     plan = prediction.plan
-    gossip = dist.new_group(backend="gloo")  # figures travel on the host
+    group = gossip()
     nodes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(nodes, node(os.environ), group=gossip)
+    dist.all_gather_object(nodes, node(os.environ), group=group)
     placed = ranks_per_node(nodes, plan.nnodes)
     cuda = device == "cuda"
     index = torch.cuda.current_device() if cuda else 0
@@ -146,7 +153,7 @@ def measure(
             ours = prediction.segments if modelled else None
             found |= allocator_figures(index, base, found, ours)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found, group=gossip)
+    dist.all_gather_object(everyone, found, group=group)
     return {"measured": {**combined(everyone), "ranks_per_node": placed}}
 
 

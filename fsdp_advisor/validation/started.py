@@ -70,6 +70,7 @@ def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[R
     returns: on rank 0 it gets a record, on the first rank of each other node none, and elsewhere it is not called.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its stack of a lost connection is many times our line
+    import torch
     import torch.distributed as dist
 
     from fsdp_advisor.validation import worker
@@ -101,7 +102,7 @@ def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[R
         if own == 0:
             shared = [predict(case.request, "measure", case.device).as_dict()]
             told["prediction"] = shared[0]
-        dist.broadcast_object_list(shared, device=_current(case.device))
+        dist.broadcast_object_list(shared, group=rank.gossip(), device=torch.device("cpu"))
         prediction = Prediction.from_dict(shared[0])
         if own == 0:
             told["versions"] = rank.versions(prediction, case.device, case.zero1)
@@ -113,9 +114,3 @@ def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[R
         return None
     ended = Ended(outcome="ok", told=told, seconds=round(time.monotonic() - began, 3))
     return worker.record_of(case, ended), ended
-
-
-def _current(device: str) -> Any:
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")

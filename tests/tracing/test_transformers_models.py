@@ -158,3 +158,15 @@ def test_no_layer_is_dropped() -> None:
     assert [(s.stack, s.layer, s.events) for s in dropping.segments] == [
         (s.stack, s.layer, s.events) for s in whole.segments
     ]
+
+
+def test_a_mask_without_padding_is_none_to_flash_attention() -> None:
+    """transformers looks into it, which fake tensors do not let it; OPT makes one by itself in 5.17."""
+
+    class Masked(TransformersSource):
+        def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+            mask = torch.ones(micro_batch_size, seq_len, dtype=torch.long)
+            return {**super().batch(micro_batch_size, seq_len), "attention_mask": mask}
+
+    recorder = Recorder(Masked({"model_type": "llama", **SMALL, "num_hidden_layers": 2}, name="x"))
+    assert recorder.tape(Variant("fsdp2", "bf16-mixed", "flash_attention_2", "none", False)).segments
