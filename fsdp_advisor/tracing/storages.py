@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 StorageKey = int
 _DEVICE = torch.ops.prim.device.default
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_HELD_BY_THE_ENGINE = (4, 2)
+"""Uses of a tensor and of its storage, as a dispatch mode counts them, that nothing but autograd's input buffer holds; of what Python
+adds up there are one less. (torch 2.11 and 2.13)"""
 
 
 class StorageWatch(TorchDispatchMode):
@@ -34,6 +38,9 @@ class StorageWatch(TorchDispatchMode):
         self._operator = "start"
         self._args: tuple[Any, ...] = ()
         self.on_operator: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
+        self.sums_in_place = False
+        """Whether autograd sums gradients as without a dispatch mode: into the first, where nothing else holds it.
+        Source: torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace (torch 2.13)."""
 
     def ignore(self, tensor: torch.Tensor) -> None:
         storage = local_tensor(tensor).untyped_storage()
@@ -69,7 +76,10 @@ class StorageWatch(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         self._operator, self._args = func._schema.name, args
-        result = func(*args, **kwargs)
+        if self.sums_in_place and func is _ADD and _held_by_the_engine(*args):
+            result = _ADD_IN_PLACE(*args)
+        else:
+            result = func(*args, **kwargs)
         self._operator, self._args = func._schema.name, args
         for tensor in tensors_in(result):
             self.see(tensor)
@@ -97,6 +107,16 @@ class StorageWatch(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # likewise
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # the original again
+
+
+def _held_by_the_engine(first: Any, second: Any) -> bool:
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or torch.is_grad_enabled():
+        return False
+    if first._is_view() or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    storage = first.untyped_storage()
+    uses = first._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]  # missing in torch's stubs
+    return uses == _HELD_BY_THE_ENGINE
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
