@@ -59,14 +59,26 @@ class Recorder:
         self._models[torch.float32] = full
 
     def tape(self, variant: Variant) -> Tape:
-        """The tape of one variant, recorded now."""
+        """The tape of one variant, recorded now. What a GPU runs sums gradients as autograd does unwatched.
+
+        What all layers use, as a decoder's use what the encoder made, has a gradient that they add to one after the other: the
+        last ones do it otherwise than those before. Then the layers that one stands for would not be alike, and the gradients
+        are recorded with a sum of its own in each.
+        """
+        if variant.on_gpu:
+            tape = self._tape(variant, sums_in_place=True)
+            if repeats_are_alike(self.profile, tape):
+                return tape
+        return self._tape(variant, sums_in_place=False)
+
+    def _tape(self, variant: Variant, *, sums_in_place: bool) -> Tape:
         limit = min(self.source.max_seq_len or CHECK_T, self.source.alike_up_to or CHECK_T)
         ts = GRID_T if limit >= max(GRID_T) else (max(1, limit // 4), max(2, limit // 2), max(3, limit))
         bs = (1,) if variant.single else GRID_B
         check = (1 if variant.single else CHECK_B, min(CHECK_T, limit))
         points = [(b, t) for b in bs for t in ts]
         try:
-            with self._step(variant) as step:
+            with self._step(variant, sums_in_place=sums_in_place) as step:
                 # what torch and transformers make once and keep is made here; a rope that adapts makes its tables per model
                 if not self._warm or self.source.alike_up_to:
                     step.run(*points[0])
@@ -161,7 +173,7 @@ class Recorder:
     # One step
 
     @contextlib.contextmanager
-    def _step(self, variant: Variant) -> Iterator[Step]:
+    def _step(self, variant: Variant, *, sums_in_place: bool) -> Iterator[Step]:
         """The model on fake tensors, ready to take steps of this variant."""
         dtype = torch.bfloat16 if variant.precision == "bf16" else torch.float32
         model = self._model(dtype)
@@ -173,7 +185,7 @@ class Recorder:
         with steady(), softmax_scratch(), on_gpu, fake_tensors():
             half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
             materialise(model, half, half if variant.flattens else None)
-            yield Step(self.source, model, variant)
+            yield Step(self.source, model, variant, sums_in_place=sums_in_place)
 
 
 def record_module(
@@ -192,6 +204,26 @@ def record_module(
     from fsdp_advisor.tracing.modules import ModuleSource
 
     return Recorder(ModuleSource(builder, batch, loss, tuple(wrap), name))
+
+
+def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
+    """Whether a layer that stands for many makes as many storages as the one of its kind that ran before it: what it frees of
+    that one it frees of each that it stands for.
+    """
+    births = {
+        (segment.phase, segment.stack, segment.layer): len(made)
+        for segment, made in zip(tape.segments, tape.births, strict=True)
+    }
+    for s, stack in enumerate(profile.stacks):
+        for run in stack.runs:
+            if run.repeats == 1:
+                continue
+            for layer in run.pattern:
+                for phase, before in (("forward", layer - len(run.pattern)), ("backward", layer + len(run.pattern))):
+                    own = births.get((phase, s, layer))
+                    if births.get((phase, s, before), own) != own:
+                        return False
+    return True
 
 
 def versions() -> dict[str, str]:

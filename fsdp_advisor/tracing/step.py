@@ -73,8 +73,9 @@ def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dt
 class Step:
     """Runs the model's step under hooks and writes down what happens."""
 
-    def __init__(self, source: Source, model: nn.Module, variant: Variant) -> None:
+    def __init__(self, source: Source, model: nn.Module, variant: Variant, *, sums_in_place: bool) -> None:
         self._source, self._model, self._variant = source, model, variant
+        self._sums_in_place = sums_in_place
         self._units: list[tuple[nn.Module, int, int]] = [(model, ROOT, 0)]
         for s, stack in enumerate(source.stacks(model)):
             self._units += [(layer, s, i) for i, layer in enumerate(stack.layers)]
@@ -123,9 +124,8 @@ class Step:
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
         """One step: forward, backward, and the gradients dropped."""
         self._reset()
-        watch = StorageWatch(self._resized)
+        watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place)
         watch.on_operator = self._operator
-        watch.sums_in_place = self._variant.on_gpu
         for tensor in tree_iter([self._leaves, list(self._model.buffers())]):
             watch.ignore(tensor)
         gc.collect()

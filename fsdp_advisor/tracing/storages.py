@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 StorageKey = int
 _DEVICE = torch.ops.prim.device.default
-
-
 _ADD = torch.ops.aten.add.Tensor
 _USES_OF_STORAGE, _USES_OF_TENSOR = 2, 4
 """Of a gradient that autograd alone holds, counted in a dispatch mode: with the references that the call itself makes."""
@@ -29,12 +27,19 @@ _USES_OF_STORAGE, _USES_OF_TENSOR = 2, 4
 class StorageWatch(TorchDispatchMode):
     """Calls `on_resize(key, old_bytes, new_bytes, operator, args)` at each birth (old 0), resize and death (new 0) of a storage.
 
-    Storages handed to `ignore` are not reported. Keys may be used again after a death.
+    Storages handed to `ignore` are not reported. Keys may be used again after a death. `sums_in_place`: autograd adds gradients
+    as it does unwatched, which a dispatch mode keeps it from.
     """
 
-    def __init__(self, on_resize: Callable[[StorageKey, int, int, str, tuple[Any, ...]], None]) -> None:
+    def __init__(
+        self,
+        on_resize: Callable[[StorageKey, int, int, str, tuple[Any, ...]], None],
+        *,
+        sums_in_place: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._on_resize = on_resize
+        self._sums_in_place = sums_in_place
         self._live: dict[StorageKey, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._operator = "start"
         self._args: tuple[Any, ...] = ()
@@ -74,7 +79,8 @@ class StorageWatch(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         self._operator, self._args = func._schema.name, args
-        result = args[0].add_(args[1]) if _sums_in_place(func, args, kwargs) else func(*args, **kwargs)
+        in_place = self._sums_in_place and _sums_in_place(func, args, kwargs)
+        result = args[0].add_(args[1]) if in_place else func(*args, **kwargs)
         self._operator, self._args = func._schema.name, args
         for tensor in tensors_in(result):
             self.see(tensor)

@@ -14,6 +14,8 @@ import torch.nn.functional as F  # noqa: E402  # after the check for torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.profiler import profile  # noqa: E402
 
+from fsdp_advisor.models.profile import Variant  # noqa: E402
+from fsdp_advisor.tracing.recorder import record_module, repeats_are_alike  # noqa: E402
 from fsdp_advisor.tracing.storages import StorageWatch  # noqa: E402
 
 
@@ -68,7 +70,7 @@ def test_gradients_are_added_as_autograd_does_unwatched(loss: Callable[[], Any],
             born.append(operator)
 
     def watched() -> None:
-        watch = StorageWatch(resized)
+        watch = StorageWatch(resized, sums_in_place=True)
         with watch:
             value = loss()
             born.clear()
@@ -81,3 +83,22 @@ def test_gradients_are_added_as_autograd_does_unwatched(loss: Callable[[], Any],
         watched()
     assert did["aten::add"] + did["aten::add_"] > 0
     assert born.count("aten::add") == did["aten::add"]
+
+
+def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
+    """A decoder's layers add to the gradient of what the encoder made, the last two otherwise than those before."""
+
+    def build() -> Any:
+        return torch.nn.Transformer(16, 2, 8, 8, 32, dropout=0.0, batch_first=True)
+
+    def batch(b: int, t: int) -> dict[str, Any]:
+        return {"src": torch.zeros(b, t, 16), "tgt": torch.zeros(b, t, 16)}
+
+    def loss(model: Any, inputs: dict[str, Any]) -> Any:
+        return model(**inputs).sum()
+
+    layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
+    recorder = record_module(build, batch, loss, wrap=layers)
+    variant = Variant("plain", "fp32", "sdpa", "none", False)
+    assert not repeats_are_alike(recorder.profile, recorder._tape(variant, sums_in_place=True))
+    assert repeats_are_alike(recorder.profile, recorder.tape(variant))
