@@ -125,7 +125,9 @@ class Step:
         self._reset()
         watch = StorageWatch(self._resized)
         watch.on_operator = self._operator
-        watch.sums_in_place = self._variant.on_gpu
+        watch.sums_in_place = (
+            self._variant.on_gpu and not self._variant.flattens
+        )  # whose flat gradients hooks put together
         for tensor in tree_iter([self._leaves, list(self._model.buffers())]):
             watch.ignore(tensor)
         gc.collect()
