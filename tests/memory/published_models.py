@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_advisor.tracing.flash import _FlashAttention
+from fsdp_advisor.tracing.flash import flash
 from fsdp_advisor.tracing.recorder import Recorder, record_module
 
 Norm = Literal["own", "native", "fused"]
@@ -121,7 +121,7 @@ class Block(nn.Module):
         y = self.attention_norm(x)
         q, k, v = (z.view(*b_and_t, -1, self.head_dim) for z in (self.wq(y), self.wk(y), self.wv(y)))
         q, k = self.rotated(q, rotation), self.rotated(k, rotation)
-        out = _FlashAttention.apply(q, self.repeated(k), self.repeated(v)).contiguous()
+        out = flash(q, self.repeated(k), self.repeated(v)).contiguous()
         h = x + self.wo(out.view(x.shape))
         z = self.ffn_norm(h)
         return h + self.w2(F.silu(self.w1(z)) * self.w3(z))
