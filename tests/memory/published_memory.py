@@ -41,8 +41,6 @@ BERT = {
 }  # fmt: skip
 
 
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A figure, and the code that it is of where that is not what the request says; see the head of the table."""
