@@ -39,6 +39,10 @@ BLOOM, BERT, T5 = "bigscience/bloom-560m", "google-bert/bert-base-uncased", "goo
 MIXTRAL, VIT, WHISPER = "mistralai/Mixtral-8x7B-v0.1", "google/vit-base-patch16-224", "openai/whisper-tiny"
 
 CASES = [
+    # few ranks and tokens: backward ends at the peak, with the head's gradient held while the root is reduced
+    Case(TINY, "fsdp2", "zero3", 2, 1, 128),
+    Case(TINY, "fsdp2", "zero2", 3, 1, 128),
+    Case(TINY, "fsdp2", "hsdp", 4, 1, 128, nnodes=2),
     Case(TINY, "fsdp2", "zero3", 8, 4, 2048),
     Case(TINY, "fsdp1", "zero3", 8, 4, 2048, "bf16"),
     Case(TINY, "ddp", "ddp", 8, 2, 1024),

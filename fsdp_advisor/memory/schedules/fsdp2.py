@@ -199,6 +199,7 @@ class Fsdp2Schedule:
             if not self._reduces:
                 return
             gradients = self._whole[place].popleft()
+        gradients, last = self._but_the_last(ledger, place, gradients)
         ledger.died(self._reducing)
         self._reducing = ledger.born(COMMUNICATION, unit.reduce_input)
         for gradient in gradients:
@@ -209,6 +210,7 @@ class Fsdp2Schedule:
             self._all_reduced.append(reduced)  # `FSDPParamGroup._all_reduce_state`
         else:
             ledger.died(reduced)
+        ledger.died(last)
         if (self._index > 0 and not self._plan.defers_reduction) or self._offload:
             ledger.died(output)
 
@@ -279,6 +281,30 @@ class Fsdp2Schedule:
             for _, single_bytes, single in self._single_gradients(ledger, parts[other]):
                 n_bytes, numbers = n_bytes - single_bytes, tuple(n for n in numbers if n not in single)
         return [(account, n_bytes, numbers)]
+
+    def _but_the_last(self, ledger: Ledger, place: Place, gradients: list[Alive]) -> tuple[list[Alive], Alive]:
+        """A unit's gradients, and apart that of its last parameter, which a loop's variable holds until all is reduced.
+        (`foreach_reduce`: `for i, (fsdp_param, unsharded_grad) in ...`, if there is more than one rank)
+        """
+        if self._alone or not gradients:
+            return gradients, NONE_ALIVE
+        part = self._wrapping.parts.get(place)
+        s, layer = place
+        unit = part.unit if part else self._profile.root if place == AT_ROOT else self._profile.stacks[s].units[layer]
+        trainable = [
+            (index, p)
+            for index, p in zip(part.indices if part else range(len(unit.parameters)), unit.parameters, strict=False)
+            if p.trainable
+        ]
+        if not trainable:
+            return gradients, NONE_ALIVE
+        index, parameter = trainable[-1]
+        last = ledger.gradient(index, place[0] == ROOT, round_up(parameter.elements * self._plan.compute_bytes))
+        account, n_bytes, numbers = gradients[-1]
+        if not {*last[2]} <= {*numbers}:  # of an earlier micro-batch
+            return gradients, NONE_ALIVE
+        rest = account, n_bytes - last[1], tuple(n for n in numbers if n not in last[2])
+        return [*gradients[:-1], rest], last
 
     def _single_gradients(self, ledger: Ledger, part: Part) -> list[Alive]:
         return [
