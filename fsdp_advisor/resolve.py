@@ -115,7 +115,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
 
     if allow_paths and (path := config_path(wanted)) is not None:
         return configured(read_config(path, wanted), wanted, "config")
-    if _NUMBER_SHAPED.fullmatch(wanted) or parse_count(wanted) is not None:
+    if _count_shaped(wanted):
         return _counted(wanted)
     if allow_paths and _PATH_SHAPED.match(wanted):
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
@@ -123,6 +123,18 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
         raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or NAMES_HINT)
     data, notes = hub.download(wanted)
     return configured(data, wanted, "hub", notes)
+
+
+def is_count(name: str) -> bool:
+    """Whether `resolve` takes it for a bare parameter count."""
+    from fsdp_advisor.models.config import config_path
+
+    wanted = name.strip()
+    return _count_shaped(wanted) and catalog.find(wanted) is None and config_path(wanted) is None
+
+
+def _count_shaped(wanted: str) -> bool:
+    return _NUMBER_SHAPED.fullmatch(wanted) is not None or parse_count(wanted) is not None
 
 
 def _catalogued(entry: catalog.Entry, wanted: str, may_record: bool) -> Resolved:
