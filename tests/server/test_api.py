@@ -93,6 +93,12 @@ def test_an_answer_can_be_asked_for_again(client: TestClient) -> None:
     assert "content-encoding" not in plain.headers and plain.json() == first.json()
 
 
+def test_a_missing_model_is_told_in_one_phrase(client: TestClient) -> None:
+    refused = client.get("/api/v1/estimate")
+    assert refused.status_code == 422 or refused.status_code == 400
+    assert refused.json()["error"] == "model: Field required"
+
+
 def test_health_metrics_and_description(client: TestClient) -> None:
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
     client.get(f"/api/v1/estimate?model={LLAMA}")
