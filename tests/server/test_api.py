@@ -87,6 +87,7 @@ def test_an_answer_can_be_asked_for_again(client: TestClient) -> None:
     url = f"/api/v1/estimate?model={LLAMA}&gpus=4&gpu=H100"
     first = client.get(url)
     assert "max-age" in first.headers["cache-control"] and first.headers["content-encoding"] == "gzip"
+    assert first.headers["vary"] == client.get("/").headers["vary"] == "Accept-Encoding"
     again = client.get(url, headers={"If-None-Match": first.headers["etag"]})
     assert again.status_code == 304 and not again.content
     plain = client.get(url, headers={"Accept-Encoding": "identity"})
