@@ -36,6 +36,10 @@ MIN_COUNT, MAX_COUNT = 1000, 10**15
 NAMES_HINT = (
     "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
 )
+PASTING_HINT = (
+    "a model is an id listed by `fsdp-advisor models`, or a count such as 7B; of any other its config.json can be pasted"
+)
+"""Where no paths are taken: on a server."""
 _NUMBER_SHAPED = re.compile(r"[-+]?\.?\d[\d.,_]*(?:e[-+]?\d*)?\s*[kmbt]?", re.IGNORECASE | re.ASCII)
 _PATH_SHAPED = re.compile(r"[./~]|.*\.json$|.*\\|.*/.*/", re.DOTALL)
 
@@ -106,8 +110,9 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra, each with a hint.
     """
     wanted = name.strip()
+    names_hint = NAMES_HINT if allow_paths else PASTING_HINT
     if not wanted or len(wanted) > 1000 or not wanted.isprintable():
-        raise UnknownModel(wanted[:80], hint=NAMES_HINT)
+        raise UnknownModel(wanted[:80], hint=names_hint)
     if (entry := catalog.find(wanted)) is not None:
         return _catalogued(entry, wanted, allow_recording)
     from fsdp_advisor import hub
@@ -120,7 +125,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     if allow_paths and _PATH_SHAPED.match(wanted):
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
-        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or NAMES_HINT)
+        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or names_hint)
     data, notes = hub.download(wanted)
     return configured(data, wanted, "hub", notes)
 

@@ -100,6 +100,11 @@ def test_a_missing_model_is_told_in_one_phrase(client: TestClient) -> None:
     assert refused.json()["error"] == "model: Field required"
 
 
+def test_an_unknown_model_is_offered_no_path(client: TestClient) -> None:
+    hint = client.get("/api/v1/estimate?model=nothing-like-it").json()["hint"]
+    assert "pasted" in hint and "/api/v1/models" in hint and "directory" not in hint
+
+
 def test_health_metrics_and_description(client: TestClient) -> None:
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
     client.get(f"/api/v1/estimate?model={LLAMA}")
