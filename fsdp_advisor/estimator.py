@@ -135,7 +135,7 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
 def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserved:
     """A plan through the caching allocator, and whether it fits beside what CUDA and NCCL take. Cheaper than a whole row.
 
-    Its verdict is `fits` or `does_not_fit`: what runs only while cached memory is given back is not told from what does not.
+    Its verdict is `fits` or `does_not_fit`: steps that run only once cached memory of theirs is given back count as the latter.
     """
     from fsdp_advisor.memory.allocator import reserve
 
@@ -158,8 +158,8 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
     if collects:
         return found
     most = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
-    if found.reserved_peak_bytes > most and loading.placed:  # what loading left is given back
-        within = walk(loading=loading, limit_bytes=room)
+    if found.reserved_peak_bytes > most and loading.placed and walk().reserved_peak_bytes <= most:
+        within = walk(loading=loading, limit_bytes=room)  # what loading left is given back
         if within.verdict == "fits":
             return within
     return replace(found, verdict="fits" if found.reserved_peak_bytes <= most else "does_not_fit")
@@ -345,9 +345,9 @@ def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
         return ()
     helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True would help" if reserved.expandable_segments_help else ""
     if reserved.verdict == "fits_with_retries":
+        often = {0: "in some steps", 1: "once a step"}.get(n := reserved.retries_per_step, f"{n} times a step")
         return (
-            f"it fits only while the allocator gives cached memory back to the driver and asks again, {reserved.retries_per_step} "
-            f"times a step, which is slow{helps}",
+            f"it fits only while the allocator gives cached memory back to the driver and asks again, {often}, which is slow{helps}",
         )
     return (f"fragmentation included it does not fit{helps}",) if helps else ()
 

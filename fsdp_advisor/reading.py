@@ -89,6 +89,11 @@ def complaint(error: Mapping[str, Any], kind: type[EstimateRequest] = EstimateRe
     message = error["msg"].removeprefix("Value error, ")
     if name == "request":
         return UsageError(message, hint="each node has the same number of GPUs")
+    if error["type"] == "missing":
+        return UsageError(f"{name}: {message}", hint=_hint(name, kind))
+    option = fields_of(kind).get(name)
+    if option is not None and option.rule.parse is not None and error["type"].endswith("_parsing"):
+        return UsageError(f"{name}: cannot read {error['input']!r}", hint=_hint(name, kind))
     return UsageError(f"{name}: {message}, not {error['input']!r}", hint=_hint(name, kind))
 
 

@@ -36,6 +36,10 @@ MIN_COUNT, MAX_COUNT = 1000, 10**15
 NAMES_HINT = (
     "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
 )
+PASTING_HINT = (
+    "a model is an id listed by `fsdp-advisor models`, or a count such as 7B; of any other its config.json can be pasted"
+)
+"""Where no paths are taken: on a server."""
 _NUMBER_SHAPED = re.compile(r"[-+]?\.?\d[\d.,_]*(?:e[-+]?\d*)?\s*[kmbt]?", re.IGNORECASE | re.ASCII)
 _PATH_SHAPED = re.compile(r"[./~]|.*\.json$|.*\\|.*/.*/", re.DOTALL)
 
@@ -106,8 +110,9 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra, each with a hint.
     """
     wanted = name.strip()
+    names_hint = NAMES_HINT if allow_paths else PASTING_HINT
     if not wanted or len(wanted) > 1000 or not wanted.isprintable():
-        raise UnknownModel(wanted[:80], hint=NAMES_HINT)
+        raise UnknownModel(wanted[:80], hint=names_hint)
     if (entry := catalog.find(wanted)) is not None:
         return _catalogued(entry, wanted, allow_recording)
     from fsdp_advisor import hub
@@ -115,14 +120,26 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
 
     if allow_paths and (path := config_path(wanted)) is not None:
         return configured(read_config(path, wanted), wanted, "config")
-    if _NUMBER_SHAPED.fullmatch(wanted) or parse_count(wanted) is not None:
+    if _count_shaped(wanted):
         return _counted(wanted)
     if allow_paths and _PATH_SHAPED.match(wanted):
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
-        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or NAMES_HINT)
+        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or names_hint)
     data, notes = hub.download(wanted)
     return configured(data, wanted, "hub", notes)
+
+
+def is_count(name: str) -> bool:
+    """Whether `resolve` takes it for a bare parameter count."""
+    from fsdp_advisor.models.config import config_path
+
+    wanted = name.strip()
+    return _count_shaped(wanted) and catalog.find(wanted) is None and config_path(wanted) is None
+
+
+def _count_shaped(wanted: str) -> bool:
+    return _NUMBER_SHAPED.fullmatch(wanted) is not None or parse_count(wanted) is not None
 
 
 def _catalogued(entry: catalog.Entry, wanted: str, may_record: bool) -> Resolved:

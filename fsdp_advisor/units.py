@@ -50,6 +50,14 @@ def parse_bytes(text: str) -> int | None:
     return round(min(float(match[1]) * _SUFFIX[match[2].lower()], MOST_BYTES))
 
 
+def format_tokens(n: int) -> str:
+    """
+    >>> format_tokens(1), format_tokens(2048)
+    ('1 token', '2048 tokens')
+    """
+    return f"{n} token" if n == 1 else f"{n} tokens"
+
+
 def parse_count(text: str) -> int | None:
     """A bare number of things: ``7e9``, ``7B``, ``350M``; None where it is not one.
 

@@ -24,7 +24,7 @@ from fsdp_advisor.plan import OFFLOADS, Plan
 from fsdp_advisor.report import Report
 from fsdp_advisor.request import RecommendRequest
 from fsdp_advisor.resolve import Resolved, resolve
-from fsdp_advisor.units import format_gib
+from fsdp_advisor.units import format_gib, format_tokens
 
 
 def recommend(request: RecommendRequest | None = None, /, *, timer: Timer = step_seconds, **options: Any) -> Advice:
@@ -168,7 +168,7 @@ def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
         yield Remedy(options={"gpu": name}, because=f"{job.gpus} x {name} would do")
     search.judge.allocator.most = search.judge.allocator.walks + MOST_WALKS // 2
     if search.judge.model.profile is not None and (tokens := finder.shorter()) is not None:
-        yield Remedy(options={"seq_len": tokens}, because=f"{tokens} tokens instead of {job.seq_len} would do")
+        yield Remedy(options={"seq_len": tokens}, because=f"{format_tokens(tokens)} instead of {job.seq_len} would do")
 
 
 MOST_ADVISED = 1024

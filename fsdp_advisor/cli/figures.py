@@ -9,7 +9,7 @@ from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.estimator import NOT_WALKED
 from fsdp_advisor.memory.ledger import GROUPS
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.units import format_bytes, format_count, format_gib
+from fsdp_advisor.units import format_bytes, format_count, format_gib, format_tokens
 
 NONE = "-"
 UNKNOWN = "?"
@@ -91,7 +91,7 @@ def assumed(report: Report, sizes: Sizes) -> str:
         model = model[:-1] + f", {format_count(report.trainable_parameters)} trainable)"
     job = [f"{request.precision}", request.optim]
     if report.model_source != "count":
-        job = [f"micro-batch {request.micro_batch_size}", f"{report.seq_len} tokens", *job, request.attention]
+        job = [f"micro-batch {request.micro_batch_size}", format_tokens(report.seq_len), *job, request.attention]
         steps, checkpointing = request.gradient_accumulation_steps, request.activation_checkpointing
         job += [f"accumulation {steps}"] if steps > 1 else []
         job += [f"{checkpointing if checkpointing != 'none' else 'no'} activation checkpointing"]

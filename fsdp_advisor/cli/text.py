@@ -40,7 +40,11 @@ def text(report: Report, screen: Screen, explained: StrategyEstimate | None = No
     else:
         body = _cards(report, sizes, screen)
         speed_shown = False
-    blocks = [wrap(assumed(report, sizes), screen), body, _below(report, sizes, screen, speed_shown=speed_shown)]
+    blocks = [
+        wrap(assumed(report, sizes), screen),
+        body,
+        _below(report, sizes, screen, speed_shown=speed_shown, explained=explained is not None),
+    ]
     if explained is not None:
         blocks.append(explanation(report, explained, screen))
     return "\n\n".join(blocks)
@@ -132,7 +136,7 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
     return "\n".join(cards)
 
 
-def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool) -> str:
+def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool, explained: bool) -> str:
     known = next((e for e in report.estimates if e.at_peak is not None), None)
     states = "States per GPU" + (", by the textbook" if sizes.decimal else "")
     what = "Peak per GPU, counting tensors" if known else states
@@ -149,7 +153,7 @@ def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool) -
     ]
     if omitted := left_out(report):
         lines.append(wrap(f"Not in these figures: {omitted}.", screen, indent="  "))
-    if known:
+    if known and not explained:
         example = next((e for e in report.estimates if e.fits), known)
         lines.append(wrap(f"What is alive at the peak, and when: --explain {row_name(example)}", screen))
     return "\n".join(lines)

@@ -203,9 +203,15 @@ def _cases(
 ) -> list[Case]:  # fmt: skip
     """One case per strategy of each request, on the rung asked for or the best; notes say which."""
     from fsdp_advisor.plan import plans
+    from fsdp_advisor.resolve import is_count
     from fsdp_advisor.validation import ladder, machine
     from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case
 
+    for request in requests:
+        if is_count(request.model):
+            raise UsageError(
+                f"{request.model} is a bare parameter count: it cannot be run", hint="name a model or its config.json"
+            )
     machine.require_torch()
     rank = _started_rank(options.get("rdzv_endpoint"))
     ranks = rank is not None or options.get("rdzv_endpoint") is not None

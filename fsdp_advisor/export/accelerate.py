@@ -158,7 +158,10 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"on every node: --machine_rank RANK --main_process_ip HOST, the host in place of {HEAD_NODE}")
     if plan.backend == "deepspeed" and _needs_a_file(plan):
         framework = f" --framework {plan.framework}" if plan.prepared else ""
-        notes.append(f"it reads {deepspeed.FILE}, which `fsdp-advisor export deepspeed{framework}` writes")
+        command = f"fsdp-advisor export deepspeed{framework} --strategy {plan.strategy}"
+        notes.append(
+            f"it reads {deepspeed.FILE}, which `{command}` writes, given the same --model, --gpus and the like"
+        )
     if plan.gradient_accumulation_steps > 1 and plan.backend in ("fsdp1", "fsdp2"):
         notes.append(_accumulation(plan))
     return notes

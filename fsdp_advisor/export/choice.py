@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
-from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job, Target
@@ -78,9 +78,18 @@ def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) ->
     searched = RecommendRequest(**{name: getattr(request, name) for name in request.given}, given=request.given)
     report = estimate_resolved(searched.as_estimate, model)
     job = Job.of(report, report.estimates[0])
-    advice = recommend_resolved(
-        report, model, searched, allowed=lambda plan: consumer.cannot(replace(job, plan=plan)) is None
-    )
+    try:
+        advice = recommend_resolved(
+            report, model, searched, allowed=lambda plan: consumer.cannot(replace(job, plan=plan)) is None
+        )
+    except NotRecordable:
+        reasons = {consumer.cannot(Job.of(report, estimate)) for estimate in report.estimates}
+        if None in reasons or len(reasons) > 1:
+            raise
+        raise UsageError(
+            f"{consumer.name} can do none of what is asked: {reasons.pop()}",
+            hint="the other targets: fsdp-advisor export --list",
+        ) from None
     if advice.winner is not None:
         return request.but(**_options(advice.winner.plan), allocator_conf=advice.winner.allocator_conf)
     raise NothingFits(

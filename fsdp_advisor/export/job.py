@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdp_advisor.plan import Plan, refusal
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.units import format_gib
+from fsdp_advisor.units import format_gib, format_tokens
 
 VERSIONS = {
     "torch": "2.13.0",
@@ -156,7 +156,7 @@ def header(job: Job, *packages: str) -> list[str]:
     plan = job.plan
     steps, ranks = plan.gradient_accumulation_steps, plan.world_size
     batch = f"micro-batch {plan.micro_batch_size} x accumulation {steps} x ranks {ranks}"
-    lines = [job.title, f"Batch: {batch} = {global_batch_size(plan)}, each of {plan.seq_len} tokens."]
+    lines = [job.title, f"Batch: {batch} = {global_batch_size(plan)}, each of {format_tokens(plan.seq_len)}."]
     lines.append(_prediction(job))
     if job.environment:
         lines.append(

@@ -30,11 +30,12 @@ def reply(
     shared = {
         "ETag": etag,
         "Cache-Control": "no-cache" if max_age is None else f"public, max-age={max_age}",
-        "Vary": "Accept-Encoding",
         **(headers or {}),
     }
+    if "Content-Encoding" in shared:  # of what it compresses itself the middleware says so
+        shared["Vary"] = "Accept-Encoding"
     if request.method == "GET" and _names(request.headers.get("if-none-match", ""), etag):
-        return Response(status_code=304, headers=shared)
+        return Response(status_code=304, headers={**shared, "Vary": "Accept-Encoding"})
     return Response(body, media_type=media_type, headers=shared)
 
 

@@ -223,6 +223,14 @@ def _original_max_seq_len(config: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
+def _line(error: Exception) -> str:
+    """The first line of an error, and what follows a colon at its end."""
+    first, *more = str(error).strip().splitlines() or [""]
+    while more and first.endswith(":"):
+        first = f"{first} {more.pop(0).strip()}"
+    return first[:200]
+
+
 @contextlib.contextmanager
 def _errors_explained(name: str) -> Iterator[None]:
     """Whatever transformers or torch raise over a configuration becomes one line."""
@@ -232,8 +240,7 @@ def _errors_explained(name: str) -> Iterator[None]:
     except AdvisorError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
         raise UnreadableConfig(
-            f"{name}: transformers {transformers.__version__} cannot build it: {type(error).__name__}: {first}",
+            f"{name}: transformers {transformers.__version__} cannot build it: {type(error).__name__}: {_line(error)}",
             hint="check the configuration's model_type and its sizes",
         ) from error

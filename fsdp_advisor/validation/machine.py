@@ -80,10 +80,12 @@ def set_allocator(conf: str | None) -> None:
 
 
 def versions(*, deepspeed: bool = False, cuda: bool = False) -> dict[str, str]:
-    """Of everything that a run depends on."""
+    """Of everything that a run depends on; without DeepSpeed's where there is none, which the rung then says itself."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", *(("deepspeed",) if deepspeed else ())):
+    for name in ("torch", "transformers"):
         found[name] = metadata.version(name)
+    if deepspeed and (version := _version("deepspeed")) != "unknown":
+        found["deepspeed"] = version
     found["fsdp_advisor"] = _version("fsdp-advisor")
     if not cuda:
         return found

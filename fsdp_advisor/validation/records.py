@@ -79,7 +79,8 @@ class Record:
         """The case on one line."""
         r = self.request
         what = f"{r['model']} {r['strategy']} {r['backend']} x{r['gpus']}"
-        what += f" B{r['micro_batch_size']} T{r['seq_len']} {r['precision']}"
+        tokens = f" T{r['seq_len']}" if r["seq_len"] else ""
+        what += f" B{r['micro_batch_size']}{tokens} {r['precision']}"
         for name, usual in (("offload", "none"), ("activation_checkpointing", "none"), ("attention", "sdpa")):
             if r.get(name, usual) != usual:
                 what += f" {name.split('_')[-1]}={r[name]}"

@@ -58,8 +58,7 @@ def test_expandable_segments_are_set_only_where_they_are_needed() -> None:
     assert helped.options[-2:] == ("--allocator-conf", EXPANDABLE_SEGMENTS)
     without = estimate_plan(resolve(LLAMA), helped.winner.plan, find_gpu("H100"), walk="always")
     assert without.reserved is not None
-    assert without.reserved.verdict != "fits"
-    assert without.reserved.expandable_segments_help
+    assert without.reserved.retries > 0
 
 
 def test_settings_that_are_given_are_held() -> None:

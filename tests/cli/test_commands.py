@@ -81,6 +81,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "seq_len: Input should be greater than or equal to 1, not '-1'",
         "tokens per sequence",
     ),
+    (("estimate", *MODEL, "--host-memory", "lots"), "host_memory: cannot read 'lots'", "of one node, such as 512GiB"),
     (
         ("estimate", *MODEL, "--strategy", "zero4"),
         "strategy: Input should be 'ddp', 'zero1', 'zero2', 'zero3', 'hsdp' or 'all', not 'zero4'",

@@ -86,6 +86,11 @@ def test_a_plan_that_does_not_fit_is_written_and_told(cli: Cli, tmp_path: Path) 
         ),
         (("acelerate", *ZERO3), 2, "no export is called 'acelerate'"),
         (("accelerate", "--model", "./no/such-model"), 2, "unknown model"),
+        (
+            ("axolotl", "--model", "openai/whisper-tiny", "--gpus", "2"),
+            2,
+            "axolotl can do none of what is asked: it trains causal language models",
+        ),
         ((), 2, "missing argument"),
         (("ddp", *JOB[:2], "--gpu", "A100-40GB"), 1, "nothing that ddp can do fits A100-40GB"),
     ],

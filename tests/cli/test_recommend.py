@@ -116,7 +116,7 @@ BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
         "--gradient-accumulation-steps 8 makes it 128",
     ),
     "a margin above the whole": (("--margin", "120%"), "margin: Input should be less than 1, not '120%'", "of the GPU's memory, left free: 0.08 or 8%"),
-    "no number of tokens": (("--tokens", "many"), "tokens: Input should be a valid integer, unable to parse string as an integer, not 'many'", "to train on, such as 10e9 or 10B"),
+    "no number of tokens": (("--tokens", "many"), "tokens: cannot read 'many'", "to train on, such as 10e9 or 10B"),
     "nothing to find": (("--find", "meaning"), "find: Input should be 'gpus', 'batch', 'sequence' or 'gpu-type', not 'meaning'", "what to find the largest or smallest of that fits"),
     "a strategy that no such backend has": (("--strategy", "zero1", "--backend", "fsdp2"), "backend fsdp2 has no strategy zero1", "strategy zero1: deepspeed"),
 }  # fmt: skip

@@ -87,10 +87,22 @@ def test_an_answer_can_be_asked_for_again(client: TestClient) -> None:
     url = f"/api/v1/estimate?model={LLAMA}&gpus=4&gpu=H100"
     first = client.get(url)
     assert "max-age" in first.headers["cache-control"] and first.headers["content-encoding"] == "gzip"
+    assert first.headers["vary"] == client.get("/").headers["vary"] == "Accept-Encoding"
     again = client.get(url, headers={"If-None-Match": first.headers["etag"]})
     assert again.status_code == 304 and not again.content
     plain = client.get(url, headers={"Accept-Encoding": "identity"})
     assert "content-encoding" not in plain.headers and plain.json() == first.json()
+
+
+def test_a_missing_model_is_told_in_one_phrase(client: TestClient) -> None:
+    refused = client.get("/api/v1/estimate")
+    assert refused.status_code == 422 or refused.status_code == 400
+    assert refused.json()["error"] == "model: Field required"
+
+
+def test_an_unknown_model_is_offered_no_path(client: TestClient) -> None:
+    hint = client.get("/api/v1/estimate?model=nothing-like-it").json()["hint"]
+    assert "pasted" in hint and "/api/v1/models" in hint and "directory" not in hint
 
 
 def test_health_metrics_and_description(client: TestClient) -> None:

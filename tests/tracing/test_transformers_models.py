@@ -34,6 +34,7 @@ BAD = [
     ({}, "names no model_type"),
     ({"model_type": "no-such-model"}, "cannot build it"),
     ({"model_type": "llama", "hidden_size": "wide"}, "cannot build it"),
+    ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, r"hidden size \(100\) .* heads \(7\)"),
     ({"model_type": "encodec"}, "trains no encodec model"),
 ]
 

@@ -229,6 +229,7 @@ def test_one_case_from_the_command_line_and_its_record(model: str, tmp_path: Pat
     [
         ((), 2, "nothing to validate"),
         (("--model", "7B", "--strategy", "ddp", "--rung", "simulate"), 2, "bare parameter count"),
+        (("--model", "13B", "--gpus", "2"), 2, "13B is a bare parameter count"),
         (("--campaign", "quick"), 2, "--records"),
         (("report", "nowhere.jsonl"), 2, "cannot read"),
         (("--model", "gpt2", "--gpus", "4", "--strategy", "zero1", "--rung", "simulate"), 2, "deepspeed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 
@@ -40,3 +41,17 @@ def test_a_driver_that_fails_is_told_in_one_line(cuda: pytest.MonkeyPatch) -> No
     cuda.setattr(torch.cuda, "device_count", fails)
     with pytest.raises(MeasurementError, match=r"could not be counted: RuntimeError: CUDA unknown error"):
         machine.gpu_count()
+
+
+def test_versions_without_deepspeed_are_those_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not installed the rung says so, in a line of its own."""
+    there = metadata.version
+
+    def version(name: str) -> str:
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = machine.versions(deepspeed=True)
+    assert "deepspeed" not in found and {"python", "torch", "transformers"} <= found.keys()

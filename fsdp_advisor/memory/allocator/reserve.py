@@ -90,7 +90,8 @@ def reserve(
     limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`);
     `loading` how the model gets there, None for a model that is built shard by shard with an empty cache.
 
-    What loading left is given back when the driver first refuses. A job that fits from then on fits.
+    What loading and the first steps left is given back when the driver refuses. A job whose steps then repeat without
+    another refusal fits.
     """
     conf = conf or AllocatorConf()
     result = _with_room(profile, tape, plan, conf, workspace_bytes, loading)
@@ -103,9 +104,6 @@ def reserve(
     steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, loading=loading)
     walk = _Walk(steps, conf, limit_bytes, device)
     verdict = walk.verdict
-    if verdict == "fits_with_retries" and loading is not None and walk.steady_after is not None:
-        steps_alone = _with_room(profile, tape, plan, conf, workspace_bytes, None)
-        verdict = "fits" if steps_alone.reserved_peak_bytes <= most else verdict
     helps = None
     if verdict != "fits" and not conf.expandable_segments:
         other = _Walk(steps, replace(conf, expandable_segments=True), limit_bytes, device)
@@ -214,4 +212,7 @@ class _Walk:
     def verdict(self) -> Verdict:
         if self.refused is not None:
             return "does_not_fit"
-        return "fits_with_retries" if self.allocator.retries else "fits"
+        steady = (
+            self.steady_after is not None
+        )  # steps repeat that ask nothing of the driver: what retried came before them
+        return "fits" if steady or not self.allocator.retries else "fits_with_retries"

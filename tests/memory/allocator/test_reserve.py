@@ -49,7 +49,7 @@ def test_fsdp1_on_one_rank_keeps_autograds_own_gradients(precision: str, accumul
 
 
 def test_verdicts() -> None:
-    profile, tape, plan = job(SMALL, "zero3", "fsdp1")
+    profile, tape, plan = job(SMALL, "zero2", "fsdp2")
     roomy = reserve(profile, tape, plan, workspace_bytes=WORKSPACE)
     needed = roomy.reserved_peak_bytes
 
@@ -58,7 +58,7 @@ def test_verdicts() -> None:
 
     assert under(needed).verdict == "fits" and under(needed).retries == 0
     tight = under(needed - 2 * MIB)
-    assert tight.verdict == "fits_with_retries" and tight.retries > 0
+    assert tight.verdict == "fits_with_retries" and tight.retries_per_step > 0
     assert tight.reserved_peak_bytes == needed  # what it would take with room to spare
     hopeless = under(roomy.allocated_peak_bytes - 64 * MIB)
     assert hopeless.verdict == "does_not_fit" and hopeless.refused is not None
@@ -66,6 +66,15 @@ def test_verdicts() -> None:
     assert hopeless.refused.asked_bytes > 0
     assert hopeless.expandable_segments_help is False
     assert under(needed, EXPANDABLE).expandable_segments_help is None
+
+
+@pytest.mark.parametrize("strategy", [("ddp", "ddp"), ("zero3", "fsdp1")], ids="-".join)
+def test_what_retries_in_the_first_steps_alone_fits(strategy: tuple[str, str]) -> None:
+    profile, tape, plan = job(SMALL, *strategy)
+    limit = reserve(profile, tape, plan).reserved_peak_bytes - 2 * MIB
+    tight = reserve(profile, tape, plan, limit_bytes=limit)
+    assert tight.verdict == "fits" and tight.retries > 0 and tight.retries_per_step == 0
+    assert tight.reserved_peak_bytes <= limit and tight.expandable_segments_help is None
 
 
 def test_expandable_segments_help_where_fragmentation_is_all_that_is_wrong() -> None:
