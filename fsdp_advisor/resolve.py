@@ -36,9 +36,7 @@ MIN_COUNT, MAX_COUNT = 1000, 10**15
 NAMES_HINT = (
     "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
 )
-PASTING_HINT = (
-    "a model is an id listed by `fsdp-advisor models`, or a count such as 7B; of any other its config.json can be pasted"
-)
+PASTING_HINT = "a model is an id listed by `fsdp-advisor models`, or a count such as 7B; of any other its config.json can be pasted"
 """Where no paths are taken: on a server."""
 _NUMBER_SHAPED = re.compile(r"[-+]?\.?\d[\d.,_]*(?:e[-+]?\d*)?\s*[kmbt]?", re.IGNORECASE | re.ASCII)
 _PATH_SHAPED = re.compile(r"[./~]|.*\.json$|.*\\|.*/.*/", re.DOTALL)

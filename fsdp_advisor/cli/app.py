@@ -39,7 +39,7 @@ app = typer.Typer(
 
 PatternArgument = Annotated[
     Optional[str],  # noqa: UP045  # typer reads this while the module runs
-    typer.Argument(metavar="[PATTERN]", help="Only names that contain this.", show_default=False),
+    typer.Argument(metavar="[PATTERN]", help="Only names, and types of models, that contain this.", show_default=False),
 ]
 
 

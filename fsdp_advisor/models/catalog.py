@@ -66,9 +66,9 @@ def nearest(name: str) -> list[str]:
 
 
 def search(pattern: str | None = None) -> list[Entry]:
-    """Models whose id or alias contains `pattern`, without regard to case."""
+    """Models whose id, alias or type contains `pattern`, without regard to case."""
     wanted = (pattern or "").strip().lower()
-    return [e for e in entries() if wanted in e.id.lower() or any(wanted in a.lower() for a in e.aliases)]
+    return [e for e in entries() if any(wanted in name.lower() for name in (e.id, *e.aliases, e.model_type))]
 
 
 @cache  # one copy of each: what is computed of a profile holds it, so that a forgotten one would be there twice
