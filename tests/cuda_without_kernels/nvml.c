@@ -20,7 +20,7 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return 0
 int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *n, void *processes) { *n = 0; return 0; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return 3; }  // NVML_ERROR_NOT_SUPPORTED
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return 3; }
-int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return 3; }
+int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return 0; }  // expandable segments ask for it
 // nvmlMemory_t: total, free, used; nvmlMemory_v2_t: version, total, reserved, free, used
 int nvmlDeviceGetMemoryInfo(void *device, u64 *m) { m[0] = stub_total_bytes(); m[2] = stub_used_bytes(); m[1] = m[0] - m[2]; return 0; }
 int nvmlDeviceGetMemoryInfo_v2(void *device, u64 *m) { m[1] = stub_total_bytes(); m[4] = stub_used_bytes(); m[2] = 0; m[3] = m[1] - m[4]; return 0; }
