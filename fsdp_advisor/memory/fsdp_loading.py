@@ -57,7 +57,7 @@ def fsdp1_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         "from_pretrained on every rank; FSDP(model, device_id=...) moves one unit at a time",
         gpu,
         max(weights.copy, kept),
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
         placed=placed,
     )
     yield Loading.of(
@@ -68,7 +68,7 @@ def fsdp1_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         gpu,
         max(weights.copy, kept),
         kept,
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
         placed=placed,
     )
     yield _cpu_ram_efficient(plan, gpu, weights, kept, placed)
@@ -84,7 +84,7 @@ def fsdp1_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         "from_pretrained on every rank; FSDP(model) without device_id shards on the CPU, then .to(device)",
         (0 if offload else shards) + buffers(profile).rounded,
         host,
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
     )
 
 
@@ -105,7 +105,7 @@ def _cpu_ram_efficient(plan: Plan, gpu: int, weights: Weights, kept: int, placed
         "fsdp_cpu_ram_efficient_loading: true (with transformers 5 every rank still loads a copy)",
         gpu,
         max(weights.copy, kept),
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
         placed=placed,
     )
 
@@ -163,7 +163,7 @@ def fsdp2_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         "from_pretrained on every rank; fully_shard moves one unit at a time",
         highest(unit_by_unit) + held,
         max(weights.copy, kept),
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
         placed=unit_by_unit,
     )
     if plan.prepared:  # it tells parameters apart by their addresses, and on the meta device they have none
@@ -176,7 +176,7 @@ def fsdp2_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         "build on the meta device, fully_shard, to_empty; dcp.load with HuggingFaceStorageReader: each rank reads its own rows",
         on_gpu + held,
         kept + (largest_shard if weights.copy and not offload else 0),
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
     )
     sent = (
         *(() if offload else for_each(units, lambda unit: (Placed(kept=unit.shard),))),
@@ -191,7 +191,7 @@ def fsdp2_loadings(profile: Profile, plan: Plan) -> Iterator[Loading]:
         highest(sent) + held,
         weights.copy + kept + beside,
         kept + beside,
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
         placed=sent,
     )
     yield efficient

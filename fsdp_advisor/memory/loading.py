@@ -79,7 +79,12 @@ def _ddp(profile: Profile, plan: Plan) -> Iterator[Loading]:
     sent = min(held.exact, 2 * (BROADCAST_BUCKET_BYTES + largest))
     gpu = held.rounded + buffers(profile).rounded + (max(trainable, sent) if plan.world_size > 1 else 0)
     yield Loading.of(
-        plan, "every_rank", "from_pretrained on every rank, then .to(device)", gpu, weights.copy, mapped=weights.mapped
+        plan,
+        "every_rank",
+        "from_pretrained on every rank, then .to(device)",
+        gpu,
+        weights.copy,
+        mapped_bytes=weights.mapped,
     )
     straight = WORKERS * largest if weights.copy else 0
     yield Loading.of(
@@ -88,7 +93,7 @@ def _ddp(profile: Profile, plan: Plan) -> Iterator[Loading]:
         'from_pretrained(device_map={"": local_rank}): each tensor goes straight to the GPU',
         gpu,
         min(straight, weights.copy),
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
     )
 
 
@@ -117,7 +122,7 @@ def _deepspeed(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> It
             "from_pretrained on every rank, then deepspeed.initialize",
             max(whole + (flat if on_gpu else 0), ready),
             max(weights.copy, host, 0 if on_gpu else c * profile.parameters + flat),
-            mapped=weights.mapped,
+            mapped_bytes=weights.mapped,
             placed=((Placed(passing=passing, kept=Held.of(flat)),),) if on_gpu else (),
         )
         return
@@ -135,7 +140,7 @@ def _deepspeed(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> It
         max(on_gpu_shards + module + buffers(profile).rounded, ready),
         max(on_host + (module if weights.copy else 0), host),
         max(on_host, host),
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
     )
     yield Loading.of(
         plan,
@@ -143,7 +148,7 @@ def _deepspeed(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> It
         "from_pretrained on every rank without zero.Init, then deepspeed.initialize",
         max(whole, ready),
         max(weights.copy, on_host, host),
-        mapped=weights.mapped,
+        mapped_bytes=weights.mapped,
         placed=((Placed(passing=passing),),),
     )
 

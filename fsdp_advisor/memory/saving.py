@@ -20,6 +20,7 @@ from fsdp_advisor.memory.ledger import AT_ROOT
 from fsdp_advisor.memory.schedules.fsdp1 import flat_elements
 from fsdp_advisor.memory.schedules.fsdp2 import shard_shape
 from fsdp_advisor.memory.schedules.units import per_unit, places
+from fsdp_advisor.memory.ways import Way
 from fsdp_advisor.models.profile import Profile, Unit
 from fsdp_advisor.plan import Plan
 
@@ -41,21 +42,10 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """One way of saving. `gpu_bytes` come on top of what is kept from step to step; host bytes by rank."""
+class Saving(Way):
+    """One way of saving. `gpu_bytes` come on top of what is kept from step to step."""
 
-    way: str
-    how: str
     files: tuple[Files, ...]
-    gpu_bytes: int
-    first_rank_host_bytes: int
-    other_ranks_host_bytes: int
-    ranks_per_node: int
-
-    @property
-    def host_bytes_per_node(self) -> int:
-        """Of the node that holds rank 0."""
-        return self.first_rank_host_bytes + (self.ranks_per_node - 1) * self.other_ranks_host_bytes
 
     @property
     def file_count(self) -> int:
@@ -86,20 +76,6 @@ def savings(profile: Profile, plan: Plan, *, optimizer: bool = False) -> tuple[S
             return tuple(_fsdp2(profile, plan, optimizer))
         case _:
             return tuple(_deepspeed(profile, plan, optimizer))
-
-
-def _saving(
-    plan: Plan, way: str, how: str, files: tuple[Files, ...], gpu: int, first: int, others: int | None = None
-) -> Saving:
-    return Saving(
-        way=way,
-        how=how,
-        files=files,
-        gpu_bytes=gpu,
-        first_rank_host_bytes=first,
-        other_ranks_host_bytes=first if others is None else others,
-        ranks_per_node=plan.ranks_per_node,
-    )
 
 
 def _file(name: str, tensor_bytes: int, count: int = 1) -> tuple[Files, ...]:
@@ -197,17 +173,23 @@ def _ddp(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving]:
     sums = _sums(profile, plan)
     states = _file("optimizer.pt", sums.states) if optimizer else ()
     written = _pretrained(profile, plan.param_bytes)
-    yield _saving(
-        plan, "save_pretrained", "rank 0: model.save_pretrained", (*written, *states), 0, written[0].tensor_bytes, 0
+    yield Saving.of(
+        plan,
+        "save_pretrained",
+        "rank 0: model.save_pretrained",
+        0,
+        written[0].tensor_bytes,
+        0,
+        files=(*written, *states),
     )
-    yield _saving(
+    yield Saving.of(
         plan,
         "full",
         "rank 0: torch.save(model.state_dict())",
-        (*_file("model.pt", sums.once), *states),
         0,
         sums.largest,
         0,
+        files=(*_file("model.pt", sums.once), *states),
     )
 
 
@@ -234,42 +216,42 @@ def _fsdp1(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving]:
     flat_states = _flat_states(profile, plan) if optimizer else 0
     gathered = (1 + n) * unit // n if optimizer else 0
     states = _file("optimizer.bin", sums.states) if optimizer else ()
-    yield _saving(
+    yield Saving.of(
         plan,
         "full",
         "FULL_STATE_DICT with offload_to_cpu and rank0_only",
-        (*_file("pytorch_model_fsdp.bin", sums.named), *states),
         max(unit, gathered),
         max(sums.named + unit, sums.states if optimizer else 0),
         0,
+        files=(*_file("pytorch_model_fsdp.bin", sums.named), *states),
     )
-    yield _saving(
+    yield Saving.of(
         plan,
         "full_on_every_rank",
         "FULL_STATE_DICT without rank0_only: every rank gathers and writes everything",
-        _file("model_rank{r}.bin", sums.named, plan.world_size)
-        + (_file("optimizer_rank{r}.bin", sums.states, plan.world_size) if optimizer else ()),
         max(unit, gathered),
         max(sums.named + unit, sums.states if optimizer else 0),
+        files=_file("model_rank{r}.bin", sums.named, plan.world_size)
+        + (_file("optimizer_rank{r}.bin", sums.states, plan.world_size) if optimizer else ()),
     )
     root_rows = sum(prod(shard_shape(p.shape, n)) * k * (1 + len(p.tied)) for p in profile.root.parameters)
     shard_states = sums.shard_states if optimizer else 0
-    yield _saving(
+    yield Saving.of(
         plan,
         "sharded",
         "SHARDED_STATE_DICT, written by torch.distributed.checkpoint",
-        _distributed(plan, sums.shard_named + shard_states),
         max(root + sums.shard_named, root + layer + sums.shard_named - root_rows, gathered + shard_states),
         DCP_IN_FLIGHT_BYTES + sums.largest_shard,
+        files=_distributed(plan, sums.shard_named + shard_states),
     )
     total = sum(whole[place] // n * count for place, _, count in places(profile))
-    yield _saving(
+    yield Saving.of(
         plan,
         "local",
         "LOCAL_STATE_DICT: each rank's flat shard, which only the same number of ranks can load",
-        _file("model_rank{r}.bin", total + flat_states, plan.world_size),
         0,
         unit // n,
+        files=_file("model_rank{r}.bin", total + flat_states, plan.world_size),
     )
 
 
@@ -293,33 +275,33 @@ def _fsdp2(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving]:
     sums = _sums(profile, plan)
     offload = plan.offload == "parameters"
     shard_states = sums.shard_states if optimizer else 0
-    yield _saving(
+    yield Saving.of(
         plan,
         "sharded",
         "torch.distributed.checkpoint.save of get_model_state_dict",
-        _distributed(plan, sums.shard_named + shard_states),
         0,
         sums.largest_shard if offload else DCP_IN_FLIGHT_BYTES + sums.largest_shard,
+        files=_distributed(plan, sums.shard_named + shard_states),
     )
     states = _file("optimizer.pt", sums.states) if optimizer else ()
     files = (*_file("model.pt", sums.named), *states)
-    yield _saving(
+    yield Saving.of(
         plan,
         "full",
         "get_model_state_dict(full_state_dict=True, cpu_offload=True), torch.save on rank 0",
-        files,
         round_up(sums.largest_padded),
         max(sums.named, sums.states if optimizer else 0),
         0,
+        files=files,
     )
-    yield _saving(
+    yield Saving.of(
         plan,
         "full_on_gpu",
         "get_model_state_dict(full_state_dict=True) without cpu_offload, torch.save on rank 0",
-        files,
         max(sums.named, sums.states if optimizer else 0) + round_up(sums.largest_padded),
         sums.largest,
         0,
+        files=files,
     )
 
 
@@ -353,28 +335,30 @@ def _deepspeed(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving
         model_file = _file("mp_rank_00_model_states.pt", weights)
     one_storage = m * max(parts, default=0)
     offloaded = deepspeed.offloads_optimizer(plan)
-    checkpoint = _saving(
+    checkpoint = Saving.of(
         plan,
         "save_checkpoint",
         "engine.save_checkpoint",
-        (*model_file, *optimizer_file),
         0,
         max(0 if offloaded else one_storage, 0 if sharded else weights),
         0 if offloaded else one_storage,
+        files=(*model_file, *optimizer_file),
     )
     if not sharded:
         written = _pretrained(profile, c)
-        only = _saving(plan, "save_pretrained", "rank 0: model.save_pretrained", written, 0, written[0].tensor_bytes, 0)
+        only = Saving.of(
+            plan, "save_pretrained", "rank 0: model.save_pretrained", 0, written[0].tensor_bytes, 0, files=written
+        )
     else:
         largest = c * max(p.elements for unit, _ in profile.counted_units() for p in unit.parameters)
-        only = _saving(
+        only = Saving.of(
             plan,
             "gathered_16bit",
             "stage3_gather_16bit_weights_on_model_save, then engine.save_16bit_model",
-            _file("pytorch_model.bin", weights),
             round_up(largest),
             weights,
             0,
+            files=_file("pytorch_model.bin", weights),
         )
     yield from (checkpoint, only) if optimizer else (only, checkpoint)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fsdp_advisor.memory.held import NOTHING, Held
 from fsdp_advisor.models.profile import Profile
@@ -12,6 +12,7 @@ from fsdp_advisor.plan import Plan
 
 S = TypeVar("S")
 T = TypeVar("T")
+W = TypeVar("W", bound="Way")
 
 CHECKPOINT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -29,12 +30,10 @@ PlacedUnits = tuple[tuple[Placed, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
-    """One way of loading, at its highest. `gpu_bytes` of one rank; host bytes are private memory of a process, by rank.
+class Way:
+    """One way of loading or saving, at its highest. `gpu_bytes` of one rank; host bytes are private memory of a process, by rank.
 
-    `mapped_bytes`: pages of the checkpoint's file, once per node, which the kernel drops when memory is short; None where the
-    checkpoint's dtype is unknown. `how` says what to write. `placed`: how weights come onto the GPU, in order, by unit;
-    empty where nothing passes through it, and where that is not modelled (DDP's broadcast, the modules of zero.Init).
+    `how` says what to write.
     """
 
     way: str
@@ -43,8 +42,6 @@ class Loading:
     first_rank_host_bytes: int
     other_ranks_host_bytes: int
     ranks_per_node: int
-    mapped_bytes: int | None = None
-    placed: PlacedUnits = field(default=(), compare=False, repr=False)
 
     @property
     def host_bytes_per_node(self) -> int:
@@ -53,17 +50,8 @@ class Loading:
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        way: str,
-        how: str,
-        gpu: int,
-        first: int,
-        others: int | None = None,
-        *,
-        mapped: int | None = None,
-        placed: PlacedUnits = (),
-    ) -> Loading:
+        cls: type[W], plan: Plan, way: str, how: str, gpu: int, first: int, others: int | None = None, **more: Any
+    ) -> W:
         """`first` and `others` are host bytes: of rank 0 and, where they differ, of each other rank."""
         return cls(
             way=way,
@@ -72,9 +60,21 @@ class Loading:
             first_rank_host_bytes=first,
             other_ranks_host_bytes=first if others is None else others,
             ranks_per_node=plan.ranks_per_node,
-            mapped_bytes=mapped,
-            placed=placed,
+            **more,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading(Way):
+    """One way of loading.
+
+    `mapped_bytes`: pages of the checkpoint's file, once per node, which the kernel drops when memory is short; None where the
+    checkpoint's dtype is unknown. `placed`: how weights come onto the GPU, in order, by unit; empty where nothing passes
+    through it, and where that is not modelled (DDP's broadcast, the modules of zero.Init).
+    """
+
+    mapped_bytes: int | None = None
+    placed: PlacedUnits = field(default=(), compare=False, repr=False)
 
 
 def loaded_element_bytes(plan: Plan) -> int:
