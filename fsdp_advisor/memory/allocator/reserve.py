@@ -212,7 +212,6 @@ class _Walk:
     def verdict(self) -> Verdict:
         if self.refused is not None:
             return "does_not_fit"
-        steady = (
-            self.steady_after is not None
-        )  # steps repeat that ask nothing of the driver: what retried came before them
+        # steps that repeat ask nothing of the driver: what retried came before them
+        steady = self.steady_after is not None
         return "fits" if steady or not self.allocator.retries else "fits_with_retries"

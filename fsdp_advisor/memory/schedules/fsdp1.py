@@ -21,6 +21,7 @@ from fsdp_advisor.memory.ledger import (
     COMMUNICATION,
     COMPUTE,
     GRADIENTS,
+    NONE_ALIVE,
     OPTIMIZER,
     OTHER,
     PARAMETERS,
@@ -74,9 +75,7 @@ class UnitBytes:
     shard: Held
     optimizer: Held
     optimizer_temporaries: Held
-    gathered_shard: (
-        Held  # what is gathered, where it is made anew for that: in the compute dtype, or brought from the host
-    )
+    gathered_shard: Held  # where it is made anew to be gathered: in the compute dtype, or brought from the host
     uploaded_shard: Held  # on its way from the host to the compute dtype
     unsharded: Held
     reduce_input: Held  # the gradient in the reduce dtype; nothing where it already is
@@ -128,11 +127,10 @@ def _measured(profile: Profile, plan: Plan) -> tuple[Mapping[Place, UnitBytes], 
     # MixedPrecision's buffer_dtype: floating-point buffers are cast for good before the first forward (`_lazy_init`)
     states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
     if plan.offload != "parameters":
+        root_last = [*[NOTHING] * len(profile.stacks), units[AT_ROOT].shard]
         states = replace(
             states,
-            parameters=summed(
-                profile, units, "shard", [NOTHING] * len(profile.stacks) + [units[AT_ROOT].shard]
-            ),  # last
+            parameters=summed(profile, units, "shard", root_last),
             gradients=summed(profile, units, "gradients"),
             optimizer=summed(profile, units, "optimizer"),
         )
@@ -156,6 +154,7 @@ class Fsdp1Schedule:
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._alone = plan.shard_degree == 1
         self._uploads = self._offload and not plan.mixed  # `flat_param_to`, where else `_use_low_precision_shard`
+        self._uploads_whole = self._uploads and self._alone
         self.grad_marks = False
         self.distinct_micro_batches = 3 if plan.defers_reduction else 2
         self._units, self.states = _measured(profile, plan.any_batch)
@@ -165,12 +164,11 @@ class Fsdp1Schedule:
         ledger.born(PARAMETERS, self.states.parameters)
         ledger.born(OPTIMIZER, self.states.optimizer)
         ledger.born(OTHER, self.states.buffers)
-        made_on = (
-            ALL_GATHER if self._alone and not self._plan.mixed else REDUCE_SCATTER
-        )  # NO_SHARD keeps autograd's own
+        # NO_SHARD keeps autograd's own
+        made_on = ALL_GATHER if self._alone and not self._plan.mixed else REDUCE_SCATTER
         self._stale: Alive | None = ledger.born(GRADIENTS, self.states.gradients, made_on)
         self._prefetched = False
-        self._unsharded: defaultdict[Place, list[tuple[Alive, Alive | None]]] = defaultdict(list)
+        self._unsharded: defaultdict[Place, list[tuple[Alive, Alive]]] = defaultdict(list)
         self._whole: defaultdict[Place, deque[Alive]] = defaultdict(deque)  # gradients whose reduction is deferred
         self._offloaded: list[Alive] = []
         self._freed: deque[int] = deque()
@@ -193,13 +191,13 @@ class Fsdp1Schedule:
         """The root keeps its parameters until backward needs them (`_post_forward_reshard`); and NO_SHARD's, brought from the host
         for each pass, stay where autograd has saved them.
         """
-        if self._reshard and place != AT_ROOT and not (self._alone and self._uploads):
+        if self._reshard and place != AT_ROOT and not self._uploads_whole:
             self._free(ledger, place)
 
     def pre_backward(self, ledger: Ledger, place: Place, following: Place | None) -> None:
         if not self._reshard:
             return
-        if (place != AT_ROOT or (self._alone and self._uploads)) and not self._prefetched:
+        if (place != AT_ROOT or self._uploads_whole) and not self._prefetched:
             self._unshard(ledger, place)
         self._following = following
         self._prefetched = following is not None and self._plan.backward_prefetch == "pre"
@@ -213,7 +211,7 @@ class Fsdp1Schedule:
         unit = self._units[place]
         if self._reduces or self._reshard:
             self._free(ledger, place)
-            if self._alone and self._uploads:
+            if self._uploads_whole:
                 self._free(ledger, place)
         if (
             self._reshard
@@ -272,13 +270,13 @@ class Fsdp1Schedule:
         (`flat_param_to`)
         """
         unit = self._units[place]
-        shard: Alive | None = self._shard(ledger, place)
+        shard = self._shard(ledger, place)
         if len(self._freed) >= MAX_INFLIGHT_ALL_GATHERS:
             ledger.wait(self._freed.popleft())
         unsharded = ledger.born(UNSHARDED_PARAMETERS, unit.unsharded, ALL_GATHER)
-        if shard is not None and not self._uploads:
+        if not self._uploads:
             ledger.died(shard, used_on=ALL_GATHER)
-            shard = None
+            shard = NONE_ALIVE
         self._unsharded[place].append((unsharded, shard))
 
     def _shard(self, ledger: Ledger, place: Place) -> Alive:
@@ -291,5 +289,4 @@ class Fsdp1Schedule:
         unsharded, shard = self._unsharded[place].pop()
         ledger.died(unsharded, used_on=COMPUTE)
         self._freed.append(ledger.mark())
-        if shard is not None:
-            ledger.died(shard, used_on=ALL_GATHER)
+        ledger.died(shard, used_on=ALL_GATHER)
