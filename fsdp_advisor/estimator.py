@@ -43,21 +43,30 @@ NOT_WALKED = (
 NO_AUTOCAST = "what autocast casts, under which accelerate runs FSDP1 as well: it is not recorded here, and needs torch"
 NO_SCRATCH = "peak_allocated_bytes: what the attention kernel takes for itself"
 
-Walk = Literal["never", "if open", "always"]
-"""Whether the caching allocator is walked through the job's steps: if the cheaper figures leave the verdict open, or always."""
+Walk = Literal["never", "if open", "if it may fit", "always"]
+"""Whether the caching allocator is walked through the job's steps: if the cheaper figures leave the verdict open, if they do not
+rule the job out, or always."""
+_WALKED_AFTER: dict[Walk, tuple[bool | None, ...]] = {
+    "never": (),
+    "if open": (None,),
+    "if it may fit": (None, True),
+    "always": (None, True, False),
+}
+"""The cheaper figures' word on whether it fits."""
 
 
 def estimate(
-    request: EstimateRequest | None = None, /, *, explain: bool = False, settle: bool = False, **options: Any
+    request: EstimateRequest | None = None, /, *, explain: bool = False, walk: Walk = "never", **options: Any
 ) -> Report:
     """The report of one job under one strategy or all of them.
 
     Takes an `EstimateRequest`, or its fields as keywords. `explain` adds what only an explanation needs: the peak with a
-    fused loss. `settle` walks the allocator where the cheaper figures leave the verdict open, which takes a part of a second.
+    fused loss. `walk` says of which rows the caching allocator is walked, which takes a part of a second; of all where
+    reserved memory is asked for.
     Raises AdvisorError with a hint.
     """
     request = request or make_request(options)
-    return estimate_resolved(request, resolve(request.model), explain=explain, settle=settle)
+    return estimate_resolved(request, resolve(request.model), explain=explain, walk=walk)
 
 
 @overload
@@ -75,12 +84,15 @@ def make_request(given: Mapping[str, Any], kind: type[EstimateRequest] = Estimat
 
 
 def estimate_resolved(
-    request: EstimateRequest, model: Resolved, *, explain: bool = False, settle: bool = False
+    request: EstimateRequest, model: Resolved, *, explain: bool = False, walk: Walk = "never"
 ) -> Report:
     """As `estimate`, for a model that is at hand."""
     gpu, notes = gpu_of(request)
     conf = _allocator_conf(request)
-    walk: Walk = "always" if request.reserved or request.allocator_conf else "if open" if settle else "never"
+    if request.reserved:
+        walk = "always"
+    elif request.allocator_conf:
+        walk = "if it may fit"
     limit = model.profile.max_seq_len if model.profile else None
     seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
     if limit and seq_len > limit:
@@ -304,7 +316,7 @@ def _estimate(
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
     job = job_of(phase_peaks=replayed(profile, on_gpu, plan, scratch=True).phase_peaks)
     reserved = None
-    if walk == "always" or (walk == "if open" and judged.certain is None):
+    if judged.certain in _WALKED_AFTER[walk]:
         reserved, judged = reserved_beside(
             overhead, profile, on_gpu, plan, gpu, conf=conf, workspace_bytes=workspace_bytes, loading=job.loading
         )

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.memory.device import DeviceOverhead, Verdict
+from fsdp_advisor.memory.device import BESIDE, DeviceOverhead, Verdict
 from fsdp_advisor.memory.job import JobPeaks
-from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import Allocated
 from fsdp_advisor.plan import Plan, label
 from fsdp_advisor.request import EstimateRequest
@@ -76,6 +76,22 @@ class StrategyEstimate:
         return None if self.reserved is None else self.needed_bytes
 
     @property
+    def needed_breakdown(self) -> dict[str, int] | None:
+        """What `needed_bytes` is made of: by account the tensors alive at a GPU's peak, then what lies beside them (BESIDE).
+
+        `fragmentation` stands there only where the allocator was walked. None where no peak is known.
+        """
+        taken, overhead = self.allocated, self.overhead
+        if taken is None or overhead is None:
+            return None
+        parts = dict(zip(ACCOUNTS, taken.at_peak, strict=False))
+        parts["libraries"] = taken.scratch_bytes + taken.workspace_bytes
+        if self.reserved is not None:
+            parts["fragmentation"] = self.reserved.reserved_peak_bytes - taken.peak_bytes
+        parts["cuda_and_nccl"] = overhead.middle_bytes
+        return parts
+
+    @property
     def kept_bytes(self) -> int:
         """What stays on the GPU from step to step."""
         return sum(self.states.values())
@@ -94,6 +110,9 @@ class StrategyEstimate:
             "fits": self.fits,
             "fits_by": self.fits_by,
             "needed_bytes": self.needed_bytes,
+            "needed_breakdown": None
+            if (parts := self.needed_breakdown) is None
+            else dict.fromkeys((*ACCOUNTS, *BESIDE)) | parts,
             "headroom_bytes": self.headroom_bytes,
             "peak_tensor_bytes": self.peak_tensor_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,

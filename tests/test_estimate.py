@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import Walk
+from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.verdict import in_words
@@ -157,7 +161,7 @@ def test_the_json_has_the_contracts_keys() -> None:
 def test_reserved_memory_is_walked_when_asked_and_where_it_decides() -> None:
     job = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"}
     asked = estimate(**job, reserved=True)
-    settled = estimate(**job, settle=True)
+    settled = estimate(**job, walk="if open")
     for full, row, cheap in zip(asked.estimates, settled.estimates, estimate(**job).estimates, strict=True):
         assert full.reserved is not None and full.verdict is not None and full.fits_by == "peak_device_bytes"
         assert full.peak_tensor_bytes == row.peak_tensor_bytes == cheap.peak_tensor_bytes
@@ -169,6 +173,34 @@ def test_reserved_memory_is_walked_when_asked_and_where_it_decides() -> None:
         assert row.fits is full.fits or not open_
     walked = [row for row in settled.estimates if row.reserved is not None]
     assert 0 < len(walked) < len(settled.estimates)
+
+
+@pytest.mark.parametrize("walk", ["never", "if open", "if it may fit", "always"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"},
+        {"model": "google-t5/t5-large", "gpus": 2, "gpu": "RTX-4090", "precision": "fp32"},
+        {"model": "openai-community/gpt2", "gpu": "24GiB", "micro_batch_size": 8},
+    ],
+    ids=lambda job: job["model"],
+)
+def test_what_is_needed_adds_up(job: dict[str, Any], walk: Walk) -> None:
+    for row in estimate(**job, walk=walk).estimates:
+        parts = row.needed_breakdown
+        assert parts is not None and sum(parts.values()) == row.needed_bytes
+        assert min(parts.values()) >= 0
+        assert ("fragmentation" in parts) is (row.reserved is not None)
+        written = row.as_dict()["needed_breakdown"]
+        assert list(written) == [*ACCOUNTS, *BESIDE] and sum(n or 0 for n in written.values()) == row.needed_bytes
+
+
+def test_what_may_fit_is_walked_and_what_cannot_is_not() -> None:
+    job = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"}
+    for walked in (estimate(**job, walk="if it may fit"), estimate(**job, allocator_conf="expandable_segments:True")):
+        for row, cheap in zip(walked.estimates, estimate(**job).estimates, strict=True):
+            assert cheap.verdict is not None
+            assert (row.reserved is None) is (cheap.verdict.certain is False)
 
 
 def test_the_allocators_settings_change_what_is_reserved() -> None:

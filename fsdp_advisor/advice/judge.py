@@ -209,7 +209,7 @@ class Judge:
     def whole(self, candidate: Candidate) -> StrategyEstimate:
         """The whole row of what is recommended, the allocator's figures included."""
         conf = AllocatorConf.parse(candidate.allocator_conf) if candidate.allocator_conf else None
-        return estimate_plan(self.model, candidate.plan, self.gpu, walk="always", conf=conf)
+        return estimate_plan(self.model, candidate.plan, self.gpu, explain=True, walk="always", conf=conf)
 
     def candidate(self, plan: Plan) -> Candidate:
         """The plan with the best known figure of its bytes, and its time if it fits."""

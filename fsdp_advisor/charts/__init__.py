@@ -10,14 +10,13 @@ from fsdp_advisor.charts.bars import Bar, stacked_bars
 from fsdp_advisor.charts.comparison import two_timelines
 from fsdp_advisor.charts.errors import ErrorPoint, speed_errors
 from fsdp_advisor.charts.frontier import FrontierPoint, frontier
-from fsdp_advisor.charts.parts import BESIDE, PARTS, Part, part_bytes
+from fsdp_advisor.charts.parts import PARTS, Part, part_bytes
 from fsdp_advisor.charts.streams import Span, stream_timeline
 from fsdp_advisor.charts.svg import stacked
 from fsdp_advisor.charts.timeline import Moment, memory_timeline, unfold
 from fsdp_advisor.charts.tree import TreeNode, decision_tree
 
 __all__ = [
-    "BESIDE",
     "PARTS",
     "AccuracyPoint",
     "Bar",

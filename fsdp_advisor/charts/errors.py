@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_advisor.charts.parts import BESIDE, Part
+from fsdp_advisor.charts.parts import PARTS, Part
 from fsdp_advisor.charts.scale import Scale, power_ticks
 from fsdp_advisor.charts.svg import (
     ACCENT,
@@ -35,13 +35,14 @@ _ROOM = 72.0
 _RADIUS = 4.0
 _APART, _ASIDE = 7.0, 14
 """Two marks keep this far from each other, and are moved this far for it."""
+_PALEST = PARTS[-1]
 _UNSEEN = Part(
     key="unseen",
     name="no published run so large: it says so",
     accounts=(),
-    colour=BESIDE.colour,
-    weave=BESIDE.weave,
-    shade=BESIDE.key,
+    colour=_PALEST.colour,
+    weave=_PALEST.weave,
+    shade=_PALEST.key,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import GROUPS
 
 
@@ -38,20 +39,17 @@ PARTS = (
     ),
     Part(key="loss", name="loss", accounts=GROUPS["loss"], colour="#c4502b", weave="M2 0V8M6 0V8"),
     Part(key="other", name="other", accounts=GROUPS["other"], colour="#6d7681", weave="M0 2H8M0 6H8"),
+    Part(
+        key="beside",
+        name="fragmentation, libraries, CUDA, NCCL",
+        accounts=tuple(BESIDE),
+        colour="#c3c9d0",
+        weave="M0 0L8 8M-2 6L2 10M6 -2L10 2",
+    ),
 )
-"""They sum to the tensor peak. The colours stay apart in every form of colour blindness."""
-
-BESIDE = Part(
-    key="beside",
-    name="allocator, libraries, CUDA context",
-    accounts=(),
-    colour="#c3c9d0",
-    weave="M0 0L8 8M-2 6L2 10M6 -2L10 2",
-)
-"""What a GPU holds beside tensors: cuBLAS and kernels' workspaces, the allocator's segments, CUDA context, NCCL."""
+"""They sum to what a GPU needs. The colours stay apart in every form of colour blindness."""
 
 
-def part_bytes(at_peak: Mapping[str, int], beside_bytes: int = 0) -> tuple[tuple[Part, int], ...]:
-    """The live set by part, in the order they are stacked; what is beside tensors last, where it is known."""
-    parts = tuple((part, sum(at_peak.get(account, 0) for account in part.accounts)) for part in PARTS)
-    return (*parts, (BESIDE, beside_bytes)) if beside_bytes else parts
+def part_bytes(needed: Mapping[str, int]) -> tuple[tuple[Part, int], ...]:
+    """What a GPU needs by part, in the order they are stacked."""
+    return tuple((part, sum(needed.get(account, 0) for account in part.accounts)) for part in PARTS)

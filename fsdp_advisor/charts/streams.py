@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.charts.parts import BESIDE, PARTS, Part
+from fsdp_advisor.charts.parts import PARTS, Part
 from fsdp_advisor.charts.scale import Scale, short, ticks
 from fsdp_advisor.charts.svg import SMALL, dashes, frame, legend, lines, text, width_of
 
 THIN = 0.6
 """Pixels: no span is drawn narrower."""
 
-_SHADES = (*PARTS, BESIDE)
-_WEAVES = tuple(part.weave for part in _SHADES)
+_WEAVES = tuple(part.weave for part in PARTS)
 
 
 def _looks(kinds: Sequence[str]) -> dict[str, Part]:
     """A look for each kind: the colours in turn, each round with other weaves, so that no two of 36 are alike."""
-    count = len(_SHADES)
+    count = len(PARTS)
     return {
         kind: Part(
-            key=_SHADES[i % count].key + (f"-{i // count}" if i >= count else ""),
+            key=PARTS[i % count].key + (f"-{i // count}" if i >= count else ""),
             name=kind,
             accounts=(),
-            colour=_SHADES[i % count].colour,
+            colour=PARTS[i % count].colour,
             weave=_WEAVES[(i + i // count) % count],
-            shade=_SHADES[i % count].key,
+            shade=PARTS[i % count].key,
         )
         for i, kind in enumerate(kinds)
     }

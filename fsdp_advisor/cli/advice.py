@@ -10,7 +10,7 @@ from rich.text import Text
 from fsdp_advisor.advice import Advice, Candidate, Fragmentation, Recommendation, Remedy
 from fsdp_advisor.cli.drawing import Column, bar, draw, fitting, legend, paint
 from fsdp_advisor.cli.drawing import wrap as fill
-from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN
+from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, parts_of
 from fsdp_advisor.cli.output import Screen
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.report import StrategyEstimate
@@ -105,9 +105,8 @@ def _indented(line: str, screen: Screen) -> str:
 
 
 def _bar(estimate: StrategyEstimate, r: Recommendation, screen: Screen) -> str:
-    """The winner's peak against the whole GPU, and what its characters mean."""
-    live = estimate.at_peak
-    parts = [(PARTS[0], sum(estimate.states.values()))] if live is None else [(p, p.of(live)) for p in PARTS]
+    """What the winner needs against the whole GPU, and what its characters mean."""
+    parts = parts_of(estimate)
     narrow, wide = BAR_WIDTHS
     drawn = bar(parts, r.gpu_memory_bytes, max(narrow, min(wide, screen.width - 2)), screen)
     shown = [part for part, n_bytes in parts if n_bytes]

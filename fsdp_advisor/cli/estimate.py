@@ -32,7 +32,7 @@ def estimate(
     destination.check()
 
     def asked() -> Report:
-        return answer(request, explain=explain is not None, settle=True)
+        return answer(request, explain=explain is not None, walk="if open")
 
     records = None
     if validate:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.estimator import NOT_WALKED
+from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import GROUPS
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_count, format_gib, format_tokens
@@ -26,8 +27,8 @@ class Part:
     glyph: str
     letter: str
 
-    def of(self, live: dict[str, int]) -> int:
-        return sum(live[account] for account in self.accounts)
+    def of(self, needed: dict[str, int]) -> int:
+        return sum(needed.get(account, 0) for account in self.accounts)
 
 
 PARTS = (
@@ -43,7 +44,15 @@ PARTS = (
     Part("activ.", "activations", GROUPS["activations"], "cyan", "▒", "A"),
     Part("loss", "loss", GROUPS["loss"], "yellow", "░", "L"),
     Part("other", "other", GROUPS["other"], "white", "▚", "O"),
+    Part("beside", "CUDA, NCCL, libraries, fragmentation", tuple(BESIDE), "bright_black", "/", "C"),
 )
+"""They sum to what a GPU needs (`StrategyEstimate.needed_breakdown`)."""
+
+
+def parts_of(estimate: StrategyEstimate) -> list[tuple[Part, int]]:
+    """What a bar is drawn of, in bytes: all that is needed, or as far as is known the states."""
+    needed = estimate.needed_breakdown
+    return [(PARTS[0], estimate.kept_bytes)] if needed is None else [(part, part.of(needed)) for part in PARTS]
 
 
 def decimal_gb(n_bytes: int) -> str:

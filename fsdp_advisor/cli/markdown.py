@@ -9,6 +9,7 @@ from fsdp_advisor.cli.figures import (
     Sizes,
     assumed,
     left_out,
+    parts_of,
     tokens_per_second,
     warnings,
 )
@@ -19,19 +20,18 @@ from fsdp_advisor.verdict import in_words
 def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
     """The whole answer, without a final newline."""
     sizes = Sizes.of(report)
-    known = any(e.peak_tensor_bytes is not None for e in report.estimates)
-    header = ["strategy", "backend", *(["peak", *(p.meaning for p in PARTS)] if known else ["states"])]
+    known = any(e.needed_bytes is not None for e in report.estimates)
+    header = ["strategy", "backend", *(["needs", *(p.meaning for p in PARTS)] if known else ["states"])]
     timed = any(e.step is not None for e in report.estimates)
     header += [*(["tokens/s per GPU"] if timed else []), "host per node", "verdict"]
     rows = []
     for e in report.estimates:
-        peak = UNKNOWN if e.peak_tensor_bytes is None else sizes.full(e.peak_tensor_bytes)
         if not known:
             figures = [sizes.full(e.kept_bytes)]
-        elif e.at_peak is None:
-            figures = [peak, sizes.full(e.kept_bytes), *[UNKNOWN] * (len(PARTS) - 1)]
+        elif e.needed_bytes is None:
+            figures = [UNKNOWN, sizes.full(e.kept_bytes), *[UNKNOWN] * (len(PARTS) - 1)]
         else:
-            figures = [peak, *(sizes.full(p.of(e.at_peak)) for p in PARTS)]
+            figures = [sizes.full(e.needed_bytes), *(sizes.full(n_bytes) for _, n_bytes in parts_of(e))]
         host = sizes.full(e.host_bytes_per_node) if e.host_bytes_per_node else NONE
         rows.append(
             [

@@ -14,6 +14,7 @@ from fsdp_advisor.cli.figures import (
     Sizes,
     assumed,
     left_out,
+    parts_of,
     tokens_per_second,
     warnings,
 )
@@ -60,8 +61,8 @@ def _columns(report: Report, sizes: Sizes) -> list[Column]:
     ]
     if not any(e.plan.offload != "none" for e in estimates):
         del columns[1]
-    if any(e.peak_tensor_bytes is not None for e in estimates):
-        columns.append(Column("peak", [_or_unknown(e.peak_tensor_bytes, sizes) for e in estimates], right=True))
+    if any(e.needed_bytes is not None for e in estimates):
+        columns.append(Column("needs", [_or_unknown(e.needed_bytes, sizes) for e in estimates], right=True))
         columns += [
             Column(p.name, [_part(p, e, sizes) for e in estimates], right=True, rank=1 if p is _STATES else 2)
             for p in PARTS
@@ -89,8 +90,8 @@ def _or_unknown(n_bytes: int | None, sizes: Sizes) -> str:
 
 
 def _part(part: Part, estimate: StrategyEstimate, sizes: Sizes) -> str:
-    if estimate.at_peak is not None:
-        return sizes.bare(part.of(estimate.at_peak))
+    if (needed := estimate.needed_breakdown) is not None:
+        return sizes.bare(part.of(needed))
     return sizes.bare(estimate.kept_bytes) if part is _STATES else UNKNOWN
 
 
@@ -105,24 +106,19 @@ def _table(report: Report, columns: list[Column], screen: Screen) -> str:
 
 
 def _bar(report: Report, estimate: StrategyEstimate, width: int, screen: Screen) -> Text:
-    if estimate.at_peak is None:
-        parts = [(_STATES, estimate.kept_bytes)]
-    else:
-        parts = [(part, part.of(estimate.at_peak)) for part in PARTS]
-    return bar(parts, report.gpu_memory_bytes, width, screen)
+    return bar(parts_of(estimate), report.gpu_memory_bytes, width, screen)
 
 
 def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
     """Three lines a row, for a screen that no table fits."""
     cards = []
     for e in report.estimates:
-        live = e.at_peak
-        if live is not None:
-            made = ", ".join(f"{p.meaning} {sizes.bare(p.of(live))}" for p in PARTS)
+        need = e.needed_bytes
+        if need is not None:
+            made = ", ".join(f"{part.meaning} {sizes.bare(n)}" for part, n in parts_of(e))
         else:
             made = ", ".join(f"{name} {sizes.bare(n)}" for name, n in e.states.items() if n)
-        peak = e.peak_tensor_bytes
-        head = f"peak {sizes.full(peak)}" if peak is not None else f"states alone {sizes.full(e.kept_bytes)}"
+        head = f"needs {sizes.full(need)}" if need is not None else f"states alone {sizes.full(e.kept_bytes)}"
         speed = f"; {tokens_per_second(e)} tokens/s per GPU" if e.step is not None else ""
         host = f"; host {sizes.full(e.host_bytes_per_node)} per node" if e.host_bytes_per_node else ""
         judged = Text(wrap(f"{e.label}: {in_words(report, e, sizes.full)}", screen), style=_STYLE[e.fits])
@@ -137,12 +133,11 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
 
 
 def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool, explained: bool) -> str:
-    known = next((e for e in report.estimates if e.at_peak is not None), None)
+    known = next((e for e in report.estimates if e.needed_bytes is not None), None)
     states = "States per GPU" + (", by the textbook" if sizes.decimal else "")
-    what = "Peak per GPU, counting tensors" if known else states
-    beside = (
-        "the verdict adds cuBLAS, CUDA, NCCL and, where that decides it, the allocator's fragmentation" if known else ""
-    )
+    what = "What a GPU needs at the step's peak" if known else states
+    decides = known and any(e.reserved is None for e in report.estimates)
+    beside = "the allocator's fragmentation is in it where that decides the verdict" if decides else ""
     speed = "tokens per second per GPU" if speed_shown else ""
     lines = [
         legend(PARTS if known else [_STATES], screen),

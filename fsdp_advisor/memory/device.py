@@ -180,6 +180,13 @@ def _part(name: str, ends: tuple[int, int]) -> Part:
 
 # What fits
 
+BESIDE = {
+    "libraries": "cuBLAS workspaces, kernels' scratch",
+    "fragmentation": "held by the caching allocator, in no tensor",
+    "cuda_and_nccl": "CUDA context, kernels, NCCL's buffers",
+}
+"""What a GPU holds beside tensors, and what that is."""
+
 Figure = Literal["peak_allocated_bytes", "peak_reserved_bytes"]
 
 

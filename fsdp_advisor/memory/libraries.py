@@ -113,11 +113,19 @@ def _with(variant: Variant, attention: str) -> Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """The highest of a step, and what it is made of there: `scratch_bytes` is kernels' own working memory."""
+    """The highest of a step on a GPU. `at_peak` are the bytes alive there by account (`ledger.ACCOUNTS`, then SCRATCH)."""
 
-    tensor_bytes: int
-    scratch_bytes: int
+    at_peak: tuple[int, ...]
     workspace_bytes: int
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(self.at_peak) - self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Kernels' own working memory."""
+        return self.at_peak[SCRATCH]
 
     @property
     def peak_bytes(self) -> int:
@@ -131,8 +139,4 @@ def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int)
     unsplit: `allocator.reserve` has that figure.
     """
     ledger = replayed(profile, tape, plan, scratch=True)
-    return Allocated(
-        tensor_bytes=ledger.peak - ledger.at_peak[SCRATCH],
-        scratch_bytes=ledger.at_peak[SCRATCH],
-        workspace_bytes=WORKSPACES * round_up(workspace_bytes),
-    )
+    return Allocated(at_peak=ledger.at_peak, workspace_bytes=WORKSPACES * round_up(workspace_bytes))

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from fsdp_advisor.advice import Candidate, Recommendation
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import estimate_plan, estimate_resolved, gpu_of, streams_of
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, streams_of
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.resolve import Resolved
@@ -36,18 +36,18 @@ def answer(model: Resolved, request: RecommendRequest) -> Answer:
     """The recommendation and its rows; where nothing fits, the rows as asked, and the one that needs least."""
     advice = advised(model, request)
     recommendation, winner = advice.recommendation, advice.recommendation.winner
-    if winner is None:
-        report = _asked_for(advice.report, request)
-        return Answer(recommendation=recommendation, report=report, chosen=nearest(report), streams=())
-    like = _like(advice.report.request, winner)
-    report = _asked_for(estimate_resolved(like, model, explain=True), request)
+    asked = advice.report.request if winner is None else _like(advice.report.request, winner)
+    report = _asked_for(estimate_resolved(asked, model, explain=True, walk="if it may fit"), request)
     report = replace(report, notes=(*advice.report.notes, *recommendation.notes))
+    if winner is None:
+        return Answer(recommendation=recommendation, report=report, chosen=nearest(report), streams=())
     row = next((e for e in report.estimates if e.plan == winner.plan), None)
     if row is None:
-        row = estimate_plan(model, winner.plan, gpu_of(like)[0], explain=True)
+        assert recommendation.estimate is not None
+        row = recommendation.estimate
         report = replace(report, estimates=(row, *report.estimates))
     try:
-        streams = streams_of(model, winner.plan, gpu_of(like)[0])
+        streams = streams_of(model, winner.plan, gpu_of(asked)[0])
     except AdvisorError:  # no recording for it: its time is not known either
         streams = ()
     return Answer(recommendation=recommendation, report=report, chosen=row, streams=streams)
@@ -60,7 +60,7 @@ def _asked_for(report: Report, request: RecommendRequest) -> Report:
 
 
 def _like(asked: EstimateRequest, winner: Candidate) -> EstimateRequest:
-    """The job under every strategy that was asked about, at the winner's micro-batch, checkpointing and world."""
+    """The job under every strategy that was asked about, at the winner's micro-batch, checkpointing, world and settings."""
     plan = winner.plan
     return asked.but(
         gpus=plan.world_size,
@@ -70,6 +70,7 @@ def _like(asked: EstimateRequest, winner: Candidate) -> EstimateRequest:
         micro_batch_size=plan.micro_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         activation_checkpointing=plan.activation_checkpointing,
+        allocator_conf=winner.allocator_conf,
     )
 
 
@@ -81,8 +82,7 @@ def nearest(report: Report) -> StrategyEstimate:
 def view(found: Answer, config: str | None = None) -> dict[str, Any]:
     """Everything `answer.html` shows."""
     recommendation, report, chosen = found.recommendation, found.report, found.chosen
-    winner = recommendation.winner
-    files = exports(report, chosen, config, winner.allocator_conf if winner else None)
+    files = exports(report, chosen, config)
     drawn = {
         "tree": drawings.tree(recommendation),
         "bars": drawings.bars(report, chosen),
@@ -114,8 +114,9 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
         "label": chosen.label,
         "phase": chosen.peak_phase,
         "where": chosen.peak_where,
-        "peak": format_gib(chosen.peak_tensor_bytes or 0),
-        "alive": alive(chosen),
+        "tensors": format_gib(chosen.peak_tensor_bytes or 0),
+        "needed": format_gib(chosen.needed_bytes or 0),
+        "alive": alive(chosen.needed_breakdown or {}),
         "others": [_other(recommendation, c) for c in (*recommendation.rivals, *recommendation.refused)],
         "estimates": [
             {

@@ -63,8 +63,8 @@ _PATTERN = re.compile("<pattern.*?</pattern>")
 _PATTERNS = re.compile("<defs>.*?</defs>")
 _SAID = re.compile("<title.*</desc>")
 _LOOK = re.compile(
-    r' (?:xmlns|font-family|font-size|font-weight|text-anchor|paint-order)="[^"]*"| (?:fill|stroke)="(?:none|#\w{6})"'
-    r'|(?<=class="node-taken") stroke-width="2"'
+    r'(?<=class="node-taken") fill="#\w{6}" stroke="#\w{6}" stroke-width="2"'
+    r'| (?:xmlns|font-family|font-size|font-weight|text-anchor|paint-order)="[^"]*"| (?:fill|stroke)="(?:none|#\w{6})"'
 )
 """What a chart that stands alone says of its look: the page's stylesheet says the same of the same classes."""
 _TEXT = re.compile(r"<text((?: [xy]=\S+)*)([^>]*)>([^<]*)</text>")
@@ -105,24 +105,19 @@ def tree(recommendation: Recommendation) -> Drawing:
 
 
 def bars(report: Report, chosen: StrategyEstimate) -> Drawing:
-    """A stacked bar per strategy; of a row whose peak is unknown, the states."""
-    drawn = []
-    for e in report.estimates:
-        if e.at_peak is not None and e.peak_tensor_bytes is not None:
-            parts = part_bytes(e.at_peak, max(0, (e.needed_bytes or 0) - e.peak_tensor_bytes))
-        else:
-            parts = ((PARTS[0], e.kept_bytes),)
-        drawn.append(
-            Bar(
-                label=e.label,
-                backend=e.plan.backend,
-                parts=parts,
-                verdict=in_words(report, e),
-                fits=e.fits,
-                chosen=e is chosen,
-                complete=e.at_peak is not None,
-            )
+    """A stacked bar per strategy, of what it needs; of a row whose peak is unknown, the states."""
+    drawn = [
+        Bar(
+            label=e.label,
+            backend=e.plan.backend,
+            parts=((PARTS[0], e.kept_bytes),) if (needed := e.needed_breakdown) is None else part_bytes(needed),
+            verdict=in_words(report, e),
+            fits=e.fits,
+            chosen=e is chosen,
+            complete=needed is not None,
         )
+        for e in report.estimates
+    ]
     return drawing(stacked_bars, drawn, report.gpu_memory_bytes, report.gpu_name, key="bars-chart")
 
 

@@ -27,13 +27,12 @@ class Export:
     href: str
 
 
-def exports(report: Report, chosen: StrategyEstimate, config: str | None, allocator_conf: str | None) -> list[Export]:
+def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> list[Export]:
     """Every file that can be written for the chosen row. One of a pasted configuration cannot be asked for by its address."""
-    environment = {"PYTORCH_ALLOC_CONF": allocator_conf} if allocator_conf else None
-    job = Job.of(report, chosen, environment)
+    job = Job.of(report, chosen)
     if not job.layer_classes:
         return []
-    query = pinned(report, chosen.plan) | ({"allocator_conf": allocator_conf} if allocator_conf else {})
+    query = pinned(report, chosen.plan)
     found = []
     for name, target in TARGETS.items():
         if target.cannot(job) is not None:

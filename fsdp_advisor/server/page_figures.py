@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.charts import PARTS
+from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_gib
@@ -39,16 +40,16 @@ class Group:
     rows: tuple[Row, ...]
 
 
-def alive(estimate: StrategyEstimate) -> list[Alive]:
-    """The accounts that hold anything at the peak, the largest first."""
-    live = estimate.at_peak or {}
+def alive(live: Mapping[str, int]) -> list[Alive]:
+    """The accounts that hold anything, of tensors and of what lies beside them, the largest first."""
     total = sum(live.values()) or 1
+    meanings = ACCOUNTS | BESIDE
     part_of = {account: part.key for part in PARTS for account in part.accounts}
     return [
         Alive(
             part=part_of[name],
             name=name.replace("_", " "),
-            meaning=ACCOUNTS[name],
+            meaning=meanings[name],
             size=format_bytes(n),
             share=f"{100 * n / total:.1f} %",
         )
@@ -61,7 +62,7 @@ _PEAKS = (
     ("peak_tensor_bytes", "tensors"),
     ("peak_allocated_bytes", "allocated: with libraries' workspaces"),
     ("peak_reserved_bytes", "reserved: with the allocator's segments"),
-    ("peak_device_bytes", "device: with CUDA context and NCCL"),
+    ("needed_bytes", "needed: with CUDA context and NCCL"),
     ("fused_loss_peak_bytes", "tensors, if the loss were fused"),
     ("headroom_bytes", "left free"),
 )
@@ -92,7 +93,7 @@ def figures(report: Report) -> list[Group]:
     groups = [
         ("Highest of the step", [r for key, name in _PEAKS for r in row(name, [x.get(key) for x in rows])]),
         ("Highest by phase", [r for phase in ("forward", "backward", "optimizer") for r in row(phase, member("phase_peaks", phase))]),
-        ("Alive at the peak", [r for key in ACCOUNTS for r in nonzero("at_peak", key)]),
+        ("Needed at the peak", [r for key in (*ACCOUNTS, *BESIDE) for r in nonzero("needed_breakdown", key)]),
         ("Kept from step to step", [r for key in states for r in nonzero("states", key)]),
         (
             "Host memory per node",

@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdp_advisor.advice.rules import decision_tree_by_size
 from fsdp_advisor.estimator import estimate
+from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server import page_drawings
 from fsdp_advisor.server.page_figures import alive
@@ -32,7 +33,7 @@ _BYTES_PER_PARAMETER = 16
 @lru_cache(maxsize=1)
 def view() -> dict[str, Any]:
     """The page's numbers."""
-    example = estimate(**EXAMPLE)
+    example = estimate(**EXAMPLE, walk="always")
     return {
         "example": _worked(example, example.estimates[0]),
         "step_drawing": page_drawings.step(example, example.estimates[0]),
@@ -41,7 +42,7 @@ def view() -> dict[str, Any]:
 
 
 def _worked(report: Report, row: StrategyEstimate) -> dict[str, Any]:
-    live, peak = row.at_peak or {}, row.peak_tensor_bytes or 0
+    live, peak, needed = row.at_peak or {}, row.peak_tensor_bytes or 0, row.needed_breakdown or {}
     by_thumb = _BYTES_PER_PARAMETER * report.parameters // report.request.gpus
     return {
         "model": report.model_name,
@@ -52,18 +53,20 @@ def _worked(report: Report, row: StrategyEstimate) -> dict[str, Any]:
         "weights": format_gib(row.states["parameters"]),
         "optimizer": format_gib(row.states["optimizer"]),
         "stretches": sum(point.repeats for point in row.timeline),
-        "alive": [{"name": a.name, "meaning": a.meaning, "size": a.size, "share": a.share} for a in alive(row)],
+        "alive": [{"name": a.name, "meaning": a.meaning, "size": a.size, "share": a.share} for a in alive(live)],
         "peak": format_gib(peak),
         "phase": row.peak_phase,
         "where": row.peak_where,
         "by_thumb": format_gib(by_thumb),
         "missing": format_gib(peak - by_thumb),
+        "beside": [f"{BESIDE[name]} {format_gib(n)}" for name, n in needed.items() if name in BESIDE],
+        "needed": format_gib(row.needed_bytes or 0),
         "not_states": format_gib(peak - sum(live.get(k, 0) for k in ("parameters", "gradients", "optimizer"))),
     }
 
 
 def _rule(job: dict[str, Any]) -> dict[str, Any]:
-    report = estimate(**job)
+    report = estimate(**job, walk="if open")
     by_name, _ = decision_tree_by_size(report.parameters, False) or ("zero3", "none")
     named = next(e for e in report.estimates if e.plan.strategy == by_name and e.plan.offload == "none")
     sharded = next(e for e in report.estimates if e.plan.strategy == "zero3" and e.plan.offload == "none")

@@ -75,6 +75,10 @@ class StrategyEstimate(BaseModel):
     fits: bool | None
     fits_by: Annotated[str, Field(description="The figure behind `needed_bytes`")]
     needed_bytes: Annotated[Bytes | None, Field(description="What `fits` compares with the GPU's memory")]
+    needed_breakdown: Annotated[
+        dict[str, Bytes | None] | None,
+        Field(description="What `needed_bytes` is made of: tensors on a GPU by account, and what lies beside them"),
+    ]
     headroom_bytes: int | None
     peak_tensor_bytes: Annotated[Bytes | None, Field(description="Live tensor storages")]
     peak_allocated_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_allocated")]

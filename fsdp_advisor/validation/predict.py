@@ -81,7 +81,7 @@ def predict(
     assert profile is not None
     on_gpu = rung != "simulate" and device == "cuda"
     conf = conf_in_force(request) if on_gpu else request.allocator_conf
-    report = estimate_resolved(request, model, settle=not on_gpu)
+    report = estimate_resolved(request, model, walk="never" if on_gpu else "if open")
     (one,) = report.estimates
     plan, needed = one.plan, one.needed_bytes
     gpu_name, gpu_memory_bytes = report.gpu_name, report.gpu_memory_bytes

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from fsdp_advisor import estimate
 from fsdp_advisor.charts import (
-    BESIDE,
     AccuracyPoint,
     Bar,
     ErrorPoint,
@@ -47,7 +46,14 @@ Draw = Callable[[str, int], str]
 
 def _bars(words: str, width: int) -> str:
     rows = [
-        Bar(label=words, backend=words, parts=part_bytes(LIVE, GIB), verdict=words, fits=fits, chosen=fits is True)
+        Bar(
+            label=words,
+            backend=words,
+            parts=part_bytes(LIVE | {"libraries": GIB}),
+            verdict=words,
+            fits=fits,
+            chosen=fits is True,
+        )
         for fits in (True, False, None)
     ]
     return stacked_bars(rows, 8 * GIB, words, width=width)
@@ -204,10 +210,10 @@ def test_nothing_to_draw_is_no_error(draw_none: Callable[[], str]) -> None:
 # Bars
 
 
-def test_parts_sum_to_the_live_set_and_what_is_beside_it() -> None:
-    parts = part_bytes(LIVE, 5 * GIB)
+def test_parts_sum_to_what_is_needed() -> None:
+    parts = part_bytes(LIVE | {"fragmentation": 3 * GIB, "cuda_and_nccl": 2 * GIB})
     assert sum(n for _, n in parts) == sum(LIVE.values()) + 5 * GIB
-    assert parts[-1] == (BESIDE, 5 * GIB)
+    assert (parts[-1][0].key, parts[-1][1]) == ("beside", 5 * GIB)
 
 
 def _lengths(svg: str) -> list[float]:

@@ -244,7 +244,7 @@ def test_a_peak_that_is_unknown_is_said_to_be(
         assert "DDP (ddp): the peak is unknown" in text
         assert "it refuses" in " ".join(text.split())
         assert "textbook" not in text
-        assert ("Peak per GPU" in text) == (refused == "plain")
+        assert ("What a GPU needs" in text) == (refused == "plain")
     markdown = cli(*job, "--format", "markdown").out
     assert "| DDP | ddp | " + ("? | " if refused == "plain" else "") in markdown
     fits = {(e["strategy"], e["offload"]): e["fits"] for e in json.loads(cli(*job, "--json").out)["estimates"]}

@@ -20,7 +20,7 @@ CASES = 190
 NOT_HELD = [positive_data_acceptance, negative_data_rejection]
 """A valid name may be unknown, a valid job impossible; and words are taken without regard to case, numbers as text."""
 
-schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Settings(log_level="error", record_seconds=5)))
+schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Settings(log_level="error", record_seconds=15)))
 
 
 @schema.parametrize()
