@@ -14,7 +14,7 @@ from fsdp_advisor.memory.deepspeed import hidden_size
 from fsdp_advisor.memory.device import DeviceOverhead, Verdict, device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks, loading_of
-from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
 from fsdp_advisor.memory.schedules import not_modelled, states_of
 from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
@@ -314,7 +314,7 @@ def _estimate(
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
     taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes)
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
-    job = job_of(phase_peaks=replayed(profile, on_gpu, plan, scratch=True).phase_peaks)
+    job = job_of(phase_peaks=taken.step.phase_peaks)
     reserved = None
     if judged.certain in _WALKED_AFTER[walk]:
         reserved, judged = reserved_beside(
@@ -347,8 +347,12 @@ def _estimate(
         job=job,
         warnings=warnings + (step.warnings if step else ()),
         not_modelled=tuple(unknown if reserved is not None else [NOT_WALKED, *unknown]),
-        replay_timeline=partial(timeline_of, profile, tape, plan),
+        replay_timeline=partial(_timeline, profile, tape, on_gpu, plan),
     )
+
+
+def _timeline(profile: Profile, tape: Tape, on_gpu: Tape, plan: Plan, there: bool) -> tuple[Point, ...]:
+    return timeline_of(profile, on_gpu if there else tape, plan, scratch=there)
 
 
 def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:

@@ -51,12 +51,17 @@ class StrategyEstimate:
     job: JobPeaks | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
-    replay_timeline: Callable[[], tuple[Point, ...]] | None = field(default=None, repr=False, compare=False)
+    replay_timeline: Callable[[bool], tuple[Point, ...]] | None = field(default=None, repr=False, compare=False)
 
     @property
     def timeline(self) -> tuple[Point, ...]:
-        """The step, stretch by stretch; empty where its peak is not known. Made when it is asked for, which few do."""
-        return () if self.replay_timeline is None else self.replay_timeline()
+        """The step's tensors, stretch by stretch; empty where their peak is not known. Made when asked for, which few do."""
+        return () if self.replay_timeline is None else self.replay_timeline(False)
+
+    @property
+    def timeline_on_gpu(self) -> tuple[Point, ...]:
+        """The same of a GPU's step, with kernels' scratch."""
+        return () if self.replay_timeline is None else self.replay_timeline(True)
 
     @property
     def peak_allocated_bytes(self) -> int | None:
@@ -84,7 +89,7 @@ class StrategyEstimate:
         taken, overhead = self.allocated, self.overhead
         if taken is None or overhead is None:
             return None
-        parts = dict(zip(ACCOUNTS, taken.at_peak, strict=False))
+        parts = dict(zip(ACCOUNTS, taken.step.at_peak, strict=False))
         parts["libraries"] = taken.scratch_bytes + taken.workspace_bytes
         if self.reserved is not None:
             parts["fragmentation"] = self.reserved.reserved_peak_bytes - taken.peak_bytes

@@ -1,4 +1,4 @@
-"""`--explain`: what is alive at the peak of one strategy, and the step as a timeline."""
+"""`--explain`: what is needed at the peak of one strategy, and the step as a timeline."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fsdp_advisor.cli.figures import (
 )
 from fsdp_advisor.cli.job import job_lines
 from fsdp_advisor.cli.output import Screen
+from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.report import Report, StrategyEstimate
 
@@ -27,14 +28,15 @@ def explanation(report: Report, estimate: StrategyEstimate, screen: Screen) -> s
     sizes = Sizes.of(report)
     states = ", ".join(f"{name} {sizes.near(n)}" for name, n in estimate.states.items() if n)
     blocks = [f"{estimate.label} ({estimate.plan.backend})"]
-    if estimate.peak_tensor_bytes is None:
+    if estimate.allocated is None or estimate.needed_bytes is None:
         blocks[0] += ": the peak is unknown"
     else:
-        at = f"in {estimate.peak_phase}, at {estimate.peak_where}"
-        phases = ", ".join(f"{phase} {sizes.full(n)}" for phase, n in (estimate.phase_peaks or {}).items())
-        blocks[0] = wrap(f"{blocks[0]}: peak {sizes.full(estimate.peak_tensor_bytes)} {at}", screen)
+        step = estimate.allocated.step
+        at = f"tensors and kernels peak at {sizes.full(step.peak)} in {step.peak_phase}, at {step.peak_where}"
+        phases = ", ".join(f"{phase} {sizes.full(n)}" for phase, n in step.phase_peaks.items())
+        blocks[0] = wrap(f"{blocks[0]}: needs {sizes.full(estimate.needed_bytes)}; {at}", screen)
         blocks[0] += "\n" + wrap(f"Highest by phase: {phases}", screen, indent="  ")
-        blocks.append(_live_set(estimate, sizes, screen))
+        blocks.append(_needed(estimate, sizes, screen))
     lines = [
         f"Kept from step to step: {sizes.near(estimate.kept_bytes)} ({states})"
         if states
@@ -46,24 +48,24 @@ def explanation(report: Report, estimate: StrategyEstimate, screen: Screen) -> s
     if besides := left_out_besides(report, estimate):
         lines.append(f"Not in this row's figures either: {'; '.join(besides)}")
     blocks.append("\n".join(wrap(line, screen, indent="  ") for line in lines))
-    if estimate.timeline:
-        blocks.append(timeline(estimate.timeline, report.gpu_memory_bytes, sizes, screen))
+    if points := estimate.timeline_on_gpu:
+        blocks.append(timeline(points, report.gpu_memory_bytes, sizes, screen))
     return "\n\n".join(blocks)
 
 
-def _live_set(estimate: StrategyEstimate, sizes: Sizes, screen: Screen) -> str:
+def _needed(estimate: StrategyEstimate, sizes: Sizes, screen: Screen) -> str:
     """Every account that holds anything; the loss last, since it is what a different loss would change."""
-    live = estimate.at_peak or {}
-    total = sum(live.values())
-    rows = sorted(((n, name) for name, n in live.items() if n and name != "loss"), reverse=True)
-    rows += [(live["loss"], "loss")] if live.get("loss") else []
+    needed = estimate.needed_breakdown or {}
+    meanings, total = ACCOUNTS | BESIDE, sum(needed.values())
+    rows = sorted(((n, name) for name, n in needed.items() if n and name != "loss"), reverse=True)
+    rows += [(needed["loss"], "loss")] if needed.get("loss") else []
     rows.append((total, "sum"))
     return draw(
         [
-            Column("alive at the peak", [name.replace("_", " ") for _, name in rows]),
+            Column("needed at the peak", [name.replace("_", " ") for _, name in rows]),
             Column(sizes.unit, [sizes.bare(n) for n, _ in rows], right=True),
             Column("share", [f"{100 * n / total:.1f} %" for n, _ in rows], right=True),
-            Column("what it is", [ACCOUNTS.get(name, "") for _, name in rows]),
+            Column("what it is", [meanings.get(name, "") for _, name in rows]),
         ],
         screen,
     )

@@ -189,7 +189,7 @@ def loss_line(estimate: StrategyEstimate) -> str:
     if estimate.at_peak is None or estimate.peak_tensor_bytes is None or estimate.fused_loss_peak_bytes is None:
         return ""
     saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes
-    chain = f"Loss chain (logits and what the loss makes of them): {format_bytes(estimate.at_peak['loss'])} at the peak"
+    chain = f"Loss chain (logits and what the loss makes of them): {format_bytes(estimate.at_peak['loss'])} at the simulated peak"
     if saved * 1000 < estimate.peak_tensor_bytes:
         return f"{chain}; it does not set the peak, so a fused or chunked loss would save nothing"
     after = format_gib(estimate.fused_loss_peak_bytes)

@@ -39,7 +39,10 @@ def _beside_tensors(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
         return []
     parts = f"tensors {sizes.full(taken.tensor_bytes)}, kernels' scratch {sizes.near(taken.scratch_bytes)}, "
     parts += f"cuBLAS {sizes.near(taken.workspace_bytes)}"
-    lines = [f"Allocated on a GPU: {sizes.full(estimate.peak_allocated_bytes or 0)} ({parts})"]
+    lines = [
+        f"Allocated on a GPU: {sizes.full(estimate.peak_allocated_bytes or 0)} ({parts}); "
+        f"simulated, the tensors peak at {sizes.full(estimate.peak_tensor_bytes or 0)}"
+    ]
     if reserved is not None and estimate.verdict is not None:
         least, most = estimate.verdict.least_bytes, estimate.verdict.most_bytes
         lines.append(

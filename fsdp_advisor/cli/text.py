@@ -150,5 +150,5 @@ def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool, e
         lines.append(wrap(f"Not in these figures: {omitted}.", screen, indent="  "))
     if known and not explained:
         example = next((e for e in report.estimates if e.fits), known)
-        lines.append(wrap(f"What is alive at the peak, and when: --explain {row_name(example)}", screen))
+        lines.append(wrap(f"What is needed at the peak, and when: --explain {row_name(example)}", screen))
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.memory.course import Followed
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import SCRATCH
 from fsdp_advisor.memory.step import replayed
@@ -113,23 +114,22 @@ def _with(variant: Variant, attention: str) -> Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """The highest of a step on a GPU. `at_peak` are the bytes alive there by account (`ledger.ACCOUNTS`, then SCRATCH)."""
+    """The highest of a step on a GPU: `step` with kernels' own scratch among its accounts, and cuBLAS's workspaces."""
 
-    at_peak: tuple[int, ...]
+    step: Followed
     workspace_bytes: int
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(self.at_peak) - self.scratch_bytes
+        return self.step.peak - self.scratch_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Kernels' own working memory."""
-        return self.at_peak[SCRATCH]
+        return self.step.at_peak[SCRATCH]
 
     @property
     def peak_bytes(self) -> int:
-        return self.tensor_bytes + self.scratch_bytes + self.workspace_bytes
+        return self.step.peak + self.workspace_bytes
 
 
 def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int) -> Allocated:
@@ -138,5 +138,5 @@ def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int)
     `max_memory_allocated` counts whole blocks, which may exceed this by up to 1 MiB each where the large pool leaves a block
     unsplit: `allocator.reserve` has that figure.
     """
-    ledger = replayed(profile, tape, plan, scratch=True)
-    return Allocated(at_peak=ledger.at_peak, workspace_bytes=WORKSPACES * round_up(workspace_bytes))
+    step = replayed(profile, tape, plan, scratch=True)
+    return Allocated(step=step, workspace_bytes=WORKSPACES * round_up(workspace_bytes))

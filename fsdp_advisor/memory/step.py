@@ -26,9 +26,9 @@ def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = Fal
     return _course(profile, score.shape, played).follow(sized(score, plan.micro_batch_size, plan.seq_len))
 
 
-def timeline(profile: Profile, tape: Tape, plan: Plan) -> tuple[Point, ...]:
-    """A plan's steady step, stretch by stretch."""
-    score = composed(profile, tape, plan)
+def timeline(profile: Profile, tape: Tape, plan: Plan, *, scratch: bool = False) -> tuple[Point, ...]:
+    """A plan's steady step, stretch by stretch, as `composed`."""
+    score = composed(profile, tape, plan, scratch=scratch)
     course = course_of(profile, score.shape, plan, whole=True)
     return course.timeline(sized(score, plan.micro_batch_size, plan.seq_len))
 

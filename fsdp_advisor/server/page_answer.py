@@ -86,7 +86,7 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
     drawn = {
         "tree": drawings.tree(recommendation),
         "bars": drawings.bars(report, chosen),
-        "step": drawings.step(report, chosen),
+        "step": drawings.step(report, chosen, chosen.timeline_on_gpu),
         "streams": drawings.streams(found.streams, chosen.label),
         "frontier": drawings.speed(recommendation, report.gpu_memory_bytes),
     }
@@ -112,9 +112,7 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
         "path": recommendation.tree.path,
         "rules": recommendation.rules,
         "label": chosen.label,
-        "phase": chosen.peak_phase,
-        "where": chosen.peak_where,
-        "tensors": format_gib(chosen.peak_tensor_bytes or 0),
+        "on_gpu": chosen.allocated and chosen.allocated.step,
         "needed": format_gib(chosen.needed_bytes or 0),
         "alive": alive(chosen.needed_breakdown or {}),
         "others": [_other(recommendation, c) for c in (*recommendation.rivals, *recommendation.refused)],

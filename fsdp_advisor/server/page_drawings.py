@@ -23,6 +23,7 @@ from fsdp_advisor.charts import (
     stacked_bars,
     stream_timeline,
 )
+from fsdp_advisor.memory.ledger import Point
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.speed import Interval
 from fsdp_advisor.verdict import in_words
@@ -121,13 +122,13 @@ def bars(report: Report, chosen: StrategyEstimate) -> Drawing:
     return drawing(stacked_bars, drawn, report.gpu_memory_bytes, report.gpu_name, key="bars-chart")
 
 
-def step(report: Report, estimate: StrategyEstimate) -> Drawing | None:
-    """The memory of one step, None where no peak is known."""
-    if not estimate.timeline:
+def step(report: Report, estimate: StrategyEstimate, points: Sequence[Point]) -> Drawing | None:
+    """The memory of one step as `points` have it, None where no peak is known."""
+    if not points:
         return None
     moments = [
         Moment(phase=p.phase, where=p.where, live_bytes=p.live_bytes, high_bytes=p.high_bytes, repeats=p.repeats)
-        for p in estimate.timeline
+        for p in points
     ]
     return drawing(
         memory_timeline,

@@ -59,11 +59,11 @@ def alive(live: Mapping[str, int]) -> list[Alive]:
 
 
 _PEAKS = (
-    ("peak_tensor_bytes", "tensors"),
-    ("peak_allocated_bytes", "allocated: with libraries' workspaces"),
+    ("peak_tensor_bytes", "tensors, as simulated"),
+    ("peak_allocated_bytes", "allocated: on a GPU, with workspaces"),
     ("peak_reserved_bytes", "reserved: with the allocator's segments"),
     ("needed_bytes", "needed: with CUDA context and NCCL"),
-    ("fused_loss_peak_bytes", "tensors, if the loss were fused"),
+    ("fused_loss_peak_bytes", "simulated, if the loss were fused"),
     ("headroom_bytes", "left free"),
 )
 
@@ -92,7 +92,7 @@ def figures(report: Report) -> list[Group]:
     states = list(dict.fromkeys(key for e in report.estimates for key in e.states))
     groups = [
         ("Highest of the step", [r for key, name in _PEAKS for r in row(name, [x.get(key) for x in rows])]),
-        ("Highest by phase", [r for phase in ("forward", "backward", "optimizer") for r in row(phase, member("phase_peaks", phase))]),
+        ("Highest by phase, as simulated", [r for phase in ("forward", "backward", "optimizer") for r in row(phase, member("phase_peaks", phase))]),
         ("Needed at the peak", [r for key in (*ACCOUNTS, *BESIDE) for r in nonzero("needed_breakdown", key)]),
         ("Kept from step to step", [r for key in states for r in nonzero("states", key)]),
         (

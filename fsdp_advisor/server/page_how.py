@@ -34,9 +34,10 @@ _BYTES_PER_PARAMETER = 16
 def view() -> dict[str, Any]:
     """The page's numbers."""
     example = estimate(**EXAMPLE, walk="always")
+    (row,) = example.estimates
     return {
-        "example": _worked(example, example.estimates[0]),
-        "step_drawing": page_drawings.step(example, example.estimates[0]),
+        "example": _worked(example, row),
+        "step_drawing": page_drawings.step(example, row, row.timeline),
         "rules": [_rule(job) for job in JOBS],
     }
 

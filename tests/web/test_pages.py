@@ -152,7 +152,8 @@ def test_the_page_says_what_the_advice_says(client: TestClient, job: dict[str, s
         needed = format_gib(advice.estimate.needed_bytes)
         assert f"it peaks at {needed} of the " in words
         assert f"What a GPU needs at the peak, together {needed}" in words
-        assert f"tensors peak at {format_gib(advice.estimate.peak_tensor_bytes or 0)}" in words
+        assert advice.estimate.allocated is not None
+        assert f"peak at {format_gib(advice.estimate.allocated.step.peak)} in" in words
     assert client.get("/.json", params=job).json()["recommendation"]["strategy"] == advice.winner.plan.strategy
 
 
