@@ -16,6 +16,8 @@ from enum import IntEnum
 from functools import cached_property
 from math import prod
 
+from fsdp_advisor.errors import Told
+
 MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
 Polynomial = tuple[int, int, int, int, int, int]
 
@@ -264,7 +266,10 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile."""
+    """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile.
+
+    `refusals` say why variants have no tape, by their keys: what cannot be recorded with `versions` is not tried again.
+    """
 
     name: str
     task: str
@@ -275,6 +280,7 @@ class Profile:
     config: dict[str, object]
     versions: dict[str, str]
     tapes: MutableMapping[str, Tape] = field(default_factory=dict)
+    refusals: dict[str, Told] = field(default_factory=dict)
 
     def layers(self) -> Iterator[Unit]:
         for stack in self.stacks:
@@ -310,6 +316,14 @@ class Profile:
         """Tokens that a layer with a sliding window looks back; None where the configuration names no such layers."""
         value = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
         return value if isinstance(value, int) and value > 0 else None
+
+    @cached_property
+    def experts(self) -> int | None:
+        """Experts that a layer chooses among; None of a model without. transformers stacks their weights on dim 0."""
+        stacked = [
+            p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if "experts" in p.name.split(".")
+        ]
+        return max(stacked, default=None)
 
     def fills_window(self, seq_len: int) -> bool:
         """Whether sequences of this length look farther back than the window. Source: transformers' `_ignore_causal_mask_sdpa`."""
