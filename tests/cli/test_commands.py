@@ -284,10 +284,10 @@ def test_models(cli: Callable[..., Any]) -> None:
     everything = json.loads(cli("models", "--json").out)
     (found,) = json.loads(cli("models", "llama-2-7b-HF", "--json").out)
     assert found in everything
-    assert {"id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source"} == set(found)
+    assert {"id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source", "experts"} == set(found)
     assert (found["id"], found["parameters"]) == ("meta-llama/Llama-2-7b-hf", 6_738_415_616)
     types = {row["model_type"] for row in json.loads(cli("models", "moe", "--json").out)}
-    assert types == {"qwen3_moe"}, "a type is found whose models' names do not say it"
+    assert types == {"qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"}, "found by what they are"
     for columns in (40, 60, 120):
         text = cli("models", columns=columns).out.replace("\n", "")
         assert all(row["id"] in text for row in everything) or columns == 40
