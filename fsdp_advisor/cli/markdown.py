@@ -8,8 +8,9 @@ from fsdp_advisor.cli.figures import (
     UNKNOWN,
     Sizes,
     assumed,
+    counted,
     left_out,
-    tokens_per_second,
+    speed,
     warnings,
 )
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -22,7 +23,7 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
     known = any(e.peak_tensor_bytes is not None for e in report.estimates)
     header = ["strategy", "backend", *(["peak", *(p.meaning for p in PARTS)] if known else ["states"])]
     timed = any(e.step is not None for e in report.estimates)
-    header += [*(["tokens/s per GPU"] if timed else []), "host per node", "verdict"]
+    header += [*([f"{counted(report)}/s per GPU"] if timed else []), "host per node", "verdict"]
     rows = []
     for e in report.estimates:
         peak = UNKNOWN if e.peak_tensor_bytes is None else sizes.full(e.peak_tensor_bytes)
@@ -38,7 +39,7 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
                 e.label,
                 e.plan.backend,
                 *figures,
-                *([tokens_per_second(e)] if timed else []),
+                *([speed(report, e)] if timed else []),
                 host,
                 in_words(report, e, sizes.full),
             ]

@@ -325,6 +325,18 @@ class Profile:
         ]
         return max(stacked, default=None)
 
+    @cached_property
+    def image_tokens(self) -> int | None:
+        """Tokens that an image becomes: those that have a learned place, else its patches; None of a model without.
+
+        ViT of 224 x 224 in patches of 16: 14 x 14 and one for the class, 197. Source: transformers, ViTEmbeddings.
+        """
+        for parameter in self.root.parameters:
+            if parameter.name.endswith("position_embeddings") and len(parameter.shape) == 3:
+                return parameter.shape[1]
+        size, patch = self.config.get("image_size"), self.config.get("patch_size")
+        return (size // patch) ** 2 if isinstance(size, int) and isinstance(patch, int) else None
+
     def fills_window(self, seq_len: int) -> bool:
         """Whether sequences of this length look farther back than the window. Source: transformers' `_ignore_causal_mask_sdpa`."""
         return self.window is not None and seq_len >= self.window

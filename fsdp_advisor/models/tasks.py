@@ -12,22 +12,32 @@ class Task:
     words: tuple[str, ...]
     """What models of it are searched by, beside the task's own name."""
     counted: str = "tokens"
-    """What a step's speed counts, in the plural."""
+    """What people count a step's speed in."""
     one: str = "{} tokens"
     """One of a micro-batch, of so many tokens."""
+    takes_any_length: bool = True
+    """Whether a sequence may be of any length; else every one has the model's own, as an image has."""
 
-    @property
-    def has_length(self) -> bool:
-        """Whether a step depends on the sequence length."""
-        return "{}" in self.one
+    def of_length(self, seq_len: int) -> str:
+        """One of a micro-batch, in words.
+
+        >>> task_of("causal-lm").of_length(2048), task_of("causal-lm").of_length(1)
+        ('2048 tokens', '1 token')
+        >>> task_of("image-classification").of_length(197)
+        'images of 197 tokens'
+        """
+        words = self.one.replace("{}", str(seq_len))
+        return words.replace(" tokens", " token") if seq_len == 1 else words
 
 
 TASKS: dict[str, Task] = {
     "causal-lm": Task(words=("decoder", "text")),
     "masked-lm": Task(words=("encoder", "text")),
-    "seq2seq-lm": Task(words=("encoder-decoder", "text"), one="{} tokens in, {} out"),
+    "seq2seq-lm": Task(words=("encoder-decoder", "text"), one="{} tokens in and out"),
     "speech-seq2seq": Task(words=("encoder-decoder", "speech", "audio"), one="{} tokens of text"),
-    "image-classification": Task(words=("encoder", "vision", "image"), counted="images", one="an image each"),
+    "image-classification": Task(
+        words=("encoder", "vision", "image"), counted="images", one="images of {} tokens", takes_any_length=False
+    ),
 }
 _OF_MODULES = Task(words=())
 """What a recorded module is trained on is not known; T is whatever its batches make of it."""
@@ -35,13 +45,3 @@ _OF_MODULES = Task(words=())
 
 def task_of(name: str | None) -> Task:
     return TASKS.get(name or "", _OF_MODULES)
-
-
-def length_of(task: str | None, seq_len: int) -> str:
-    """How long one of a micro-batch is.
-
-    >>> length_of("causal-lm", 2048), length_of("causal-lm", 1), length_of("image-classification", 1)
-    ('2048 tokens', '1 token', 'an image each')
-    """
-    words = task_of(task).one.replace("{}", str(seq_len))
-    return words.replace(" tokens", " token") if seq_len == 1 else words

@@ -195,7 +195,9 @@ def render(records: Sequence[Record], form: str) -> str:
     ]
     if rows:
         parts.append(table(("rung", "strategy", "figure", "cases", "median", "p95", "worst"), rows, 3))
-    parts.append("\n".join([*_gloo_lines(records), *_range_lines(records), *_snapshot_lines(records), *_verdict_lines(records)]))
+    parts.append(
+        "\n".join([*_gloo_lines(records), *_range_lines(records), *_snapshot_lines(records), *_verdict_lines(records)])
+    )
     devices = sorted({r.versions["gpu"] for r in records if "gpu" in r.versions})
     made = sorted(
         {
@@ -291,7 +293,9 @@ def _gloo_lines(records: Sequence[Record]) -> list[str]:
     if not copies:
         return []
     upto = "up to " if len(copies) > 1 else ""
-    return [f"not counted: the copy of {upto}{format_gib(max(copies))} that gloo makes to reduce-scatter, and NCCL does not"]
+    return [
+        f"not counted: the copy of {upto}{format_gib(max(copies))} that gloo makes to reduce-scatter, and NCCL does not"
+    ]
 
 
 def _snapshot_lines(records: Sequence[Record]) -> list[str]:

@@ -114,7 +114,9 @@ def test_two_ranks_measure_what_is_predicted_under_every_engine_of_pytorch(model
         assert measured["phase_peaks"] == prediction.predicted["phase_peaks"], options
         assert ("gloo_bytes" in measured) == (options["strategy"] != "ddp")
     assert by_root["phase_peaks"] == predictions[-1].predicted["phase_peaks"]
-    assert by_root["gloo_bytes"] == round_up(4 * (2 * 8000 * 64 + 64))  # the root's gradients in fp32, which gloo copies
+    assert by_root["gloo_bytes"] == round_up(
+        4 * (2 * 8000 * 64 + 64)
+    )  # the root's gradients in fp32, which gloo copies
     ddp, zero1 = exact[-1]["phase_peaks"]["optimizer"], zero1["phase_peaks"]["optimizer"]
     parameters = sum(p.numel() for p in predictions[0].source().build(torch.float32).parameters())
     assert ddp - zero1 == pytest.approx(parameters * 8 / 2, rel=0.35)  # each state is on one of the two ranks, whole
