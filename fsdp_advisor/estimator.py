@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
-from fsdp_advisor.memory.deepspeed import hidden_size
+from fsdp_advisor.memory.deepspeed_settings import hidden_size
 from fsdp_advisor.memory.device import DeviceOverhead, Verdict, device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks, loading_of
