@@ -84,3 +84,23 @@ class MeasurementError(AdvisorError):
     """A validation run that ended without a figure."""
 
     exit_status = 3
+
+
+Told = dict[str, str]
+"""An error as it is kept or sent: its class, its message and its hint."""
+
+
+def told(error: AdvisorError) -> Told:
+    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+
+
+def retold(kept: Told) -> AdvisorError:
+    """The error that was told of, of its own class.
+
+    >>> retold(told(NoSuchAttention("Gemma2ForCausalLM", "sdpa")))
+    NoSuchAttention('Gemma2ForCausalLM has no sdpa attention')
+    """
+    kind = globals().get(kept["kind"], NotRecordable)
+    error: AdvisorError = Exception.__new__(kind)
+    AdvisorError.__init__(error, kept["message"], hint=kept["hint"])
+    return error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
-from fsdp_advisor.memory.deepspeed import hidden_size
+from fsdp_advisor.memory.deepspeed_settings import hidden_size
 from fsdp_advisor.memory.device import DeviceOverhead, Verdict, device_overhead, verdict
 from fsdp_advisor.memory.host import host_memory
 from fsdp_advisor.memory.job import job_peaks, loading_of
@@ -23,6 +23,7 @@ from fsdp_advisor.memory.step import timeline as timeline_of
 from fsdp_advisor.memory.textbook import textbook_states
 from fsdp_advisor.memory.ways import Loading, one_copy_bytes
 from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.models.tasks import task_of
 from fsdp_advisor.plan import Plan, plans
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import AnyRequest, EstimateRequest, plainly
@@ -93,10 +94,8 @@ def estimate_resolved(
         walk = "always"
     elif request.allocator_conf:
         walk = "if it may fit"
-    limit = model.profile.max_seq_len if model.profile else None
-    seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
-    if limit and seq_len > limit:
-        notes.append(f"seq_len {seq_len} is past the model's maximum of {limit} tokens")
+    seq_len, said = _seq_len(request, model.profile)
+    notes += said
     rows = plans(request, seq_len=seq_len)
     return Report(
         request=request,
@@ -222,6 +221,18 @@ def _allocator_conf(request: EstimateRequest) -> AllocatorConf | None:
     from fsdp_advisor.memory.allocator import AllocatorConf
 
     return AllocatorConf.parse(request.allocator_conf)
+
+
+def _seq_len(request: EstimateRequest, profile: Profile | None) -> tuple[int, list[str]]:
+    """The sequence length of the request, or else the model's; that one alone where images are read. And notes."""
+    if profile is not None and not (task := task_of(profile.task)).takes_any_length:
+        own = profile.image_tokens or 1
+        left_aside = request.seq_len not in (None, own)
+        return own, [f"seq_len {request.seq_len} is left aside: the model reads {task.of_length(own)}"] * left_aside
+    limit = profile.max_seq_len if profile else None
+    seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
+    past = limit is not None and seq_len > limit
+    return seq_len, [f"seq_len {seq_len} is past the model's maximum of {limit} tokens"] * past
 
 
 def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +19,8 @@ from fsdp_advisor.errors import (
     UnknownModel,
     UnreadableConfig,
     UsageError,
+    retold,
+    told,
 )
 from fsdp_advisor.models import catalog
 from fsdp_advisor.models.profile import Profile, Tape, Variant
@@ -53,16 +54,17 @@ class Resolved:
     trainable_parameters: int
     notes: tuple[str, ...] = ()
     may_record: bool = True
-    refusals: Mapping[str, AdvisorError] = field(default_factory=dict, hash=False)
-    """Why variants cannot be had, by their keys, where that is known."""
 
     def tape(self, variant: Variant) -> Tape:
-        """The tape of a variant: shipped or kept from before, else recorded now (needs torch) and kept."""
+        """The tape of a variant: shipped or kept from before, else recorded now (needs torch) and kept.
+
+        So is what cannot be recorded: the refusal is raised again, until other versions of torch or transformers are there.
+        """
         if self.profile is None:
             raise UsageError(f"{self.name} is a bare parameter count: it has no layers", hint="name a model")
         tapes = self.profile.tapes
-        if variant.key not in tapes and variant.key in self.refusals:
-            raise self.refusals[variant.key].with_traceback(None)
+        if variant.key not in tapes and self._is_refused(variant):
+            raise retold(self.profile.refusals[variant.key])
         if variant.key not in tapes and not self.may_record:
             raise NotRecordable(f"{self.name}: {_described(variant)} is not in the catalog", hint="ask for another")
         if variant.key not in tapes:
@@ -70,6 +72,15 @@ class Resolved:
                 if variant.key not in tapes:
                     tapes[variant.key] = self._kept(variant) or self._recorded(variant)
         return tapes[variant.key]
+
+    def _is_refused(self, variant: Variant) -> bool:
+        """Whether it is known that the variant cannot be recorded here."""
+        from fsdp_advisor.models import cache
+
+        assert self.profile is not None
+        return variant.key in self.profile.refusals and (
+            not self.may_record or cache.installed_versions() in (None, self.profile.versions)
+        )
 
     @property
     def _task(self) -> str | None:
@@ -80,7 +91,11 @@ class Resolved:
 
         assert self.profile is not None
         kept = cache.fetch(self.profile.config, self._task)
-        return kept.tapes.get(variant.key) if kept and _same_inventory(kept, self.profile) else None
+        if kept is None or not _same_inventory(kept, self.profile):
+            return None
+        if variant.key in kept.refusals:
+            raise retold(kept.refusals[variant.key])
+        return kept.tapes.get(variant.key)
 
     def _recorded(self, variant: Variant) -> Tape:
         from fsdp_advisor.models import cache
@@ -94,8 +109,13 @@ class Resolved:
                 f"{what}, and {_versions(recorder.profile)} build the model otherwise than {_versions(self.profile)}",
                 hint=f"pip install transformers=={self.profile.versions.get('transformers')}",
             )
-        tape = recorder.tape(variant)
-        recorder.profile.tapes[variant.key] = tape
+        try:
+            tape = recorder.profile.tapes[variant.key] = recorder.tape(variant)
+        except NotRecordable as error:
+            if not isinstance(error.__cause__, (MemoryError, OSError)):  # those are this machine's, and may pass
+                recorder.profile.refusals[variant.key] = self.profile.refusals[variant.key] = told(error)
+                cache.keep(recorder.profile, self._task)
+            raise
         cache.keep(recorder.profile, self._task)
         return tape
 
@@ -167,7 +187,7 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
     notes += more
     kept = cache.fetch(config, None)
     if kept is not None:
-        profile = replace(kept, name=name)
+        profile = _renamed(kept, name)
         if cache.installed_versions() is None:
             notes += (f"recorded earlier, with {_versions(profile)}",)
     else:
@@ -227,6 +247,12 @@ def _recorder(config: str, name: str, task: str | None) -> Recorder:
 def _same_inventory(one: Profile, other: Profile) -> bool:
     """Whether tapes of one fit the other."""
     return (one.root, one.stacks) == (other.root, other.stacks)
+
+
+def _renamed(kept: Profile, name: str) -> Profile:
+    """A kept profile under the name that its configuration has now."""
+    refusals = {key: {**why, "message": why["message"].replace(kept.name, name)} for key, why in kept.refusals.items()}
+    return replace(kept, name=name, refusals=refusals)
 
 
 def _described(variant: Variant) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,16 @@ from tiny_llama import (
 
 from fsdp_advisor import hub
 from fsdp_advisor import resolve as module
-from fsdp_advisor.errors import AdvisorError, MissingExtra, UnknownModel, UnreadableConfig, UsageError
+from fsdp_advisor.errors import (
+    AdvisorError,
+    MissingExtra,
+    NoSuchAttention,
+    NotRecordable,
+    UnknownModel,
+    UnreadableConfig,
+    UsageError,
+    told,
+)
 from fsdp_advisor.models import cache
 from fsdp_advisor.models.profile import Profile, Variant
 from fsdp_advisor.models.store import dump, load
@@ -429,6 +439,49 @@ def test_another_version_records_anew(home: Path, recorded: Profile, monkeypatch
     assert cache.fetch(config, None) is not None
     monkeypatch.setattr(cache, "installed_versions", lambda: recorded.versions | {"torch": "99"})
     assert cache.fetch(config, None) is None
+
+
+BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 1000}
+NO_FLASH = Variant("plain", "bf16", "flash_attention_2", "none", False)
+
+
+def test_what_cannot_be_recorded_is_tried_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve(str(write(home / "mine.json", BLOOM)))
+    with pytest.raises(NoSuchAttention) as recorded:
+        first.tape(NO_FLASH)
+    module._recorder.cache_clear()
+    monkeypatch.setattr(module, "_recorder_of", lambda *_, **__: pytest.fail("it is tried again"))
+    for model in (first, resolve(str(write(home / "again.json", BLOOM)))):
+        with pytest.raises(NoSuchAttention) as kept:
+            model.tape(NO_FLASH)
+        assert (kept.value.message, kept.value.hint) == (recorded.value.message, recorded.value.hint)
+
+
+def test_what_was_refused_is_tried_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    why = told(NotRecordable("old.json could not be run", hint="wait"))
+    assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.key: why}, tapes={}), None)
+    model = resolve(str(write(home / "mine.json", LLAMA)))
+    with pytest.raises(NotRecordable, match=r"mine\.json could not be run"):
+        model.tape(SHIPPED)
+    monkeypatch.setattr(cache, "installed_versions", lambda: recorded.versions | {"torch": "99"})
+    assert flat(model.tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.key])
+
+
+@pytest.mark.parametrize("passes", [MemoryError(), OSError("disk full")])
+def test_what_a_machine_had_no_room_for_is_tried_again(home: Path, passes: Exception, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    from fsdp_advisor.tracing.step import Step
+
+    model = resolve(str(write(home / "mine.json", BLOOM)))
+    variant = Variant("plain", "bf16", "eager", "none", False)
+
+    def fails(*_: object) -> None:
+        raise passes
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "run", fails)
+        with pytest.raises(NotRecordable):
+            model.tape(variant)
+    assert model.tape(variant).segments
 
 
 def test_two_processes_write_at_once(home: Path, recorded: Profile) -> None:

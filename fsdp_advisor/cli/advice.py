@@ -13,9 +13,10 @@ from fsdp_advisor.cli.drawing import wrap as fill
 from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, parts_of
 from fsdp_advisor.cli.output import Screen
 from fsdp_advisor.export import TARGETS, Job
+from fsdp_advisor.models.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.request import dashed
-from fsdp_advisor.units import format_count, format_gib, format_speed, format_tokens
+from fsdp_advisor.units import format_count, format_gib, format_speed
 
 RUNNERS_UP = 5
 BAR_WIDTHS = (10, 60)
@@ -54,7 +55,8 @@ def _assumed(advice: Advice) -> str:
     gpus, nnodes = (plan.world_size, plan.nnodes) if plan else (request.gpus, request.nnodes)
     nodes = f" on {nnodes} nodes" if nnodes > 1 else ""
     gpu = r.winner.gpu if r.winner else report.gpu_name
-    job = [format_tokens(plan.seq_len if plan else report.seq_len), request.precision, request.optim, request.attention]
+    length = task_of(report.task).of_length(plan.seq_len if plan else report.seq_len)
+    job = [length, request.precision, request.optim, request.attention]
     if request.global_batch_size:
         job.append(f"global batch {request.global_batch_size}")
     return (

@@ -39,7 +39,11 @@ app = typer.Typer(
 
 PatternArgument = Annotated[
     Optional[str],  # noqa: UP045  # typer reads this while the module runs
-    typer.Argument(metavar="[PATTERN]", help="Only names, and types of models, that contain this.", show_default=False),
+    typer.Argument(
+        metavar="[PATTERN]",
+        help="Only those that it names or, for models, describes: llama3, moe, vision.",
+        show_default=False,
+    ),
 ]
 
 
@@ -122,16 +126,13 @@ def models(
     force: ForceOption = False,
 ) -> int:
     """The models that are known offline."""
-    from dataclasses import asdict
-
     from fsdp_advisor.models.catalog import search
 
     destination = Destination(path=output, force=force)
     destination.check()
     found = search(pattern)
     if json:
-        rows = [{k: v for k, v in asdict(entry).items() if k != "member"} for entry in found]
-        destination.write(as_json(rows))
+        destination.write(as_json([entry.as_row() for entry in found]))
         return 0
     from fsdp_advisor.cli.listing import models_table
 

@@ -44,7 +44,7 @@ def explanation(report: Report, estimate: StrategyEstimate, screen: Screen) -> s
     ]
     lines = [*([line] if (line := loss_line(estimate)) else []), *lines, *host_lines(estimate, sizes)]
     lines += job_lines(estimate, sizes)
-    lines += step_lines(estimate)
+    lines += step_lines(report, estimate)
     if besides := left_out_besides(report, estimate):
         lines.append(f"Not in this row's figures either: {'; '.join(besides)}")
     blocks.append("\n".join(wrap(line, screen, indent="  ") for line in lines))

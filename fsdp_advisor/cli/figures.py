@@ -9,8 +9,9 @@ from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.estimator import NOT_WALKED
 from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import GROUPS
+from fsdp_advisor.models.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.units import format_bytes, format_count, format_gib, format_tokens
+from fsdp_advisor.units import format_bytes, format_count, format_gib
 
 NONE = "-"
 UNKNOWN = "?"
@@ -100,7 +101,12 @@ def assumed(report: Report, sizes: Sizes) -> str:
         model = model[:-1] + f", {format_count(report.trainable_parameters)} trainable)"
     job = [f"{request.precision}", request.optim]
     if report.model_source != "count":
-        job = [f"micro-batch {request.micro_batch_size}", format_tokens(report.seq_len), *job, request.attention]
+        job = [
+            f"micro-batch {request.micro_batch_size}",
+            task_of(report.task).of_length(report.seq_len),
+            *job,
+            request.attention,
+        ]
         steps, checkpointing = request.gradient_accumulation_steps, request.activation_checkpointing
         job += [f"accumulation {steps}"] if steps > 1 else []
         job += [f"{checkpointing if checkpointing != 'none' else 'no'} activation checkpointing"]
@@ -111,14 +117,20 @@ def assumed(report: Report, sizes: Sizes) -> str:
     return f"{model} on {where}: {', '.join(job)}"
 
 
-def tokens_per_second(estimate: StrategyEstimate) -> str:
-    """On each GPU, to three digits: the time model promises no more."""
+def counted(report: Report) -> str:
+    """What a step's speed counts."""
+    return task_of(report.task).counted
+
+
+def speed(report: Report, estimate: StrategyEstimate) -> str:
+    """Of what is counted, each second on each GPU, to three digits: the time model promises no more."""
     if estimate.step is None:
         return UNKNOWN
-    return f"{float(f'{estimate.step.tokens_per_second_per_gpu:.3g}'):,.0f}"
+    tokens = 1 if task_of(report.task).takes_any_length else report.seq_len
+    return f"{float(f'{estimate.step.tokens_per_second_per_gpu / tokens:.3g}'):,.0f}"
 
 
-def step_lines(estimate: StrategyEstimate) -> list[str]:
+def step_lines(report: Report, estimate: StrategyEstimate) -> list[str]:
     """A step's time with its range, and what it is spent on, from the largest part down."""
     step = estimate.step
     if step is None:
@@ -128,8 +140,9 @@ def step_lines(estimate: StrategyEstimate) -> list[str]:
     spent = ", ".join(
         f"{name} {seconds / step.seconds:.0%}" for seconds, name in parts if seconds >= 0.005 * step.seconds
     )
+    rate = f"{speed(report, estimate)} {counted(report)}/s per GPU"
     return [
-        f"Step: {_seconds(step.seconds)} ({ends}), {tokens_per_second(estimate)} tokens/s per GPU, MFU {step.mfu:.0%}",
+        f"Step: {_seconds(step.seconds)} ({ends}), {rate}, MFU {step.mfu:.0%}",
         f"Spent on: {spent}",
     ]
 

@@ -8,9 +8,10 @@ from fsdp_advisor.cli.figures import (
     UNKNOWN,
     Sizes,
     assumed,
+    counted,
     left_out,
     parts_of,
-    tokens_per_second,
+    speed,
     warnings,
 )
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -23,7 +24,7 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
     known = any(e.needed_bytes is not None for e in report.estimates)
     header = ["strategy", "backend", *(["needs", *(p.meaning for p in PARTS)] if known else ["states"])]
     timed = any(e.step is not None for e in report.estimates)
-    header += [*(["tokens/s per GPU"] if timed else []), "host per node", "verdict"]
+    header += [*([f"{counted(report)}/s per GPU"] if timed else []), "host per node", "verdict"]
     rows = []
     for e in report.estimates:
         if not known:
@@ -38,7 +39,7 @@ def markdown(report: Report, explained: StrategyEstimate | None = None) -> str:
                 e.label,
                 e.plan.backend,
                 *figures,
-                *([tokens_per_second(e)] if timed else []),
+                *([speed(report, e)] if timed else []),
                 host,
                 in_words(report, e, sizes.full),
             ]

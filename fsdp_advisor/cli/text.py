@@ -13,9 +13,10 @@ from fsdp_advisor.cli.figures import (
     Part,
     Sizes,
     assumed,
+    counted,
     left_out,
     parts_of,
-    tokens_per_second,
+    speed,
     warnings,
 )
 from fsdp_advisor.cli.output import Screen
@@ -25,7 +26,6 @@ from fsdp_advisor.verdict import in_words
 
 BAR_WIDTHS = (8, 24)
 """The narrowest bar that tells anything, and the widest that tells more."""
-SPEED = "tokens/s"
 _STATES = PARTS[0]
 _STYLE = {True: "green", False: "red", None: "yellow"}
 
@@ -37,7 +37,7 @@ def text(report: Report, screen: Screen, explained: StrategyEstimate | None = No
     table = fitting(columns, screen.width - BAR_WIDTHS[0] - 2)
     if widths(table) + BAR_WIDTHS[0] + 2 <= screen.width:
         body = _table(report, table, screen)
-        speed_shown = any(column.header == SPEED for column in table)
+        speed_shown = any(column.header == f"{counted(report)}/s" for column in table)
     else:
         body = _cards(report, sizes, screen)
         speed_shown = False
@@ -77,7 +77,7 @@ def _columns(report: Report, sizes: Sizes) -> list[Column]:
         walked = [_or_unknown(e.peak_reserved_bytes, sizes) for e in estimates]
         columns.append(Column("reserved", walked, right=True, rank=1))
     if any(e.step is not None for e in estimates):
-        columns.append(Column(SPEED, [tokens_per_second(e) for e in estimates], right=True, rank=1))
+        columns.append(Column(f"{counted(report)}/s", [speed(report, e) for e in estimates], right=True, rank=1))
     host = [sizes.bare(e.host_bytes_per_node) if e.host_bytes_per_node else NONE for e in estimates]
     if any(cell != NONE for cell in host):
         columns.append(Column("host", host, right=True))
@@ -119,13 +119,13 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
         else:
             made = ", ".join(f"{name} {sizes.bare(n)}" for name, n in e.states.items() if n)
         head = f"needs {sizes.full(need)}" if need is not None else f"states alone {sizes.full(e.kept_bytes)}"
-        speed = f"; {tokens_per_second(e)} tokens/s per GPU" if e.step is not None else ""
+        rate = f"; {speed(report, e)} {counted(report)}/s per GPU" if e.step is not None else ""
         host = f"; host {sizes.full(e.host_bytes_per_node)} per node" if e.host_bytes_per_node else ""
         judged = Text(wrap(f"{e.label}: {in_words(report, e, sizes.full)}", screen), style=_STYLE[e.fits])
         lines = [
             paint(judged, screen),
             paint(Text("  ") + _bar(report, e, min(screen.width - 2, 2 * BAR_WIDTHS[1]), screen), screen),
-            wrap(f"{head}{speed}{host} ({e.plan.backend})", screen, first="  ", indent="  "),
+            wrap(f"{head}{rate}{host} ({e.plan.backend})", screen, first="  ", indent="  "),
             wrap(made, screen, first="  ", indent="  "),
         ]
         cards.append("\n".join(line for line in lines if line))
@@ -138,11 +138,11 @@ def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool, e
     what = "What a GPU needs at the step's peak" if known else states
     decides = known and any(e.reserved is None for e in report.estimates)
     beside = "the allocator's fragmentation is in it only where that decides the verdict (--reserved: in all)" if decides else ""
-    speed = "tokens per second per GPU" if speed_shown else ""
+    rate = f"{counted(report)} per second per GPU" if speed_shown else ""
     lines = [
         legend(PARTS if known else [_STATES], screen),
         wrap(
-            f"{'; '.join(p for p in (f'{what}, in {sizes.unit}', beside, speed, 'host memory per node') if p)}.", screen
+            f"{'; '.join(p for p in (f'{what}, in {sizes.unit}', beside, rate, 'host memory per node') if p)}.", screen
         ),
         *(wrap(f"warning: {warning}", screen, indent="  ") for warning in warnings(report)),
     ]

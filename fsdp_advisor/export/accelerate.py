@@ -22,7 +22,7 @@ from fsdp_advisor.export.job import (
     no_single_shard,
     refused,
 )
-from fsdp_advisor.memory.deepspeed import stage
+from fsdp_advisor.memory.deepspeed_settings import stage
 from fsdp_advisor.plan import Plan
 
 HEAD_NODE = "HEAD_NODE"

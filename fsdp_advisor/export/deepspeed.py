@@ -11,7 +11,8 @@ import json
 from typing import Any
 
 from fsdp_advisor.export.job import Job, Target, global_batch_size, no_bf16_masters_on_the_host
-from fsdp_advisor.memory.deepspeed import settings_for, shard_elements, stage
+from fsdp_advisor.memory.deepspeed import shard_elements
+from fsdp_advisor.memory.deepspeed_settings import settings_for, stage
 from fsdp_advisor.plan import OFFLOADS, Plan
 
 FILE = "ds_config.json"

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_advisor.memory.deepspeed import (
+from fsdp_advisor.memory.deepspeed import flat_elements, shard_elements, sub_groups
+from fsdp_advisor.memory.deepspeed_settings import (
     Settings,
-    flat_elements,
     master_bytes,
     offloads_optimizer,
     offloads_parameters,
-    owned_by_rank0,
     settings_of,
-    shard_elements,
     stage,
-    sub_groups,
 )
+from fsdp_advisor.memory.deepspeed_step import owned_by_rank0
 from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.plan import Plan
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from fsdp_advisor.memory.deepspeed import DEFAULTS, Settings, offloads_parameters, shard_elements
+from fsdp_advisor.memory.deepspeed import shard_elements
+from fsdp_advisor.memory.deepspeed_settings import DEFAULTS, Settings, offloads_parameters
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import Changes, Place
 from fsdp_advisor.models.profile import ROOT, Parameter, Profile

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fsdp_advisor.memory import deepspeed
+from fsdp_advisor.memory.deepspeed_settings import master_bytes, offloads_optimizer, offloads_parameters, stage
 from fsdp_advisor.memory.fsdp_loading import fsdp1_loadings, fsdp2_loadings
 from fsdp_advisor.memory.held import NOTHING, Held, round_up
 from fsdp_advisor.memory.schedules.units import buffers, total
@@ -113,7 +114,7 @@ def _deepspeed(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> It
     whole = c * profile.parameters + buffers(profile).rounded
     passing = total(profile, lambda u: sum((Held.of(c * p.elements) for p in u.parameters if p.trainable), NOTHING))
     ready, host = _deepspeed_ready(profile, plan)
-    if deepspeed.stage(plan) < 3:
+    if stage(plan) < 3:
         flat = c * deepspeed.flat_elements(profile.trainable_parameters, plan.shard_degree)
         on_gpu = gpu_memory_bytes is None or whole + flat <= gpu_memory_bytes
         yield Loading.of(
@@ -131,7 +132,7 @@ def _deepspeed(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> It
         for unit, n in profile.counted_units()
         for p in unit.parameters
     )
-    on_gpu_shards, on_host = (0, kept) if deepspeed.offloads_parameters(plan) else (kept, 0)
+    on_gpu_shards, on_host = (0, kept) if offloads_parameters(plan) else (kept, 0)
     module = c * max(_modules(unit) for unit, _ in profile.counted_units())
     yield Loading.of(
         plan,
@@ -166,13 +167,13 @@ def _modules(unit: Unit) -> int:
 def _deepspeed_ready(profile: Profile, plan: Plan) -> tuple[int, int]:
     """GPU and host bytes of a rank when `deepspeed.initialize` ends: all but the optimizer's moments, and zeros once."""
     states, moments = deepspeed.states(profile, plan), deepspeed_moments(profile, plan)
-    m, ranks = deepspeed.master_bytes(plan), plan.shard_degree
-    if deepspeed.stage(plan) < 3:
+    m, ranks = master_bytes(plan), plan.shard_degree
+    if stage(plan) < 3:
         zeros = m * deepspeed.flat_elements(profile.trainable_parameters, ranks) // ranks
     else:
         zeros = m * max((n for n, _ in deepspeed.sub_groups(profile, ranks)), default=0)
     gpu = sum(h.rounded for h in (states.parameters, states.buffers, states.communication, states.gradients))
-    if deepspeed.offloads_optimizer(plan):
+    if offloads_optimizer(plan):
         return gpu, 2 * zeros
     before_buckets = states.parameters.rounded + states.buffers.rounded + states.optimizer.rounded - moments + zeros
     return max(before_buckets, gpu + states.optimizer.rounded - moments), 0
@@ -183,10 +184,10 @@ def deepspeed_moments(profile: Profile, plan: Plan) -> int:
 
     Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states (0.19.8).
     """
-    if deepspeed.offloads_optimizer(plan):
+    if offloads_optimizer(plan):
         return 0
-    m, ranks = deepspeed.master_bytes(plan), plan.shard_degree
-    if deepspeed.stage(plan) < 3:
+    m, ranks = master_bytes(plan), plan.shard_degree
+    if stage(plan) < 3:
         owned = deepspeed.flat_elements(profile.trainable_parameters, ranks) // ranks
         return deepspeed.optimizer_states(plan.optim, owned, m).rounded
     return sum(deepspeed.optimizer_states(plan.optim, n, m).rounded for n, _ in deepspeed.sub_groups(profile, ranks))

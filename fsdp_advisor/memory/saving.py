@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_advisor.memory import deepspeed, optimizers
+from fsdp_advisor.memory.deepspeed_settings import master_bytes, offloads_optimizer, stage
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import AT_ROOT
 from fsdp_advisor.memory.schedules.fsdp1 import flat_elements
@@ -315,8 +316,8 @@ def _deepspeed(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving
     buffers only. Files are written one storage at a time. `stage3_gather_16bit_weights_on_model_save` gathers a module at a time.
     Source: runtime/engine.py, save_checkpoint, _save_zero_checkpoint, _zero3_consolidated_16bit_state_dict.
     """
-    n, c, m = plan.shard_degree, plan.compute_bytes, deepspeed.master_bytes(plan)
-    weights, sharded = c * profile.parameters, deepspeed.stage(plan) == 3
+    n, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
+    weights, sharded = c * profile.parameters, stage(plan) == 3
     prefix = "" if plan.precision in ("fp32", "fp16-mixed") else "bf16_"
     if sharded:
         parts = [elements for elements, _ in deepspeed.sub_groups(profile, n)]
@@ -334,7 +335,7 @@ def _deepspeed(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving
     else:
         model_file = _file("mp_rank_00_model_states.pt", weights)
     one_storage = m * max(parts, default=0)
-    offloaded = deepspeed.offloads_optimizer(plan)
+    offloaded = offloads_optimizer(plan)
     checkpoint = Saving.of(
         plan,
         "save_checkpoint",

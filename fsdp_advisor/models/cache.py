@@ -70,14 +70,18 @@ def fetch(config: Mapping[str, object], task: str | None) -> Profile | None:
 
 
 def keep(profile: Profile, task: str | None) -> bool:
-    """Write the profile with all its tapes and those already kept; whether that could be done."""
+    """Write the profile with all its tapes and refusals and those already kept; whether that could be done."""
     target = folder()
     if target is None:
         return False
     path = target / _file_name(profile.config, task, profile.versions)
     before = _read(path, profile.config)
     if before is not None and (before.root, before.stacks) == (profile.root, profile.stacks):
-        profile = replace(profile, tapes={**before.tapes, **profile.tapes})
+        profile = replace(
+            profile,
+            tapes={**before.tapes, **profile.tapes},
+            refusals={**before.refusals, **profile.refusals},
+        )
     return _write(path, dump(profile))
 
 

@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
 from fsdp_advisor.models.profile import Profile
 from fsdp_advisor.models.store import load
+from fsdp_advisor.models.tasks import task_of
 
 PATH = Path(__file__).with_name("catalog.zip")
 INDEX = "index.json"
@@ -31,6 +33,11 @@ class Entry:
     model_type: str
     source: str
     member: str
+    experts: int | None
+
+    def as_row(self) -> dict[str, object]:
+        """What lists show."""
+        return {key: value for key, value in asdict(self).items() if key != "member"}
 
 
 @lru_cache(maxsize=1)
@@ -66,9 +73,26 @@ def nearest(name: str) -> list[str]:
 
 
 def search(pattern: str | None = None) -> list[Entry]:
-    """Models whose id, alias or type contains `pattern`, without regard to case."""
-    wanted = (pattern or "").strip().lower()
-    return [e for e in entries() if any(wanted in name.lower() for name in (e.id, *e.aliases, e.model_type))]
+    """Models that every word of `pattern` is said of: in an id, an alias, a type or what such models are called.
+
+    Case and dashes make no difference, and numbers are whole: `llama3` is said of Llama-3.1 and not of CodeLlama-34b, `7b` of
+    Mixtral-8x7B and not of gemma-2-27b.
+    """
+    words = [_said(word) for word in (pattern or "").split()]
+    return [e for e in entries() if all(any(word.search(name) for name in _names(e)) for word in words)]
+
+
+def _said(word: str) -> re.Pattern[str]:
+    parts = re.findall(r"\d[\d.]*|[^\W\d_]+|[^\w-]+", word)
+    whole = r"[\s_-]*".join(map(re.escape, parts))
+    begins, ends = word[:1].isdigit(), word[-1:].isdigit()
+    return re.compile((r"(?<![\d.])" if begins else "") + whole + (r"(?!\d)" if ends else ""), re.IGNORECASE)
+
+
+def _names(entry: Entry) -> tuple[str, ...]:
+    """All that a model may be searched by."""
+    experts = ("moe", "mixture-of-experts") if entry.experts else ()
+    return (entry.id, *entry.aliases, entry.model_type, entry.task, *task_of(entry.task).words, *experts)
 
 
 @cache  # one copy of each: what is computed of a profile holds it, so that a forgotten one would be there twice

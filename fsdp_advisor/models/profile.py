@@ -16,6 +16,8 @@ from enum import IntEnum
 from functools import cached_property
 from math import prod
 
+from fsdp_advisor.errors import Told
+
 MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
 Polynomial = tuple[int, int, int, int, int, int]
 
@@ -264,7 +266,10 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile."""
+    """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile.
+
+    `refusals` say why variants have no tape, by their keys: what cannot be recorded with `versions` is not tried again.
+    """
 
     name: str
     task: str
@@ -275,6 +280,7 @@ class Profile:
     config: dict[str, object]
     versions: dict[str, str]
     tapes: MutableMapping[str, Tape] = field(default_factory=dict)
+    refusals: dict[str, Told] = field(default_factory=dict)
 
     def layers(self) -> Iterator[Unit]:
         for stack in self.stacks:
@@ -310,6 +316,26 @@ class Profile:
         """Tokens that a layer with a sliding window looks back; None where the configuration names no such layers."""
         value = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
         return value if isinstance(value, int) and value > 0 else None
+
+    @cached_property
+    def experts(self) -> int | None:
+        """Experts that a layer chooses among; None of a model without. transformers stacks their weights on dim 0."""
+        stacked = [
+            p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if "experts" in p.name.split(".")
+        ]
+        return max(stacked, default=None)
+
+    @cached_property
+    def image_tokens(self) -> int | None:
+        """Tokens that an image becomes: those that have a learned place, else its patches; None of a model without.
+
+        ViT of 224 x 224 in patches of 16: 14 x 14 and one for the class, 197. Source: transformers, ViTEmbeddings.
+        """
+        for parameter in self.root.parameters:
+            if parameter.name.endswith("position_embeddings") and len(parameter.shape) == 3:
+                return parameter.shape[1]
+        size, patch = self.config.get("image_size"), self.config.get("patch_size")
+        return (size // patch) ** 2 if isinstance(size, int) and isinstance(patch, int) else None
 
     def fills_window(self, seq_len: int) -> bool:
         """Whether sequences of this length look farther back than the window. Source: transformers' `_ignore_causal_mask_sdpa`."""

@@ -160,6 +160,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
         "sizes": list(sizes),
         "segments": table,
         "tapes": tapes,
+        "refusals": profile.refusals,
     }
     if sys.byteorder == "big":
         for column in columns:
@@ -182,6 +183,7 @@ def load(data: bytes) -> Profile:
             config=header["config"],
             versions=header["versions"],
             tapes=StoredTapes(data),
+            refusals=dict(header.get("refusals", {})),
         )
     except (KeyError, TypeError, IndexError, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"not a stored profile: {type(error).__name__}: {error}") from error

@@ -95,7 +95,7 @@ async def _answer(request: Request, question: Question) -> Response:
 @router.get("/models", summary="Models known without looking any up", tags=["lists"],
             response_model=list[schema.ModelRow], responses=_CHANGED)  # fmt: skip
 async def models(request: Request, pattern: Pattern = None) -> Response:
-    rows = [{k: v for k, v in asdict(e).items() if k != "member"} for e in catalog.search(pattern)]
+    rows = [entry.as_row() for entry in catalog.search(pattern)]
     return reply(request, json.dumps(rows, separators=(",", ":")).encode(), max_age=HOUR)
 
 

@@ -1,4 +1,7 @@
-"""Every error that leaves the server has one shape: {"error", "hint", "status"}. Nothing of the host is in it."""
+"""Every error that leaves the server has one shape: {"error", "hint", "status"}. Nothing of the host is in it.
+
+Where a browser asks for a page that there is not, the same words are a page.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from starlette.routing import compile_path
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.reading import complaint
+from fsdp_advisor.server.rendering import HTML, render
 
 RETRY_AFTER_SECONDS = 2
 """Where the number of requests or connections is all that stands in the way."""
@@ -110,6 +114,29 @@ def _methods(request: Request) -> list[str]:
     return sorted(m.upper() for path, able in routes if compile_path(path)[0].match(asked) for m in able)
 
 
+def is_program(request: Request) -> bool:
+    """Whether an error is told in JSON: on the routes of the API, and wherever HTML is not preferred by name."""
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    if path.startswith("/api/") or path.endswith(".json"):
+        return True
+    accepted = request.headers.get("accept", "")
+    return _preference(accepted, "text/html") <= _preference(accepted, "application/json")
+
+
+def _preference(accepted: str, kind: str) -> float:
+    """How much an Accept header prefers a media type that it names; 0 of one that it does not.
+
+    >>> _preference("text/html, application/json;q=0.9", "application/json"), _preference("*/*", "text/html")
+    (0.9, 0.0)
+    """
+    for part in accepted.split(","):
+        named, *parameters = (word.strip().lower() for word in part.split(";"))
+        if named == kind:
+            quality = next((p.removeprefix("q=") for p in parameters if p.startswith("q=")), "1")
+            return float(quality) if re.fullmatch(r"[01](\.\d{0,3})?", quality) else 0.0
+    return 0.0
+
+
 def add_handlers(app: FastAPI) -> None:
     """Errors of every origin become the one shape; what nobody foresaw is the middleware's."""
 
@@ -127,4 +154,8 @@ def add_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405:
             headers["Allow"] = ", ".join(_methods(request)) or headers.get("Allow", "GET")
-        return problem(error.status_code, what, _HINTS.get(error.status_code, "see /docs"), headers)
+        hint = _HINTS.get(error.status_code, "see /docs")
+        if is_program(request):
+            return problem(error.status_code, what, hint, headers)
+        page = render(request, "problem.html", error=what, hint=hint, status=error.status_code)
+        return Response(page, error.status_code, {"Cache-Control": "no-store", "Vary": "Accept", **headers}, HTML)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -13,18 +14,18 @@ from starlette.responses import Response
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.hardware import GPUS
+from fsdp_advisor.hardware import GPUS, list_gpus
 from fsdp_advisor.models import catalog
 from fsdp_advisor.request import RecommendRequest
 from fsdp_advisor.server import page_accuracy, page_answer, page_form, page_how
 from fsdp_advisor.server.answers import Answers, advised
+from fsdp_advisor.server.assets import static_dir
 from fsdp_advisor.server.errors import refusal
 from fsdp_advisor.server.questions import PASTED, Question
-from fsdp_advisor.server.rendering import render
+from fsdp_advisor.server.rendering import HTML, render
 from fsdp_advisor.server.replies import HOUR, reply
 
 router = APIRouter(include_in_schema=False)
-HTML = "text/html; charset=utf-8"
 
 
 @router.get("/")
@@ -90,15 +91,15 @@ def _question(said: dict[str, str]) -> tuple[Question, RecommendRequest]:
     return Question(request, config=config), request
 
 
-def _page(path: str, template: str, make: Any) -> None:
-    """A page whose data take no question: `make` gives them, as what JSON can hold."""
+def _page(path: str, template: str, make: Callable[[str], dict[str, Any]]) -> None:
+    """A page whose data take no question but a pattern, where it is a list: `make` gives them, as what JSON can hold."""
 
     async def page(request: Request) -> Response:
-        values = await run_in_threadpool(make)
+        values = await run_in_threadpool(make, _pattern(request))
         return reply(request, await run_in_threadpool(lambda: render(request, template, **values)), HTML)
 
     async def as_json(request: Request) -> Response:
-        values = await run_in_threadpool(make)
+        values = await run_in_threadpool(make, _pattern(request))
         data = {name: value for name, value in values.items() if not name.endswith("_drawing")}
         return reply(request, json.dumps(data, default=asdict, separators=(",", ":")).encode())
 
@@ -144,16 +145,25 @@ def _parameters(operation: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _models() -> dict[str, Any]:
-    keys = ("id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source")
-    return {"models": [{key: getattr(entry, key) for key in keys} for entry in catalog.entries()]}
+def _pattern(request: Request) -> str:
+    return request.query_params.get("pattern", "").strip()[:200]
 
 
-def _gpus() -> dict[str, Any]:
-    return {"gpus": [asdict(gpu) for gpu in GPUS]}
+def _models(pattern: str) -> dict[str, Any]:
+    return {"pattern": pattern, "models": [entry.as_row() for entry in catalog.search(pattern)]}
+
+
+def _gpus(pattern: str) -> dict[str, Any]:
+    return {"pattern": pattern, "gpus": [asdict(gpu) for gpu in list_gpus(pattern)]}
 
 
 _page("/models", "models.html", _models)
 _page("/gpus", "gpus.html", _gpus)
-_page("/how", "how.html", page_how.view)
-_page("/accuracy", "accuracy.html", page_accuracy.view)
+_page("/how", "how.html", lambda _: page_how.view())
+_page("/accuracy", "accuracy.html", lambda _: page_accuracy.view())
+
+
+@router.get("/favicon.ico")
+async def favicon(request: Request) -> Response:
+    """Where browsers look for an icon, whatever a page names; of a page of JSON they know no other."""
+    return reply(request, (static_dir() / "icon.svg").read_bytes(), "image/svg+xml")

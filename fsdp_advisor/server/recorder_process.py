@@ -1,9 +1,9 @@
 """The process that records strangers' configurations: `python -m fsdp_advisor.server.recorder_process BOUNDS`.
 
 Its first line is {"bytes": 0} once it is ready, or {"bytes": 0, "failed"}. Then a line of JSON comes in, {"config", "name",
-"source", "variants"}; a line goes out, {"bytes", "notes", "refusals"} or {"bytes": 0, "refused"}, and after it the stored
-profile. The process bounds itself before it reads anything: memory, time per job, no file written; and once torch is loaded
-no connection, no other program, and no file read but Python's own.
+"source", "variants"}; a line goes out, {"bytes", "notes"} or {"bytes": 0, "refused"}, and after it the stored profile, which
+holds why variants were refused. The process bounds itself before it reads anything: memory, time per job, no file written; and
+once torch is loaded no connection, no other program, and no file read but Python's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, told
 from fsdp_advisor.memory.libraries import to_record
 from fsdp_advisor.models.profile import Variant
 from fsdp_advisor.models.store import dump
@@ -94,10 +94,10 @@ def _answer(answers: BinaryIO, job: dict[str, Any]) -> None:
     try:
         head, blob = _recorded(job)
     except AdvisorError as error:
-        head, blob = {"refused": _told(error)}, b""
+        head, blob = {"refused": told(error)}, b""
     except Exception as error:
         why = NotRecordable(f"{job['name']}: {type(error).__name__}", hint="check the configuration's sizes")
-        head, blob = {"refused": _told(why)}, b""
+        head, blob = {"refused": told(why)}, b""
     _send(answers, head, blob)
 
 
@@ -111,7 +111,6 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
     model = configured(job["config"].encode(), job["name"], job["source"])
     assert model.profile is not None
-    refusals: dict[str, AdvisorError] = {}
     wanted = [Variant.from_key(key) for key in job["variants"]]
     for variant in wanted:
         if not variant.on_gpu:
@@ -120,15 +119,11 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         try:
             model.tape(variant)
         except AdvisorError as error:  # each variant may be refused by itself
-            refusals[variant.key] = error
+            model.profile.refusals.setdefault(variant.key, told(error))  # what this process had no room for, too
             if isinstance(error, NoSuchAttention) and variant.attention == "sdpa":  # eager is taken in its place
                 wanted.append(replace(variant, attention="eager"))
     notes = [note for note in model.notes if "cache folder" not in note]
-    return {"notes": notes, "refusals": {k: _told(e) for k, e in refusals.items()}}, dump(model.profile)
-
-
-def _told(error: AdvisorError) -> dict[str, str]:
-    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"notes": notes}, dump(model.profile)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ import re
 import signal
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import fsdp_advisor
-from fsdp_advisor import errors
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UnreadableConfig
+from fsdp_advisor.errors import MissingExtra, NotRecordable, Told, UnreadableConfig, retold, told
 from fsdp_advisor.models import cache
 from fsdp_advisor.models.config import parse_config, trained_part
 from fsdp_advisor.models.profile import Profile
@@ -51,16 +50,16 @@ Source = Literal["config", "hub"]
 
 @dataclass
 class _Known:
-    """What came of one configuration: its inventory and tapes, or why there are none; and why variants cannot be had."""
+    """What came of one configuration: its inventory and tapes, or why there are none."""
 
     profile: Profile | None = None
-    refused: AdvisorError | None = None
+    refused: Told | None = None
     notes: tuple[str, ...] = ()
-    refusals: dict[str, AdvisorError] = field(default_factory=dict)
 
     def lacks(self, variants: set[str]) -> list[str]:
-        tapes = self.profile.tapes if self.profile else {}
-        return sorted(v for v in variants if v not in tapes and v not in self.refusals)
+        if self.profile is None:
+            return sorted(variants)
+        return sorted(v for v in variants if v not in self.profile.tapes and v not in self.profile.refusals)
 
 
 class Recordings:
@@ -85,7 +84,7 @@ class Recordings:
         known = self._known[key]
         if known.profile is None:
             assert known.refused is not None
-            raise known.refused.with_traceback(None)
+            raise retold(known.refused)
         profile = known.profile
         return Resolved(
             name,
@@ -95,7 +94,6 @@ class Recordings:
             profile.trainable_parameters,
             known.notes,
             may_record=False,
-            refusals=known.refusals,
         )
 
     async def close(self) -> None:
@@ -136,36 +134,31 @@ class Recordings:
             raise ServerBusy(f"this machine was too busy to record {job['name']}: {busy}", hint="try again") from busy
         except RecorderDied as died:
             self._process = None
-            told = {"kind": "NotRecordable", "message": f"{job['name']}: {died}", "hint": _SMALLER}
-            head, blob = {"refused": told}, b""
+            head, blob = {"refused": told(NotRecordable(f"{job['name']}: {died}", hint=_SMALLER))}, b""
         except BaseException:  # the asker has gone: the process is in the middle of something
             await self.close()
             raise
         self._metrics.recordings.labels("refused" if head.get("refused") else "recorded").inc()
         known = self._known.setdefault(key, _Known())
         if head.get("refused") and known.profile is not None:  # the tapes there are stay; the new ones cannot be had
-            known.refusals |= {v: _error(head["refused"]) for v in job["variants"]}
+            known.profile.refusals.update(dict.fromkeys(job["variants"], head["refused"]))
         elif head.get("refused"):
-            known.refused = _error(head["refused"])
+            known.refused = head["refused"]
         else:
             known.notes = tuple(head["notes"])
-            known.refusals |= {v: _error(e) for v, e in head["refusals"].items()}
             fresh = await asyncio.to_thread(load, blob)
-            tapes = {**known.profile.tapes, **fresh.tapes} if known.profile else fresh.tapes
-            known.profile = replace(fresh, tapes=tapes)
+            if (before := known.profile) is not None:
+                fresh = replace(
+                    fresh,
+                    tapes={**before.tapes, **fresh.tapes},
+                    refusals={**before.refusals, **fresh.refusals},
+                )
+            known.profile = fresh
         while len(self._known) > RECORDINGS_KEPT:
             self._known.popitem(last=False)
 
 
 _SMALLER = "a smaller configuration, or one strategy at a time, may do"
-
-
-def _error(told: dict[str, str]) -> AdvisorError:
-    """An error that the process told of, as an error of its class."""
-    kind = getattr(errors, told["kind"], NotRecordable)
-    error: AdvisorError = Exception.__new__(kind if issubclass(kind, AdvisorError) else NotRecordable)
-    AdvisorError.__init__(error, told["message"], hint=told["hint"])
-    return error
 
 
 _PATH = re.compile(

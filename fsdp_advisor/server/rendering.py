@@ -13,6 +13,8 @@ from fsdp_advisor import __version__
 from fsdp_advisor.server.assets import static_dir, templates_dir
 from fsdp_advisor.units import format_count, format_gib
 
+HTML = "text/html; charset=utf-8"
+
 
 @lru_cache(maxsize=1)
 def _templates() -> Environment:

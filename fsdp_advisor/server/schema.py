@@ -140,3 +140,4 @@ class ModelRow(BaseModel):
     max_seq_len: int | None
     model_type: str
     source: str
+    experts: Annotated[int | None, Field(description="Experts that a layer chooses among; null of a dense model")]

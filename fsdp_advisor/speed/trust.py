@@ -68,7 +68,7 @@ def doubts_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, fl
         words = f"{plan.ranks_per_node} GPUs on one node are taken to share its links; say --nnodes"
         found.append(Doubt("very large nodes", words))
     if profile.task in WITHOUT_TOKENS:
-        words = "its tokens per second count the sequence length, which this model does not read"
+        words = f"its tokens per second count an image as {plan.seq_len}"
         found.append(Doubt("models without tokens", words))
     if plan.backend == "deepspeed" and plan.nnodes > 1:
         words = "published DeepSpeed runs over several nodes took 1.3 to 2.6 times as long"

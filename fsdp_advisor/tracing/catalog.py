@@ -1,8 +1,8 @@
 """Builds the catalog: `python -m fsdp_advisor.tracing.catalog` records every model of `architectures.yaml` in every variant.
 
 Finished models are kept in a work folder, keyed by their configuration, the versions, the variants and `RECORDING`, so that a
-second run records only what has changed. With `--add` the tapes that the catalog holds are taken over and only variants that it
-lacks are recorded.
+second run records only what has changed. With `--add` the tapes and refusals that the catalog holds are taken over and only variants that
+it lacks are recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.errors import AdvisorError, told
 from fsdp_advisor.models.catalog import INDEX, PATH, find, profile
 from fsdp_advisor.models.profile import (
     EAGER_ON_GPU,
@@ -32,7 +32,7 @@ from fsdp_advisor.models.profile import (
     Profile,
     Variant,
 )
-from fsdp_advisor.models.store import RECORDING, dump
+from fsdp_advisor.models.store import RECORDING, dump, load
 from fsdp_advisor.tracing.recorder import Recorder, versions
 from fsdp_advisor.tracing.transformers_models import TransformersSource
 
@@ -91,13 +91,15 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
         ):
             raise SystemExit(f"{row['id']}: the catalog's tapes are of another model or other versions")
         recorder.profile.tapes.update(before.tapes)
+        recorder.profile.refusals.update(before.refusals)
     for variant in variants_of(recorder.profile, source):
-        if variant.key in recorder.profile.tapes:
+        if variant.key in recorder.profile.tapes or variant.key in recorder.profile.refusals:
             continue
         try:
             recorder.profile.tapes[variant.key] = recorder.tape(variant)
         except AdvisorError as error:  # one refusal must not cost the other variants
             refused.append(f"{variant.key}: {error}")
+            recorder.profile.refusals[variant.key] = told(error)
     return dump(recorder.profile, small=True), refused
 
 
@@ -142,6 +144,7 @@ def main() -> None:
                 continue
             source = TransformersSource(row["config"], name=row["id"], task=row["task"])
             member = row["id"].replace("/", "--") + ".profile"
+            stored = target.read_bytes()
             index.append(
                 {
                     "id": row["id"],
@@ -152,9 +155,10 @@ def main() -> None:
                     "model_type": row["config"]["model_type"],
                     "source": row["source"],
                     "member": member,
+                    "experts": load(stored).experts,
                 }
             )
-            archive.writestr(zipfile.ZipInfo(member), target.read_bytes(), zipfile.ZIP_STORED)
+            archive.writestr(zipfile.ZipInfo(member), stored, zipfile.ZIP_STORED)
         archive.writestr(zipfile.ZipInfo(INDEX), json.dumps(index), zipfile.ZIP_DEFLATED)
     print(f"{len(index)} models, {options.out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
 

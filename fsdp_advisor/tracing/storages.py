@@ -50,6 +50,10 @@ class StorageWatch(TorchDispatchMode):
         key = storage._cdata
         self._live[key] = (weakref.ref(storage, partial(self._died, key)), -1)
 
+    def watches(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was seen, or is to be ignored."""
+        return local_tensor(tensor).untyped_storage()._cdata in self._live
+
     def see(self, tensor: torch.Tensor) -> None:
         """Take note of a tensor's storage, if it is new."""
         storage = local_tensor(tensor).untyped_storage()

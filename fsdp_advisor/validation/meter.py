@@ -54,11 +54,26 @@ class Meter(Protocol):
 
 
 class _Watch(StorageWatch):
-    """Tensors on the meta device hold nothing."""
+    """Tensors on the meta device hold nothing, and gloo's own copy is no tensor of the job's; `gloo_bytes` is the largest.
+
+    gloo has no reduce-scatter: it copies the input, all-reduces the copy and splits it where the caller waits, which is where
+    the copy first comes into sight. NCCL, in whose place gloo runs, makes none.
+    Source: ProcessGroupGloo.cpp, reduce_scatter_tensor_coalesced (torch 2.13).
+    """
+
+    gloo_bytes = 0
 
     def see(self, tensor: torch.Tensor) -> None:
         if not local_tensor(tensor).is_meta:
             super().see(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.split.Tensor and not self.watches(args[0]):
+            self.gloo_bytes = max(self.gloo_bytes, round_up(local_tensor(args[0]).untyped_storage().nbytes()))
+            self.ignore(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class StorageMeter:
@@ -105,6 +120,11 @@ class StorageMeter:
             self._highest, self._highest_at = self.live, len(self._events)
         if self._keep_timeline:
             self.timeline.append((self.phase, operator, self.live))
+
+    @property
+    def gloo_bytes(self) -> int:
+        """The largest copy that gloo has made to reduce-scatter, which is in no figure."""
+        return self._watch.gloo_bytes
 
     def ignore(self, tensor: torch.Tensor) -> None:
         self._watch.ignore(tensor)

@@ -146,6 +146,8 @@ def measure(
                 pause_seconds=WATCHDOG_SECONDS if cuda else 0,
             )
         found = figures(phases, communicates=True)
+        if isinstance(meter, StorageMeter) and meter.gloo_bytes:
+            found["gloo_bytes"] = meter.gloo_bytes
         if snapshot is not None:
             found = untimed(found)
         if base is not None:

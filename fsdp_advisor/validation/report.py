@@ -195,7 +195,9 @@ def render(records: Sequence[Record], form: str) -> str:
     ]
     if rows:
         parts.append(table(("rung", "strategy", "figure", "cases", "median", "p95", "worst"), rows, 3))
-    parts.append("\n".join([*_range_lines(records), *_snapshot_lines(records), *_verdict_lines(records)]))
+    parts.append(
+        "\n".join([*_gloo_lines(records), *_range_lines(records), *_snapshot_lines(records), *_verdict_lines(records)])
+    )
     devices = sorted({r.versions["gpu"] for r in records if "gpu" in r.versions})
     made = sorted(
         {
@@ -234,7 +236,7 @@ def render_case(record: Record, form: str) -> str:
         parts.append(
             f"{name} over {len(values)} ranks{where}: largest {max(values):,}, rank 0 {values[0]:,}, spread {max(values) - min(values):,}"
         )
-    seconds = [_seconds(record, name) for name in TIMES if name in record.measured]
+    seconds = _gloo_lines([record]) + [_seconds(record, name) for name in TIMES if name in record.measured]
     seconds += [*_range_lines([record]), *_snapshot_lines([record])]
     verdict = f"fits: {_yes_no(record.fits_predicted)} said, {_yes_no(record.fits_really)} {'did' if record.device == 'cuda' else 'found'}"
     return "\n\n".join([*parts, "\n".join([*seconds, verdict])])
@@ -283,6 +285,17 @@ def _case_row(record: Record) -> list[str]:
 
 def _range_lines(records: Sequence[Record]) -> list[str]:
     return [f"{w.figure} within the predicted range: {w.within} of {w.cases} ({w.rung})" for w in ranges(records)]
+
+
+def _gloo_lines(records: Sequence[Record]) -> list[str]:
+    """What runs over gloo hold and no other backend would."""
+    copies = [n for r in records if isinstance(n := r.measured.get("gloo_bytes"), int)]
+    if not copies:
+        return []
+    upto = "up to " if len(copies) > 1 else ""
+    return [
+        f"not counted: the copy of {upto}{format_gib(max(copies))} that gloo makes to reduce-scatter, and NCCL does not"
+    ]
 
 
 def _snapshot_lines(records: Sequence[Record]) -> list[str]:

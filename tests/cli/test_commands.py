@@ -280,14 +280,36 @@ def test_nothing_is_written_for_a_bad_job(cli: Callable[..., Any], tmp_path: Pat
     assert not path.exists()
 
 
+def test_images_are_counted_as_images(cli: Callable[..., Any]) -> None:
+    job = (
+        "estimate",
+        "--model",
+        "google/vit-base-patch16-224",
+        "--gpus",
+        "2",
+        "--gpu",
+        "H100",
+        "--micro-batch-size",
+        "8",
+    )
+    (ddp, *_) = json.loads(cli(*job, "--json").out)["estimates"]
+    rate = f"{8 / ddp['step_seconds']:.3g}"
+    images = f"{float(rate):,.0f}"
+    shown = cli(*job, "--explain", "ddp", columns=120).out
+    assert "micro-batch 8, images of 197 tokens," in shown and "tokens/s" not in shown
+    assert re.search(rf"^DDP .* {images} ", shown, re.MULTILINE) and f"{images} images/s per GPU" in shown
+    assert "images per second per GPU" in shown and f"; {images} images/s per GPU" in cli(*job, columns=50).out
+    assert "| images/s per GPU |" in cli(*job, "--format", "markdown").out
+
+
 def test_models(cli: Callable[..., Any]) -> None:
     everything = json.loads(cli("models", "--json").out)
     (found,) = json.loads(cli("models", "llama-2-7b-HF", "--json").out)
     assert found in everything
-    assert {"id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source"} == set(found)
+    assert {"id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source", "experts"} == set(found)
     assert (found["id"], found["parameters"]) == ("meta-llama/Llama-2-7b-hf", 6_738_415_616)
     types = {row["model_type"] for row in json.loads(cli("models", "moe", "--json").out)}
-    assert types == {"qwen3_moe"}, "a type is found whose models' names do not say it"
+    assert types == {"qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"}, "found by what they are"
     for columns in (40, 60, 120):
         text = cli("models", columns=columns).out.replace("\n", "")
         assert all(row["id"] in text for row in everything) or columns == 40

@@ -18,7 +18,7 @@ from deepspeed.runtime.config import ADAMW_OPTIMIZER, DEEPSPEED_OPTIMIZERS, Deep
 from export_jobs import RANKS, job, jobs, plan
 
 from fsdp_advisor.export import export
-from fsdp_advisor.memory.deepspeed import DEFAULTS
+from fsdp_advisor.memory.deepspeed_settings import DEFAULTS
 
 
 class Asked(dict[str, Any]):

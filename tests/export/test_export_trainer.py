@@ -24,7 +24,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fsdp_advisor.export import Job, export
-from fsdp_advisor.memory.deepspeed import DEFAULTS
+from fsdp_advisor.memory.deepspeed_settings import DEFAULTS
 
 AUTO = dict.fromkeys(
     ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"

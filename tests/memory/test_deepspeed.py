@@ -12,18 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor.memory.deepspeed import (
-    DEFAULTS,
-    Settings,
-    buffers,
-    flat_elements,
-    optimizer_states,
-    owned_by_rank0,
-    shard_elements,
-    states,
-    sub_groups,
-)
+from fsdp_advisor.memory.deepspeed import flat_elements, optimizer_states, shard_elements, states, sub_groups
 from fsdp_advisor.memory.deepspeed_host import host, not_modelled, page_locked
+from fsdp_advisor.memory.deepspeed_settings import DEFAULTS, Settings
+from fsdp_advisor.memory.deepspeed_step import buffers, owned_by_rank0
 from fsdp_advisor.memory.deepspeed_zero3 import gathered
 from fsdp_advisor.memory.held import Held, States
 from fsdp_advisor.models.profile import Parameter, Profile, Run, Stack, Unit

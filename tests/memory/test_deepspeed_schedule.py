@@ -23,7 +23,8 @@ pytest.importorskip("transformers")
 
 from fsdp_advisor.memory import replay as replaying
 from fsdp_advisor.memory.course import Course, Followed
-from fsdp_advisor.memory.deepspeed import Filled, Settings, buffers
+from fsdp_advisor.memory.deepspeed_settings import Settings
+from fsdp_advisor.memory.deepspeed_step import Filled, buffers
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Live, Place
 from fsdp_advisor.memory.replay import replay

@@ -13,7 +13,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved, make_request, replayed
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.memory.allocator.reserve import traced
-from fsdp_advisor.memory.deepspeed import settings_of
+from fsdp_advisor.memory.deepspeed_settings import settings_of
 from fsdp_advisor.memory.ledger import AT_ROOT
 from fsdp_advisor.memory.wrapping import EMBEDDING, HEAD, marked, marks_for, wrapping_of
 from fsdp_advisor.models import catalog

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from fsdp_advisor.memory.libraries import real_attention
@@ -90,6 +92,11 @@ def test_every_profile_is_whole(entry: catalog.Entry) -> None:
         for batch in ("n", "1"):
             assert f"fsdp2|bf16-mixed|eager|{checkpointing}|{batch}" in profile.tapes
             assert f"fsdp2|bf16|eager|{checkpointing}|{batch}" in profile.tapes
+    for engine, precision, attention, checkpointing, batch in product(
+        ("fsdp2", "plain", "fsdp1"), ("bf16", "bf16-mixed", "fp32"), ("sdpa", "eager"), ("none", "full"), "n1"
+    ):
+        key = f"{engine}|{precision}|{attention}|{checkpointing}|{batch}"
+        assert (key in profile.tapes) != (key in profile.refusals), "a tape, or why there is none"
     for key in profile.tapes:
         variant = Variant.from_key(key)
         if variant.attention == "sdpa":
@@ -98,3 +105,44 @@ def test_every_profile_is_whole(entry: catalog.Entry) -> None:
                 real = real_attention(variant, windowed=windowed, recorded=profile.tapes)
                 assert real.key in profile.tapes
                 assert not windowed or real.attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED)
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
+def test_experts_are_counted(entry: catalog.Entry) -> None:
+    """As the profile has them, and as many as the configuration says."""
+    profile = catalog.profile(entry)
+    said = [profile.config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    assert entry.experts == profile.experts == next((n for n in said if n), None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found", "not_found"),
+    [
+        ("moe", "openai/gpt-oss-20b", "openai-community/gpt2"),
+        ("Mixture-of-Experts", "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B"),
+        ("qwen3_moe", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"),
+        ("vision", "google/vit-base-patch16-224", "google-bert/bert-base-cased"),
+        ("speech", "openai/whisper-small", "google-t5/t5-small"),
+        ("encoder", "google-bert/bert-base-cased", "openai-community/gpt2"),
+        ("7b", "mistralai/Mixtral-8x7B-v0.1", "google/gemma-2-27b"),
+        ("7b", "tiiuae/falcon-7b", "EleutherAI/pythia-2.8b"),
+        ("llama3", "meta-llama/Llama-3.1-8B", "codellama/CodeLlama-34b-hf"),
+        ("llama-3 70B", "meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("gpt-2", "openai-community/gpt2", "EleutherAI/gpt-j-6b"),
+        ("META-LLAMA/", "meta-llama/Llama-2-7b-hf", "tiiuae/falcon-7b"),
+    ],
+)
+def test_search_by_what_people_say(pattern: str, found: str, not_found: str) -> None:
+    ids = {entry.id for entry in catalog.search(pattern)}
+    assert found in ids
+    assert not_found not in ids
+
+
+@pytest.mark.parametrize("pattern", ["", "  ", None, "-"])
+def test_search_for_nothing_finds_everything(pattern: str | None) -> None:
+    assert catalog.search(pattern) == list(catalog.entries())
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
+def test_search_by_any_name(entry: catalog.Entry) -> None:
+    assert all(entry in catalog.search(name) for name in (entry.id, *entry.aliases, entry.model_type, entry.task))

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
 from fsdp_advisor.estimator import make_request  # noqa: E402
+from fsdp_advisor.memory.held import round_up  # noqa: E402
 from fsdp_advisor.validation import measure, started  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
@@ -41,6 +42,10 @@ CONFIG = {
 }
 JOB: dict[str, Any] = {"micro_batch_size": 2, "seq_len": 64, "attention": "eager"}
 """Eager attention, for transformers builds the mask that sdpa takes under fake tensors only."""
+
+
+WIDE = {**CONFIG, "vocab_size": 8000, "tie_word_embeddings": False}
+"""The peak of short sequences is where the root's gradients are reduced and scattered."""
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,9 @@ end_group()
 
 def test_two_ranks_measure_what_is_predicted_under_every_engine_of_pytorch(model: str, tmp_path: Path) -> None:
     predictions = [predict(make_request({"model": model, **JOB, **options})) for options in (*EXACT, NOT_PREDICTED)]
+    (tmp_path / "wide.json").write_text(json.dumps(WIDE))
+    wide = {**JOB, "model": str(tmp_path / "wide.json"), "seq_len": 8, "strategy": "zero3", "gpus": 2}
+    predictions.append(predict(make_request(wide)))
     script, jobs, out = (tmp_path / name for name in ("rank.py", "jobs.json", "out.json"))
     script.write_text(RANK)
     jobs.write_text(json.dumps([p.as_dict() for p in predictions]))
@@ -101,9 +109,15 @@ def test_two_ranks_measure_what_is_predicted_under_every_engine_of_pytorch(model
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [told["measured"] for told in json.loads(out.read_text())]
-    for options, prediction, measured in zip(EXACT, predictions[:-1], found[:-1], strict=True):
+    *exact, zero1, by_root = found
+    for options, prediction, measured in zip(EXACT, predictions, exact, strict=False):
         assert measured["phase_peaks"] == prediction.predicted["phase_peaks"], options
-    ddp, zero1 = found[-2]["phase_peaks"]["optimizer"], found[-1]["phase_peaks"]["optimizer"]
+        assert ("gloo_bytes" in measured) == (options["strategy"] != "ddp")
+    assert by_root["phase_peaks"] == predictions[-1].predicted["phase_peaks"]
+    assert by_root["gloo_bytes"] == round_up(
+        4 * (2 * 8000 * 64 + 64)
+    )  # the root's gradients in fp32, which gloo copies
+    ddp, zero1 = exact[-1]["phase_peaks"]["optimizer"], zero1["phase_peaks"]["optimizer"]
     parameters = sum(p.numel() for p in predictions[0].source().build(torch.float32).parameters())
     assert ddp - zero1 == pytest.approx(parameters * 8 / 2, rel=0.35)  # each state is on one of the two ranks, whole
 

@@ -225,6 +225,64 @@ def test_a_link_with_a_tracker_in_it_still_answers(client: TestClient) -> None:
     assert "utm_source is no option and was left aside" in reply.text
 
 
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
+
+
+@pytest.mark.parametrize("path", ["/nosuch", "/static/nosuch.css", "/models/"])
+def test_a_page_that_there_is_not(client: TestClient, path: str) -> None:
+    told = client.get(path, headers={"Accept": "application/json"})
+    assert (told.status_code, told.json()["status"]) == (404, 404)
+    page = client.get(path, headers={"Accept": BROWSER})
+    assert (page.status_code, page.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert "Accept" in page.headers["vary"].split(", ") and page.headers["cache-control"] == "no-store"
+    assert told.json()["error"] in page.text and told.json()["hint"] in page.text
+    assert read(page.text).elements
+
+
+@pytest.mark.parametrize(
+    ("path", "accept"),
+    [
+        ("/nosuch", "*/*"),
+        ("/nosuch", ""),
+        ("/nosuch", "application/json, text/html;q=0.5"),
+        ("/nosuch", "text/html;q=nan"),
+        ("/nosuch.json", BROWSER),
+        ("/api/nosuch", BROWSER),
+        ("/api/v1/estimate/more", BROWSER),
+    ],
+)
+def test_programs_are_told_in_json(client: TestClient, path: str, accept: str) -> None:
+    told = client.get(path, headers={"Accept": accept})
+    assert told.status_code == 404 and set(told.json()) == {"error", "hint", "status"}
+
+
+def test_what_a_page_cannot_do_is_told_a_browser_so(client: TestClient) -> None:
+    page = client.post("/how", headers={"Accept": BROWSER})
+    assert (page.status_code, page.headers["allow"]) == (405, "GET")
+    assert "POST is not possible here" in page.text
+
+
+def test_the_icon_is_where_browsers_ask_for_it(client: TestClient) -> None:
+    icon = client.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
+    assert icon.content == client.get("/static/icon.svg").content
+    assert client.get("/favicon.ico", headers={"If-None-Match": icon.headers["etag"]}).status_code == 304
+
+
+@pytest.mark.parametrize("pattern", ["moe", "llama3", "7b", HOSTILE])
+def test_lists_are_searched_as_the_api_does(client: TestClient, pattern: str) -> None:
+    ids = [row["id"] for row in client.get("/api/v1/models", params={"pattern": pattern[:200]}).json()]
+    page = client.get("/models", params={"pattern": pattern})
+    shown = re.findall(r'<th scope="row"><a[^>]*>([^<]*)</a>', page.text)
+    assert (
+        shown == ids == [row["id"] for row in client.get("/models.json", params={"pattern": pattern}).json()["models"]]
+    )
+    fields = {attrs.get("name"): attrs.get("value") for tag, attrs in read(page.text).elements if tag == "input"}
+    assert fields == {"pattern": pattern}
+    gpus = [row["name"] for row in client.get("/api/v1/gpus", params={"pattern": "h100"}).json()]
+    assert re.findall(r'<th scope="row"[^>]*>([^<]*)</th>', client.get("/gpus?pattern=h100").text) == gpus
+
+
 def test_every_link_leads_somewhere(client: TestClient) -> None:
     seen = {path: read(client.get(path).text) for path in PAGES}
     anchors = {path: {attrs.get("id") for _, attrs in page.elements} for path, page in seen.items()}

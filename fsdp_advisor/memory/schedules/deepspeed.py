@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fsdp_advisor.memory import deepspeed
-from fsdp_advisor.memory.deepspeed import Buffers, Filled, Settings, settings_of, shard_elements, stage
+from fsdp_advisor.memory import deepspeed, deepspeed_step
+from fsdp_advisor.memory.deepspeed import shard_elements
+from fsdp_advisor.memory.deepspeed_settings import Settings, offloads_parameters, settings_of, stage
+from fsdp_advisor.memory.deepspeed_step import Buffers, Filled
 from fsdp_advisor.memory.deepspeed_zero3 import Gathered, gathered
 from fsdp_advisor.memory.held import NOTHING, Held, States, round_up
 from fsdp_advisor.memory.ledger import (
@@ -66,7 +68,7 @@ class _Arithmetic:
 
 @lru_cache(maxsize=384)
 def _arithmetic(profile: Profile, plan: Plan, settings: Settings) -> _Arithmetic:
-    buffers = deepspeed.buffers(profile, plan, settings)
+    buffers = deepspeed_step.buffers(profile, plan, settings)
     gradients, starts = _layout(profile, plan, buffers)
     states = deepspeed.states(profile, plan, settings)
     return _Arithmetic(
@@ -387,7 +389,7 @@ class DeepspeedSchedule:
         plan = Plan(
             strategy=plan.strategy,
             backend=plan.backend,
-            offload=plan.offload if deepspeed.offloads_parameters(plan) else "none",
+            offload=plan.offload if offloads_parameters(plan) else "none",
             shard_degree=plan.shard_degree,
             precision="fp32" if plan.precision == "fp32" else "bf16",  # in which it computes
             seq_len=1,
