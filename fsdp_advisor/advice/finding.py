@@ -312,11 +312,11 @@ class Finder:
         """Every GPU of the table with its fastest plan; the one with the least memory that fits is the answer."""
         memory = {gpu.name: gpu.memory_bytes for gpu in list_gpus()}
         rows = sorted(self._on_each(), key=lambda c: (c.fits is False, memory[c.gpu], c.order))
-        self.search.judge.allocator.allow(2 * MOST_WALKS)
         winner = None
         for at, row in enumerate(rows):
             if winner is not None or row.fits is False:
                 break
+            self.search.judge.allocator.allow(MOST_WALKS)
             winner = _settled(self.on_gpu(row.gpu))
             rows[at] = winner or self._nearest(row)
         rows.sort(key=lambda c: (c.fits is False, memory[c.gpu], c.order))
@@ -364,7 +364,7 @@ def _settled(search: Search) -> Candidate | None:
     lean = anything(search)
     if lean is None or lean.fits is False:
         return None
-    return settle(search).winner or lean
+    return settle(search).winner or search.judge.plainly(lean)
 
 
 def _rows(

@@ -33,9 +33,9 @@ class Candidate:
     """One configuration with its verdict.
 
     `needed_bytes` is what is known cheaply, allocated bytes with what CUDA and NCCL take (None: a bare parameter count, of
-    which `state_bytes` are known), to be at most `available_bytes`, the GPU's memory less the margin.
-    `host_available_bytes` None: not asked about. `walked`: what the caching allocator reserves, with its fragmentation and
-    under the settings `allocator_conf`; None where the allocator was not walked.
+    which `state_bytes` are known). `walked`: what the caching allocator reserves, with its fragmentation and under the
+    settings `allocator_conf`; None where the allocator was not walked. `known_bytes`, the best figure of these, is to be at
+    most `available_bytes`, the GPU's memory less the margin. `host_available_bytes` None: not asked about.
     """
 
     plan: Plan
@@ -60,11 +60,18 @@ class Candidate:
 
     @property
     def fits(self) -> bool | None:
-        if self.host_fits is False or (self.walked is not None and not self.walked.fits):
+        if self.host_fits is False or self.known_bytes > self.available_bytes:
             return False
-        if self.needed_bytes is None:
-            return False if self.state_bytes > self.available_bytes else None
-        return self.needed_bytes <= self.available_bytes
+        if self.walked is not None:
+            return self.walked.fits
+        return None if self.needed_bytes is None else True
+
+    @property
+    def known_bytes(self) -> int:
+        """The best figure known of what it needs on a GPU; of a bare parameter count its states, which are the least."""
+        if self.walked is not None:
+            return self.walked.device_bytes
+        return self.state_bytes if self.needed_bytes is None else self.needed_bytes
 
     @property
     def global_batch_size(self) -> int:
@@ -235,8 +242,15 @@ class Judge:
     def walked(self, candidate: Candidate, settings: Sequence[str | None] | None = None) -> tuple[Candidate, ...]:
         """A candidate through the caching allocator, under each of its settings until it fits. Empty: no walks are left."""
         settings = self.allocator.settings if settings is None else settings
-        found = self.allocator.through(self.model, candidate.plan, self.gpu, settings)
+        found = self.allocator.through(self.model, candidate.plan, self.gpu, self.available_bytes, settings)
         return tuple(replace(candidate, walked=fragmentation) for fragmentation in found)
+
+    def plainly(self, fitting: Candidate) -> Candidate:
+        """What fits, under PyTorch's own settings if it fits under them too."""
+        if fitting.walked is None or fitting.allocator_conf == self.allocator.settings[0]:
+            return fitting
+        walked = self.walked(fitting, self.allocator.settings[:1])
+        return walked[0] if walked and walked[0].fits else fitting
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan may run: by its tensors, and if these do not settle it, by the best known figure."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from fsdp_advisor.advice import Advice, Candidate, Fragmentation, Recommendation, Remedy
+from fsdp_advisor.advice import Advice, Candidate, Recommendation, Remedy
 from fsdp_advisor.cli.drawing import Column, bar, draw, fitting, legend, paint
 from fsdp_advisor.cli.drawing import wrap as fill
 from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN
@@ -57,10 +57,11 @@ def _assumed(advice: Advice) -> str:
     job = [format_tokens(plan.seq_len if plan else report.seq_len), request.precision, request.optim, request.attention]
     if request.global_batch_size:
         job.append(f"global batch {request.global_batch_size}")
+    whole = format_gib(r.gpu_memory_bytes)
+    limit = f"{format_gib(r.available_bytes)} of {whole}: {100 * request.margin:g} % stay free"
     return (
         f"{report.model_name} ({format_count(report.parameters)} parameters) on {gpus} x {gpu}{nodes}: {', '.join(job)}. "
-        f"A plan fits if it needs at most {format_gib(r.available_bytes)} of {format_gib(r.gpu_memory_bytes)}: "
-        f"{100 * request.margin:g} % stay free."
+        f"A plan fits if it needs at most {limit if request.margin else whole}."
     )
 
 
@@ -83,21 +84,23 @@ def _winner(r: Recommendation, screen: Screen) -> str:
             f"its states take {format_gib(winner.state_bytes)}; what else it needs, a parameter count does not tell"
         )
     else:
-        lines.append(f"needs {format_gib(winner.needed_bytes)}, has {format_gib(winner.available_bytes)}")
+        lines.append(f"needs {_needs(winner)}, has {format_gib(winner.available_bytes)}")
     if winner.host_bytes_per_node:
         lines[-1] += f"; host memory {format_gib(winner.host_bytes_per_node)} per node"
     if winner.tokens_per_second_per_gpu and winner.step_seconds:
         lines[-1] += f"; {format_speed(winner.tokens_per_second_per_gpu)} per GPU, {winner.step_seconds:.3g} s per step"
-    if winner.walked is not None:
-        lines[-1] += f"; {_fragmentation(winner.walked)}"
+    if winner.allocator_conf is not None:
+        lines[-1] += f"; under PYTORCH_ALLOC_CONF={winner.allocator_conf}"
     lines += [_bar(estimate, r, screen), *_training(r), *(f"warning: {warning}" for warning in estimate.warnings)]
     return "\n".join([lines[0], *(_indented(line, screen) if i != 1 else line for i, line in enumerate(lines[1:]))])
 
 
-def _fragmentation(walked: Fragmentation) -> str:
-    """What the device shows in the end, and what that takes."""
-    device = f"{format_gib(walked.device_bytes)} of {format_gib(walked.memory_bytes)} with fragmentation"
-    return device + (f", under PYTORCH_ALLOC_CONF={walked.allocator_conf}" if walked.allocator_conf else "")
+def _needs(winner: Candidate) -> str:
+    """What it needs on a GPU in the end, and what of that is no fragmentation."""
+    needed = format_gib(winner.known_bytes)
+    if winner.walked is None or winner.needed_bytes is None:
+        return needed
+    return f"{needed} with fragmentation ({format_gib(winner.needed_bytes)} without)"
 
 
 def _indented(line: str, screen: Screen) -> str:
