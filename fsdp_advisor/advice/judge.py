@@ -13,7 +13,7 @@ from fsdp_advisor.advice.families import Family, Job
 from fsdp_advisor.advice.fragmentation import Allocator, Fragmentation
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.estimator import estimate_plan, tensor_bytes
-from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.hardware import Gpu, usual_host_bytes
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.report import StrategyEstimate
@@ -35,7 +35,8 @@ class Candidate:
     `needed_bytes` is what is known cheaply, allocated bytes with what CUDA and NCCL take (None: a bare parameter count, of
     which `state_bytes` are known). `walked`: what the caching allocator reserves, with its fragmentation and under the
     settings `allocator_conf`; None where the allocator was not walked. `known_bytes`, the best figure of these, is to be at
-    most `available_bytes`, the GPU's memory less the margin. `host_available_bytes` None: not asked about.
+    most `available_bytes`, the GPU's memory less the margin. `host_available_bytes` None: not asked about, so that it is
+    only said, and comes last, what takes more than `host_usual_bytes`.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class Candidate:
     available_bytes: int
     host_bytes_per_node: int
     host_available_bytes: int | None = None
+    host_usual_bytes: int | None = None
     step_seconds: float | None = None
     walked: Fragmentation | None = None
 
@@ -57,6 +59,12 @@ class Candidate:
         if self.host_available_bytes is None:
             return None
         return self.host_bytes_per_node <= self.host_available_bytes
+
+    @property
+    def host_unusual(self) -> bool:
+        """Whether it takes more of the host than a usual node has, and what this one has is not known."""
+        usual = self.host_usual_bytes
+        return self.host_available_bytes is None and usual is not None and self.host_bytes_per_node > usual
 
     @property
     def fits(self) -> bool | None:
@@ -99,10 +107,11 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Total: the faster first, what is not timed last, then the simpler, then the larger micro-batch."""
+        """Total: the faster first, what is not timed last, then the simpler, then the larger micro-batch; after all others what
+        takes an unusual host."""
         speed = self.tokens_per_second_per_gpu
         plan = self.plan
-        return (speed is None, -(speed or 0.0), self.family.simplicity, -plan.micro_batch_size, plan.seq_len, plan.world_size, self.gpu)  # fmt: skip
+        return (self.host_unusual, speed is None, -(speed or 0.0), self.family.simplicity, -plan.micro_batch_size, plan.seq_len, plan.world_size, self.gpu)  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         plan = self.plan
@@ -237,6 +246,7 @@ class Judge:
             available_bytes=self.available_bytes,
             host_bytes_per_node=estimate.host_bytes_per_node,
             host_available_bytes=self.host_available_bytes,
+            host_usual_bytes=usual_host_bytes(self.gpu),
         )
 
     def walked(self, candidate: Candidate, settings: Sequence[str | None] | None = None) -> tuple[Candidate, ...]:

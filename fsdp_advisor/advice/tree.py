@@ -348,7 +348,9 @@ def _fastest(leaders: Sequence[Candidate]) -> Node:
         if others:
             rival = others[0]
             other = rival.tokens_per_second_per_gpu or 0.0
-            if other > speed:
+            if rival.host_unusual and not winner.host_unusual:
+                because += f"; the others take {format_gib(rival.host_bytes_per_node)} of host memory per node or more, which is unusual"
+            elif other > speed:
                 because += f", within 1 % of {rival.label}, and simpler"
             else:
                 because += f"; next {rival.label} with {format_speed(other)}"

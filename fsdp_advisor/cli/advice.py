@@ -91,7 +91,11 @@ def _winner(r: Recommendation, screen: Screen) -> str:
         lines[-1] += f"; {format_speed(winner.tokens_per_second_per_gpu)} per GPU, {winner.step_seconds:.3g} s per step"
     if winner.allocator_conf is not None:
         lines[-1] += f"; under PYTORCH_ALLOC_CONF={winner.allocator_conf}"
-    lines += [_bar(estimate, r, screen), *_training(r), *(f"warning: {warning}" for warning in estimate.warnings)]
+    lines += [
+        _bar(estimate, r, screen),
+        *_training(r),
+        *(f"warning: {warning}" for warning in (*r.warnings, *estimate.warnings)),
+    ]
     return "\n".join([lines[0], *(_indented(line, screen) if i != 1 else line for i, line in enumerate(lines[1:]))])
 
 

@@ -53,8 +53,9 @@ def recommend(
     destination.check()
     drawing.check()
     advice = answer(request)
+    shown = () if form is Format.json else advice.recommendation.warnings
     for remark in (*advice.report.notes, *advice.recommendation.notes):
-        note(remark, quiet=quiet)
+        note(remark, quiet=quiet or remark in shown)
     destination.write(_render(advice, form, destination))
     if plot is not None:
         drawing.write(_plot(advice))
