@@ -14,37 +14,33 @@ _AROUND_THE_STEP = ("load", "save")
 def in_words(report: Report, estimate: StrategyEstimate, full: Callable[[int], str] = format_gib) -> str:
     """`fits, 6.64 GiB free`; or the most that is missing, and in which phase. `full` writes bytes with their unit.
 
-    What is allocated is the least that a step needs, what the allocator would reserve with room for everything the most; where
-    it was not walked only the one end is known: `at least`, and of what is free `up to`.
+    A step lacks at least what it allocates beyond the GPU, and at most what the allocator would reserve with room for
+    everything: `lacks 0.85-15.21 GiB`. Where the allocator was not walked the first alone is known: `lacks 8.85+ GiB`.
     """
     has, needs, walked = report.gpu_memory_bytes, estimate.needed_bytes, estimate.reserved is not None
     if estimate.fits is None:
         return "peak unknown"
     if estimate.fits:
-        if needs is None or needs > has:
-            return "fits, but slowly"
-        return f"fits, {'' if walked else 'up to '}{full(has - needs)} free"
+        return "fits, but slowly" if needs is None or needs > has else f"fits, {full(has - needs)} free"
     lack, phase = max(_lacks_on_gpu(report, estimate))
+    if lack > 0 and phase != "step":
+        return f"{phase} {_at_least(lack, full)}"
+    if lack > 0 and needs is None:
+        return f"states alone lack {full(lack)}"
     if lack > 0:
-        if phase != "step":
-            return f"{phase} fails: needs at least {full(lack)} more"
-        if needs is None:
-            return f"states alone need {full(lack)} more"
-        return (
-            f"needs {full(lack).split()[0]} to {full(needs - has)} more"
-            if walked
-            else f"needs at least {full(lack)} more"
-        )
+        return f"lacks {full(lack).split()[0]}-{full(needs - has)}" if walked and needs else _at_least(lack, full)
     on_host = max(_lacks_on_host(report, estimate), default=0)
     if on_host > 0:
-        return f"host needs {full(on_host)} more"
-    if not walked:
-        return "does not fit beside CUDA and NCCL"
-    return (
-        f"fragmentation needs up to {full(needs - has)} more"
-        if needs and needs > has
-        else "does not fit: fragmentation"
-    )
+        return f"host lacks {full(on_host)}"
+    if needs is not None and needs > has:
+        return f"lacks up to {full(needs - has)}"  # all of it fragmentation
+    return "does not fit: fragmentation" if walked else "does not fit beside CUDA and NCCL"
+
+
+def _at_least(lack: int, full: Callable[[int], str]) -> str:
+    """`lacks 8.85+ GiB`."""
+    number, unit = full(lack).split()
+    return f"lacks {number}+ {unit}"
 
 
 def _lacks_on_gpu(report: Report, estimate: StrategyEstimate) -> Iterator[tuple[int, str]]:

@@ -30,12 +30,11 @@ def asked(job: dict[str, Any], gib: float, **more: Any) -> Report:
 
 def missing(words: str) -> tuple[float | None, float | None]:
     """The least and the most GiB that are said to be missing, each None where it is not said."""
-    found = re.search(r"([\d.]+) to ([\d.]+) GiB more", words)
-    if found:
-        return float(found[1]), float(found[2])
-    least = re.search(r"(?:at least|states alone need|needs) ([\d.]+) GiB more", words)
-    most = re.search(r"up to ([\d.]+) GiB more", words)
-    return float(least[1]) if least else None, float(most[1]) if most else None
+    if between := re.fullmatch(r"lacks ([\d.]+)-([\d.]+) GiB", words):
+        return float(between[1]), float(between[2])
+    least = re.fullmatch(r"lacks ([\d.]+)\+ GiB|states alone lack ([\d.]+) GiB", words)
+    most = re.fullmatch(r"lacks up to ([\d.]+) GiB", words)
+    return float(least[1] or least[2]) if least else None, float(most[1]) if most else None
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -63,14 +62,14 @@ def test_what_is_missing_holds_on_every_larger_card(name: str) -> None:
     assert said
 
 
-def test_what_was_not_walked_is_said_to_be_a_bound() -> None:
+def test_what_was_not_walked_is_said_to_be_the_least() -> None:
     job = JOBS["llama"] | {"strategy": "zero3"}
-    words = {gib: in_words(report := asked(job, gib), report.estimates[0]) for gib in (24, 80)}
-    assert words[24].startswith("needs at least ")
-    assert words[80].startswith("fits, up to ")
-    for gib in words:
-        [row] = (report := asked(job, gib, reserved=True)).estimates
-        assert not re.search("at least|up to", in_words(report, row))
+    [row], [walked] = (asked(job, 24, reserved=reserved).estimates for reserved in (False, True))
+    report = asked(job, 24)
+    assert row.needed_bytes is not None and walked.needed_bytes is not None
+    least, most = (f"{(needed - 24 * GIB) / GIB:.2f}" for needed in (row.needed_bytes, walked.needed_bytes))
+    assert float(least) < float(most)
+    assert (in_words(report, row), in_words(report, walked)) == (f"lacks {least}+ GiB", f"lacks {least}-{most} GiB")
 
 
 def test_the_most_that_is_missing_is_named() -> None:
@@ -79,20 +78,16 @@ def test_the_most_that_is_missing_is_named() -> None:
     [row] = report.estimates
     assert row.job is not None and row.job.fails == "load"
     lack = row.kept_bytes - report.gpu_memory_bytes
-    assert in_words(report, row) == f"states alone need {lack / GIB:.2f} GiB more"
+    assert in_words(report, row) == f"states alone lack {lack / GIB:.2f} GiB"
 
 
-@pytest.mark.parametrize("gib", [16, 48])
-def test_a_phase_that_lacks_more_than_the_step_is_named(gib: int) -> None:
+@pytest.mark.parametrize(("gib", "extra", "said"), [(16, -1, "lacks "), (16, 1, "save lacks "), (48, 1, "save lacks ")])
+def test_a_phase_that_lacks_more_than_the_step_is_named(gib: int, extra: int, said: str) -> None:
+    """Saving takes `extra` GiB more than the step, or than the GPU has where the step fits."""
     report = asked(JOBS["llama"], gib, strategy="zero3", backend="fsdp2")
     [row] = report.estimates
     assert row.job is not None and row.overhead is not None and row.allocated is not None
-    for extra, named in ((-1, "needs "), (1, "save fails: needs at least ")):
-        tensors = (
-            max(row.allocated.peak_bytes + row.overhead.middle_bytes, gib * GIB) + extra * GIB - row.overhead.low_bytes
-        )
-        phases = dict(row.job.phases) | {"save": PhasePeak(gpu_bytes=tensors, host_bytes_per_node=0)}
-        dying = replace(row, fits=False, job=replace(row.job, phases=phases, fails="save"))
-        if gib == 16 or extra > 0:
-            assert in_words(report, dying).startswith(named)
-            assert in_words(report, dying).endswith(" GiB more")
+    step = row.allocated.peak_bytes + row.overhead.middle_bytes
+    saving = PhasePeak(gpu_bytes=max(step, gib * GIB) + extra * GIB - row.overhead.low_bytes, host_bytes_per_node=0)
+    dying = replace(row, fits=False, job=replace(row.job, phases=dict(row.job.phases) | {"save": saving}, fails="save"))
+    assert in_words(report, dying).startswith(said)

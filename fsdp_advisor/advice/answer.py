@@ -73,7 +73,13 @@ def recommend_resolved(
         rivals=settled.rivals if winner else (),
         refused=(*settled.failed, *(settled.rivals if not winner else ()), *search.losers),
         tree=grow(search, finding, settled, _what_would(remedies)),
-        rules=rules_of_thumb(search.judge, lambda strategy, offload: _plainly(search, strategy, offload), winner),
+        rules=rules_of_thumb(
+            search.judge,
+            lambda strategy, offload: _plainly(search, strategy, offload),
+            winner,
+            # the longest sequence and the largest batch are not the fastest
+            {} if request.find in ("batch", "sequence") else {c.family: c for c in settled.rivals},
+        ),
         gpu_memory_bytes=search.judge.gpu.memory_bytes,
         available_bytes=search.judge.available_bytes,
         configurations=search.configurations,
@@ -154,6 +160,7 @@ def _plainly(search: Search, strategy: str, offload: str) -> Candidate | None:
 def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
     """What would fit where nothing does: offload, checkpointing, more GPUs, a larger GPU, fewer tokens."""
     job, gpu = search.job, search.judge.gpu.name
+    would = "would" if search.judge.model.profile is not None else "may"  # by its states alone
     search.judge.allocator.allow()
     for held, what, free in _RELEASED:
         if getattr(finder.request, held) == "none":
@@ -166,16 +173,18 @@ def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
                     if held == "offload"
                     else ""
                 )
-                yield Remedy(options={held: free}, because=f"{what} would do{host}")
+                yield Remedy(options={held: free}, because=f"{what} {would} do{host}")
     if finder.request.find != "gpus" and (fewest := finder.fewest(MOST_ADVISED)) is not None:
         nodes = finder.nodes(fewest)
         on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
-        yield Remedy(options={"gpus": fewest, "nnodes": nodes}, because=f"{fewest} x {gpu}{on_nodes} would do")
+        yield Remedy(options={"gpus": fewest, "nnodes": nodes}, because=f"{fewest} x {gpu}{on_nodes} {would} do")
     if finder.request.find != "gpu-type" and (name := finder.smallest_gpu()) is not None:
-        yield Remedy(options={"gpu": name}, because=f"{job.gpus} x {name} would do")
+        yield Remedy(options={"gpu": name}, because=f"{job.gpus} x {name} {would} do")
     search.judge.allocator.most = search.judge.allocator.walks + MOST_WALKS // 2
     if search.judge.model.profile is not None and (tokens := finder.shorter()) is not None:
-        yield Remedy(options={"seq_len": tokens}, because=f"{format_tokens(tokens)} instead of {job.seq_len} would do")
+        yield Remedy(
+            options={"seq_len": tokens}, because=f"{format_tokens(tokens)} instead of {job.seq_len} {would} do"
+        )
 
 
 MOST_ADVISED = 1024

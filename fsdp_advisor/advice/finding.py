@@ -206,7 +206,7 @@ class Finder:
             because=f"the fewest {name} on which anything leaves the margin",
             winner=winner,
             rows=rows,
-            frontier=self.on(least).frontier(),
+            frontier=tuple(c for c in self.on(least).frontier() if _within(c, winner)),
         )
 
     def fewest(self, most: int = MAX_GPUS) -> int | None:
@@ -326,7 +326,7 @@ class Finder:
             because=f"the GPU with the least memory of which {self.search.job.gpus} will do",
             winner=winner,
             rows=tuple(rows),
-            frontier=self.on_gpu(winner.gpu).frontier() if winner else (),
+            frontier=tuple(c for c in self.on_gpu(winner.gpu).frontier() if _within(c, winner)) if winner else (),
         )
 
     def smallest_gpu(self) -> str | None:

@@ -19,6 +19,10 @@ from fsdp_advisor.units import format_count, format_gib, format_speed, format_to
 
 RUNNERS_UP = 5
 BAR_WIDTHS = (10, 60)
+_WHETHER_IT_RUNS = (
+    "whether it runs is not known: a parameter count tells nothing of activations, logits and gathered units. "
+    "Give --model a name or a config.json"
+)
 _UNITS = ("GiB", "tokens/s", "%")
 _DEEPEST = 8
 """Levels of the tree that are indented further than the last."""
@@ -77,20 +81,22 @@ def _winner(r: Recommendation, screen: Screen) -> str:
     winner, estimate = r.winner, r.estimate
     assert winner is not None
     assert estimate is not None
-    head = Text(wrap(f"Recommended: {described(winner)}", screen), style="bold green" if winner.fits else "bold yellow")
-    lines = [paint(head, screen)]
+    has = format_gib(winner.available_bytes)
     if winner.needed_bytes is None:
-        lines.append(
-            f"its states take {format_gib(winner.state_bytes)}; what else it needs, a parameter count does not tell"
-        )
+        head = Text(wrap(f"By its states alone: {winner.label}", screen), style="bold yellow")
+        which = "" if r.finding else "the simplest whose states leave the margin: "
+        lines = [paint(head, screen), f"{which}states {format_gib(winner.state_bytes)}, has {has}"]
     else:
-        lines.append(f"needs {_needs(winner)}, has {format_gib(winner.available_bytes)}")
+        head = Text(wrap(f"Recommended: {described(winner)}", screen), style="bold green")
+        lines = [paint(head, screen), f"needs {_needs(winner)}, has {has}"]
     if winner.host_bytes_per_node:
         lines[-1] += f"; host memory {format_gib(winner.host_bytes_per_node)} per node"
     if winner.tokens_per_second_per_gpu and winner.step_seconds:
         lines[-1] += f"; {format_speed(winner.tokens_per_second_per_gpu)} per GPU, {winner.step_seconds:.3g} s per step"
     if winner.allocator_conf is not None:
         lines[-1] += f"; under PYTORCH_ALLOC_CONF={winner.allocator_conf}"
+    if winner.needed_bytes is None:
+        lines[-1] += f"; {_WHETHER_IT_RUNS}"
     lines += [
         _bar(estimate, r, screen),
         *_training(r),
@@ -196,9 +202,12 @@ def _table(rows: Sequence[Candidate], reasons: Sequence[str] | None, screen: Scr
             right=True,
             rank=5,
         ),
-        Column("needs GiB", [_gib(c.needed_bytes) for c in rows], right=True),
-        Column("tokens/s", [_speed(c) for c in rows], right=True),
     ]
+    if any(c.needed_bytes is not None for c in rows):
+        columns.append(Column("needs GiB", [_gib(c.needed_bytes) for c in rows], right=True))
+        columns.append(Column("tokens/s", [_speed(c) for c in rows], right=True))
+    else:
+        columns.append(Column("states GiB", [_gib(c.state_bytes) for c in rows], right=True))
     own = {
         "sequence": Column("tokens", [str(p.seq_len) for p in plans], right=True),
         "gpus": Column("GPUs", [str(p.world_size) for p in plans], right=True),
@@ -207,14 +216,13 @@ def _table(rows: Sequence[Candidate], reasons: Sequence[str] | None, screen: Scr
     if what in own:
         columns.insert(0, own[what])
     if what is not None:
-        columns.append(
-            Column("fragmented", [_gib(c.walked.device_bytes) if c.walked else NONE for c in rows], right=True)
-        )
+        fragmented = [_gib(c.walked.device_bytes) if c.walked else NONE for c in rows]
+        columns.append(Column("fragmented", fragmented, right=True))
     if what == "gpu-type":
         columns.append(Column("has", [_gib(c.available_bytes) for c in rows], right=True))
-        columns.append(
-            Column("", [Text("fits", style="green") if c.fits else Text("does not fit", style="red") for c in rows])
-        )
+    if what is not None and any(c.fits is False for c in rows):
+        fits = Text("fits", style="green") if what == "gpu-type" else Text("")
+        columns.append(Column("", [Text("does not fit", style="red") if c.fits is False else fits for c in rows]))
     if reasons is not None:
         columns.append(Column("why not", list(reasons), rank=3))
     return draw(fitting(columns, screen.width), screen)
@@ -250,7 +258,7 @@ def _speed(c: Candidate) -> str:
 
 def _rules(r: Recommendation, screen: Screen) -> str:
     """What the rules of thumb would have said."""
-    lines = ["Rules of thumb would have said"]
+    lines = ["Rules of thumb would have said" + (", before fragmentation" if r.winner and r.winner.walked else "")]
     for rule in r.rules:
         runs = {True: "which runs", False: "which does not run", None: "which may run"}[rule.would_run]
         said = f"{rule.says}, {runs}" if rule.says else "nothing"
@@ -270,4 +278,5 @@ def _launch(advice: Advice, screen: Screen) -> str:
     target, others = able[0], [t.name for t in able[1:]]
     export = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {target.file_name}"
     also = f"Other targets: {', '.join(others)}." if others else ""
-    return "\n".join(["To launch it", f"  {export}", f"  {target.line(job, target.file_name)}", *([wrap(also, screen)] if also else [])])  # fmt: skip
+    title = "To launch it" if r.fits else "To try it"
+    return "\n".join([title, f"  {export}", f"  {target.line(job, target.file_name)}", *([wrap(also, screen)] if also else [])])  # fmt: skip

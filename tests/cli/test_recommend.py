@@ -44,7 +44,7 @@ def test_text_stays_within_the_screen(name: str, cli: Cli) -> None:
     """Commands apart: they are there to be copied."""
     arguments, columns, _ = CASES[name]
     out = cli("recommend", *arguments, "-q", columns=columns).out
-    shown, _, commands = out.partition("To launch it\n")
+    shown, _, commands = out.partition("To try it\n" if "count" in name else "To launch it\n")
     others = [line for line in commands.splitlines() if not line.startswith("  ")]
     assert max(map(len, [*shown.splitlines(), *others])) <= columns
 
@@ -76,6 +76,30 @@ def test_the_launch_line_is_of_what_was_estimated(cli: Cli) -> None:
     out = cli("recommend", *LLAMA, "--framework", "accelerate").out
     assert "  fsdp-advisor export accelerate " in out
     assert "--framework accelerate" in out
+
+
+def test_of_a_bare_count_nothing_is_promised(cli: Cli) -> None:
+    """No strategy is known to fit: the same status from both commands."""
+    count = ("--model", "13B", "--gpus", "8", "--gpu", "H100")
+    ran = cli("recommend", *count, "-q", columns=200)
+    assert (ran.status, cli("estimate", *count).status) == (1, 1)
+    assert "\nBy its states alone: ZeRO-1 (deepspeed)\n" in ran.out
+    assert "whether it runs is not known" in ran.out
+    assert "Give --model a name" in " ".join(ran.out.split())
+    assert "Recommended" not in ran.out
+    assert "To launch it" not in ran.out
+    too_large = cli("recommend", "--model", "13B", "--gpus", "1", "--gpu", "H100", "--offload", "none", "-q")
+    assert (too_large.status, cli("estimate", "--model", "13B", "--gpu", "24GiB", "--strategy", "ddp").status) == (1, 1)
+    assert "3 x H100-80GB may do" in too_large.out
+    assert "would do" not in too_large.out
+
+
+def test_an_unusual_host_is_said_once(cli: Cli) -> None:
+    large = ("--model", "meta-llama/Llama-3.1-405B", "--gpus", "8", "--gpu", "H100")
+    ran = cli("recommend", *large, columns=200)
+    assert ran.out.count("where 2048.00 GiB is usual: --host-memory says what yours has") == 1
+    assert "--host-memory" not in ran.err
+    assert "where 2048.00 GiB is usual" in cli("recommend", *large, "--json").err
 
 
 def test_underscores_and_help(cli: Cli) -> None:
