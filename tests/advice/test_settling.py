@@ -65,6 +65,21 @@ def test_the_margin_is_left_free_with_fragmentation(find: str | None) -> None:
     assert tokens[0] > tokens[1] > tokens[2] or find == "sequence"  # 4096 tokens are the model's own maximum
 
 
+@pytest.mark.parametrize("name", ["ddp fits", "steps down", "expandable segments"])
+def test_nothing_that_fits_is_faster(name: str) -> None:
+    """By a walk of every plan that would be, by more than what counts as alike."""
+    search = search_of(**JOBS[name], offload="none")
+    winner = settle(search).winner
+    assert winner is not None and winner.tokens_per_second_per_gpu is not None
+    search.judge.allocator.allow(10_000)
+    top = (1 + TIE) * winner.tokens_per_second_per_gpu
+    for family, ceiling in search.settled.items():
+        for size in search.batches.sizes[: search.batches.sizes.index(ceiling) + 1]:
+            rival = search.at(family, size)
+            if (rival.tokens_per_second_per_gpu or 0.0) > (1 + TIE) * top:
+                assert not search.judge.walked(rival)[-1].fits
+
+
 def test_expandable_segments_are_set_only_where_they_are_needed() -> None:
     plain, helped = advise(model=GPT2, gpus=2, gpu="H100"), advise(**JOBS["expandable segments"])
     assert plain.as_dict()["environment"] == {}
