@@ -92,11 +92,11 @@ class Recommendation:
         if self.winner is None:
             return "it does not hold what was looked for"
         if other.host_unusual and not self.winner.host_unusual:
-            return f"it takes {format_gib(other.host_bytes_per_node)} of host memory per node, which is unusual"
+            return f"its host takes {format_gib(other.host_bytes_per_node)}"
         own, best = other.tokens_per_second_per_gpu, self.winner.tokens_per_second_per_gpu
         if own is None or best is None:
             return "it fits, but is less simple" if best is None else "it fits, but its time is not known"
-        if abs(own / best - 1) <= TIE:
+        if abs(own / best - 1) <= TIE and self.winner.family.simplicity < other.family.simplicity:
             return "it is as fast, but less simple"
         if own > best and self.finding is None:
             return f"it would be {own / best - 1:.0%} faster, but was not walked through the allocator"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fsdp_advisor.advice.curve import Curve
 from fsdp_advisor.advice.families import Family
 from fsdp_advisor.advice.judge import Candidate
-from fsdp_advisor.advice.search import Search, choose
+from fsdp_advisor.advice.search import TIE, Search, choose
 
 GUESSES = 2
 """Smaller micro-batches of a family that are tried before its smallest."""
@@ -68,7 +68,7 @@ def settle(search: Search) -> Settled:
             open_[family] = following
         if fitting:  # what is faster by the cheap figures
             best = choose(list(fitting.values()))
-            at = _fastest(c for c in open_.values() if choose([best, c]) is c)
+            at = _fastest(c for c in open_.values() if _better(c, best))
         else:  # the same family, until there is something to compare with
             at = following or _fastest(open_.values())
     if not fitting and open_:  # no walks are left
@@ -89,6 +89,14 @@ def settle(search: Search) -> Settled:
 def _fastest(open_: Iterable[Candidate]) -> Candidate | None:
     candidates = list(open_)
     return choose(candidates) if candidates else None
+
+
+def _better(candidate: Candidate, best: Candidate) -> bool:
+    """Whether it would be chosen, were it to fit; in a family's next size a speed that is alike gains nothing."""
+    own, top = candidate.tokens_per_second_per_gpu, best.tokens_per_second_per_gpu
+    if candidate.family == best.family and own and top:
+        return own > (1 + TIE) * top
+    return choose([best, candidate]) is candidate
 
 
 def anything(search: Search) -> Candidate | None:

@@ -348,12 +348,13 @@ def _fastest(leaders: Sequence[Candidate]) -> Node:
         if others:
             rival = others[0]
             other = rival.tokens_per_second_per_gpu or 0.0
-            if rival.host_unusual and not winner.host_unusual:
-                because += f"; the others take {format_gib(rival.host_bytes_per_node)} of host memory per node or more, which is unusual"
-            elif other > speed:
+            if other > speed and not rival.host_unusual:
                 because += f", within 1 % of {rival.label}, and simpler"
             else:
                 because += f"; next {rival.label} with {format_speed(other)}"
+        host = next((c for c in others if c.host_unusual and (c.tokens_per_second_per_gpu or 0.0) > speed), None)
+        if host is not None and not winner.host_unusual:
+            because += f"; {host.label} is faster, but its host takes {format_gib(host.host_bytes_per_node)}"
     return Node(
         id="fastest",
         question=question,

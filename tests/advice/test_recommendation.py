@@ -173,7 +173,8 @@ def test_an_unusual_host_comes_last() -> None:
     assert advice[None].winner.host_bytes_per_node <= usual
     beyond = [c for c in advice[None].rivals if c.host_bytes_per_node > usual]
     assert beyond and beyond == list(advice[None].rivals[-len(beyond) :])
-    assert all("which is unusual" in advice[None].why_not(c) for c in beyond)
+    assert all(advice[None].why_not(c).startswith("its host takes ") for c in beyond)
+    assert "is faster, but its host takes " in " ".join(node.because for node in advice[None].tree.path)
 
 
 def test_the_gpt2_of_the_source_documents() -> None:
