@@ -208,7 +208,7 @@ def _what_would(remedies: tuple[Remedy, ...]) -> Node:
 def _warnings(winner: Candidate | None) -> Iterator[str]:
     if winner is not None and winner.host_unusual and winner.host_usual_bytes is not None:
         needs, usual = format_gib(winner.host_bytes_per_node), format_gib(winner.host_usual_bytes)
-        yield f"it takes {needs} of host memory per node, where {usual} is usual: --host-memory says what yours has"
+        yield f"it takes {needs} of host memory per node, which usually has {usual} or less: --host-memory says what yours has"
 
 
 def _notes(request: RecommendRequest, search: Search, winner: Candidate | None) -> Iterator[str]:
