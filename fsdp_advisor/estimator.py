@@ -143,8 +143,9 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
     return replayed(model.profile, tape, plan, scratch=True).peak
 
 
-def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserved:
-    """A plan through the caching allocator, and whether it fits beside what CUDA and NCCL take. Cheaper than a whole row.
+def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf, *, available_bytes: int) -> Reserved:
+    """A plan through the caching allocator on its GPU, and whether what it then holds, beside what CUDA and NCCL take, is
+    within `available_bytes`. Cheaper than a whole row.
 
     Its verdict is `fits` or `does_not_fit`: steps that run only once cached memory of theirs is given back count as the latter.
     """
@@ -166,14 +167,14 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
     )
     loading = loading_of(model.profile, plan, gpu, overhead)
     found = walk(loading=loading)
-    if collects:
-        return found
-    most = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
-    if found.reserved_peak_bytes > most and loading.placed and walk().reserved_peak_bytes <= most:
+    refused_at = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
+    most = min(refused_at, available_bytes - overhead.middle_bytes)
+    runs = found.verdict == "fits" if collects else found.reserved_peak_bytes <= refused_at
+    if not runs and not collects and loading.placed and walk().reserved_peak_bytes <= most:
         within = walk(loading=loading, limit_bytes=room)  # what loading left is given back
         if within.verdict == "fits":
-            return within
-    return replace(found, verdict="fits" if found.reserved_peak_bytes <= most else "does_not_fit")
+            found, runs = within, True
+    return replace(found, verdict="fits" if runs and found.reserved_peak_bytes <= most else "does_not_fit")
 
 
 def reserved_beside(

@@ -267,7 +267,7 @@ def test_a_small_host_refuses_what_it_cannot_hold() -> None:
         host = row.host_bytes_per_node
         assert row.fits == (free[row.label].fits and (host is None or host <= 100 * 2**30)), row.label
     refused = [e for e in held.estimates if free[e.label].fits and not e.fits]
-    assert refused and all(in_words(held, e).startswith("host needs ") for e in refused)
+    assert refused and all(in_words(held, e).startswith("host lacks ") for e in refused)
     assert all(e.fits == free[e.label].fits for e in estimate(**asked, host_memory="2TiB").estimates)
 
 

@@ -64,6 +64,7 @@ def recommend_resolved(
     else:
         settled = settle(search)
     winner = settled.winner
+    warnings = tuple(_warnings(winner))
     remedies = () if winner is not None else tuple(_remedies(finder, search))
     return Recommendation(
         request=request,
@@ -72,7 +73,13 @@ def recommend_resolved(
         rivals=settled.rivals if winner else (),
         refused=(*settled.failed, *(settled.rivals if not winner else ()), *search.losers),
         tree=grow(search, finding, settled, _what_would(remedies)),
-        rules=rules_of_thumb(search.judge, lambda strategy, offload: _plainly(search, strategy, offload), winner),
+        rules=rules_of_thumb(
+            search.judge,
+            lambda strategy, offload: _plainly(search, strategy, offload),
+            winner,
+            # the longest sequence and the largest batch are not the fastest
+            {} if request.find in ("batch", "sequence") else {c.family: c for c in settled.rivals},
+        ),
         gpu_memory_bytes=search.judge.gpu.memory_bytes,
         available_bytes=search.judge.available_bytes,
         configurations=search.configurations,
@@ -80,7 +87,8 @@ def recommend_resolved(
         training=Training.of(winner, request.tokens, request.price) if winner and request.tokens else None,
         remedies=remedies,
         left_out={f: why for f, why in search.judge.bytes.left_out.items() if f not in search.families},
-        notes=tuple(_notes(request, search, winner)),
+        notes=(*_notes(request, search, winner), *warnings),
+        warnings=warnings,
     )
 
 
@@ -152,6 +160,7 @@ def _plainly(search: Search, strategy: str, offload: str) -> Candidate | None:
 def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
     """What would fit where nothing does: offload, checkpointing, more GPUs, a larger GPU, fewer tokens."""
     job, gpu = search.job, search.judge.gpu.name
+    would = "would" if search.judge.model.profile is not None else "may"  # by its states alone
     search.judge.allocator.allow()
     for held, what, free in _RELEASED:
         if getattr(finder.request, held) == "none":
@@ -159,16 +168,23 @@ def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
             more = search.judge.able(families(opened, nnodes=job.nnodes), job, search.batches)
             found = anything(replace(search, families=more))
             if found is not None and found.fits is not False:
-                yield Remedy(options={held: free}, because=f"{what} would do")
+                host = (
+                    f", with {format_gib(found.host_bytes_per_node)} of host memory per node"
+                    if held == "offload"
+                    else ""
+                )
+                yield Remedy(options={held: free}, because=f"{what} {would} do{host}")
     if finder.request.find != "gpus" and (fewest := finder.fewest(MOST_ADVISED)) is not None:
         nodes = finder.nodes(fewest)
         on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
-        yield Remedy(options={"gpus": fewest, "nnodes": nodes}, because=f"{fewest} x {gpu}{on_nodes} would do")
+        yield Remedy(options={"gpus": fewest, "nnodes": nodes}, because=f"{fewest} x {gpu}{on_nodes} {would} do")
     if finder.request.find != "gpu-type" and (name := finder.smallest_gpu()) is not None:
-        yield Remedy(options={"gpu": name}, because=f"{job.gpus} x {name} would do")
+        yield Remedy(options={"gpu": name}, because=f"{job.gpus} x {name} {would} do")
     search.judge.allocator.most = search.judge.allocator.walks + MOST_WALKS // 2
     if search.judge.model.profile is not None and (tokens := finder.shorter()) is not None:
-        yield Remedy(options={"seq_len": tokens}, because=f"{format_tokens(tokens)} instead of {job.seq_len} would do")
+        yield Remedy(
+            options={"seq_len": tokens}, because=f"{format_tokens(tokens)} instead of {job.seq_len} {would} do"
+        )
 
 
 MOST_ADVISED = 1024
@@ -189,11 +205,18 @@ def _what_would(remedies: tuple[Remedy, ...]) -> Node:
     )
 
 
+def _warnings(winner: Candidate | None) -> Iterator[str]:
+    if winner is not None and winner.host_unusual and winner.host_usual_bytes is not None:
+        needs, usual = format_gib(winner.host_bytes_per_node), format_gib(winner.host_usual_bytes)
+        yield f"it takes {needs} of host memory per node, which usually has {usual} or less: --host-memory says what yours has"
+
+
 def _notes(request: RecommendRequest, search: Search, winner: Candidate | None) -> Iterator[str]:
     gpu = search.judge.gpu
     if request.find and request.offload == "auto" and not any(f.offload != "none" for f in search.families):
         yield "offload was not looked at: give --host-memory or --offload"
-    if winner is not None and winner.plan.offload != "none" and request.host_memory is None:
+    offloads = winner is not None and winner.plan.offload != "none" and not winner.host_unusual
+    if winner is not None and offloads and request.host_memory is None:
         host = format_gib(winner.host_bytes_per_node)
         yield f"it takes {host} of host memory per node: --host-memory holds that against what a node has"
     if gpu.bf16_flops is None and gpu.architecture is not None and request.precision.startswith("bf16"):

@@ -122,7 +122,7 @@ class Finder:
         at further."""
         below = self.search.job.seq_len - 1
         found: dict[Family, int] = {}
-        for family in reversed(self.search.families):  # the leanest first
+        for family in reversed(self.search.recorded):  # the leanest first
             more = max(found.values(), default=0) + 1
             if more > below or self._curve(family)(more) > self.search.judge.available_bytes:
                 continue
@@ -158,7 +158,7 @@ class Finder:
 
     def _lengths(self) -> dict[Family, int]:
         """By family, the most tokens that fit by the cheap figures."""
-        return {f: n for f in self.search.families if (n := self._longest(f)) is not None}
+        return {f: n for f in self.search.recorded if (n := self._longest(f)) is not None}
 
     def _longest(self, family: Family) -> int | None:
         judge = self.search.judge
@@ -206,7 +206,7 @@ class Finder:
             because=f"the fewest {name} on which anything leaves the margin",
             winner=winner,
             rows=rows,
-            frontier=self.on(least).frontier(),
+            frontier=tuple(c for c in self.on(least).frontier() if _within(c, winner)),
         )
 
     def fewest(self, most: int = MAX_GPUS) -> int | None:
@@ -312,11 +312,11 @@ class Finder:
         """Every GPU of the table with its fastest plan; the one with the least memory that fits is the answer."""
         memory = {gpu.name: gpu.memory_bytes for gpu in list_gpus()}
         rows = sorted(self._on_each(), key=lambda c: (c.fits is False, memory[c.gpu], c.order))
-        self.search.judge.allocator.allow(2 * MOST_WALKS)
         winner = None
         for at, row in enumerate(rows):
             if winner is not None or row.fits is False:
                 break
+            self.search.judge.allocator.allow(MOST_WALKS)
             winner = _settled(self.on_gpu(row.gpu))
             rows[at] = winner or self._nearest(row)
         rows.sort(key=lambda c: (c.fits is False, memory[c.gpu], c.order))
@@ -326,7 +326,7 @@ class Finder:
             because=f"the GPU with the least memory of which {self.search.job.gpus} will do",
             winner=winner,
             rows=tuple(rows),
-            frontier=self.on_gpu(winner.gpu).frontier() if winner else (),
+            frontier=tuple(c for c in self.on_gpu(winner.gpu).frontier() if _within(c, winner)) if winner else (),
         )
 
     def smallest_gpu(self) -> str | None:
@@ -364,7 +364,7 @@ def _settled(search: Search) -> Candidate | None:
     lean = anything(search)
     if lean is None or lean.fits is False:
         return None
-    return settle(search).winner or lean
+    return settle(search).winner or search.judge.plainly(lean)
 
 
 def _rows(

@@ -13,7 +13,7 @@ from fsdp_advisor.advice.families import Family, Job
 from fsdp_advisor.advice.fragmentation import Allocator, Fragmentation
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.estimator import estimate_plan, tensor_bytes
-from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.hardware import Gpu, usual_host_bytes
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.report import StrategyEstimate
@@ -33,9 +33,10 @@ class Candidate:
     """One configuration with its verdict.
 
     `needed_bytes` is what is known cheaply, allocated bytes with what CUDA and NCCL take (None: a bare parameter count, of
-    which `state_bytes` are known), to be at most `available_bytes`, the GPU's memory less the margin.
-    `host_available_bytes` None: not asked about. `walked`: what the caching allocator reserves, with its fragmentation and
-    under the settings `allocator_conf`; None where the allocator was not walked.
+    which `state_bytes` are known). `walked`: what the caching allocator reserves, with its fragmentation and under the
+    settings `allocator_conf`; None where the allocator was not walked. `known_bytes`, the best figure of these, is to be at
+    most `available_bytes`, the GPU's memory less the margin. `host_available_bytes` None: not asked about, so that it is
+    only said, and comes last, what takes more than `host_usual_bytes`.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class Candidate:
     available_bytes: int
     host_bytes_per_node: int
     host_available_bytes: int | None = None
+    host_usual_bytes: int | None = None
     step_seconds: float | None = None
     walked: Fragmentation | None = None
 
@@ -59,12 +61,25 @@ class Candidate:
         return self.host_bytes_per_node <= self.host_available_bytes
 
     @property
+    def host_unusual(self) -> bool:
+        """Whether it takes more of the host than a usual node has, and what this one has is not known."""
+        usual = self.host_usual_bytes
+        return self.host_available_bytes is None and usual is not None and self.host_bytes_per_node > usual
+
+    @property
     def fits(self) -> bool | None:
-        if self.host_fits is False or (self.walked is not None and not self.walked.fits):
+        if self.host_fits is False or self.known_bytes > self.available_bytes:
             return False
-        if self.needed_bytes is None:
-            return False if self.state_bytes > self.available_bytes else None
-        return self.needed_bytes <= self.available_bytes
+        if self.walked is not None:
+            return self.walked.fits
+        return None if self.needed_bytes is None else True
+
+    @property
+    def known_bytes(self) -> int:
+        """The best figure known of what it needs on a GPU; of a bare parameter count its states, which are the least."""
+        if self.walked is not None:
+            return self.walked.device_bytes
+        return self.state_bytes if self.needed_bytes is None else self.needed_bytes
 
     @property
     def global_batch_size(self) -> int:
@@ -92,10 +107,11 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Total: the faster first, what is not timed last, then the simpler, then the larger micro-batch."""
+        """Total: the faster first, what is not timed last, then the simpler, then the larger micro-batch; after all others what
+        takes an unusual host."""
         speed = self.tokens_per_second_per_gpu
         plan = self.plan
-        return (speed is None, -(speed or 0.0), self.family.simplicity, -plan.micro_batch_size, plan.seq_len, plan.world_size, self.gpu)  # fmt: skip
+        return (self.host_unusual, speed is None, -(speed or 0.0), self.family.simplicity, -plan.micro_batch_size, plan.seq_len, plan.world_size, self.gpu)  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         plan = self.plan
@@ -230,13 +246,21 @@ class Judge:
             available_bytes=self.available_bytes,
             host_bytes_per_node=estimate.host_bytes_per_node,
             host_available_bytes=self.host_available_bytes,
+            host_usual_bytes=usual_host_bytes(self.gpu),
         )
 
     def walked(self, candidate: Candidate, settings: Sequence[str | None] | None = None) -> tuple[Candidate, ...]:
         """A candidate through the caching allocator, under each of its settings until it fits. Empty: no walks are left."""
         settings = self.allocator.settings if settings is None else settings
-        found = self.allocator.through(self.model, candidate.plan, self.gpu, settings)
+        found = self.allocator.through(self.model, candidate.plan, self.gpu, self.available_bytes, settings)
         return tuple(replace(candidate, walked=fragmentation) for fragmentation in found)
+
+    def plainly(self, fitting: Candidate) -> Candidate:
+        """What fits, under PyTorch's own settings if it fits under them too."""
+        if fitting.walked is None or fitting.allocator_conf == self.allocator.settings[0]:
+            return fitting
+        walked = self.walked(fitting, self.allocator.settings[:1])
+        return walked[0] if walked and walked[0].fits else fitting
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan may run: by its tensors, and if these do not settle it, by the best known figure."""

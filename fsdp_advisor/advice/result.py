@@ -17,6 +17,7 @@ from fsdp_advisor.advice.search import TIE
 from fsdp_advisor.advice.tree import FRAGMENTATION, numbers
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.request import RecommendRequest
+from fsdp_advisor.units import format_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class Recommendation:
     remedies: tuple[Remedy, ...] = ()
     left_out: Mapping[Family, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What may keep the plan from running; notes too."""
 
     @property
     def fits(self) -> bool | None:
@@ -88,11 +91,15 @@ class Recommendation:
             return "its states fit too, but it is less simple"
         if self.winner is None:
             return "it does not hold what was looked for"
+        if other.host_unusual and not self.winner.host_unusual:
+            return f"its host takes {format_gib(other.host_bytes_per_node)}"
         own, best = other.tokens_per_second_per_gpu, self.winner.tokens_per_second_per_gpu
         if own is None or best is None:
             return "it fits, but is less simple" if best is None else "it fits, but its time is not known"
-        if abs(own / best - 1) <= TIE:
+        if abs(own / best - 1) <= TIE and self.winner.family.simplicity < other.family.simplicity:
             return "it is as fast, but less simple"
+        if own > best and self.finding is None:
+            return f"it would be {own / best - 1:.0%} faster, but was not walked through the allocator"
         if own > best:
             return f"it is {own / best - 1:.0%} faster, but not what was looked for"
         return f"it fits, but is {1 - own / best:.0%} slower"
@@ -106,6 +113,7 @@ class Recommendation:
             **chosen,
             "label": self.winner.label if self.winner else None,
             "because": self.because,
+            "warnings": list(self.warnings),
             "margin": self.request.margin,
             "configurations": self.configurations,
             "path": [

@@ -5,10 +5,11 @@ Both are common in introductions to FSDP and ZeRO: a decision tree by size, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_advisor.advice.families import Family
 from fsdp_advisor.advice.judge import Candidate, Judge
 from fsdp_advisor.plan import label
 from fsdp_advisor.units import format_gib, format_speed
@@ -70,8 +71,13 @@ RULES: dict[str, Callable[[int, bool], tuple[str, str] | None]] = {
 }
 
 
-def rules_of_thumb(judge: Judge, ask: Ask, winner: Candidate | None) -> tuple[RuleOfThumb, ...]:
-    """Each rule's word for this model. A rule knows no margin: it runs where it fits the whole memory."""
+def rules_of_thumb(
+    judge: Judge, ask: Ask, winner: Candidate | None, best: Mapping[Family, Candidate]
+) -> tuple[RuleOfThumb, ...]:
+    """Each rule's word for this model. A rule knows no margin: it runs where it fits the whole memory.
+
+    `best` are the fastest of each family that leave the margin: speeds are compared at each one's own batch.
+    """
     memory = judge.gpu.memory_bytes
     ddp = ask("ddp", "none")
     ddp_runs = ddp is not None and _runs(ddp, memory) is True
@@ -96,7 +102,7 @@ def rules_of_thumb(judge: Judge, ask: Ask, winner: Candidate | None) -> tuple[Ru
                 strategy=says[0],
                 offload=says[1],
                 would_run=None if candidate is None else _runs(candidate, memory),
-                because=_because(candidate, memory, winner),
+                because="its memory is not known" if candidate is None else _because(candidate, memory, winner, best),
             )
         )
     return tuple(found)
@@ -110,9 +116,7 @@ def _runs(candidate: Candidate, memory: int) -> bool | None:
     return candidate.needed_bytes <= memory
 
 
-def _because(candidate: Candidate | None, memory: int, winner: Candidate | None) -> str:
-    if candidate is None:
-        return "its memory is not known"
+def _because(candidate: Candidate, memory: int, winner: Candidate | None, best: Mapping[Family, Candidate]) -> str:
     if candidate.needed_bytes is None:
         return f"its states alone take {format_gib(candidate.state_bytes)} of {format_gib(memory)}"
     said = f"at micro-batch {candidate.plan.micro_batch_size} it needs {format_gib(candidate.needed_bytes)} of {format_gib(memory)}"
@@ -120,11 +124,15 @@ def _because(candidate: Candidate | None, memory: int, winner: Candidate | None)
         said += f", and {format_gib(candidate.host_bytes_per_node)} of host memory per node"
     if not _runs(candidate, memory) or winner is None:
         return said
-    if winner.plan == candidate.plan:
+    if winner.family == candidate.family:
         return f"{said}: the same as here"
     if not candidate.fits:
         return f"{said}, which leaves less than the margin"
-    own, best = candidate.tokens_per_second_per_gpu, winner.tokens_per_second_per_gpu
-    if own and best:
-        return f"{said}, at {format_speed(own)} per GPU against {format_speed(best)} here"
+    like = best.get(candidate.family)
+    if like is None:
+        return said
+    own, here = like.tokens_per_second_per_gpu, winner.tokens_per_second_per_gpu
+    if own and here:
+        at = f"micro-batch {like.plan.micro_batch_size}"
+        return f"{said}; at its best, {at}, it trains {format_speed(own)} per GPU, against {format_speed(here)} here"
     return said

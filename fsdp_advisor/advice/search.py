@@ -59,6 +59,11 @@ class Search:
     batches: Batches
     families: tuple[Family, ...]
 
+    @property
+    def recorded(self) -> tuple[Family, ...]:
+        """The families that can be looked at in bytes, not by their states alone."""
+        return tuple(f for f in self.families if f not in self.judge.bytes.left_out)
+
     @cached_property
     def ceilings(self) -> dict[Family, int]:
         """By family, the largest micro-batch whose tensors fit; families of which none does are not in it."""
@@ -229,10 +234,14 @@ def spread(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def choose(found: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those within TIE of it the simplest."""
+    """The fastest; of those within TIE of it the simplest. What takes an unusual host only where nothing else is left."""
     first = min(found, key=lambda c: c.order)
     top = first.tokens_per_second_per_gpu
     if top is None:
         return first
-    alike = [c for c in found if (c.tokens_per_second_per_gpu or 0.0) >= (1 - TIE) * top]
+    alike = [
+        c
+        for c in found
+        if c.host_unusual == first.host_unusual and (c.tokens_per_second_per_gpu or 0.0) >= (1 - TIE) * top
+    ]
     return min(alike, key=lambda c: (c.family.simplicity, c.order))

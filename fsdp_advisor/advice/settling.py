@@ -1,20 +1,21 @@
 """What fits by the cheap figures is walked through the caching allocator, and steps down until it fits with fragmentation too.
 
 The cheap figures are a lower bound: what the allocator reserves is a tenth to a half more, and how much no rule tells. So the
-best by them is walked; if it does not fit, its next smaller micro-batch takes its place among the others, and the best of
-them is walked. A first guess at the smaller one is the micro-batch at which as large a share unused would just fit.
+best by them is walked, and if it does not fit, a smaller micro-batch of it, until one does: the first guess is where as large
+a share unused would just fit, and a guess that was too low is taken back along the line between the two. Then the others are
+walked that promise to be faster, the fastest first, until none does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.advice.curve import Curve
 from fsdp_advisor.advice.families import Family
 from fsdp_advisor.advice.judge import Candidate
-from fsdp_advisor.advice.search import Search, choose
+from fsdp_advisor.advice.search import TIE, Search, choose
 
 GUESSES = 2
 """Smaller micro-batches of a family that are tried before its smallest."""
@@ -39,54 +40,79 @@ class Settled:
 
 
 def settle(search: Search) -> Settled:
-    """The fastest that fits with fragmentation. Of a bare parameter count nothing can be walked: the cheap figures' leader."""
-    if search.judge.model.profile is None or not search.leaders:
+    """The fastest that leaves the margin with fragmentation. Of a bare parameter count nothing can be walked: the cheap
+    figures' leader."""
+    judge = search.judge
+    if judge.model.profile is None or not search.leaders:
         return Settled(winner=next(iter(search.leaders), None), rivals=search.leaders[1:])
     open_ = {c.family: c for c in search.leaders}
-    failed: dict[Family, Candidate] = {}
     attempts: list[tuple[Candidate, ...]] = []
+    fitting: dict[Family, Candidate] = {}
+    failing: dict[Family, Candidate] = {}
     tries: Counter[Family] = Counter()
-    winner = None
-    while open_ and winner is None:
-        best = choose(list(open_.values()))
-        walked = search.judge.walked(best)
+    at: Candidate | None = choose(list(open_.values()))
+    while at is not None:
+        walked = judge.walked(at, judge.allocator.leanest if attempts else judge.allocator.settings)
         if not walked:
             break
         attempts.append(walked)
+        family = at.family
+        del open_[family]
         if walked[-1].fits:
-            winner = walked[-1]
-            break
-        tries[best.family] += 1
-        closest = _closest(walked)
-        smaller = _smaller(search, closest, tries[best.family])
-        if smaller is None:
-            failed[best.family] = closest
-            del open_[best.family]
+            fitting[family] = walked[-1]
         else:
-            open_[best.family] = smaller
-    if winner is None and open_:  # no walks are left
-        search.judge.allocator.allow(2 * LEANEST)
+            failing[family] = _closest(walked)
+            tries[family] += 1
+        following = _following(search, fitting.get(family), failing.get(family), tries[family])
+        if following is not None:
+            open_[family] = following
+        if fitting:  # what is faster by the cheap figures
+            best = choose(list(fitting.values()))
+            at = _fastest(c for c in open_.values() if _better(c, best))
+        else:  # the same family, until there is something to compare with
+            at = following or _fastest(open_.values())
+    if not fitting and open_:  # no walks are left
+        judge.allocator.allow(2 * LEANEST)
         lean = anything(search)
         attempts += [(lean,)] if lean is not None else []
-        winner = lean if lean is not None and lean.fits else None
-    rivals = sorted((c for f, c in open_.items() if winner is None or f != winner.family), key=lambda c: c.order)
-    return Settled(winner=winner, attempts=tuple(attempts), rivals=tuple(rivals), failed=tuple(failed.values()))
+        fitting |= {lean.family: lean} if lean is not None and lean.fits else {}
+    winner = judge.plainly(choose(list(fitting.values()))) if fitting else None
+    rivals = [c for f, c in (open_ | fitting).items() if winner is None or f != winner.family]
+    return Settled(
+        winner=winner,
+        attempts=tuple(attempts),
+        rivals=tuple(sorted(rivals, key=lambda c: c.order)),
+        failed=tuple(c for f, c in failing.items() if f not in fitting and f not in open_),
+    )
+
+
+def _fastest(open_: Iterable[Candidate]) -> Candidate | None:
+    candidates = list(open_)
+    return choose(candidates) if candidates else None
+
+
+def _better(candidate: Candidate, best: Candidate) -> bool:
+    """Whether it would be chosen, were it to fit; in a family's next size a speed that is alike gains nothing."""
+    own, top = candidate.tokens_per_second_per_gpu, best.tokens_per_second_per_gpu
+    if candidate.family == best.family and own and top:
+        return own > (1 + TIE) * top
+    return choose([best, candidate]) is candidate
 
 
 def anything(search: Search) -> Candidate | None:
-    """Something that fits with fragmentation; else what came nearest, None where nothing was walked.
+    """Something that leaves the margin with fragmentation; else what came nearest, None where nothing was walked.
 
-    Of what fits by the cheap figures the leanest are walked.
+    Of what fits by the cheap figures the leanest are walked, under what reserves least.
     """
     judge, size = search.judge, search.batches.smallest
     plans = (f.plan(search.job, size, search.batches.accumulation(size)) for f in reversed(search.families))
     fitting = [plan for plan in plans if judge.fits(plan)]
     if judge.model.profile is None:
         return judge.untimed(fitting[0]) if fitting else None
-    lean = sorted(map(judge.untimed, fitting), key=lambda c: c.needed_bytes or c.state_bytes)
+    lean = sorted(map(judge.untimed, fitting), key=lambda c: c.known_bytes)
     nearest = None
     for candidate in lean[:LEANEST]:
-        walked = judge.walked(candidate)
+        walked = judge.walked(candidate, judge.allocator.leanest)
         if walked and walked[-1].fits:
             return judge.timed(walked[-1])
         nearest = nearest or (_closest(walked) if walked else None)
@@ -122,7 +148,7 @@ def largest(
     while able := [f for f in bounds if open_(f)]:
         family = min(able, key=lambda f: (-max(promised[f], low + 1), order[f]))
         position = max(promised[family], low + 1)
-        settings = [s for s in search.judge.allocator.settings if refused.get((family, s), position) >= position]
+        settings = [s for s in search.judge.allocator.leanest if refused.get((family, s), position) >= position]
         walked = search.judge.walked(at(family, sizes[position]), settings)
         if not walked:
             break
@@ -137,6 +163,8 @@ def largest(
         wanted = int((1 - NEAR / 2) * curve(family)(sizes[position]) * _share(closest))
         guess = curve(family).largest_within(sizes[:position], wanted)
         promised[family] = sizes.index(guess) if guess is not None else (low + position) // 2
+    if best is not None:
+        best = last[best.family] = search.judge.plainly(best)
     return best, last
 
 
@@ -148,6 +176,28 @@ def _share(failing: Candidate) -> float:
     """Of what it needs, the part that would fit if as much of it went unused."""
     assert failing.walked is not None
     return failing.walked.room_bytes / failing.walked.reserved_bytes
+
+
+def _following(search: Search, fitting: Candidate | None, failing: Candidate | None, tries: int) -> Candidate | None:
+    """What to walk next of a family, of which one plan fits or one does not, or both; None: nothing is worth it."""
+    if failing is None:
+        return None
+    return _smaller(search, failing, tries) if fitting is None else _between(search, fitting, failing)
+
+
+def _between(search: Search, fitting: Candidate, failing: Candidate) -> Candidate | None:
+    """The family's best with a micro-batch that may still fit, by a straight line between what is reserved at both."""
+    assert fitting.walked is not None
+    assert failing.walked is not None
+    low, high = fitting.plan.micro_batch_size, failing.plan.micro_batch_size
+    between = [size for size in search.batches.sizes[: search.batches.sizes.index(high)] if size > low]
+    if not between:
+        return None
+    slope = max(failing.walked.reserved_bytes - fitting.walked.reserved_bytes, 1) / (high - low)
+    reach = low + (fitting.walked.room_bytes - fitting.walked.reserved_bytes) / slope
+    size = max((size for size in between if size <= reach), default=between[0])
+    found = search.best(fitting.family, size)
+    return found if found.plan.micro_batch_size > low else None
 
 
 def _smaller(search: Search, failing: Candidate, tries: int) -> Candidate | None:

@@ -158,27 +158,25 @@ def _ask(search: Search, rung: _Rung) -> tuple[Node, Candidate]:
         search.judge.untimed(f.plan(search.job, rung.size, search.batches.accumulation(rung.size)))
         for f in rung.families
     ]
-    chosen = next((c for c in candidates if c.fits is not False), None) or min(candidates, key=_need)
+    chosen = next((c for c in candidates if c.fits is not False), None) or min(candidates, key=lambda c: c.known_bytes)
     answer = None if chosen.fits is None else YES if chosen.fits else NO
     node = Node(
         id=rung.id,
         question=rung.question,
         answer=answer or PERHAPS,
         because=numbers(chosen),
-        needed_bytes=_need(chosen),
+        needed_bytes=chosen.known_bytes,
         available_bytes=chosen.available_bytes,
     )
     return node, chosen
 
 
-def _need(candidate: Candidate) -> int:
-    return candidate.state_bytes if candidate.needed_bytes is None else candidate.needed_bytes
-
-
 def numbers(candidate: Candidate) -> str:
     """Both sides: what is needed and what is there."""
     has = format_gib(candidate.available_bytes)
-    if candidate.needed_bytes is None:
+    if candidate.walked is not None:
+        said = f"with fragmentation {candidate.walked.said}"
+    elif candidate.needed_bytes is None:
         said = f"its states alone need {format_gib(candidate.state_bytes)}, has {has}"
     else:
         said = f"needs {format_gib(candidate.needed_bytes)}, has {has}"
@@ -187,8 +185,6 @@ def numbers(candidate: Candidate) -> str:
         room = candidate.host_available_bytes
         there = f", which has {format_gib(room)}" if room is not None else ""
         said += f"; and {format_gib(host)} of host memory per node{there}"
-    if candidate.walked is not None:
-        said += f"; with fragmentation {candidate.walked.said}"
     return said
 
 
@@ -236,14 +232,14 @@ def _end(search: Search, last: Node, finding: Finding | None, settled: Settled, 
     leaders = search.leaders
     after, on = last.id, last.answer or ""
     if on not in (YES, PERHAPS):
-        lean = leaders[0] if leaders else min(search.losers, key=_need)
+        lean = leaders[0] if leaders else min(search.losers, key=lambda c: c.known_bytes)
         result.append(
             Node(
                 id="other",
                 question="Does any other configuration fit?",
                 answer=YES if leaders else NO,
                 because=f"{lean.label}, micro-batch {lean.plan.micro_batch_size}: {numbers(lean)}",
-                needed_bytes=_need(lean),
+                needed_bytes=lean.known_bytes,
                 available_bytes=lean.available_bytes,
                 parent=after,
                 on=on,
@@ -263,7 +259,7 @@ def _end(search: Search, last: Node, finding: Finding | None, settled: Settled, 
                 id="recommended",
                 question=f"{winner.label}, micro-batch {winner.plan.micro_batch_size}",
                 because=numbers(winner),
-                needed_bytes=_need(winner),
+                needed_bytes=winner.known_bytes,
                 available_bytes=winner.available_bytes,
                 parent=after,
                 on=on,
@@ -290,7 +286,7 @@ def _fragmented(settled: Settled) -> Iterator[Node]:
         winner = settled.winner
         nearest = winner or settled.attempts[-1][-1]
         answer = f"{winner.label}, micro-batch {winner.plan.micro_batch_size}" if winner is not None else "none"
-        yield _walked("next", f"Which is the next that does ({len(settled.attempts)} plans walked)?", answer, nearest)
+        yield _walked("next", f"Which does ({len(settled.attempts)} plans walked)?", answer, nearest)
 
 
 _STILL = "Does it still fit with the allocator's fragmentation?"
@@ -309,7 +305,7 @@ def _walked(id: str, question: str, answer: str, candidate: Candidate | None) ->
         answer=answer,
         because=walked.said if walked is not None else "nothing that was walked through the allocator",
         needed_bytes=walked.device_bytes if walked is not None else None,
-        available_bytes=walked.memory_bytes if walked is not None else None,
+        available_bytes=walked.available_bytes if walked is not None else None,
         taken=True,
     )
 
@@ -330,7 +326,7 @@ def _sought(finding: Finding) -> Node:
         question=_SOUGHT[finding.what],
         answer=str(finding.answer),
         because=finding.because,
-        needed_bytes=_need(finding.winner),
+        needed_bytes=finding.winner.known_bytes,
         available_bytes=finding.winner.available_bytes,
         taken=True,
     )
@@ -344,24 +340,27 @@ def _fastest(leaders: Sequence[Candidate]) -> Node:
         question = f"Which is the simplest of the {len(leaders)} that its states allow?"
         because = "a bare parameter count tells neither the rest of the memory nor the time"
     elif speed is None:
-        question = f"Which is the simplest of the {len(leaders)} that fit?"
+        question = f"Which is the simplest of the {len(leaders)} that fit before fragmentation?"
         because = "the time of a step is not known here, so the simplest is taken"
     else:
-        question = f"Which is the fastest of the {len(leaders)} that fit?"
+        question = f"Which is the fastest of the {len(leaders)} that fit before fragmentation?"
         because = f"{format_speed(speed)} per GPU"
         if others:
             rival = others[0]
             other = rival.tokens_per_second_per_gpu or 0.0
-            if other > speed:
+            if other > speed and not rival.host_unusual:
                 because += f", within 1 % of {rival.label}, and simpler"
             else:
                 because += f"; next {rival.label} with {format_speed(other)}"
+        host = next((c for c in others if c.host_unusual and (c.tokens_per_second_per_gpu or 0.0) > speed), None)
+        if host is not None and not winner.host_unusual:
+            because += f"; {host.label} is faster, but its host takes {format_gib(host.host_bytes_per_node)}"
     return Node(
         id="fastest",
         question=question,
         answer=winner.label,
         because=because,
-        needed_bytes=_need(winner),
+        needed_bytes=winner.known_bytes,
         available_bytes=winner.available_bytes,
         taken=True,
     )

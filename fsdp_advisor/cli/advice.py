@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from fsdp_advisor.advice import Advice, Candidate, Fragmentation, Recommendation, Remedy
+from fsdp_advisor.advice import Advice, Candidate, Recommendation, Remedy
 from fsdp_advisor.cli.drawing import Column, bar, draw, fitting, legend, paint
 from fsdp_advisor.cli.drawing import wrap as fill
 from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, parts_of
@@ -20,6 +20,10 @@ from fsdp_advisor.units import format_count, format_gib, format_speed
 
 RUNNERS_UP = 5
 BAR_WIDTHS = (10, 60)
+_WHETHER_IT_RUNS = (
+    "whether it runs is not known: a parameter count tells nothing of activations, logits and gathered units. "
+    "Give --model a name or a config.json"
+)
 _UNITS = ("GiB", "tokens/s", "%")
 _DEEPEST = 8
 """Levels of the tree that are indented further than the last."""
@@ -59,10 +63,11 @@ def _assumed(advice: Advice) -> str:
     job = [length, request.precision, request.optim, request.attention]
     if request.global_batch_size:
         job.append(f"global batch {request.global_batch_size}")
+    whole = format_gib(r.gpu_memory_bytes)
+    limit = f"{format_gib(r.available_bytes)} of {whole}: {100 * request.margin:g} % stay free"
     return (
         f"{report.model_name} ({format_count(report.parameters)} parameters) on {gpus} x {gpu}{nodes}: {', '.join(job)}. "
-        f"A plan fits if it needs at most {format_gib(r.available_bytes)} of {format_gib(r.gpu_memory_bytes)}: "
-        f"{100 * request.margin:g} % stay free."
+        f"A plan fits if it needs at most {limit if request.margin else whole}."
     )
 
 
@@ -78,28 +83,36 @@ def _winner(r: Recommendation, screen: Screen) -> str:
     winner, estimate = r.winner, r.estimate
     assert winner is not None
     assert estimate is not None
-    head = Text(wrap(f"Recommended: {described(winner)}", screen), style="bold green" if winner.fits else "bold yellow")
-    lines = [paint(head, screen)]
+    has = format_gib(winner.available_bytes)
     if winner.needed_bytes is None:
-        lines.append(
-            f"its states take {format_gib(winner.state_bytes)}; what else it needs, a parameter count does not tell"
-        )
+        head = Text(wrap(f"By its states alone: {winner.label}", screen), style="bold yellow")
+        which = "" if r.finding else "the simplest whose states leave the margin: "
+        lines = [paint(head, screen), f"{which}states {format_gib(winner.state_bytes)}, has {has}"]
     else:
-        lines.append(f"needs {format_gib(winner.needed_bytes)}, has {format_gib(winner.available_bytes)}")
+        head = Text(wrap(f"Recommended: {described(winner)}", screen), style="bold green")
+        lines = [paint(head, screen), f"needs {_needs(winner)}, has {has}"]
     if winner.host_bytes_per_node:
         lines[-1] += f"; host memory {format_gib(winner.host_bytes_per_node)} per node"
     if winner.tokens_per_second_per_gpu and winner.step_seconds:
         lines[-1] += f"; {format_speed(winner.tokens_per_second_per_gpu)} per GPU, {winner.step_seconds:.3g} s per step"
-    if winner.walked is not None:
-        lines[-1] += f"; {_fragmentation(winner.walked)}"
-    lines += [_bar(estimate, r, screen), *_training(r), *(f"warning: {warning}" for warning in estimate.warnings)]
+    if winner.allocator_conf is not None:
+        lines[-1] += f"; under PYTORCH_ALLOC_CONF={winner.allocator_conf}"
+    if winner.needed_bytes is None:
+        lines[-1] += f"; {_WHETHER_IT_RUNS}"
+    lines += [
+        _bar(estimate, r, screen),
+        *_training(r),
+        *(f"warning: {warning}" for warning in (*r.warnings, *estimate.warnings)),
+    ]
     return "\n".join([lines[0], *(_indented(line, screen) if i != 1 else line for i, line in enumerate(lines[1:]))])
 
 
-def _fragmentation(walked: Fragmentation) -> str:
-    """What the device shows in the end, and what that takes."""
-    device = f"{format_gib(walked.device_bytes)} of {format_gib(walked.memory_bytes)} with fragmentation"
-    return device + (f", under PYTORCH_ALLOC_CONF={walked.allocator_conf}" if walked.allocator_conf else "")
+def _needs(winner: Candidate) -> str:
+    """What it needs on a GPU in the end, and what of that is no fragmentation."""
+    needed = format_gib(winner.known_bytes)
+    if winner.walked is None or winner.needed_bytes is None:
+        return needed
+    return f"{needed} with fragmentation ({format_gib(winner.needed_bytes)} without)"
 
 
 def _indented(line: str, screen: Screen) -> str:
@@ -190,9 +203,12 @@ def _table(rows: Sequence[Candidate], reasons: Sequence[str] | None, screen: Scr
             right=True,
             rank=5,
         ),
-        Column("needs GiB", [_gib(c.needed_bytes) for c in rows], right=True),
-        Column("tokens/s", [_speed(c) for c in rows], right=True),
     ]
+    if any(c.needed_bytes is not None for c in rows):
+        columns.append(Column("needs GiB", [_gib(c.needed_bytes) for c in rows], right=True))
+        columns.append(Column("tokens/s", [_speed(c) for c in rows], right=True))
+    else:
+        columns.append(Column("states GiB", [_gib(c.state_bytes) for c in rows], right=True))
     own = {
         "sequence": Column("tokens", [str(p.seq_len) for p in plans], right=True),
         "gpus": Column("GPUs", [str(p.world_size) for p in plans], right=True),
@@ -201,14 +217,13 @@ def _table(rows: Sequence[Candidate], reasons: Sequence[str] | None, screen: Scr
     if what in own:
         columns.insert(0, own[what])
     if what is not None:
-        columns.append(
-            Column("fragmented", [_gib(c.walked.device_bytes) if c.walked else NONE for c in rows], right=True)
-        )
+        fragmented = [_gib(c.walked.device_bytes) if c.walked else NONE for c in rows]
+        columns.append(Column("fragmented", fragmented, right=True))
     if what == "gpu-type":
         columns.append(Column("has", [_gib(c.available_bytes) for c in rows], right=True))
-        columns.append(
-            Column("", [Text("fits", style="green") if c.fits else Text("does not fit", style="red") for c in rows])
-        )
+    if what is not None and any(c.fits is False for c in rows):
+        fits = Text("fits", style="green") if what == "gpu-type" else Text("")
+        columns.append(Column("", [Text("does not fit", style="red") if c.fits is False else fits for c in rows]))
     if reasons is not None:
         columns.append(Column("why not", list(reasons), rank=3))
     return draw(fitting(columns, screen.width), screen)
@@ -244,7 +259,7 @@ def _speed(c: Candidate) -> str:
 
 def _rules(r: Recommendation, screen: Screen) -> str:
     """What the rules of thumb would have said."""
-    lines = ["Rules of thumb would have said"]
+    lines = ["Rules of thumb would have said" + (", before fragmentation" if r.winner and r.winner.walked else "")]
     for rule in r.rules:
         runs = {True: "which runs", False: "which does not run", None: "which may run"}[rule.would_run]
         said = f"{rule.says}, {runs}" if rule.says else "nothing"
@@ -264,4 +279,5 @@ def _launch(advice: Advice, screen: Screen) -> str:
     target, others = able[0], [t.name for t in able[1:]]
     export = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {target.file_name}"
     also = f"Other targets: {', '.join(others)}." if others else ""
-    return "\n".join(["To launch it", f"  {export}", f"  {target.line(job, target.file_name)}", *([wrap(also, screen)] if also else [])])  # fmt: skip
+    title = "To launch it" if r.fits else "To try it"
+    return "\n".join([title, f"  {export}", f"  {target.line(job, target.file_name)}", *([wrap(also, screen)] if also else [])])  # fmt: skip

@@ -104,7 +104,8 @@ def estimate(
 ) -> int:
     """Peak memory per GPU under every strategy, what it is made of, host memory, and whether it fits.
 
-    Exit status: 0 at least one strategy shown fits, 1 none fits, 2 bad usage, unknown model, unreadable config or no network.
+    Exit status: 0 at least one strategy shown fits, 1 none does or is known to (a bare parameter count), 2 bad usage, unknown
+    model, unreadable config or no network.
     """
     return answer(
         request,

@@ -43,8 +43,8 @@ def recommend(
 ) -> int:
     """The fastest configuration that fits with the margin, how it was decided, and what to type to launch it.
 
-    What is given is held, what is left out is searched. Exit status: 0 something fits, 1 nothing fits (what would is shown),
-    2 bad usage, unknown model, unreadable config or no network.
+    What is given is held, what is left out is searched. Exit status: 0 something fits, 1 nothing does (what would is shown) or
+    is known to (a bare parameter count), 2 bad usage, unknown model, unreadable config or no network.
     """
     from fsdp_advisor.advice import recommend as answer
 
@@ -53,8 +53,9 @@ def recommend(
     destination.check()
     drawing.check()
     advice = answer(request)
+    shown = () if form is Format.json else advice.recommendation.warnings
     for remark in (*advice.report.notes, *advice.recommendation.notes):
-        note(remark, quiet=quiet)
+        note(remark, quiet=quiet or remark in shown)
     destination.write(_render(advice, form, destination))
     if plot is not None:
         drawing.write(_plot(advice))

@@ -1,9 +1,19 @@
 """GPUs and the links between them: one typed table, a source for every row."""
 
 from fsdp_advisor.hardware.attached import attached_gpu
-from fsdp_advisor.hardware.gpus import GPUS, Gpu
+from fsdp_advisor.hardware.gpus import GPUS, Gpu, usual_host_bytes
 from fsdp_advisor.hardware.interconnects import find_interconnect
 from fsdp_advisor.hardware.links import LINKS, Link
 from fsdp_advisor.hardware.lookup import find_gpu, list_gpus
 
-__all__ = ["GPUS", "LINKS", "Gpu", "Link", "attached_gpu", "find_gpu", "find_interconnect", "list_gpus"]
+__all__ = [
+    "GPUS",
+    "LINKS",
+    "Gpu",
+    "Link",
+    "attached_gpu",
+    "find_gpu",
+    "find_interconnect",
+    "list_gpus",
+    "usual_host_bytes",
+]

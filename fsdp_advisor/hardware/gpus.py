@@ -7,6 +7,9 @@ by some 0.2 GiB; a row takes a recent one's reading and quotes where it was read
 Rates are dense (never the doubled "with sparsity") and of a matrix multiplication that accumulates in fp32, as training
 does; GeForce cards do that at half the rate of their headline. fp32_flops leaves the tensor cores out on NVIDIA
 (`allow_tf32=False`) and is the fp32 matrix rate on AMD. None: the hardware cannot, or nobody has published it.
+
+host_memory_bytes is what its maker's or cloud's specification gives the machine that node_source names. A DGX has 2 TB of
+modules (with the A100 40GB 1 TB), and takes more. None: it is an assumed machine, or its memory is chosen when it is ordered.
 """
 
 from dataclasses import dataclass
@@ -43,6 +46,7 @@ class Gpu:
     inter_node: Link | None = None  # this GPU's share of the node's adapters
     gpus_per_node: int | None = None  # in the usual node
     node_source: str = ""
+    host_memory_bytes: int | None = None  # of that node, as it is sold
     source: str
 
 
@@ -70,7 +74,7 @@ GPUS: tuple[Gpu, ...] = (
         fp16_flops=125e12, fp32_flops=15.7e12, memory_bytes_per_s=900e9,
         architecture="volta", compute_capability=(7, 0), multiprocessors=80, gpus_per_node=8,
         intra_node=via.NVLINK_2, inter_node=via.ETHERNET_25G.shared_by(8), node_source="AWS p3.16xlarge",
-        source="NVIDIA V100 datasheet (1165301-r5)",
+        host_memory_bytes=488 * GIB, source="NVIDIA V100 datasheet (1165301-r5)",
     ),
     Gpu(
         name="V100-32GB", full_name="NVIDIA Tesla V100 32GB SXM2",
@@ -80,7 +84,7 @@ GPUS: tuple[Gpu, ...] = (
         fp16_flops=125e12, fp32_flops=15.7e12, memory_bytes_per_s=900e9,
         architecture="volta", compute_capability=(7, 0), multiprocessors=80, gpus_per_node=8,
         intra_node=via.NVLINK_2, inter_node=via.EFA_100G.shared_by(8), node_source="AWS p3dn.24xlarge",
-        source="NVIDIA V100 datasheet (1165301-r5)",
+        host_memory_bytes=768 * GIB, source="NVIDIA V100 datasheet (1165301-r5)",
     ),
     Gpu(
         name="T4", full_name="NVIDIA Tesla T4", aliases=("T4-16GB",),
@@ -89,6 +93,7 @@ GPUS: tuple[Gpu, ...] = (
         fp16_flops=65e12, fp32_flops=8.1e12, memory_bytes_per_s=320e9,
         architecture="turing", compute_capability=(7, 5), multiprocessors=40, gpus_per_node=8,
         intra_node=via.PCIE_3_X16, inter_node=via.ETHERNET_100G.shared_by(8), node_source="AWS g4dn.metal",
+        host_memory_bytes=384 * GIB,
         source="NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper, T4 appendix (the datasheet rounds)",
     ),
     Gpu(
@@ -123,7 +128,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=125e12, fp16_flops=125e12, tf32_flops=62.5e12, fp32_flops=31.2e12, memory_bytes_per_s=600e9,
         architecture="ampere", compute_capability=(8, 6), multiprocessors=72, gpus_per_node=4,
         intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_100G.shared_by(4), node_source="OCI BM.GPU.A10.4",
-        source="NVIDIA A10 datasheet",
+        host_memory_bytes=1024 * GIB, source="NVIDIA A10 datasheet",
     ),
     Gpu(
         name="A10G", full_name="NVIDIA A10G", aliases=("A10G-24GB",),
@@ -131,6 +136,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=70e12, fp16_flops=70e12, tf32_flops=35e12, fp32_flops=31.5e12, memory_bytes_per_s=600e9,
         architecture="ampere", compute_capability=(8, 6), multiprocessors=80, gpus_per_node=8,
         intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_100G.shared_by(8), node_source="AWS g5.48xlarge",
+        host_memory_bytes=768 * GIB,
         source="NVIDIA A10G datasheet: 70 tensor TFLOPS, little more than half of an A10; baseten.co, A10 vs A10G",
     ),
     Gpu(
@@ -166,7 +172,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=312e12, fp16_flops=312e12, tf32_flops=156e12, fp32_flops=19.5e12, memory_bytes_per_s=1555e9,
         architecture="ampere", compute_capability=(8, 0), multiprocessors=108, gpus_per_node=8,
         intra_node=via.NVLINK_3, inter_node=via.INFINIBAND_HDR, node_source=_DGX + "DGX A100",
-        source="NVIDIA A100 datasheet",
+        host_memory_bytes=1024 * GIB, source="NVIDIA A100 datasheet",
     ),
     Gpu(
         name="A100-40GB-PCIe", full_name="NVIDIA A100 40GB PCIe", aliases=("A100-PCIE-40GB",),
@@ -184,7 +190,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=312e12, fp16_flops=312e12, tf32_flops=156e12, fp32_flops=19.5e12, memory_bytes_per_s=2039e9,
         architecture="ampere", compute_capability=(8, 0), multiprocessors=108, gpus_per_node=8,
         intra_node=via.NVLINK_3, inter_node=via.INFINIBAND_HDR, node_source=_DGX + "DGX A100",
-        source="NVIDIA A100 datasheet",
+        host_memory_bytes=2048 * GIB, source="NVIDIA A100 datasheet",
     ),
     Gpu(
         name="A100-80GB-PCIe", full_name="NVIDIA A100 80GB PCIe", aliases=("A100-PCIe", "A100-PCIE-80GB"),
@@ -201,7 +207,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=312e12, fp16_flops=312e12, tf32_flops=156e12, fp32_flops=19.5e12, memory_bytes_per_s=2039e9,
         architecture="ampere", compute_capability=(8, 0), multiprocessors=108, gpus_per_node=8,
         intra_node=via.NVLINK_3_A800, inter_node=via.INFINIBAND_HDR, node_source=_DGX + "DGX A100",
-        source="NVIDIA A800 datasheet: an A100 but for NVLink",
+        host_memory_bytes=2048 * GIB, source="NVIDIA A800 datasheet: an A100 but for NVLink",
     ),
     # Ada
     Gpu(
@@ -219,7 +225,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=121e12, fp16_flops=121e12, tf32_flops=60e12, fp32_flops=30.3e12, memory_bytes_per_s=300e9,
         architecture="ada", compute_capability=(8, 9), multiprocessors=58, gpus_per_node=8,
         intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_100G.shared_by(8), node_source="AWS g6.48xlarge",
-        source="NVIDIA L4 datasheet (242 TFLOPS with sparsity)",
+        host_memory_bytes=768 * GIB, source="NVIDIA L4 datasheet (242 TFLOPS with sparsity)",
     ),
     Gpu(
         name="L40S", full_name="NVIDIA L40S", aliases=("L40S-48GB",),
@@ -228,7 +234,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=362e12, fp16_flops=362e12, tf32_flops=183e12, fp32_flops=91.6e12, memory_bytes_per_s=864e9,
         architecture="ada", compute_capability=(8, 9), multiprocessors=142, gpus_per_node=8,
         intra_node=via.PCIE_4_X16, inter_node=via.EFA_400G.shared_by(8), node_source="AWS g6e.48xlarge",
-        source="NVIDIA L40S datasheet",
+        host_memory_bytes=1536 * GIB, source="NVIDIA L40S datasheet",
     ),
     Gpu(
         name="RTX-6000-Ada", full_name="NVIDIA RTX 6000 Ada Generation", aliases=("RTX 6000 Ada 48GB", "6000 Ada"),
@@ -256,6 +262,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=989.4e12, fp16_flops=989.4e12, tf32_flops=494.7e12, fp32_flops=66.9e12, memory_bytes_per_s=3.35e12,
         architecture="hopper", compute_capability=(9, 0), multiprocessors=132, gpus_per_node=8,
         intra_node=via.NVLINK_4, inter_node=via.INFINIBAND_NDR, node_source=_DGX + "DGX H100",
+        host_memory_bytes=2048 * GIB,
         source="NVIDIA H100 datasheet (halved: it prints sparse rates) and Hopper architecture whitepaper",
     ),
     Gpu(
@@ -292,7 +299,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=989.4e12, fp16_flops=989.4e12, tf32_flops=494.7e12, fp32_flops=66.9e12, memory_bytes_per_s=4.8e12,
         architecture="hopper", compute_capability=(9, 0), multiprocessors=132, gpus_per_node=8,
         intra_node=via.NVLINK_4, inter_node=via.INFINIBAND_NDR, node_source=_DGX + "DGX H200",
-        source="NVIDIA H200 datasheet (halved: it prints sparse rates); an H100's die",
+        host_memory_bytes=2048 * GIB, source="NVIDIA H200 datasheet (halved: it prints sparse rates); an H100's die",
     ),
     Gpu(
         name="GH200", full_name="NVIDIA GH200 96GB", aliases=("GH200-96GB", "GH200 480GB"),
@@ -310,6 +317,7 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=2250e12, fp16_flops=2250e12, tf32_flops=1125e12, fp32_flops=75e12, memory_bytes_per_s=8.0e12,
         architecture="blackwell", compute_capability=(10, 0), multiprocessors=148, gpus_per_node=8,
         intra_node=via.NVLINK_5, inter_node=via.INFINIBAND_NDR, node_source=_DGX + "DGX B200",
+        host_memory_bytes=2048 * GIB,
         source="NVIDIA DGX B200 and HGX datasheets, 8 GPUs (halved: they print sparse rates)",
     ),
     Gpu(
@@ -377,6 +385,7 @@ GPUS: tuple[Gpu, ...] = (
         architecture="cdna2", compute_capability=(9, 0), multiprocessors=110, gpus_per_node=8,
         intra_node=via.XGMI_MI250X, inter_node=via.SLINGSHOT_200G.shared_by(2),
         node_source="OLCF Frontier: 4 boards, 8 dies, 4 adapters",
+        host_memory_bytes=512 * GIB,
         source="AMD Instinct MI250X specifications (matrix rates), halved: they are of both dies",
     ),
     Gpu(
@@ -386,7 +395,7 @@ GPUS: tuple[Gpu, ...] = (
         architecture="cdna3", compute_capability=(9, 4), multiprocessors=304, gpus_per_node=8,
         intra_node=via.XGMI_MI300X, inter_node=via.INFINIBAND_NDR,
         node_source="Azure ND MI300X v5: one adapter per GPU",
-        source="AMD Instinct MI300X data sheet",
+        host_memory_bytes=1850 * GIB, source="AMD Instinct MI300X data sheet",
     ),
     Gpu(
         name="MI325X", full_name="AMD Instinct MI325X", aliases=("MI325", "MI325X-256GB"),
@@ -406,3 +415,13 @@ GPUS: tuple[Gpu, ...] = (
     ),
 )
 # fmt: on
+
+
+def usual_host_bytes(gpu: Gpu) -> int:
+    """What the host of a GPU's usual node is sold with; where the table does not say, the most that any in it is.
+
+    >>> from fsdp_advisor.hardware import find_gpu
+    >>> [usual_host_bytes(find_gpu(name)) // GIB for name in ("A10G", "H100", "24GiB")]
+    [768, 2048, 2048]
+    """
+    return gpu.host_memory_bytes or max(known.host_memory_bytes or 0 for known in GPUS)

@@ -14,7 +14,11 @@ import fsdp_advisor
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.advice.settling import NEAR
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.hardware import Gpu, find_gpu
+from fsdp_advisor.plan import Plan
 from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.units import format_gib, format_speed
 
 JOB: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"}
 
@@ -117,6 +121,60 @@ def test_rules_of_thumb_and_where_they_err() -> None:
     assert {(rule.says, rule.would_run) for rule in small.values()} == {("DDP", True)}
     gap = {rule.source: rule for rule in advise(model="Qwen/Qwen2.5-32B", gpus=8, gpu="H100").rules}["scenario table"]
     assert (gap.says, gap.would_run) == (None, None)
+
+
+def test_a_rule_of_thumb_is_compared_at_its_own_best_batch() -> None:
+    recommendation = advise(model=LLAMA, gpus=8, gpu="H100")
+    rule = recommendation.rules[0]
+    assert (rule.says, rule.would_run) == ("ZeRO-2", True)
+    assert recommendation.winner is not None and recommendation.winner.tokens_per_second_per_gpu is not None
+    [like] = (
+        c for c in recommendation.rivals
+        if (c.plan.strategy, c.plan.backend, c.plan.offload, c.plan.activation_checkpointing) == ("zero2", "fsdp2", "none", "none")
+    )  # fmt: skip
+    assert like.plan.micro_batch_size > 1
+    assert like.tokens_per_second_per_gpu is not None
+    own, here = (format_speed(c.tokens_per_second_per_gpu or 0) for c in (like, recommendation.winner))
+    at = f"at its best, micro-batch {like.plan.micro_batch_size}, it trains {own} per GPU, against {here} here"
+    assert rule.because.endswith(at)
+    largest = advise(model=LLAMA, gpus=8, gpu="H100", find="batch").rules[0]
+    assert "tokens/s" not in largest.because  # the largest batch is not the fastest
+
+
+def test_a_host_larger_than_its_nodes_are_sold_with_is_warned_of() -> None:
+    job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-405B", "gpus": 8, "gpu": "H100"}
+    recommendation = advise(**job)
+    assert recommendation.winner is not None
+    usual = find_gpu("H100").host_memory_bytes
+    assert usual is not None and recommendation.winner.host_bytes_per_node > usual
+    [warning] = recommendation.warnings
+    for said in (format_gib(recommendation.winner.host_bytes_per_node), format_gib(usual), "--host-memory"):
+        assert said in warning
+    assert warning in recommendation.notes
+    assert recommendation.as_dict()["warnings"] == [warning]
+    assert not advise(**job, host_memory="16TiB").warnings
+    held = advise(**job, host_memory="2TiB")
+    assert held.winner is None and not held.warnings
+    assert not advise(**JOB).warnings
+
+
+def test_an_unusual_host_comes_last() -> None:
+    """DeepSpeed's offload takes more of it than FSDP2's: were it much faster, it would still not be chosen, unless the host is
+    known to hold it."""
+
+    def hasty(model: Resolved, plan: Plan, gpu: Gpu) -> float:
+        return clock(model, plan, gpu) * (0.01 if plan.backend == "deepspeed" else 1)
+
+    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpus": 8, "gpu": "MI250X", "micro_batch_size": 1}
+    usual = find_gpu("MI250X").host_memory_bytes
+    advice = {memory: advise(hasty, **job, host_memory=memory) for memory in (None, "4TiB")}
+    assert usual is not None and advice[None].winner is not None and advice["4TiB"].winner is not None
+    assert advice["4TiB"].winner.plan.backend == "deepspeed"
+    assert advice[None].winner.host_bytes_per_node <= usual
+    beyond = [c for c in advice[None].rivals if c.host_bytes_per_node > usual]
+    assert beyond and beyond == list(advice[None].rivals[-len(beyond) :])
+    assert all(advice[None].why_not(c).startswith("its host takes ") for c in beyond)
+    assert "is faster, but its host takes " in " ".join(node.because for node in advice[None].tree.path)
 
 
 def test_the_gpt2_of_the_source_documents() -> None:

@@ -44,7 +44,7 @@ def test_text_stays_within_the_screen(name: str, cli: Cli) -> None:
     """Commands apart: they are there to be copied."""
     arguments, columns, _ = CASES[name]
     out = cli("recommend", *arguments, "-q", columns=columns).out
-    shown, _, commands = out.partition("To launch it\n")
+    shown, _, commands = out.partition("To try it\n" if "count" in name else "To launch it\n")
     others = [line for line in commands.splitlines() if not line.startswith("  ")]
     assert max(map(len, [*shown.splitlines(), *others])) <= columns
 
@@ -67,7 +67,7 @@ def test_what_it_prints_to_launch_works(cli: Cli, tmp_path: Path, monkeypatch: p
     assert cli(*line[1].split()).status == 0
     text = (tmp_path / "train.py").read_text()
     assert text.startswith("# meta-llama/Llama-2-7b-hf: ZeRO-3 (fsdp2)")
-    shown = re.search(r"(\d+\.\d\d GiB) of 39\.39 GiB with fragmentation", out)
+    shown = re.search(r"needs (\d+\.\d\d GiB) with fragmentation", out)
     assert shown is not None
     assert f"Predicted peak per GPU: {shown[1]} of the device's memory" in text
 
@@ -76,6 +76,30 @@ def test_the_launch_line_is_of_what_was_estimated(cli: Cli) -> None:
     out = cli("recommend", *LLAMA, "--framework", "accelerate").out
     assert "  fsdp-advisor export accelerate " in out
     assert "--framework accelerate" in out
+
+
+def test_of_a_bare_count_nothing_is_promised(cli: Cli) -> None:
+    """No strategy is known to fit: the same status from both commands."""
+    count = ("--model", "13B", "--gpus", "8", "--gpu", "H100")
+    ran = cli("recommend", *count, "-q", columns=200)
+    assert (ran.status, cli("estimate", *count).status) == (1, 1)
+    assert "\nBy its states alone: ZeRO-1 (deepspeed)\n" in ran.out
+    assert "whether it runs is not known" in ran.out
+    assert "Give --model a name" in " ".join(ran.out.split())
+    assert "Recommended" not in ran.out
+    assert "To launch it" not in ran.out
+    too_large = cli("recommend", "--model", "13B", "--gpus", "1", "--gpu", "H100", "--offload", "none", "-q")
+    assert (too_large.status, cli("estimate", "--model", "13B", "--gpu", "24GiB", "--strategy", "ddp").status) == (1, 1)
+    assert "3 x H100-80GB may do" in too_large.out
+    assert "would do" not in too_large.out
+
+
+def test_an_unusual_host_is_said_once(cli: Cli) -> None:
+    large = ("--model", "meta-llama/Llama-3.1-405B", "--gpus", "8", "--gpu", "H100")
+    ran = cli("recommend", *large, columns=200)
+    assert ran.out.count("which usually has 2048.00 GiB or less: --host-memory says what yours has") == 1
+    assert "--host-memory" not in ran.err
+    assert "which usually has 2048.00 GiB or less" in cli("recommend", *large, "--json").err
 
 
 def test_underscores_and_help(cli: Cli) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_advisor.hardware import GPUS, LINKS, Gpu, Link
+from fsdp_advisor.hardware import GPUS, LINKS, Gpu, Link, usual_host_bytes
 from fsdp_advisor.hardware.links import ETHERNET_100G, NVLINK_4, PCIE_4_X16
 
 each_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -65,6 +65,15 @@ def test_every_row_has_its_sources_and_its_links(gpu: Gpu) -> None:
     assert gpu.intra_node is not None and gpu.intra_node.kind in ("nvlink", "pcie", "xgmi")
     assert 1 <= gpu.gpus_per_node <= 8
     assert gpu.inter_node.bytes_per_s < gpu.intra_node.bytes_per_s
+
+
+@each_gpu
+def test_a_nodes_host_is_known_where_its_machine_is(gpu: Gpu) -> None:
+    if gpu.host_memory_bytes is None:
+        assert 0 < usual_host_bytes(gpu) == max(known.host_memory_bytes or 0 for known in GPUS)
+    else:
+        assert not gpu.node_source.startswith("assumed")
+        assert 384 * 2**30 <= gpu.host_memory_bytes == usual_host_bytes(gpu) <= 2048 * 2**30
 
 
 @each_gpu
