@@ -20,6 +20,7 @@ from fsdp_advisor.advice.settling import Settled, anything, settle
 from fsdp_advisor.advice.tree import grow
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, step_seconds
+from fsdp_advisor.models.tasks import task_of
 from fsdp_advisor.plan import OFFLOADS, Plan
 from fsdp_advisor.report import Report
 from fsdp_advisor.request import RecommendRequest
@@ -49,6 +50,11 @@ def recommend_resolved(
     """As `recommend`, beside a report that is at hand. `allowed` says which plans are looked at, whatever their batch."""
     if model.profile is None and request.find in ("batch", "sequence"):
         raise UsageError(f"{model.name} is a bare parameter count: it has no layers", hint="name a model to find this")
+    task = task_of(report.task)
+    if request.find == "sequence" and not task.takes_any_length:
+        raise UsageError(
+            f"{model.name} reads {task.of_length(report.seq_len)}, and of no other length", hint="--find batch"
+        )
     search = _search(report, model, request, timer, allowed)
     limit = model.profile.max_seq_len if model.profile is not None else None
     finder = Finder(request=request, search=search, max_seq_len=limit)
@@ -181,7 +187,8 @@ def _remedies(finder: Finder, search: Search) -> Iterator[Remedy]:
     if finder.request.find != "gpu-type" and (name := finder.smallest_gpu()) is not None:
         yield Remedy(options={"gpu": name}, because=f"{job.gpus} x {name} {would} do")
     search.judge.allocator.most = search.judge.allocator.walks + MOST_WALKS // 2
-    if search.judge.model.profile is not None and (tokens := finder.shorter()) is not None:
+    profile = search.judge.model.profile
+    if profile is not None and task_of(profile.task).takes_any_length and (tokens := finder.shorter()) is not None:
         yield Remedy(
             options={"seq_len": tokens}, because=f"{format_tokens(tokens)} instead of {job.seq_len} {would} do"
         )

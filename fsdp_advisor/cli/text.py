@@ -137,7 +137,11 @@ def _below(report: Report, sizes: Sizes, screen: Screen, *, speed_shown: bool, e
     states = "States per GPU" + (", by the textbook" if sizes.decimal else "")
     what = "What a GPU needs at the step's peak" if known else states
     decides = known and any(e.reserved is None for e in report.estimates)
-    beside = "the allocator's fragmentation is in it only where that decides the verdict (--reserved: in all)" if decides else ""
+    beside = (
+        "the allocator's fragmentation is in it only where that decides the verdict (--reserved: in all)"
+        if decides
+        else ""
+    )
     rate = f"{counted(report)} per second per GPU" if speed_shown else ""
     lines = [
         legend(PARTS if known else [_STATES], screen),

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor.advice import recommend
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.models import catalog
 from fsdp_advisor.models.tasks import TASKS, task_of
@@ -43,3 +45,13 @@ def test_an_image_has_the_length_of_the_model_whatever_is_asked() -> None:
     assert one.as_dict() == other.as_dict()
     assert one.step is not None
     assert one.step.tokens_per_second_per_gpu == pytest.approx(8 * 197 / one.step.seconds)
+
+
+def test_no_length_of_an_image_is_found_or_advised() -> None:
+    with pytest.raises(UsageError, match="reads images of 197 tokens, and of no other length"):
+        recommend(model=VIT, gpus=2, gpu="H100", find="sequence")
+    advice = recommend(
+        model=VIT, gpus=1, gpu="2GiB", offload="none", micro_batch_size=64, activation_checkpointing="none"
+    )
+    assert advice.recommendation.winner is None
+    assert "tokens instead of" not in str(advice.as_dict())

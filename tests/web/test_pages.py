@@ -177,7 +177,9 @@ def test_the_tables_hold_what_the_charts_draw(client: TestClient) -> None:
     sizes = set(re.findall(r"(\d+\.\d\d) GiB", next(words for words in told if words.startswith("Against"))))
     shown = set(re.findall(r"<td[^>]*>(\d+\.\d\d)\b", table))
     totals = set(
-        re.findall(r"(?:free|lacks [^:]*GiB): (\d+\.\d\d) GiB", next(words for words in told if words.startswith("Against")))
+        re.findall(
+            r"(?:free|lacks [^:]*GiB): (\d+\.\d\d) GiB", next(words for words in told if words.startswith("Against"))
+        )
     )
     assert totals and totals <= shown and sizes
 
