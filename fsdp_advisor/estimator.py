@@ -129,7 +129,7 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
     tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
-    return replayed(model.profile, tape, plan, scratch=True).peak
+    return replayed(model.profile, tape, plan, scratch_on=0).peak
 
 
 def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserved:
@@ -152,6 +152,7 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf) -> Reserv
         limit_bytes=room if collects else None,
         device_bytes=gpu.memory_bytes,
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
+        resident_threads=gpu.resident_threads,
     )
     loading = loading_of(model.profile, plan, gpu, overhead)
     found = walk(loading=loading)
@@ -187,6 +188,7 @@ def reserved_beside(
         limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
         device_bytes=gpu.memory_bytes,
         workspace_bytes=workspace_bytes,
+        resident_threads=gpu.resident_threads,
         loading=loading,
     )
     judged = verdict(
@@ -300,9 +302,9 @@ def _estimate(
     if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
         unknown.append(NO_SCRATCH)
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
-    taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes)
+    taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes, resident_threads=gpu.resident_threads)
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
-    job = job_of(phase_peaks=replayed(profile, on_gpu, plan, scratch=True).phase_peaks)
+    job = job_of(phase_peaks=replayed(profile, on_gpu, plan, scratch_on=gpu.resident_threads).phase_peaks)
     reserved = None
     if walk == "always" or (walk == "if open" and judged.certain is None):
         reserved, judged = reserved_beside(

@@ -20,6 +20,11 @@ Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell"
 
 _MIB = 2**20
 
+THREADS_PER_MULTIPROCESSOR = 2048
+FEWER_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""By compute capability. Source: CUDA C++ Programming Guide, technical specifications, resident threads per multiprocessor."""
+H100_THREADS = 132 * THREADS_PER_MULTIPROCESSOR
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -44,6 +49,13 @@ class Gpu:
     gpus_per_node: int | None = None  # in the usual node
     node_source: str = ""
     source: str
+
+    @property
+    def resident_threads(self) -> int:
+        """How many threads it runs at once; of an unknown GPU as many as an H100."""
+        if self.multiprocessors is None:
+            return H100_THREADS
+        return self.multiprocessors * FEWER_THREADS.get(self.compute_capability or (0, 0), THREADS_PER_MULTIPROCESSOR)
 
 
 def _gib(reading: float) -> int:

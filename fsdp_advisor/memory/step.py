@@ -19,11 +19,15 @@ MICRO_BATCHES = 3
 
 
 @lru_cache(maxsize=1024)
-def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Followed:
-    """A plan's steady step, as `composed`."""
+def replayed(
+    profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch_on: int | None = None
+) -> Followed:
+    """A plan's steady step, as `composed`; `scratch_on` is how many threads the GPU runs at once whose scratch is counted."""
     played = _played(plan)
-    score = composed(profile, tape, played, fused_loss=fused_loss, scratch=scratch)
-    return _course(profile, score.shape, played).follow(sized(score, plan.micro_batch_size, plan.seq_len))
+    score = composed(profile, tape, played, fused_loss=fused_loss, scratch=scratch_on is not None)
+    return _course(profile, score.shape, played).follow(
+        sized(score, plan.micro_batch_size, plan.seq_len, scratch_on or 0)
+    )
 
 
 def timeline(profile: Profile, tape: Tape, plan: Plan) -> tuple[Point, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
 Polynomial = tuple[int, int, int, int, int, int]
@@ -31,6 +32,17 @@ def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
     """
     c1, cb, ct, cbt, cbt2, ct2 = polynomial
     return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
+
+
+class Staging(NamedTuple):
+    """The size of what a GPU stages to sum `rows` rows of `columns` elements into one (`memory.staging`)."""
+
+    rows: Polynomial
+    columns: Polynomial
+
+
+Size = Polynomial | Staging
+"""Of a storage, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +192,12 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T."""
+    """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T.
 
-    sizes: tuple[Polynomial, ...]
+    Scratch that sums over rows take on a GPU has its rows and columns for a size.
+    """
+
+    sizes: tuple[Size, ...]
     segments: tuple[Segment, ...]
 
     def read(self) -> Tape:
