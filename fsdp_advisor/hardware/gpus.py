@@ -20,10 +20,10 @@ Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell"
 
 _MIB = 2**20
 
-THREADS_PER_MULTIPROCESSOR = 2048
+H100_MULTIPROCESSORS = 132
+MOST_THREADS = 2048
 FEWER_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""By compute capability. Source: CUDA C++ Programming Guide, technical specifications, resident threads per multiprocessor."""
-H100_THREADS = 132 * THREADS_PER_MULTIPROCESSOR
+"""Of a multiprocessor, by compute capability where they are fewer. Source: CUDA C++ Programming Guide, technical specifications."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,14 @@ class Gpu:
     source: str
 
     @property
+    def threads_per_multiprocessor(self) -> int:
+        """How many threads a multiprocessor runs at once."""
+        return FEWER_THREADS.get(self.compute_capability or (0, 0), MOST_THREADS)
+
+    @property
     def resident_threads(self) -> int:
-        """How many threads it runs at once; of an unknown GPU as many as an H100."""
-        if self.multiprocessors is None:
-            return H100_THREADS
-        return self.multiprocessors * FEWER_THREADS.get(self.compute_capability or (0, 0), THREADS_PER_MULTIPROCESSOR)
+        """How many threads it runs at once; of an unknown number of multiprocessors as many as an H100."""
+        return (self.multiprocessors or H100_MULTIPROCESSORS) * self.threads_per_multiprocessor
 
 
 def _gib(reading: float) -> int:
