@@ -8,7 +8,8 @@ unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 Attention kernels' scratch stands on the tapes recorded with `flash_attention_2` (Category.SCRATCH). sdpa comes to the same on
 GPUs from Ampere on in bf16 and fp16, for heads of up to 256 and without a mask (`real_attention`). With a mask and in fp32 it
 comes to other kernels or to none, which has tapes of its own (`tracing.on_gpu`). What sums over rows stage hangs on the GPU, and
-is reckoned for it (`staging`). Not known: what cuDNN's own engines add to the workspace that cudnn-frontend asks for, the workspace
+is reckoned for it (`staging`) where the tape has such sums: the catalog's tapes have, of every family of which PyTorch took more
+than 0.1 % of a peak for them. Not known: what cuDNN's own engines add to the workspace that cudnn-frontend asks for, the workspace
 of convolutions, and the kernels of older GPUs.
 """
 
