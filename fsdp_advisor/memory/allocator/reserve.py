@@ -89,7 +89,8 @@ def reserve(
 ) -> Reserved:
     """Walk a job's steps. `limit_bytes` is what the driver has for segments, `device_bytes` the device's whole memory (the
     limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`);
-    `resident_threads` the GPU's (`Gpu.resident_threads`), without which sums over rows stage nothing; `loading` how the model gets there, None for a model that is built shard by shard with an empty cache.
+    `resident_threads` the GPU's (`Gpu.resident_threads`), without which sums over rows stage nothing; `loading` how the model gets
+    there, None for a model that is built shard by shard with an empty cache.
 
     What loading and the first steps left is given back when the driver refuses. A job whose steps then repeat without
     another refusal fits.
