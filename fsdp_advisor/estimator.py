@@ -140,7 +140,7 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
     tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
-    return replayed(model.profile, tape, plan, scratch=True).peak
+    return replayed(model.profile, tape, plan, scratch_on=0).peak
 
 
 def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf, *, available_bytes: int) -> Reserved:
@@ -164,6 +164,7 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf, *, availa
         limit_bytes=room if collects else None,
         device_bytes=gpu.memory_bytes,
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
+        resident_threads=gpu.resident_threads,
     )
     loading = loading_of(model.profile, plan, gpu, overhead)
     found = walk(loading=loading)
@@ -199,6 +200,7 @@ def reserved_beside(
         limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
         device_bytes=gpu.memory_bytes,
         workspace_bytes=workspace_bytes,
+        resident_threads=gpu.resident_threads,
         loading=loading,
     )
     judged = verdict(
@@ -324,7 +326,7 @@ def _estimate(
     if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
         unknown.append(NO_SCRATCH)
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
-    taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes)
+    taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes, resident_threads=gpu.resident_threads)
     judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
     job = job_of(phase_peaks=taken.step.phase_peaks)
     reserved = None
@@ -359,12 +361,14 @@ def _estimate(
         job=job,
         warnings=warnings + (step.warnings if step else ()),
         not_modelled=tuple(unknown if reserved is not None else [NOT_WALKED, *unknown]),
-        replay_timeline=partial(_timeline, profile, tape, on_gpu, plan),
+        replay_timeline=partial(_timeline, profile, tape, on_gpu, plan, gpu),
     )
 
 
-def _timeline(profile: Profile, tape: Tape, on_gpu: Tape, plan: Plan, there: bool) -> tuple[Point, ...]:
-    return timeline_of(profile, on_gpu if there else tape, plan, scratch=there)
+def _timeline(profile: Profile, tape: Tape, on_gpu: Tape, plan: Plan, gpu: Gpu, there: bool) -> tuple[Point, ...]:
+    if there:
+        return timeline_of(profile, on_gpu, plan, scratch_on=gpu.resident_threads)
+    return timeline_of(profile, tape, plan)
 
 
 def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:

@@ -54,6 +54,13 @@ class Resolved:
     trainable_parameters: int
     notes: tuple[str, ...] = ()
     may_record: bool = True
+    recorded_here: bool = False
+    """Of a catalogued model: its profile is of the installed versions and none of the catalog's."""
+
+    @property
+    def shipped(self) -> bool:
+        """Whether the profile is the catalog's, which has what a GPU runs beside what fake tensors do."""
+        return self.source == "catalog" and not self.recorded_here
 
     def tape(self, variant: Variant) -> Tape:
         """The tape of a variant: shipped or kept from before, else recorded now (needs torch) and kept.

@@ -43,10 +43,10 @@ def taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]
 
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
     """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
-    if model.source == "catalog" and variant.key in profile.tapes:
+    if model.shipped and variant.key in profile.tapes:
         return variant, model.tape(variant)
     eager = replace(variant, attention="eager")
-    if plan.attention == "sdpa" and model.source == "catalog" and eager.key in profile.tapes:
+    if plan.attention == "sdpa" and model.shipped and eager.key in profile.tapes:
         return eager, model.tape(eager)
     try:
         tape = model.tape(variant)
@@ -54,7 +54,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Vari
         if plan.attention != "sdpa":
             raise
         variant, tape = eager, model.tape(eager)
-    if model.source != "catalog":
+    if not model.shipped:
         for real in to_record(variant, windowed=profile.fills_window(plan.seq_len)):
             _record_on_gpu(model, real)
     return variant, tape

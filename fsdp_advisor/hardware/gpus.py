@@ -23,6 +23,11 @@ Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell"
 
 _MIB = 2**20
 
+H100_MULTIPROCESSORS = 132
+MOST_THREADS = 2048
+FEWER_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""Of a multiprocessor, by compute capability where they are fewer. Source: CUDA C++ Programming Guide, technical specifications."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -48,6 +53,16 @@ class Gpu:
     node_source: str = ""
     host_memory_bytes: int | None = None  # of that node, as it is sold
     source: str
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """How many threads a multiprocessor runs at once."""
+        return FEWER_THREADS.get(self.compute_capability or (0, 0), MOST_THREADS)
+
+    @property
+    def resident_threads(self) -> int:
+        """How many threads it runs at once; of an unknown number of multiprocessors as many as an H100."""
+        return (self.multiprocessors or H100_MULTIPROCESSORS) * self.threads_per_multiprocessor
 
 
 def _gib(reading: float) -> int:

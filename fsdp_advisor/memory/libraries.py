@@ -7,9 +7,10 @@ unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 
 Attention kernels' scratch stands on the tapes recorded with `flash_attention_2` (Category.SCRATCH). sdpa comes to the same on
 GPUs from Ampere on in bf16 and fp16, for heads of up to 256 and without a mask (`real_attention`). With a mask and in fp32 it
-comes to other kernels or to none, which has tapes of its own (`tracing.on_gpu`). Not known: what cuDNN's own engines add to the
-workspace that cudnn-frontend asks for, the workspace of convolutions, the staging of sums over rows, such as a bias's gradient
-(ATen/native/cuda/Reduce.cuh, global_memory_size: some 130 MiB at most on an H100), and the kernels of older GPUs.
+comes to other kernels or to none, which has tapes of its own (`tracing.on_gpu`). What sums over rows stage hangs on the GPU, and
+is reckoned for it (`staging`) where the tape has such sums: the catalog's tapes have, of every family of which PyTorch took more
+than 0.1 % of a peak for them. Not known: what cuDNN's own engines add to the workspace that cudnn-frontend asks for, the workspace
+of convolutions, and the kernels of older GPUs.
 """
 
 from __future__ import annotations
@@ -132,11 +133,14 @@ class Allocated:
         return self.step.peak + self.workspace_bytes
 
 
-def allocated(profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int) -> Allocated:
-    """What is allocated at the highest, each storage rounded up to 512; `workspace_bytes` is that of one workspace.
+def allocated(
+    profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int, resident_threads: int = 0
+) -> Allocated:
+    """What is allocated at the highest, each storage rounded up to 512; `workspace_bytes` is that of one workspace, and
+    `resident_threads` the GPU's, for what sums over rows stage.
 
     `max_memory_allocated` counts whole blocks, which may exceed this by up to 1 MiB each where the large pool leaves a block
     unsplit: `allocator.reserve` has that figure.
     """
-    step = replayed(profile, tape, plan, scratch=True)
+    step = replayed(profile, tape, plan, scratch_on=resident_threads)
     return Allocated(step=step, workspace_bytes=WORKSPACES * round_up(workspace_bytes))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
+from typing import cast
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.memory.held import round_up
@@ -25,8 +26,9 @@ from fsdp_advisor.memory.ledger import (
     UNSHARDED_PARAMETERS,
     Stretch,
 )
+from fsdp_advisor.memory.staging import staging_bytes
 from fsdp_advisor.memory.wrapping import Marks, marked
-from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Tape, evaluate
+from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Staging, Tape, evaluate
 
 _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every event
     Category.TEMPORARY: TEMPORARIES,
@@ -92,7 +94,8 @@ class Score:
     """A tape's stretches. Storages of the categories `left_out` are not there.
 
     `events` says where each stretch stands on the tape, `distinct` which of `changes` it makes: layers of a kind make the same.
-    `sizes` are those of the tape's that something has which is there, `moves` how often (negative: it dies) which of them.
+    `sizes` are those of the tape's that something has which is there: `polynomials`, then `stagings`; `moves` how often
+    (negative: it dies) which of them.
     """
 
     left_out: frozenset[int]
@@ -102,6 +105,7 @@ class Score:
     changes: tuple[_Changes, ...]
     sizes: tuple[int, ...]
     polynomials: tuple[Polynomial, ...]
+    stagings: tuple[Staging, ...]
     moves: tuple[tuple[int, int], ...]
 
 
@@ -140,9 +144,15 @@ class Sized:
 
 
 @lru_cache(maxsize=128)
-def sized(score: Score, b: int, t: int) -> Sized:
-    """The score at micro-batch `b` and `t` tokens, each storage rounded up."""
-    sizes = tuple([round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials])
+def sized(score: Score, b: int, t: int, resident_threads: int = 0) -> Sized:
+    """The score at micro-batch `b` and `t` tokens, each storage rounded up, on a GPU that runs so many threads at once."""
+    sizes = tuple(
+        [round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials]
+        + [
+            round_up(staging_bytes(evaluate(rows, b, t), evaluate(columns, b, t), resident_threads))
+            for rows, columns in score.stagings
+        ]
+    )
     moves = tuple([sizes[size] * times for size, times in score.moves])
     net, high = [], []
     for changes in score.changes:
@@ -218,7 +228,14 @@ class _Reader:
         changes = tuple(
             [_Changes(accounts, picker(moves), self._left(moves, accounts)) for moves, accounts in self._known]
         )
-        sizes = {size: number for number, size in enumerate(dict.fromkeys(size for size, _ in self._moves))}
+        polynomials: dict[int, Polynomial] = {}
+        stagings: dict[int, Staging] = {}
+        for size, _ in self._moves:
+            if isinstance(known := self._tape.sizes[size], Staging):
+                stagings[size] = known
+            else:
+                polynomials[size] = known
+        sizes = {size: number for number, size in enumerate((*polynomials, *stagings))}
         return Score(
             left_out=self._left_out,
             shape=shape,
@@ -226,7 +243,8 @@ class _Reader:
             distinct=tuple(self._distinct),
             changes=changes,
             sizes=tuple(sizes),
-            polynomials=tuple([self._tape.sizes[size] for size in sizes]),
+            polynomials=tuple(polynomials.values()),
+            stagings=tuple(stagings.values()),
             moves=tuple([(sizes[size], times) for size, times in self._moves]),
         )
 
@@ -308,7 +326,7 @@ class _Reader:
 
     def _constant(self, size: int) -> int:
         """A gradient has the shape of its parameter, whatever B and T are. Raises NotRecordable for a sparse one, which has not."""
-        constant, *others = self._tape.sizes[size]
+        constant, *others = cast(Polynomial, self._tape.sizes[size])
         if any(others):
             raise NotRecordable("a gradient's size depends on the batch", hint="gradients must be dense: sparse=False")
         return round_up(constant)

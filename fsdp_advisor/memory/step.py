@@ -18,19 +18,29 @@ MICRO_BATCHES = 3
 """As many of a step as may differ: the first, the others, the last."""
 
 
+def replayed(
+    profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch_on: int | None = None
+) -> Followed:
+    """A plan's steady step, as `composed`; `scratch_on` is how many threads the GPU runs at once whose scratch is counted."""
+    if scratch_on and not tape.stages:
+        scratch_on = 0  # it is the same on every GPU
+    return _replayed(profile, tape, plan, fused_loss, scratch_on)
+
+
 @lru_cache(maxsize=1024)
-def replayed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Followed:
-    """A plan's steady step, as `composed`."""
+def _replayed(profile: Profile, tape: Tape, plan: Plan, fused_loss: bool, scratch_on: int | None) -> Followed:
     played = _played(plan)
-    score = composed(profile, tape, played, fused_loss=fused_loss, scratch=scratch)
-    return _course(profile, score.shape, played).follow(sized(score, plan.micro_batch_size, plan.seq_len))
+    score = composed(profile, tape, played, fused_loss=fused_loss, scratch=scratch_on is not None)
+    return _course(profile, score.shape, played).follow(
+        sized(score, plan.micro_batch_size, plan.seq_len, scratch_on or 0)
+    )
 
 
-def timeline(profile: Profile, tape: Tape, plan: Plan, *, scratch: bool = False) -> tuple[Point, ...]:
-    """A plan's steady step, stretch by stretch, as `composed`."""
-    score = composed(profile, tape, plan, scratch=scratch)
+def timeline(profile: Profile, tape: Tape, plan: Plan, *, scratch_on: int | None = None) -> tuple[Point, ...]:
+    """A plan's steady step, stretch by stretch, as `replayed`."""
+    score = composed(profile, tape, plan, scratch=scratch_on is not None)
     course = course_of(profile, score.shape, plan, whole=True)
-    return course.timeline(sized(score, plan.micro_batch_size, plan.seq_len))
+    return course.timeline(sized(score, plan.micro_batch_size, plan.seq_len, scratch_on or 0))
 
 
 def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch: bool = False) -> Score:

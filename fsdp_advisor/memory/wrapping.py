@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 from fsdp_advisor.memory.ledger import AT_ROOT, Place
-from fsdp_advisor.models.profile import ROOT, Category, Op, Parameter, Profile, Tape, Unit, evaluate
+from fsdp_advisor.models.profile import ROOT, Category, Op, Parameter, Polynomial, Profile, Tape, Unit, evaluate
 from fsdp_advisor.plan import Plan
 
 EMBEDDING: Place = (ROOT, 1)
@@ -253,9 +253,9 @@ def _marked(profile: Profile, tape: Tape, wrapping: Wrapping, compute_bytes: int
     def births(index: int) -> list[tuple[int, int, int]]:
         """(position, bytes of T = _LONG at B = 1, category) of each birth."""
         return [
-            (at, evaluate(tape.sizes[a], 1, _LONG), b)
+            (at, evaluate(cast(Polynomial, tape.sizes[a]), 1, _LONG), b)
             for at, (op, a, b) in enumerate(segments[index].events)
-            if op == Op.ALLOC
+            if op == Op.ALLOC and b != Category.SCRATCH
         ]
 
     def position(index: int, wanted: Op, root: int) -> int:

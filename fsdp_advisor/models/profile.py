@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from fsdp_advisor.errors import Told
 
@@ -33,6 +34,17 @@ def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
     """
     c1, cb, ct, cbt, cbt2, ct2 = polynomial
     return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
+
+
+class Staging(NamedTuple):
+    """The size of what a GPU stages to sum `rows` rows of `columns` elements into one (`memory.staging`)."""
+
+    rows: Polynomial
+    columns: Polynomial
+
+
+Size = Polynomial | Staging
+"""Of a storage, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +194,12 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T."""
+    """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T.
 
-    sizes: tuple[Polynomial, ...]
+    Scratch that sums over rows take on a GPU has its rows and columns for a size.
+    """
+
+    sizes: tuple[Size, ...]
     segments: tuple[Segment, ...]
 
     def read(self) -> Tape:
@@ -195,6 +210,12 @@ class Tape:
     def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per segment, (size, category) of each storage born there, in order."""
         return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0
+
+    @cached_property
+    def stages(self) -> bool:
+        """Whether a sum over rows stages anything, so that its scratch hangs on the GPU."""
+        sizes = self.sizes
+        return any(isinstance(sizes[size], Staging) for born in self.births for size, _ in born)
 
 
 SDPA_ON_GPU = "sdpa_on_gpu"

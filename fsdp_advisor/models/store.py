@@ -16,12 +16,24 @@ from array import array
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
-from fsdp_advisor.models.profile import Buffer, Parameter, Polynomial, Profile, Run, Segment, Stack, Tape, Unit
+from fsdp_advisor.models.profile import (
+    Buffer,
+    Parameter,
+    Polynomial,
+    Profile,
+    Run,
+    Segment,
+    Size,
+    Stack,
+    Staging,
+    Tape,
+    Unit,
+)
 
 FORMAT = 2
-RECORDING = 3
+RECORDING = 4
 """To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
 _COLUMNS = "BHH"
 """The type of each column of events, as `array` has it."""
@@ -57,7 +69,7 @@ class StoredTape(Tape):
         self.__dict__.update(_data=data, _key=key)
 
     @property
-    def sizes(self) -> tuple[Polynomial, ...]:
+    def sizes(self) -> tuple[Size, ...]:
         return self.read().sizes
 
     @property
@@ -87,7 +99,7 @@ def _opened(data: bytes) -> _Opened:
     header = json.loads(text)
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, not {FORMAT}")
-    header["sizes"] = [tuple(p) for p in header["sizes"]]
+    header["sizes"] = [_size(row) for row in header["sizes"]]
     columns = tuple(array(code) for code in _COLUMNS)
     count, at = len(blob) // sum(column.itemsize for column in columns), 0
     for column in columns:
@@ -119,8 +131,8 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
     table: list[list[Any]] = []
     columns = tuple(array(code) for code in _COLUMNS)
 
-    def size(polynomial: Any) -> int:
-        return sizes.setdefault(tuple(polynomial), len(sizes))
+    def size(polynomial: Size) -> int:
+        return sizes.setdefault(polynomial, len(sizes))
 
     tapes = {}
     for key in sorted(profile.tapes):
@@ -187,6 +199,11 @@ def load(data: bytes) -> Profile:
         )
     except (KeyError, TypeError, IndexError, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"not a stored profile: {type(error).__name__}: {error}") from error
+
+
+def _size(row: list[Any]) -> Size:
+    """A polynomial's coefficients, or two such rows."""
+    return Staging(*map(tuple, row)) if len(row) == len(Staging._fields) else cast(Polynomial, tuple(row))
 
 
 def _unit_row(unit: Unit) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,3 +73,16 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     read = sum(t.numel() * t.element_size() for t in inputs.values())
     written = sum(t.numel() * t.element_size() for t in outputs)
     return Work(traffic_bytes=read + written, operators=1)
+
+
+def rows_and_columns(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Of a sum over the first dimensions of a tensor whose last lies side by side in memory; None of any other operator."""
+    if func is not torch.ops.aten.sum.dim_IntList or not args[1]:
+        return None
+    tensor, summed = args[0], {dim % args[0].dim() for dim in args[1]}
+    if summed != set(range(len(summed))) or tensor.stride(-1) != 1 or not tensor.numel():
+        return None
+    rows = math.prod(tensor.shape[: len(summed)])
+    if rows == tensor.numel():
+        return None
+    return rows, tensor.numel() // rows

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from fsdp_advisor.models.profile import ROOT, Category, Op, Variant
 from fsdp_advisor.tracing.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.tracing.flash import in_scratch
-from fsdp_advisor.tracing.operators import work_of
+from fsdp_advisor.tracing.operators import rows_and_columns, work_of
 from fsdp_advisor.tracing.source import Source
 from fsdp_advisor.tracing.storages import StorageWatch
 from fsdp_advisor.tracing.take import RawSegment, Take
@@ -115,6 +115,7 @@ class Step:
         self._segments = [RawSegment("forward", ROOT, 0)]
         self._sizes: list[int] = []
         self._category: list[int | None] = []
+        self._columns: dict[int, int] = {}
         self._born_in: list[str] = []
         self._died_in: list[str | None] = []
         self._alive: dict[int, int] = {}
@@ -199,8 +200,21 @@ class Step:
         return self._tied
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self._recording:
-            self._segments[-1].work += work_of(func, args, kwargs, result)
+        if not self._recording:
+            return
+        self._segments[-1].work += work_of(func, args, kwargs, result)
+        if (summed := rows_and_columns(func, args)) is not None:
+            self._staged(*summed)
+
+    def _staged(self, rows: int, columns: int) -> None:
+        """What a sum over rows stages on a GPU, beside its result: it lasts no longer than the sum."""
+        storage = len(self._sizes)
+        self._columns[storage] = columns
+        self._sizes.append(rows)
+        self._born_in.append(self._phase)
+        self._died_in.append(self._phase)
+        self._category.append(Category.SCRATCH)
+        self._segments[-1].events += [(Op.ALLOC, storage, 0), (Op.FREE, storage, 0)]
 
     def _take(self) -> Take:
         for leaf in self._leaves:
@@ -214,7 +228,7 @@ class Step:
             categories.append(int(category))
         for segment in self._segments:
             segment.events = _deaths_in_order(segment.events)
-        return Take(self._segments, self._sizes, categories)
+        return Take(self._segments, self._sizes, categories, self._columns)
 
     # Boundaries
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.models.profile import Op, Polynomial, Segment, Tape, evaluate
+from fsdp_advisor.models.profile import Op, Polynomial, Segment, Size, Staging, Tape, evaluate
 from fsdp_advisor.tracing.fit import fit
 from fsdp_advisor.tracing.operators import Work
 
@@ -24,32 +24,43 @@ class Take:
     """One recorded step at one point."""
 
     segments: list[RawSegment]
-    sizes: list[int]  # by storage, in order of birth
+    sizes: list[int]  # by storage, in order of birth; of what a sum stages its rows
     categories: list[int]  # by storage
+    columns: dict[int, int]  # by storage that a sum stages
 
     @property
     def totals(self) -> list[int]:
         """Everything that a polynomial must meet."""
         work = [s.work for s in self.segments]
-        return self.sizes + [n for w in work for n in (w.matmul_flops, w.attention_flops, w.traffic_bytes)]
+        return (
+            self.sizes
+            + list(self.columns.values())
+            + [n for w in work for n in (w.matmul_flops, w.attention_flops, w.traffic_bytes)]
+        )
 
 
 def storages_of(take: Take) -> object:
     """A take's storages in order of birth and death, without sizes and without marks."""
-    return take.categories, [
-        (s.phase, s.stack, s.layer, [e for e in s.events if e[0] <= Op.FREE], s.work.operators) for s in take.segments
-    ]
+    return (
+        take.categories,
+        list(take.columns),
+        [
+            (s.phase, s.stack, s.layer, [e for e in s.events if e[0] <= Op.FREE], s.work.operators)
+            for s in take.segments
+        ],
+    )
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Polynomials of all storages in order of birth, and of each segment's work."""
+    """Polynomials of all storages in order of birth, of the columns of those that sums stage, and of each segment's work."""
 
     storages: tuple[Polynomial, ...]
+    columns: tuple[Polynomial, ...]
     work: tuple[tuple[Polynomial, Polynomial, Polynomial], ...]
 
     def at(self, b: int, t: int) -> list[int]:
-        return [evaluate(p, b, t) for p in (*self.storages, *(p for w in self.work for p in w))]
+        return [evaluate(p, b, t) for p in (*self.storages, *self.columns, *(p for w in self.work for p in w))]
 
 
 def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
@@ -62,8 +73,13 @@ def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int
     t0, t1, t2 = ts
     polynomials = [fit(bs, (t0, t1, t2), values) for values in zip(*(t.totals for t in takes), strict=True)]
     births = len(takes[0].sizes)
-    rest = polynomials[births:]
-    fitted = Fitted(tuple(polynomials[:births]), tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True)))
+    ends = births + len(takes[0].columns)
+    rest = polynomials[ends:]
+    fitted = Fitted(
+        tuple(polynomials[:births]),
+        tuple(polynomials[births:ends]),
+        tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True)),
+    )
     for expected, found in zip(check.totals, fitted.at(*at), strict=True):
         if expected != found:
             raise NotRecordable(
@@ -75,7 +91,10 @@ def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int
 
 def tape_of(take: Take, fitted: Fitted) -> Tape:
     """The events of a take with fitted sizes."""
-    table = {p: i for i, p in enumerate(dict.fromkeys(fitted.storages))}
+    sizes: list[Size] = list(fitted.storages)
+    for storage, columns in zip(take.columns, fitted.columns, strict=True):
+        sizes[storage] = Staging(fitted.storages[storage], columns)
+    table = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
     home: dict[int, tuple[int, int]] = {}
     segments = []
     for number, (raw, work) in enumerate(zip(take.segments, fitted.work, strict=True)):
@@ -85,7 +104,7 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
             if op == Op.ALLOC:
                 home[a] = (number, births)
                 births += 1
-                events.append((int(op), table[fitted.storages[a]], take.categories[a]))
+                events.append((int(op), table[sizes[a]], take.categories[a]))
             elif op == Op.FREE:
                 events.append((int(op), *home[a]))
             else:

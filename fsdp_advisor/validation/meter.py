@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.tracing.storages import StorageWatch, local_tensor
@@ -54,7 +56,9 @@ class Meter(Protocol):
 
 
 class _Watch(StorageWatch):
-    """Tensors on the meta device hold nothing, and gloo's own copy is no tensor of the job's; `gloo_bytes` is the largest.
+    """Not seen is what holds nothing on a GPU: tensors on the meta device; the unsharded ones on which DTensor tries an operator
+    to know the shape of its result, which torch 2.11 does in every step that runs under fake tensors; and gloo's own copy, of
+    which `gloo_bytes` is the largest.
 
     gloo has no reduce-scatter: it copies the input, all-reduces the copy and splits it where the caller waits, which is where
     the copy first comes into sight. NCCL, in whose place gloo runs, makes none.
@@ -62,9 +66,10 @@ class _Watch(StorageWatch):
     """
 
     gloo_bytes = 0
+    _tries = False
 
     def see(self, tensor: torch.Tensor) -> None:
-        if not local_tensor(tensor).is_meta:
+        if not self._tries and not local_tensor(tensor).is_meta:
             super().see(tensor)
 
     def __torch_dispatch__(
@@ -74,6 +79,28 @@ class _Watch(StorageWatch):
             self.gloo_bytes = max(self.gloo_bytes, round_up(local_tensor(args[0]).untyped_storage().nbytes()))
             self.ignore(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __enter__(self) -> _Watch:
+        name = "_propagate_tensor_meta_non_cached"
+        propagate = getattr(ShardingPropagator, name)
+
+        def unseen(*args: Any) -> Any:
+            self._tries = True
+            try:
+                return propagate(*args)
+            finally:
+                self._tries = False
+
+        self._patch = mock.patch.object(ShardingPropagator, name, unseen)
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._patch.stop()
 
 
 class StorageMeter:

@@ -64,7 +64,14 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
     reserved, judged = reserved_beside(overhead, profile, tape, plan, gpu, conf=conf, workspace_bytes=workspace_bytes)
     ledger = replayed(profile, tape, plan)
     run = partial(
-        walked_as_run, profile, tape, plan, conf, workspace_bytes=workspace_bytes, n_steps=WARM_UP + STEADY[rung]
+        walked_as_run,
+        profile,
+        tape,
+        plan,
+        conf,
+        workspace_bytes=workspace_bytes,
+        resident_threads=gpu.resident_threads,
+        n_steps=WARM_UP + STEADY[rung],
     )
     try:
         phases, segments = run(limit_bytes=gpu.memory_bytes - overhead.middle_bytes, device_bytes=gpu.memory_bytes)
@@ -94,7 +101,9 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
         fits_by="peak_device_bytes",
         needed_bytes=judged.needed_bytes,
         headroom_bytes=gpu.memory_bytes - judged.needed_bytes,
-        allocated=allocated(profile, tape, plan, workspace_bytes=workspace_bytes),
+        allocated=allocated(
+            profile, tape, plan, workspace_bytes=workspace_bytes, resident_threads=gpu.resident_threads
+        ),
         reserved=reserved,
         verdict=judged,
         overhead=overhead,
@@ -111,6 +120,7 @@ def walked_as_run(
     conf: AllocatorConf,
     *,
     workspace_bytes: int,
+    resident_threads: int,
     n_steps: int,
     limit_bytes: int | None = None,
     device_bytes: int | None = None,
@@ -121,7 +131,9 @@ def walked_as_run(
     The peaks of each phase over the steps that count, under the words that a run measures; and the segments in the end.
     Raises OutOfMemory.
     """
-    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, batch_stands=True)
+    steps = traced(
+        profile, tape, plan, workspace_bytes=workspace_bytes, resident_threads=resident_threads, batch_stands=True
+    )
     allocator = CachingAllocator(
         steps.requests, conf, limit_bytes=limit_bytes, device_bytes=device_bytes, gpu_keeps_up=gpu_keeps_up
     )

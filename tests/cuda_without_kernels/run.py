@@ -115,6 +115,7 @@ def environment(gpu_name: str, libraries: Path) -> dict[str, str]:
         "STUB_MAJOR": str(major),
         "STUB_MINOR": str(minor),
         "STUB_MULTIPROCESSORS": str(gpu.multiprocessors or 100),
+        "STUB_THREADS": str(gpu.threads_per_multiprocessor),
         "STUB_SHARED_BYTES": str(SHARED_KIB[major] << 10),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(int(os.environ.get("STUB_DEVICES", "1"))))),
         "LD_LIBRARY_PATH": str(libraries),

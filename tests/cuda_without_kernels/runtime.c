@@ -169,7 +169,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
       .sharedMemPerBlock = 48 << 10, .sharedMemPerBlockOptin = setting("STUB_SHARED_BYTES", 227 << 10),
       .sharedMemPerMultiprocessor = setting("STUB_SHARED_BYTES", 227 << 10) + 1024, .reservedSharedMemPerBlock = 1024,
       .l2CacheSize = 50 << 20, .regsPerBlock = 65536, .regsPerMultiprocessor = 65536, .totalConstMem = 65536, .warpSize = 32,
-      .maxThreadsPerBlock = 1024, .maxThreadsPerMultiProcessor = 2048, .maxBlocksPerMultiProcessor = 32,
+      .maxThreadsPerBlock = 1024, .maxThreadsPerMultiProcessor = (int)setting("STUB_THREADS", 2048), .maxBlocksPerMultiProcessor = 32,
       .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {2147483647, 65535, 65535}, .memPitch = 2147483647,
       .textureAlignment = 512, .texturePitchAlignment = 32, .memoryBusWidth = 5120, .asyncEngineCount = 3, .ECCEnabled = 1,
       .unifiedAddressing = 1, .concurrentKernels = 1, .streamPrioritiesSupported = 1, .globalL1CacheSupported = 1,

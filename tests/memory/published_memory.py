@@ -166,6 +166,7 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
         tape_on(model, plan, gpu),
         plan,
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
+        resident_threads=gpu.resident_threads,
         loading=loading_of(model.profile, plan, gpu, device_overhead(gpu, plan)),
     )
     allocator = CachingAllocator(asked.requests, AllocatorConf.parse(request.allocator_conf or ""))
@@ -180,8 +181,11 @@ def with_gradients_through_forward(model: Resolved, request: EstimateRequest) ->
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
     tape = tape_on(model, plan, gpu)
-    peaks = replayed(model.profile, tape, plan, scratch=True).phase_peaks
-    accumulating = replayed(model.profile, tape, replace(plan, gradient_accumulation_steps=2), scratch=True).phase_peaks
+    on = gpu.resident_threads
+    peaks = replayed(model.profile, tape, plan, scratch_on=on).phase_peaks
+    accumulating = replayed(
+        model.profile, tape, replace(plan, gradient_accumulation_steps=2), scratch_on=on
+    ).phase_peaks
     workspaces = WORKSPACES * cublas_workspace_bytes(gpu.compute_capability)
     return max(accumulating["forward"], peaks["backward"], peaks["optimizer"]) + workspaces
 

@@ -28,6 +28,9 @@ from fsdp_advisor.models.profile import (  # noqa: E402
     SDPA_ON_GPU_WINDOWED,
     Category,
     Op,
+    Polynomial,
+    Segment,
+    Staging,
     Tape,
     Variant,
 )
@@ -48,6 +51,12 @@ NOISE_BYTES = 64
 def tape_of(attention: str, precision: str = "fp32", **config: Any) -> Tape:
     source = TransformersSource({"model_type": "llama", **SMALL, **config}, name="x")
     return Recorder(source).tape(Variant("plain", precision, attention, "none", False))
+
+
+def scratch_of(tape: Tape, segment: Segment) -> list[Polynomial]:
+    """What kernels take for themselves, but for what sums stage."""
+    taken = [tape.sizes[a] for op, a, c in segment.events if op == Op.ALLOC and c == Category.SCRATCH]
+    return [size for size in taken if not isinstance(size, Staging)]
 
 
 def requests(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[list[list[int]], list[torch.Tensor]]:
@@ -198,8 +207,10 @@ def test_sdpa_is_called_as_in_a_real_run(name: str, calls: list[Any]) -> None:
 
 
 def test_no_size_grows_with_the_square_of_the_length() -> None:
-    assert any(p[4] or p[5] for p in tape_of("sdpa").sizes)
-    assert not any(p[4] or p[5] for p in tape_of(SDPA_ON_GPU).sizes)
+    def grow(attention: str) -> bool:
+        return any(p[4] or p[5] for p in tape_of(attention).sizes if not isinstance(p, Staging))
+
+    assert grow("sdpa") and not grow(SDPA_ON_GPU)
 
 
 def test_grouped_heads_keep_a_layers_scores() -> None:
@@ -224,8 +235,9 @@ def test_in_half_precision_it_comes_to_the_flash_kernel(precision: str) -> None:
 @pytest.mark.parametrize(("attention", "precision"), [(SDPA_ON_GPU_WINDOWED, "fp32"), (SDPA_BY_CUDNN_WINDOWED, "bf16")])
 def test_a_filled_window_keeps_a_layers_mask(attention: str, precision: str) -> None:
     tape = tape_of(attention, precision, model_type="mistral", num_key_value_heads=2, sliding_window=32)
-    kept = [(tape.sizes[a][4], c) for s in tape.segments for op, a, c in s.events if op == Op.ALLOC and s.stack == 0]
-    assert kept.count((4 if precision == "fp32" else 2, Category.ACTIVATION)) == 2
+    mask = (0, 0, 0, 0, 4 if precision == "fp32" else 2, 0)
+    kept = [(tape.sizes[a], c) for s in tape.segments for op, a, c in s.events if op == Op.ALLOC and s.stack == 0]
+    assert kept.count((mask, Category.ACTIVATION)) == 2
 
 
 def test_cudnn_puts_the_output_where_queries_lie() -> None:
@@ -245,7 +257,7 @@ def test_cudnn_puts_the_output_where_queries_lie() -> None:
 def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
     tape = tape_of("eager")
     for segment in tape.segments:
-        scratch = [tape.sizes[a] for op, a, c in segment.events if op == Op.ALLOC and c == Category.SCRATCH]
+        scratch = scratch_of(tape, segment)
         layers = segment.stack == 0 and segment.phase == "backward"
         assert scratch == ([(0, 0, 0, 0, 4 * SMALL["num_attention_heads"], 0)] if layers else [])
 
@@ -254,7 +266,7 @@ def test_the_fused_kernels_scratch() -> None:
     """delta and the product it is made of, and tiles of 64 columns of dq for heads of 16."""
     tape = tape_of(SDPA_ON_GPU)
     layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")
-    scratch = [tape.sizes[a] for op, a, c in layer.events if op == Op.ALLOC and c == Category.SCRATCH]
+    scratch = scratch_of(tape, layer)
     assert [p[3] for p in scratch] == [4 * 64, 4 * 4, 4 * 4, 4 * 4 * 64]
 
 
@@ -282,3 +294,17 @@ def test_a_filled_window_is_recorded_for_gpus_of_either_kind(home: Path) -> None
     assert kept is not None
     attention = {Variant.from_key(key).attention for key in kept.tapes}
     assert attention == {"sdpa", SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", SDPA_ON_GPU])
+def test_sums_over_rows_stage(attention: str) -> None:
+    """For the gradients of two norms and four biases, and freed again at once."""
+    tape = tape_of(attention, attention_bias=True, num_key_value_heads=2)
+    layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")
+    staged = [
+        (at, tape.sizes[a]) for at, (op, a, _) in enumerate(layer.events) if op == Op.ALLOC and isinstance(tape.sizes[a], Staging)
+    ]  # fmt: skip
+    tokens = (0, 0, 0, 1, 0, 0)
+    columns = sorted(size.columns[0] for _, size in staged)
+    assert columns == [32, 32, 64, 64, 64, 64] and {size.rows for _, size in staged} == {tokens}
+    assert all(layer.events[at + 1][0] == Op.FREE for at, _ in staged)

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
 from fsdp_advisor.estimator import estimate, make_request  # noqa: E402
 from fsdp_advisor.hardware import Gpu, find_gpu  # noqa: E402
+from fsdp_advisor.models import cache  # noqa: E402
 from fsdp_advisor.validation import machine, stand_in, worker  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.launch import Ended  # noqa: E402
@@ -107,6 +108,15 @@ def test_sdpa_is_what_the_gpu_at_hand_makes_of_it(tmp_path: Path) -> None:
     assert on_h100["peak_tensor_bytes"] < on_cpu["peak_tensor_bytes"] == on_v100["peak_tensor_bytes"]
     assert on_h100["allocated_breakdown"]["cublas_workspaces"] > on_v100["allocated_breakdown"]["cublas_workspaces"]
     assert "phases" not in on_cpu
+
+
+def test_a_catalogued_model_recorded_anew_runs_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other versions are installed than the catalog was recorded with. T5 always hands sdpa a mask."""
+    job = {"model": "google-t5/t5-small", "seq_len": 256, "precision": "bf16"}
+    shipped = predicted(**job).predicted
+    monkeypatch.setattr(cache, "installed_versions", lambda: {"torch": "99", "transformers": "99"})
+    recorded = predicted(**job).predicted
+    assert recorded["peak_requested_bytes"] == shipped["peak_requested_bytes"]
 
 
 def test_the_gpu_at_hand_runs_with_the_memory_of_the_one_asked_for() -> None:

@@ -84,24 +84,28 @@ def reserve(
     limit_bytes: int | None = None,
     device_bytes: int | None = None,
     workspace_bytes: int = 0,
+    resident_threads: int = 0,
     loading: Loading | None = None,
 ) -> Reserved:
     """Walk a job's steps. `limit_bytes` is what the driver has for segments, `device_bytes` the device's whole memory (the
     limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`);
-    `loading` how the model gets there, None for a model that is built shard by shard with an empty cache.
+    `resident_threads` the GPU's (`Gpu.resident_threads`), without which sums over rows stage nothing; `loading` how the model gets
+    there, None for a model that is built shard by shard with an empty cache.
 
     What loading and the first steps left is given back when the driver refuses. A job whose steps then repeat without
     another refusal fits.
     """
     conf = conf or AllocatorConf()
-    result = _with_room(profile, tape, plan, conf, workspace_bytes, loading)
+    result = _with_room(profile, tape, plan, conf, workspace_bytes, resident_threads, loading)
     if limit_bytes is None:
         return result
     device = device_bytes if device_bytes is not None else limit_bytes
     most = min(limit_bytes, int(conf.per_process_memory_fraction * device))
     if result.reserved_peak_bytes <= most and not conf.collects_garbage:
         return replace(result, verdict="fits")
-    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, loading=loading)
+    steps = traced(
+        profile, tape, plan, workspace_bytes=workspace_bytes, resident_threads=resident_threads, loading=loading
+    )
     walk = _Walk(steps, conf, limit_bytes, device)
     verdict = walk.verdict
     helps = None
@@ -121,10 +125,18 @@ def reserve(
 
 @lru_cache(maxsize=128)
 def _with_room(
-    profile: Profile, tape: Tape, plan: Plan, conf: AllocatorConf, workspace_bytes: int, loading: Loading | None
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    conf: AllocatorConf,
+    workspace_bytes: int,
+    resident_threads: int,
+    loading: Loading | None,
 ) -> Reserved:
     """The walk without a limit. It is remembered: advice asks for it before an estimate does."""
-    steps = traced(profile, tape, plan, workspace_bytes=workspace_bytes, loading=loading)
+    steps = traced(
+        profile, tape, plan, workspace_bytes=workspace_bytes, resident_threads=resident_threads, loading=loading
+    )
     walk = _Walk(steps, conf, None, None)
     return Reserved(
         allocated_peak_bytes=walk.allocator.allocated_peak,
@@ -141,6 +153,7 @@ def traced(
     plan: Plan,
     *,
     workspace_bytes: int = 0,
+    resident_threads: int = 0,
     loading: Loading | None = None,
     batch_stands: bool = False,
 ) -> Steps:
@@ -152,7 +165,8 @@ def traced(
     played = marked(profile, tape, marks_for(profile, plan)).read()
     # FSDP1 takes a unit's parameters out of its flat one on the all-gather's stream, so autograd puts their gradients together there
     made_on = ALL_GATHER if plan.backend == "fsdp1" else COMPUTE
-    trace = Trace(profile, played, sized(score, plan.micro_batch_size, plan.seq_len), gradient_stream=made_on)
+    at = sized(score, plan.micro_batch_size, plan.seq_len, resident_threads)
+    trace = Trace(profile, played, at, gradient_stream=made_on)
     replay(profile, score.shape, schedule, plan.gradient_accumulation_steps, trace)
     workspaces = (round_up(workspace_bytes),) * WORKSPACES if workspace_bytes else ()
     rebuilt = rebuilt_buckets(profile, played, plan) if plan.backend == "ddp" else NOTHING

@@ -1,0 +1,24 @@
+"""What the meter of fake and CPU tensors sees."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402  # after the check for torch
+
+from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
+
+
+def test_what_dtensor_tries_an_operator_on_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 does so under fake tensors in every step, with whole tensors: FSDP2's optimizer step would look far too high."""
+    name = "_propagate_tensor_meta_non_cached"
+    monkeypatch.setattr(ShardingPropagator, name, lambda n: torch.empty(n, dtype=torch.uint8))
+    with StorageMeter() as meter:
+        kept = torch.empty(1000)
+        tried = getattr(ShardingPropagator, name)(4096)
+        assert (meter.live, meter.high) == (4096, 4096)
+        again = tried.clone()
+        assert (meter.live, len(kept), len(again)) == (8192, 1000, 4096)
+    assert len(getattr(ShardingPropagator, name)(5)) == 5
