@@ -12,12 +12,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from operator import add
 from typing import Any, TypeVar
 
 from fsdp_advisor.memory.ledger import PHASES, SLOTS, Ledger, Live, Point, Repeated, Spot
-from fsdp_advisor.memory.score import Pick, Sized, picker
+from fsdp_advisor.memory.score import Balance, Pick, Score, Sized, picker
 
 T = TypeVar("T")
 
@@ -111,7 +112,22 @@ class Course:
 
     def live_after(self, sized: Sized) -> Live:
         """What is alive when the step is over, by account."""
-        return _sum(self._by_account(Counter(self.entries).items(), sized), self.left)
+        entries = Counter(self.entries).items()
+        return _with(self.left, Balance(self.made(entries, sized.score)).at(sized.sizes))
+
+    def made(self, entries: Iterable[tuple[int, int]], score: Score) -> Counter[tuple[int, int]]:
+        """What entries come to, each as often as said: how many storages, by (account, size of the score)."""
+        made: Counter[tuple[int, int]] = Counter()
+        for entry, times in entries:
+            if entry >= 0:
+                for account, size, n in score.changes[score.distinct[entry]].left:
+                    made[account, size] += n * times
+                continue
+            inside, accounts = self.repeated[~entry]
+            for (account, size), n in self.made(inside, score).items():
+                if accounts is None or account in accounts:
+                    made[account, size] += n * times
+        return made
 
     def _added_up(self, sized: Sized) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the entries come to, one after the other; and the height of every moment."""
@@ -120,7 +136,7 @@ class Course:
             if accounts is None:
                 row.append(sum([row[self._at(entry, sized)] * times for entry, times in entries]))
             else:
-                row.append(sum(self._by_account([(~number, 1)], sized)))
+                row.append(sum(n_bytes for _, n_bytes in _of_entry(self, sized.score, ~number).at(sized.sizes)))
         sums = (0, *accumulate(self.pick(row)))
         highs = map(add, self.totals, map(add, self.before(sums), self.rises((*sized.high, 0))))
         if self.further is not None:
@@ -130,31 +146,35 @@ class Course:
 
     def _live_at(self, moment: int, sized: Sized) -> Live:
         """What is alive at a moment, by account."""
-        at, stretch, run = self.places[3 * moment : 3 * moment + 3]
-        own = self.live[SLOTS * moment : SLOTS * moment + SLOTS]
-        live = _sum(self._by_account(Counter(self.entries[:at]).items(), sized), own)
-        if run:
-            live = _sum(live, self._by_account([self.runs[run - 1]], sized))
-        if stretch >= 0:
-            for account, n_bytes in sized.highest_by_account(stretch):
-                live[account] += n_bytes
-        return live
+        live = _with(
+            self.live[SLOTS * moment : SLOTS * moment + SLOTS],
+            _before(self, sized.score, moment).at(sized.sizes),
+        )
+        stretch = self.places[3 * moment + 1]
+        return live if stretch < 0 else _with(live, sized.highest_by_account(stretch))
 
     def _at(self, entry: int, sized: Sized) -> int:
         return entry if entry >= 0 else len(sized.net) + 1 + ~entry
 
-    def _by_account(self, entries: Iterable[tuple[int, int]], sized: Sized) -> Live:
-        live = [0] * SLOTS
-        for entry, times in entries:
-            if entry >= 0:
-                for account, n_bytes in sized.net_by_account(entry):
-                    live[account] += n_bytes * times
-                continue
-            inside, accounts = self.repeated[~entry]
-            inner = self._by_account(inside, sized)
-            for account in range(SLOTS) if accounts is None else accounts:
-                live[account] += inner[account] * times
-        return live
+
+# What does not depend on B and T either, of a moment that was the highest at some
+
+
+@lru_cache(maxsize=4096)
+def _before(course: Course, score: Score, moment: int) -> Balance:
+    """What a tape has made before a moment."""
+    at, _, run = course.places[3 * moment : 3 * moment + 3]
+    entries = Counter(course.entries[:at])
+    if run:
+        entry, times = course.runs[run - 1]
+        entries[entry] += times
+    return Balance(course.made(entries.items(), score))
+
+
+@lru_cache(maxsize=256)
+def _of_entry(course: Course, score: Score, entry: int) -> Balance:
+    """What an entry stands for."""
+    return Balance(course.made([(entry, 1)], score))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,5 +200,9 @@ def _packed(values: list[int]) -> Sequence[int]:
         return values
 
 
-def _sum(one: Iterable[int], other: Iterable[int]) -> Live:
-    return list(map(add, one, other))
+def _with(live: Iterable[int], more: Iterable[tuple[int, int]]) -> Live:
+    """Bytes by account, and others to be added to them."""
+    result = list(live)
+    for account, n_bytes in more:
+        result[account] += n_bytes
+    return result
