@@ -9,7 +9,7 @@ from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.models.profile import ROOT, Profile, Tape
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.speed.achieved import STOLEN_BY_NCCL
-from fsdp_advisor.speed.engines import Engine, UnitCosts, engine_of, unit_costs
+from fsdp_advisor.speed.engines import Engine, UnitCosts, engine_of, groups, unit_costs
 from fsdp_advisor.speed.operators import Device, device_of
 from fsdp_advisor.speed.streams import MicroBatch, Place, Streams
 from fsdp_advisor.speed.trust import Doubt, doubts_of
@@ -159,13 +159,14 @@ def parts(
 def _engine_and_costs(
     profile: Profile, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float
 ) -> tuple[Engine, dict[Place, UnitCosts]]:
-    engine = engine_of(profile, plan, gpu, between, memory_bytes_per_s)
-    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, between, memory_bytes_per_s)}
+    ranks = groups(plan, gpu, between)
+    engine = engine_of(profile, plan, gpu, ranks, memory_bytes_per_s)
+    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, ranks, memory_bytes_per_s)}
     known: dict[int, UnitCosts] = {}
     for number, stack in enumerate(profile.stacks):
         for layer, unit in enumerate(stack.units):
             if id(unit) not in known:
-                known[id(unit)] = unit_costs(unit, plan, gpu, between, memory_bytes_per_s)
+                known[id(unit)] = unit_costs(unit, plan, gpu, ranks, memory_bytes_per_s)
             costs[number, layer] = known[id(unit)]
     return engine, costs
 
