@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 from fsdp_advisor.models.profile import ROOT, Polynomial, Profile, Tape, Unit, evaluate
@@ -11,8 +12,7 @@ from fsdp_advisor.speed.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.speed.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One stretch of one forward or backward. Seconds; `recomputation` is the part of the others that repeats a forward."""
 
     matmul: float = 0.0
@@ -22,7 +22,7 @@ class Work:
     recomputation: float = 0.0
     cpu: float = 0.0
 
-    @cached_property
+    @property
     def gpu(self) -> float:
         return self.matmul + self.attention + self.pointwise + self.loss + self.recomputation
 
@@ -53,67 +53,83 @@ _NOTHING: Polynomial = (0, 0, 0, 0, 0, 0)
 class _Timed(NamedTuple):
     """What the time of a segment comes from, whatever B, T and the GPU are. Layers of a kind have the same.
 
-    `rated_by` are the FLOPs of the matrix products whose rate this segment's have: of its place's first segment.
+    `rated` is the number of its matrix products' rate.
     """
 
-    unit: Unit
-    at_root: bool
+    rated: int
     backward: bool
     loss: bool
-    rated_by: Polynomial
     matmul_flops: Polynomial
     attention_flops: Polynomial
     traffic_bytes: Polynomial
     operators: int
 
 
+class _Rated(NamedTuple):
+    """What the rate of a unit's matrix products comes from: they, and the FLOPs of its first segment."""
+
+    unit: Unit
+    at_root: bool
+    matmul_flops: Polynomial
+
+
 class _Form(NamedTuple):
-    """A tape as far as its time goes: by segment its stack, its layer (the root's: 0), how many real ones it stands for and which
-    of the `distinct` it is.
+    """A tape as far as its time goes: by segment its stack, its layer (the root's: 0) and which of the `distinct` it is.
+
+    `forward_flops` are those of a whole forward, over all real layers.
     """
 
+    rated: tuple[_Rated, ...]
     distinct: tuple[_Timed, ...]
-    segments: tuple[tuple[int, int, int, int], ...]
+    segments: tuple[tuple[int, int, int], ...]
+    forward_flops: Polynomial
 
 
 @lru_cache(maxsize=512)
 def _form(profile: Profile, tape: Tape) -> _Form:
     forwards = [s for s in tape.segments if s.phase == "forward" and s.stack == ROOT]
-    whole_root = tuple(map(sum, zip(_NOTHING, *(s.matmul_flops for s in forwards), strict=True)))
-    rated_by = {(ROOT, 0): cast(Polynomial, whole_root)}
+    root = _Rated(profile.root, True, _total(s.matmul_flops for s in forwards))
+    by_place = {(ROOT, 0): root}
     last_root = max((s.layer for s in forwards), default=0)
+    rated: dict[_Rated, int] = {}
     distinct: dict[_Timed, int] = {}
     segments = []
+    flops = []
     for segment in tape.segments:
         at_root, backward = segment.stack == ROOT, segment.phase == "backward"
-        layer = 0 if at_root else segment.layer
+        place = segment.stack, 0 if at_root else segment.layer
+        if place not in by_place:
+            by_place[place] = _Rated(profile.stacks[segment.stack].units[segment.layer], False, segment.matmul_flops)
         timed = _Timed(
-            unit=profile.root if at_root else profile.stacks[segment.stack].units[layer],
-            at_root=at_root,
+            rated=rated.setdefault(by_place[place], len(rated)),
             backward=backward,
             loss=at_root and segment.layer == (0 if backward else last_root),
-            rated_by=rated_by.setdefault((segment.stack, layer), segment.matmul_flops),
             matmul_flops=segment.matmul_flops,
             attention_flops=segment.attention_flops,
             traffic_bytes=segment.traffic_bytes,
             operators=segment.operators,
         )
-        count = 1 if at_root else profile.stacks[segment.stack].counts[layer]
-        segments.append((segment.stack, layer, count, distinct.setdefault(timed, len(distinct))))
-    return _Form(tuple(distinct), tuple(segments))
+        segments.append((*place, distinct.setdefault(timed, len(distinct))))
+        if not backward:
+            count = 1 if at_root else profile.stacks[segment.stack].counts[segment.layer]
+            flops += [segment.matmul_flops, segment.attention_flops] * count
+    return _Form(tuple(rated), tuple(distinct), tuple(segments), _total(flops))
+
+
+def _total(polynomials: Iterable[Polynomial]) -> Polynomial:
+    return cast(Polynomial, tuple(map(sum, zip(_NOTHING, *polynomials, strict=True))))
 
 
 @lru_cache(maxsize=128)
 def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, checkpointing: bool) -> Compute:
     """The tape's work at micro-batch `b` and `t` tokens."""
     form, head, causal = _form(profile, tape), head_dim(profile), profile.task == "causal-lm"
-    works = [_work(timed, b, t, device, head, causal) for timed in form.distinct]
-    flops = [evaluate(timed.matmul_flops, b, t) + evaluate(timed.attention_flops, b, t) for timed in form.distinct]
-    forward_flops = 0.0
+    rates = [matmul_s_per_flop(unit, at_root, b * t, device, evaluate(p, b, t)) for unit, at_root, p in form.rated]
+    works = [_work(timed, b, t, device, rates[timed.rated], head, causal) for timed in form.distinct]
     forward: list[Stretch] = []
     backward: list[Stretch] = []
     done: dict[tuple[int, int], Work] = {}
-    for stack, layer, count, number in form.segments:
+    for stack, layer, number in form.segments:
         work, place = works[number], (stack, layer)
         stretches = forward
         if form.distinct[number].backward:
@@ -121,13 +137,12 @@ def compute_of(profile: Profile, tape: Tape, b: int, t: int, device: Device, che
             if checkpointing and stack != ROOT and place in done:
                 work = _split(work, done[place])
         else:
-            forward_flops += count * flops[number]
             done[place] = work
         if stack == ROOT or not stretches or stretches[-1].stack != stack:
             stretches.append(Stretch(stack, {}))
         stretches[-1].work[layer] = work
     seconds = _by_class(profile, (*forward, *backward))
-    return Compute(tuple(forward), tuple(backward), seconds, 3 * forward_flops)
+    return Compute(tuple(forward), tuple(backward), seconds, 3 * evaluate(form.forward_flops, b, t))
 
 
 def _by_class(profile: Profile, stretches: tuple[Stretch, ...]) -> dict[str, float]:
@@ -149,9 +164,9 @@ def _by_class(profile: Profile, stretches: tuple[Stretch, ...]) -> dict[str, flo
     }
 
 
-def _work(timed: _Timed, b: int, t: int, device: Device, head: int, causal: bool) -> Work:
+def _work(timed: _Timed, b: int, t: int, device: Device, rates: tuple[float, float], head: int, causal: bool) -> Work:
+    """`rates`: seconds per FLOP of its matrix products in forward and in backward."""
     own = evaluate(timed.matmul_flops, b, t)
-    rates = matmul_s_per_flop(timed.unit, timed.at_root, b * t, device, evaluate(timed.rated_by, b, t))
     # attention's own products grow with B T^2; those of the weights with B T
     batched = min(own, evaluate((0, 0, 0, 0, *timed.matmul_flops[4:]), b, t))
     attention = evaluate(timed.attention_flops, b, t)
