@@ -1,0 +1,50 @@
+"""How long each unit's compute takes on its engine: as long as the GPU computes and copies, or as the CPU launches, if that is longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_advisor.models.profile import ROOT, Profile
+from fsdp_advisor.speed.engines import Engine, UnitCosts
+from fsdp_advisor.speed.work import Compute
+
+Place = tuple[int, int]
+Paced = tuple[int, dict[int, float]]
+"""A stretch of root code (ROOT, its seconds under 0), or a stack and the seconds of its recorded layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The compute stream of one micro-batch, in the order in which it runs. Over all real layers `launch` is what the GPU waits for
+    the CPU, and `sharding` what copies around collectives take.
+    """
+
+    forward: tuple[Paced, ...]
+    backward: tuple[Paced, ...]
+    launch: float
+    sharding: float
+
+
+def pace_of(profile: Profile, compute: Compute, engine: Engine, costs: dict[Place, UnitCosts]) -> Pace:
+    """`costs` are by place. The root's copies are its first stretch's."""
+    launch = sharding = 0.0
+    paced: list[tuple[Paced, ...]] = []
+    for stretches, backward in ((compute.forward, False), (compute.backward, True)):
+        first_root = True
+        found: list[Paced] = []
+        for stretch in stretches:
+            at_root = stretch.stack == ROOT
+            counts = (1,) if at_root else profile.stacks[stretch.stack].counts
+            seconds = {}
+            for layer, work in stretch.work.items():
+                unit = costs[stretch.stack, layer]
+                copies = unit.copies_backward if backward else unit.copies_forward
+                if at_root:
+                    copies, first_root = copies if first_root else 0.0, False
+                on_gpu, on_cpu = work.gpu, work.cpu + engine.hooks_s
+                seconds[layer] = max(on_gpu + copies, on_cpu)
+                sharding += counts[layer] * copies
+                launch += counts[layer] * max(on_cpu - on_gpu - copies, 0.0)
+            found.append((stretch.stack, seconds))
+        paced.append(tuple(found))
+    return Pace(*paced, launch=launch, sharding=sharding)
