@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from fsdp_advisor.models.profile import ROOT, Profile
+from fsdp_advisor.models.profile import ROOT, Run
 from fsdp_advisor.speed.engines import Engine, UnitCosts
 from fsdp_advisor.speed.work import Compute
 
 Place = tuple[int, int]
-Paced = tuple[int, dict[int, float]]
-"""A stretch of root code (ROOT, its seconds under 0), or a stack and the seconds of its recorded layers."""
+
+
+class Paced(NamedTuple):
+    """A `Stretch` of the compute, with the seconds of its layers."""
+
+    stack: int
+    seconds: dict[int, float]
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,7 @@ class Pace:
     sharding: float
 
 
-def pace_of(profile: Profile, compute: Compute, engine: Engine, costs: dict[Place, UnitCosts]) -> Pace:
+def pace_of(compute: Compute, engine: Engine, costs: dict[Place, UnitCosts]) -> Pace:
     """`costs` are by place. The root's copies are its first stretch's."""
     launch = sharding = 0.0
     paced: list[tuple[Paced, ...]] = []
@@ -33,18 +40,16 @@ def pace_of(profile: Profile, compute: Compute, engine: Engine, costs: dict[Plac
         first_root = True
         found: list[Paced] = []
         for stretch in stretches:
-            at_root = stretch.stack == ROOT
-            counts = (1,) if at_root else profile.stacks[stretch.stack].counts
             seconds = {}
             for layer, work in stretch.work.items():
-                unit = costs[stretch.stack, layer]
+                unit, times = costs[stretch.stack, layer], stretch.counts[layer]
                 copies = unit.copies_backward if backward else unit.copies_forward
-                if at_root:
+                if stretch.stack == ROOT:
                     copies, first_root = copies if first_root else 0.0, False
                 on_gpu, on_cpu = work.gpu, work.cpu + engine.hooks_s
                 seconds[layer] = max(on_gpu + copies, on_cpu)
-                sharding += counts[layer] * copies
-                launch += counts[layer] * max(on_cpu - on_gpu - copies, 0.0)
-            found.append((stretch.stack, seconds))
+                sharding += times * copies
+                launch += times * max(on_cpu - on_gpu - copies, 0.0)
+            found.append(Paced(stretch.stack, seconds, stretch.runs))
         paced.append(tuple(found))
     return Pace(*paced, launch=launch, sharding=sharding)

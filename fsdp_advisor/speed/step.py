@@ -154,7 +154,7 @@ def parts(
     checkpointing = plan.activation_checkpointing == "full"
     compute = compute_of(profile, tape, plan.micro_batch_size, plan.seq_len, device, checkpointing)
     engine, costs = _engine_and_costs(profile, plan.any_step, gpu, between, device.memory_bytes_per_s)
-    return compute, engine, costs, pace_of(profile, compute, engine, costs)
+    return compute, engine, costs, pace_of(compute, engine, costs)
 
 
 @lru_cache(maxsize=1024)

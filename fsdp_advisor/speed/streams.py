@@ -6,7 +6,7 @@ stream by the same amount, and the rest of the run is one jump.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import sub
 
@@ -83,15 +83,15 @@ class MicroBatch:
         s, root = self.streams, self.costs[ROOT, 0]
         name = self.profile.root.kind
         ready = s.send(root.gather, 0.0, "all-gather", name) if self.engine.gathers_forward else 0.0
-        for stack, seconds in self.pace.forward:
+        for stack, seconds, runs in self.pace.forward:
             if stack == ROOT:
                 s.work(seconds[0], ready, "forward", name)
                 continue
             s.begun = max(s.begun, ready)
-            for run in self.profile.stacks[stack].runs:
-                self._fold(run, stack, seconds, backward=False)
+            for run in runs:
+                self._fold(run, stack, seconds, self._forward)
         first = True
-        for index, (stack, seconds) in enumerate(self.pace.backward):
+        for index, (stack, seconds, runs) in enumerate(self.pace.backward):
             if stack == ROOT:
                 gathers = first and self.engine.gathers_backward
                 ready = s.send(root.gather, s.compute, "all-gather", name) if gathers else 0.0
@@ -102,8 +102,8 @@ class MicroBatch:
                         root.reduce * self._tail(), s.compute, "all-reduce", name
                     )  # DDP: the head's buckets go first
                 continue
-            for run in reversed(self.profile.stacks[stack].runs):
-                self._fold(run, stack, seconds, backward=True)
+            for run in runs:
+                self._fold(run, stack, seconds, self._backward)
         s.flush()
         if self.reduces and self.engine.overlaps:
             share = 1.0 if self.engine.gathers_forward else 1 - self._tail()
@@ -143,10 +143,9 @@ class MicroBatch:
             return ""
         return f"{self.profile.stacks[stack].path}.{self.profile.stacks[stack].units[layer].kind}"
 
-    def _fold(self, run: Run, stack: int, seconds: Mapping[int, float], *, backward: bool) -> None:
-        s, step = self.streams, self._backward if backward else self._forward
-        pattern = reversed(run.pattern) if backward else run.pattern
-        turns = [(self.costs[stack, layer], seconds[layer], self._name(stack, layer)) for layer in pattern]
+    def _fold(self, run: Run, stack: int, seconds: Mapping[int, float], step: Callable[..., None]) -> None:
+        s = self.streams
+        turns = [(self.costs[stack, layer], seconds[layer], self._name(stack, layer)) for layer in run.pattern]
         left, last = run.repeats, None
         if left == 1:
             for turn in turns:
