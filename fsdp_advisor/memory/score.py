@@ -231,7 +231,7 @@ class _Reader:
         self._tape = tape.read()
         self._sizes: dict[int, int] = {}  # the tape's: its number in the score
         self._moves: dict[tuple[int, int], int] = {}  # (size, times): its number
-        self._known: dict[tuple[Change, ...], int] = {}
+        self._known: dict[tuple[Change, ...], int] = {}  # all that happens in a stretch: its number among the distinct ones
         self._events: list[Events] = []
         self._distinct: list[int] = []
 
@@ -250,7 +250,7 @@ class _Reader:
             tuple((p.stack, tuple(p.steps.items()), tuple(p.last.items())) for p in parts) for parts in phases.values()
         )
         shape = _shape(forward, backward, len(self._events))
-        changes = tuple([self._changes(known) for known in self._known])
+        changes = tuple([self._changes(between_heights(known)) for known in self._known])
         return Score(
             left_out=self._left_out,
             shape=shape,
@@ -280,8 +280,7 @@ class _Reader:
         def close(end: int) -> Iterable[Stretch]:
             if made:
                 yield Stretch(number=len(self._events), **gradients)
-                changes = tuple(between_heights(made))
-                self._distinct.append(self._known.setdefault(changes, len(self._known)))
+                self._distinct.append(self._known.setdefault(tuple(made), len(self._known)))
                 self._events.append((index, start, end, last))
                 made.clear()
                 gradients.clear()
