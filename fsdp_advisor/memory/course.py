@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
-from operator import add
+from operator import add, mul
 from typing import Any, TypeVar
 
 from fsdp_advisor.memory.ledger import PHASES, SLOTS, Ledger, Live, Point, Repeated, Spot
@@ -28,13 +28,15 @@ class Course:
     """A ledger, ready to be added up at any (B, T).
 
     A row has a number for each entry: of each stretch, then zero, then of each of `repeated`; `entries` are picked from it, one
-    after the other. By moment: `totals` are the constants, and `live`, SLOTS numbers each, the same by account; `places` say how
+    after the other; `repeats` picks what each of `repeated` stands for and says how often it counts (None: of some accounts only,
+    see `_of_entry`). By moment: `totals` are the constants, and `live`, SLOTS numbers each, the same by account; `places` say how
     many entries come before it, which stretch follows, or -1, and which of `runs` it is in, counted from 1, or 0. `before` picks
     the sum of those entries, `rises` how much higher that stretch goes, `further` what the run's repetitions have left.
     """
 
     entries: tuple[int, ...]
     repeated: tuple[Repeated, ...]
+    repeats: tuple[tuple[Pick, tuple[int, ...]] | None, ...]
     runs: tuple[tuple[int, int], ...]
     spans: tuple[tuple[str, int, int], ...]
     points: tuple[tuple[Spot, int, int, int, int], ...]
@@ -60,6 +62,10 @@ class Course:
         stretch = [-1 if m.stretch is None else m.stretch for m in moments]
         known: dict[Any, Any] = {}
 
+        def at(entry: int) -> int:
+            """Where an entry stands in a row."""
+            return entry if entry >= 0 else stretches + 1 + ~entry
+
         def once(values: Iterable[T]) -> tuple[T, ...]:
             """Values that are equal are one object."""
             return tuple([known.setdefault(value, value) for value in values])
@@ -67,6 +73,12 @@ class Course:
         return cls(
             entries=tuple(ledger.entries),
             repeated=tuple(ledger.repeated),
+            repeats=tuple(
+                (picker([at(entry) for entry, _ in r.entries]), tuple(times for _, times in r.entries))
+                if r.accounts is None
+                else None
+                for r in ledger.repeated
+            ),
             runs=tuple(runs),
             spans=tuple(ledger.spans),
             points=tuple(ledger.points),
@@ -76,7 +88,7 @@ class Course:
             live=_packed([n_bytes for m in moments for n_bytes in m.live]),
             spots=once(m.spot for m in moments),
             places=array("i", chain.from_iterable(zip((m.at for m in moments), stretch, further, strict=True))),
-            pick=picker([e if e >= 0 else stretches + 1 + ~e for e in ledger.entries]),
+            pick=picker([at(entry) for entry in ledger.entries]),
             before=picker([m.at for m in moments]),
             rises=picker([stretches if n < 0 else n for n in stretch]),
             further=picker(further) if runs else None,
@@ -132,15 +144,17 @@ class Course:
     def _added_up(self, sized: Sized) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the entries come to, one after the other; and the height of every moment."""
         row = [*sized.net, 0]
-        for number, (entries, accounts) in enumerate(self.repeated):
-            if accounts is None:
-                row.append(sum([row[self._at(entry, sized)] * times for entry, times in entries]))
-            else:
+        for number, repeat in enumerate(self.repeats):
+            if repeat is None:
                 row.append(sum(n_bytes for _, n_bytes in _of_entry(self, sized.score, ~number).at(sized.sizes)))
+            else:
+                pick, times = repeat
+                row.append(sum(map(mul, pick(row), times)))
         sums = (0, *accumulate(self.pick(row)))
         highs = map(add, self.totals, map(add, self.before(sums), self.rises((*sized.high, 0))))
         if self.further is not None:
-            runs = (0, *(row[self._at(run, sized)] * times for run, times in self.runs))
+            first = len(sized.net) + 1  # of `repeated`, as every run is
+            runs = (0, *[row[first + ~run] * times for run, times in self.runs])
             highs = map(add, highs, self.further(runs))
         return sums, tuple(highs)
 
@@ -152,9 +166,6 @@ class Course:
         )
         stretch = self.places[3 * moment + 1]
         return live if stretch < 0 else _with(live, sized.highest_by_account(stretch))
-
-    def _at(self, entry: int, sized: Sized) -> int:
-        return entry if entry >= 0 else len(sized.net) + 1 + ~entry
 
 
 # What does not depend on B and T either, of a moment that was the highest at some

@@ -26,7 +26,7 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.wrapping import Marks, marked
-from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Tape, evaluate
+from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Tape, evaluate_all
 
 _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every event
     Category.TEMPORARY: TEMPORARIES,
@@ -147,7 +147,7 @@ class Sized:
 @lru_cache(maxsize=128)
 def sized(score: Score, b: int, t: int) -> Sized:
     """The score at micro-batch `b` and `t` tokens, each storage rounded up."""
-    sizes = tuple([round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials])
+    sizes = tuple(map(round_up, evaluate_all(score.polynomials, b, t)))
     moves = tuple(map(mul, score.moved(sizes), score.times))
     net, high = [], []
     for changes in score.changes:
@@ -231,7 +231,9 @@ class _Reader:
         self._tape = tape.read()
         self._sizes: dict[int, int] = {}  # the tape's: its number in the score
         self._moves: dict[tuple[int, int], int] = {}  # (size, times): its number
-        self._known: dict[tuple[Change, ...], int] = {}  # all that happens in a stretch: its number among the distinct ones
+        self._known: dict[
+            tuple[Change, ...], int
+        ] = {}  # all that happens in a stretch: its number among the distinct ones
         self._events: list[Events] = []
         self._distinct: list[int] = []
 
