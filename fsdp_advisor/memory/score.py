@@ -87,21 +87,20 @@ class _Changes:
 
 
 class Balance:
-    """What births and deaths come to by account: storages of which of a score's sizes, and how many of each."""
+    """What births and deaths come to, whatever B and T are: storages of which of a score's sizes, how many, in which account."""
 
-    __slots__ = ("_accounts",)
+    __slots__ = ("_accounts", "_pick", "_times")
 
     def __init__(self, changes: Mapping[tuple[int, int], int]) -> None:
         """`changes`: how many by (account, size)."""
-        by_account: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        for (account, size), times in changes.items():
-            if times:
-                by_account[account][size] = times
-        self._accounts = [(a, picker(tuple(sizes)), tuple(sizes.values())) for a, sizes in by_account.items()]
+        alive = {key: times for key, times in changes.items() if times}
+        self._accounts = bytes([account for account, _ in alive])
+        self._pick = picker([size for _, size in alive])
+        self._times = tuple(alive.values())
 
-    def at(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """(account, bytes), where the score's sizes are these."""
-        return [(account, sum(map(mul, pick(sizes), times))) for account, pick, times in self._accounts]
+    def at(self, sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """(account, bytes) of each, where the score's sizes are these."""
+        return zip(self._accounts, map(mul, self._pick(sizes), self._times), strict=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,7 +51,7 @@ class AskedRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        query = [p.field_info.annotation for p in self.dependant.query_params]
+        query: list[Any] = [p.field_info.annotation for p in self.dependant.query_params]
         if query not in ([EstimateQuery], [RecommendQuery]) or self.dependant.path_params:
             return super().get_route_handler()
 
