@@ -27,7 +27,10 @@ def variant_of(plan: Plan) -> Variant:
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"
     single = plan.micro_batch_size == 1 and plan.attention != "flash_attention_2"
-    return Variant(engine, precision, plan.attention, plan.activation_checkpointing, single)
+    return _variant(engine, precision, plan.attention, plan.activation_checkpointing, single)
+
+
+_variant = lru_cache(maxsize=1024)(Variant)  # one object of each, which knows its key
 
 
 def taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]:

@@ -12,12 +12,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
-from operator import add
+from operator import add, mul
 from typing import Any, TypeVar
 
 from fsdp_advisor.memory.ledger import PHASES, SLOTS, Ledger, Live, Point, Repeated, Spot
-from fsdp_advisor.memory.score import Pick, Sized, picker
+from fsdp_advisor.memory.score import Balance, Pick, Score, Sized, picker
 
 T = TypeVar("T")
 
@@ -27,13 +28,15 @@ class Course:
     """A ledger, ready to be added up at any (B, T).
 
     A row has a number for each entry: of each stretch, then zero, then of each of `repeated`; `entries` are picked from it, one
-    after the other. By moment: `totals` are the constants, and `live`, SLOTS numbers each, the same by account; `places` say how
+    after the other; `repeats` picks what each of `repeated` stands for and says how often it counts (None: of some accounts only,
+    see `_of_entry`). By moment: `totals` are the constants, and `live`, SLOTS numbers each, the same by account; `places` say how
     many entries come before it, which stretch follows, or -1, and which of `runs` it is in, counted from 1, or 0. `before` picks
     the sum of those entries, `rises` how much higher that stretch goes, `further` what the run's repetitions have left.
     """
 
     entries: tuple[int, ...]
     repeated: tuple[Repeated, ...]
+    repeats: tuple[tuple[Pick, tuple[int, ...]] | None, ...]
     runs: tuple[tuple[int, int], ...]
     spans: tuple[tuple[str, int, int], ...]
     points: tuple[tuple[Spot, int, int, int, int], ...]
@@ -59,6 +62,10 @@ class Course:
         stretch = [-1 if m.stretch is None else m.stretch for m in moments]
         known: dict[Any, Any] = {}
 
+        def at(entry: int) -> int:
+            """Where an entry stands in a row."""
+            return entry if entry >= 0 else stretches + 1 + ~entry
+
         def once(values: Iterable[T]) -> tuple[T, ...]:
             """Values that are equal are one object."""
             return tuple([known.setdefault(value, value) for value in values])
@@ -66,6 +73,12 @@ class Course:
         return cls(
             entries=tuple(ledger.entries),
             repeated=tuple(ledger.repeated),
+            repeats=tuple(
+                (picker([at(entry) for entry, _ in r.entries]), tuple(times for _, times in r.entries))
+                if r.accounts is None
+                else None
+                for r in ledger.repeated
+            ),
             runs=tuple(runs),
             spans=tuple(ledger.spans),
             points=tuple(ledger.points),
@@ -75,7 +88,7 @@ class Course:
             live=_packed([n_bytes for m in moments for n_bytes in m.live]),
             spots=once(m.spot for m in moments),
             places=array("i", chain.from_iterable(zip((m.at for m in moments), stretch, further, strict=True))),
-            pick=picker([e if e >= 0 else stretches + 1 + ~e for e in ledger.entries]),
+            pick=picker([at(entry) for entry in ledger.entries]),
             before=picker([m.at for m in moments]),
             rises=picker([stretches if n < 0 else n for n in stretch]),
             further=picker(further) if runs else None,
@@ -111,50 +124,68 @@ class Course:
 
     def live_after(self, sized: Sized) -> Live:
         """What is alive when the step is over, by account."""
-        return _sum(self._by_account(Counter(self.entries).items(), sized), self.left)
+        entries = Counter(self.entries).items()
+        return _with(self.left, Balance(self.made(entries, sized.score)).at(sized.sizes))
+
+    def made(self, entries: Iterable[tuple[int, int]], score: Score) -> Counter[tuple[int, int]]:
+        """What entries come to, each as often as said: how many storages, by (account, size of the score)."""
+        made: Counter[tuple[int, int]] = Counter()
+        for entry, times in entries:
+            if entry >= 0:
+                for account, size, n in score.changes[score.distinct[entry]].left:
+                    made[account, size] += n * times
+                continue
+            inside, accounts = self.repeated[~entry]
+            for (account, size), n in self.made(inside, score).items():
+                if accounts is None or account in accounts:
+                    made[account, size] += n * times
+        return made
 
     def _added_up(self, sized: Sized) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the entries come to, one after the other; and the height of every moment."""
         row = [*sized.net, 0]
-        for number, (entries, accounts) in enumerate(self.repeated):
-            if accounts is None:
-                row.append(sum([row[self._at(entry, sized)] * times for entry, times in entries]))
+        for number, repeat in enumerate(self.repeats):
+            if repeat is None:
+                row.append(sum(n_bytes for _, n_bytes in _of_entry(self, sized.score, ~number).at(sized.sizes)))
             else:
-                row.append(sum(self._by_account([(~number, 1)], sized)))
+                pick, times = repeat
+                row.append(sum(map(mul, pick(row), times)))
         sums = (0, *accumulate(self.pick(row)))
         highs = map(add, self.totals, map(add, self.before(sums), self.rises((*sized.high, 0))))
         if self.further is not None:
-            runs = (0, *(row[self._at(run, sized)] * times for run, times in self.runs))
+            first = len(sized.net) + 1  # of `repeated`, as every run is
+            runs = (0, *[row[first + ~run] * times for run, times in self.runs])
             highs = map(add, highs, self.further(runs))
         return sums, tuple(highs)
 
     def _live_at(self, moment: int, sized: Sized) -> Live:
         """What is alive at a moment, by account."""
-        at, stretch, run = self.places[3 * moment : 3 * moment + 3]
-        own = self.live[SLOTS * moment : SLOTS * moment + SLOTS]
-        live = _sum(self._by_account(Counter(self.entries[:at]).items(), sized), own)
-        if run:
-            live = _sum(live, self._by_account([self.runs[run - 1]], sized))
-        if stretch >= 0:
-            for account, n_bytes in sized.highest_by_account(stretch):
-                live[account] += n_bytes
-        return live
+        live = _with(
+            self.live[SLOTS * moment : SLOTS * moment + SLOTS],
+            _before(self, sized.score, moment).at(sized.sizes),
+        )
+        stretch = self.places[3 * moment + 1]
+        return live if stretch < 0 else _with(live, sized.highest_by_account(stretch))
 
-    def _at(self, entry: int, sized: Sized) -> int:
-        return entry if entry >= 0 else len(sized.net) + 1 + ~entry
 
-    def _by_account(self, entries: Iterable[tuple[int, int]], sized: Sized) -> Live:
-        live = [0] * SLOTS
-        for entry, times in entries:
-            if entry >= 0:
-                for account, n_bytes in sized.net_by_account(entry):
-                    live[account] += n_bytes * times
-                continue
-            inside, accounts = self.repeated[~entry]
-            inner = self._by_account(inside, sized)
-            for account in range(SLOTS) if accounts is None else accounts:
-                live[account] += inner[account] * times
-        return live
+# What does not depend on B and T either, of a moment that was the highest at some
+
+
+@lru_cache(maxsize=4096)
+def _before(course: Course, score: Score, moment: int) -> Balance:
+    """What a tape has made before a moment."""
+    at, _, run = course.places[3 * moment : 3 * moment + 3]
+    entries = Counter(course.entries[:at])
+    if run:
+        entry, times = course.runs[run - 1]
+        entries[entry] += times
+    return Balance(course.made(entries.items(), score))
+
+
+@lru_cache(maxsize=256)
+def _of_entry(course: Course, score: Score, entry: int) -> Balance:
+    """What an entry stands for."""
+    return Balance(course.made([(entry, 1)], score))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,5 +211,9 @@ def _packed(values: list[int]) -> Sequence[int]:
         return values
 
 
-def _sum(one: Iterable[int], other: Iterable[int]) -> Live:
-    return list(map(add, one, other))
+def _with(live: Iterable[int], more: Iterable[tuple[int, int]]) -> Live:
+    """Bytes by account, and others to be added to them."""
+    result = list(live)
+    for account, n_bytes in more:
+        result[account] += n_bytes
+    return result

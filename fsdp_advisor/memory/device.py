@@ -11,6 +11,7 @@ measured by this project.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from fsdp_advisor.hardware.gpus import Gpu
@@ -97,17 +98,17 @@ class Part:
     high_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceOverhead:
     """What nvidia-smi shows beyond PyTorch's reserved bytes."""
 
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def low_bytes(self) -> int:
         return sum(part.low_bytes for part in self.parts)
 
-    @property
+    @cached_property
     def high_bytes(self) -> int:
         return sum(part.high_bytes for part in self.parts)
 
@@ -136,6 +137,11 @@ def communicators(plan: Plan) -> tuple[int, int]:
 
 def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> DeviceOverhead:
     """What `gpu` holds beside PyTorch's segments while `plan` trains."""
+    return _device_overhead(gpu, plan.any_step, lazy_loading)
+
+
+@lru_cache(maxsize=1024)
+def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead:
     if gpu.architecture is not None and gpu.architecture.startswith("cdna"):
         return DeviceOverhead(_amd(plan))
     low, high = CONTEXT_BYTES_PER_MULTIPROCESSOR

@@ -14,7 +14,7 @@ from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.held import States
 from fsdp_advisor.memory.host import HostMemory
-from fsdp_advisor.memory.loading import advised, deepspeed_moments, loadings
+from fsdp_advisor.memory.loading import advised, deepspeed_moments, flattens_on_gpu, loadings
 from fsdp_advisor.memory.saving import Saving, savings
 from fsdp_advisor.memory.ways import Loading
 from fsdp_advisor.models.profile import Profile
@@ -30,9 +30,9 @@ class PhasePeak:
     gpu_bytes: int | None
     host_bytes_per_node: int | None
 
-    def fits(self, gpu: Gpu, overhead: DeviceOverhead, host_memory_bytes: int | None) -> bool:
-        """False where it certainly does not: tensors and the least that CUDA and NCCL take, or the node's memory."""
-        if self.gpu_bytes is not None and self.gpu_bytes + overhead.low_bytes > gpu.memory_bytes:
+    def fits(self, room: int, host_memory_bytes: int | None) -> bool:
+        """False where it certainly does not: tensors in the most `room` that CUDA and NCCL leave, or the node's memory."""
+        if self.gpu_bytes is not None and self.gpu_bytes > room:
             return False
         known = host_memory_bytes is not None and self.host_bytes_per_node is not None
         return not known or (self.host_bytes_per_node or 0) <= (host_memory_bytes or 0)
@@ -83,7 +83,7 @@ def job_peaks(
     room = gpu.memory_bytes - overhead.low_bytes
     ways = _ways(profile, plan, gpu)
     saves = _savings(profile, plan.any_step)
-    loading = loading_of(profile, plan, gpu, overhead, host_memory_bytes)
+    loading = advised(ways, gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
     kept = sum(h.rounded for h in (states.parameters, states.optimizer, states.communication, states.buffers))
     if plan.backend == "deepspeed":  # a buffer that is never given back
         kept += states.gradients.rounded
@@ -103,26 +103,22 @@ def job_peaks(
         saving=saving,
         loadings=ways,
         savings=saves,
-        fails=next((name for name, peak in phases.items() if not peak.fits(gpu, overhead, host_memory_bytes)), None),
+        fails=next((name for name, peak in phases.items() if not peak.fits(room, host_memory_bytes)), None),
     )
 
 
-def loading_of(
-    profile: Profile, plan: Plan, gpu: Gpu, overhead: DeviceOverhead, host_memory_bytes: int | None = None
-) -> Loading:
-    """The way of loading that the job is taken to have."""
-    room = gpu.memory_bytes - overhead.low_bytes
-    return advised(_ways(profile, plan, gpu), gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
+def loading_of(profile: Profile, plan: Plan, gpu: Gpu, overhead: DeviceOverhead) -> Loading:
+    """The way of loading that the job is taken to have, where its nodes have room for everything."""
+    return advised(_ways(profile, plan, gpu), gpu_memory_bytes=gpu.memory_bytes - overhead.low_bytes)
 
 
 def _ways(profile: Profile, plan: Plan, gpu: Gpu) -> tuple[Loading, ...]:
-    flattens = plan.backend == "deepspeed" and plan.strategy in ("zero1", "zero2")
-    return _loadings(profile, plan.any_step, gpu.memory_bytes if flattens else None)
+    return _loadings(profile, plan.any_step, flattens_on_gpu(profile, plan, gpu.memory_bytes))
 
 
 @lru_cache(maxsize=1024)
-def _loadings(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> tuple[Loading, ...]:
-    return loadings(profile, plan, gpu_memory_bytes=gpu_memory_bytes)
+def _loadings(profile: Profile, plan: Plan, on_gpu: bool) -> tuple[Loading, ...]:
+    return loadings(profile, plan, on_gpu=on_gpu)
 
 
 @lru_cache(maxsize=1024)

@@ -29,10 +29,10 @@ BROADCAST_BUCKET_BYTES = 250 * 2**20
 """Source: torch/nn/parallel/distributed.py, broadcast_bucket_size; at most two are on their way at once."""
 
 
-def loadings(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = None) -> tuple[Loading, ...]:
+def loadings(profile: Profile, plan: Plan, *, on_gpu: bool = True) -> tuple[Loading, ...]:
     """Every way that the plan's backend has, the one with the least to set up first.
 
-    `gpu_memory_bytes` decides where DeepSpeed flattens the weights. A checkpoint whose dtype is unknown is taken to be converted.
+    `on_gpu` is `flattens_on_gpu`. A checkpoint whose dtype is unknown is taken to be converted.
     """
     match plan.backend:
         case "ddp":
@@ -42,7 +42,7 @@ def loadings(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = Non
         case "fsdp2":
             return tuple(fsdp2_loadings(profile, plan))
         case _:
-            return tuple(_deepspeed(profile, plan, gpu_memory_bytes))
+            return tuple(_deepspeed(profile, plan, on_gpu))
 
 
 def advised(
@@ -101,7 +101,22 @@ def _ddp(profile: Profile, plan: Plan) -> Iterator[Loading]:
 # DeepSpeed
 
 
-def _deepspeed(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> Iterator[Loading]:
+def flattens_on_gpu(profile: Profile, plan: Plan, gpu_memory_bytes: int) -> bool:
+    """Whether DeepSpeed's stages 1 and 2 flatten the weights on the GPU: where a second copy has room. Nothing else flattens any."""
+    if plan.backend != "deepspeed" or stage(plan) == 3:
+        return True
+    return _whole_bytes(profile, plan) + _flat_bytes(profile, plan) <= gpu_memory_bytes
+
+
+def _whole_bytes(profile: Profile, plan: Plan) -> int:
+    return plan.compute_bytes * profile.parameters + buffers(profile).rounded
+
+
+def _flat_bytes(profile: Profile, plan: Plan) -> int:
+    return plan.compute_bytes * deepspeed.flat_elements(profile.trainable_parameters, plan.shard_degree)
+
+
+def _deepspeed(profile: Profile, plan: Plan, on_gpu: bool) -> Iterator[Loading]:
     """Without zero.Init `deepspeed.initialize` moves the whole model to the GPU, ZeRO-3's too, and shards it there.
 
     Stages 1, 2 then flatten it: on the GPU if a second copy has room, else in host memory. The optimizer's masters follow, with
@@ -111,12 +126,11 @@ def _deepspeed(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> It
     Init; transformers/integrations/deepspeed.py, _load_state_dict_into_zero3_model.
     """
     c, weights = plan.compute_bytes, Weights.of(profile, plan)
-    whole = c * profile.parameters + buffers(profile).rounded
+    whole = _whole_bytes(profile, plan)
     passing = total(profile, lambda u: sum((Held.of(c * p.elements) for p in u.parameters if p.trainable), NOTHING))
     ready, host = _deepspeed_ready(profile, plan)
     if stage(plan) < 3:
-        flat = c * deepspeed.flat_elements(profile.trainable_parameters, plan.shard_degree)
-        on_gpu = gpu_memory_bytes is None or whole + flat <= gpu_memory_bytes
+        flat = _flat_bytes(profile, plan)
         yield Loading.of(
             plan,
             "every_rank",

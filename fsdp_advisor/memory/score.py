@@ -7,11 +7,11 @@ comes to two numbers, what it leaves behind and how high it rises (`Sized`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from operator import itemgetter
+from itertools import accumulate, groupby
+from operator import itemgetter, mul
 from typing import cast
 
 from fsdp_advisor.errors import NotRecordable
@@ -28,7 +28,18 @@ from fsdp_advisor.memory.ledger import (
 )
 from fsdp_advisor.memory.staging import staging_bytes
 from fsdp_advisor.memory.wrapping import Marks, marked
-from fsdp_advisor.models.profile import ROOT, Category, Op, Polynomial, Profile, Segment, Staging, Tape, evaluate
+from fsdp_advisor.models.profile import (
+    ROOT,
+    Category,
+    Op,
+    Polynomial,
+    Profile,
+    Segment,
+    Staging,
+    Tape,
+    evaluate,
+    evaluate_all,
+)
 
 _ACCOUNT: dict[int, int] = {  # plain integers: an enum would be built for every event
     Category.TEMPORARY: TEMPORARIES,
@@ -46,8 +57,8 @@ _GRADIENT, _LOSS, _SCRATCH = int(Category.GRADIENT), int(Category.LOSS), int(Cat
 Mark = tuple[int, int, int]
 Step = Stretch | Mark
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
-ByAccount = tuple[tuple[int, int], ...]
-"""(account, bytes), of those that change."""
+Change = tuple[int, int, int]
+"""(account, size, times): storages of one size are born, or die where `times` is negative."""
 Events = tuple[int, int, int, bool]
 """Where a stretch stands on the tape: (segment, first event, end), and whether it is of the `last` layer (`Part`)."""
 
@@ -79,14 +90,30 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Births and deaths in order: `pick` takes their bytes from the score's `moves`, `accounts` are theirs.
-
-    `left` are the moves that they come to, by account: most of what is born dies in the same stretch.
+    """Births and deaths in order, as `between_heights` has them: `pick` takes their bytes from the score's `moves`, `accounts`
+    are theirs. `left` is what they come to: most of what is born dies in the same stretch.
     """
 
     accounts: bytes
     pick: Pick
-    left: tuple[tuple[int, tuple[int, ...]], ...]
+    left: tuple[Change, ...]
+
+
+class Balance:
+    """What births and deaths come to, whatever B and T are: storages of which of a score's sizes, how many, in which account."""
+
+    __slots__ = ("_accounts", "_pick", "_times")
+
+    def __init__(self, changes: Mapping[tuple[int, int], int]) -> None:
+        """`changes`: how many by (account, size)."""
+        alive = {key: times for key, times in changes.items() if times}
+        self._accounts = bytes([account for account, _ in alive])
+        self._pick = picker([size for _, size in alive])
+        self._times = tuple(alive.values())
+
+    def at(self, sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """(account, bytes) of each, where the score's sizes are these."""
+        return zip(self._accounts, map(mul, self._pick(sizes), self._times), strict=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +121,8 @@ class Score:
     """A tape's stretches. Storages of the categories `left_out` are not there.
 
     `events` says where each stretch stands on the tape, `distinct` which of `changes` it makes: layers of a kind make the same.
-    `sizes` are those of the tape's that something has which is there: `polynomials`, then `stagings`; `moves` how often
-    (negative: it dies) which of them.
+    `sizes` are those of the tape's that something has which is there. `moved` picks from them what is born or dies at once, `times`
+    says how often (negative: it dies). `stagings` are those of no polynomial, by their place among the sizes.
     """
 
     left_out: frozenset[int]
@@ -105,8 +132,9 @@ class Score:
     changes: tuple[_Changes, ...]
     sizes: tuple[int, ...]
     polynomials: tuple[Polynomial, ...]
-    stagings: tuple[Staging, ...]
-    moves: tuple[tuple[int, int], ...]
+    stagings: tuple[tuple[int, Staging], ...]
+    moved: Pick
+    times: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -120,45 +148,31 @@ class Sized:
     moves: tuple[int, ...]
     net: tuple[int, ...]
     high: tuple[int, ...]
-    _by_account: dict[int, ByAccount] = field(default_factory=dict)
 
-    def net_by_account(self, stretch: int) -> ByAccount:
-        """What a stretch leaves behind."""
-        distinct = self.score.distinct[stretch]
-        if distinct not in self._by_account:
-            left = self.score.changes[distinct].left
-            self._by_account[distinct] = tuple(
-                [(account, sum([self.moves[move] for move in moves])) for account, moves in left]
-            )
-        return self._by_account[distinct]
-
-    def highest_by_account(self, stretch: int) -> ByAccount:
-        """What a stretch has made when it is first at its highest."""
+    def highest_by_account(self, stretch: int) -> Iterable[tuple[int, int]]:
+        """(account, bytes) of what a stretch has made and dropped when it is first at its highest."""
         changes = self.score.changes[self.score.distinct[stretch]]
         moved = changes.pick(self.moves)
-        end = list(accumulate(moved)).index(self.high[stretch]) + 1 if self.high[stretch] else 0
-        live: defaultdict[int, int] = defaultdict(int)
-        for account, n_bytes in zip(changes.accounts, moved[:end], strict=False):
-            live[account] += n_bytes
-        return tuple(live.items())
+        end = list(accumulate(moved, initial=0)).index(self.high[stretch])
+        return zip(changes.accounts, moved[:end], strict=False)
+
+
+_NONE: Polynomial = (0, 0, 0, 0, 0, 0)
 
 
 @lru_cache(maxsize=128)
 def sized(score: Score, b: int, t: int, resident_threads: int = 0) -> Sized:
     """The score at micro-batch `b` and `t` tokens, each storage rounded up, on a GPU that runs so many threads at once."""
-    sizes = tuple(
-        [round_up(evaluate(polynomial, b, t)) for polynomial in score.polynomials]
-        + [
-            round_up(staging_bytes(evaluate(rows, b, t), evaluate(columns, b, t), resident_threads))
-            for rows, columns in score.stagings
-        ]
-    )
-    moves = tuple([sizes[size] * times for size, times in score.moves])
+    at = evaluate_all(score.polynomials, b, t)
+    for size, (rows, columns) in score.stagings:
+        at[size] = staging_bytes(evaluate(rows, b, t), evaluate(columns, b, t), resident_threads)
+    sizes = tuple(map(round_up, at))
+    moves = tuple(map(mul, score.moved(sizes), score.times))
     net, high = [], []
     for changes in score.changes:
-        levels = list(accumulate(changes.pick(moves)))
+        levels = list(accumulate(changes.pick(moves), initial=0))
         net.append(levels[-1])
-        high.append(max(0, max(levels)))
+        high.append(max(levels))
     spread = picker(score.distinct)
     return Sized(score, sizes, moves, spread(net), spread(high))
 
@@ -199,14 +213,46 @@ def stays_near(born: Segment, dying: Segment) -> bool:
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
+def between_heights(changes: Iterable[Change]) -> list[Change]:
+    """Births and deaths that rise as high as these, whatever the sizes are, and come to the same; they are far fewer.
+
+    A stretch can only be at its highest where no other moment of it has all that is alive there, and more. From one such moment
+    to the next, what is born and dies in between does not count.
+
+    >>> between_heights([(0, 1, 1), (0, 2, 1), (0, 2, -1), (0, 3, 1), (0, 4, 1), (0, 4, -1), (0, 3, -1)])
+    [(0, 1, 1), (0, 2, 1), (0, 2, -1), (0, 3, 1), (0, 4, 1), (0, 4, -1), (0, 3, -1)]
+    >>> between_heights([(0, 1, 1), (0, 2, 1), (0, 2, -1), (0, 2, 1), (0, 3, 1), (0, 2, -1), (0, 1, -1)])
+    [(0, 1, 1), (0, 2, 1), (0, 3, 1), (0, 2, -1), (0, 1, -1)]
+    """
+    heights: list[Counter[tuple[int, int]]] = []  # what each has more than the one before, or less
+    since: Counter[tuple[int, int]] = Counter()
+    for births, some in groupby(changes, lambda change: change[2] > 0):
+        for account, size, times in some:
+            since[account, size] += times
+        if births and max(since.values()) > 0:
+            while heights and min(since.values()) >= 0:
+                since.update(heights.pop())
+            heights.append(since)
+            since = Counter()
+    return [
+        (account, size, times)
+        for rise in (*heights, since)
+        for (account, size), times in sorted(rise.items(), key=lambda change: change[1] > 0)  # first what dies
+        if times
+    ]
+
+
 class _Reader:
     """Reads a tape once, from end to end."""
 
     def __init__(self, profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool) -> None:
         self._profile, self._left_out, self._grad_marks = profile, left_out, grad_marks
         self._tape = tape.read()
-        self._moves: dict[tuple[int, int], int] = {}  # (one of the tape's sizes, how often): its number
-        self._known: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._sizes: dict[int, int] = {}  # the tape's: its number in the score
+        self._moves: dict[tuple[int, int], int] = {}  # (size, times): its number
+        self._known: dict[
+            tuple[Change, ...], int
+        ] = {}  # all that happens in a stretch: its number among the distinct ones
         self._events: list[Events] = []
         self._distinct: list[int] = []
 
@@ -225,27 +271,19 @@ class _Reader:
             tuple((p.stack, tuple(p.steps.items()), tuple(p.last.items())) for p in parts) for parts in phases.values()
         )
         shape = _shape(forward, backward, len(self._events))
-        changes = tuple(
-            [_Changes(accounts, picker(moves), self._left(moves, accounts)) for moves, accounts in self._known]
-        )
-        polynomials: dict[int, Polynomial] = {}
-        stagings: dict[int, Staging] = {}
-        for size, _ in self._moves:
-            if isinstance(known := self._tape.sizes[size], Staging):
-                stagings[size] = known
-            else:
-                polynomials[size] = known
-        sizes = {size: number for number, size in enumerate((*polynomials, *stagings))}
+        changes = tuple([self._changes(between_heights(known)) for known in self._known])
+        sizes = [self._tape.sizes[size] for size in self._sizes]
         return Score(
             left_out=self._left_out,
             shape=shape,
             events=tuple(self._events),
             distinct=tuple(self._distinct),
             changes=changes,
-            sizes=tuple(sizes),
-            polynomials=tuple(polynomials.values()),
-            stagings=tuple(stagings.values()),
-            moves=tuple([(sizes[size], times) for size, times in self._moves]),
+            sizes=tuple(self._sizes),
+            polynomials=tuple([_NONE if isinstance(size, Staging) else size for size in sizes]),
+            stagings=tuple([(at, size) for at, size in enumerate(sizes) if isinstance(size, Staging)]),
+            moved=picker([size for size, _ in self._moves]),
+            times=tuple([times for _, times in self._moves]),
         )
 
     def _last_differs(self, segment: Segment) -> bool:
@@ -256,21 +294,18 @@ class _Reader:
         return not all(stays_near(self._tape.segments[a], segment) for a in born_in)
 
     def _steps(self, index: int, last: bool) -> Iterable[Step]:
-        segment, births, left_out, known = self._tape.segments[index], self._tape.births, self._left_out, self._moves
-        moves: list[int] = []
-        accounts: list[int] = []
+        segment, births, left_out = self._tape.segments[index], self._tape.births, self._left_out
+        made: list[Change] = []
         gradients: defaultdict[str, int] = defaultdict(int)
         deaths: dict[int, int] = {}  # by the segment of birth
         start = 0
 
         def close(end: int) -> Iterable[Stretch]:
-            if moves:
+            if made:
                 yield Stretch(number=len(self._events), **gradients)
-                changes = tuple(moves), bytes(accounts)
-                self._distinct.append(self._known.setdefault(changes, len(self._known)))
+                self._distinct.append(self._known.setdefault(tuple(made), len(self._known)))
                 self._events.append((index, start, end, last))
-                moves.clear()
-                accounts.clear()
+                made.clear()
                 gradients.clear()
 
         for at, (op, a, b) in enumerate(segment.events):
@@ -295,11 +330,7 @@ class _Reader:
                 gradients["net_gradients"] += n_bytes * times
                 if category >= _GRADIENT and times > 0:
                     gradients["root_gradients" if (category - _GRADIENT) & 1 else "layer_gradients"] += n_bytes
-            move = known.get((size, times))
-            if move is None:
-                move = known[size, times] = len(known)
-            moves.append(move)
-            accounts.append(account)
+            made.append((account, self._sizes.setdefault(size, len(self._sizes)), times))
         yield from close(len(segment.events))
 
     def _deaths(self, born: Segment, dying: Segment, last: bool) -> int:
@@ -313,16 +344,16 @@ class _Reader:
             return 0
         return 1 if near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
 
-    def _left(self, moves: Iterable[int], accounts: Iterable[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        known, left = list(self._moves), Counter[tuple[int, int]]()
-        for move, account in zip(moves, accounts, strict=True):
-            size, times = known[move]
+    def _changes(self, changes: Iterable[Change]) -> _Changes:
+        left: Counter[tuple[int, int]] = Counter()
+        for account, size, times in changes:
             left[account, size] += times
-        by_account: defaultdict[int, list[int]] = defaultdict(list)
-        for (account, size), times in left.items():
-            if times:
-                by_account[account].append(self._moves.setdefault((size, times), len(self._moves)))
-        return tuple([(account, tuple(moves)) for account, moves in by_account.items()])
+        moves = [self._moves.setdefault((size, times), len(self._moves)) for _, size, times in changes]
+        return _Changes(
+            accounts=bytes([account for account, _, _ in changes]),
+            pick=picker(moves),
+            left=tuple([(account, size, times) for (account, size), times in left.items() if times]),
+        )
 
     def _constant(self, size: int) -> int:
         """A gradient has the shape of its parameter, whatever B and T are. Raises NotRecordable for a sparse one, which has not."""

@@ -10,7 +10,7 @@ Shapes: B = micro-batch (sequences), T = tokens per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -34,6 +34,16 @@ def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
     """
     c1, cb, ct, cbt, cbt2, ct2 = polynomial
     return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
+
+
+def evaluate_all(polynomials: Iterable[Polynomial], b: int, t: int) -> list[int]:
+    """`evaluate` of many.
+
+    >>> evaluate_all([(1, 0, 0, 2, 0, 0), (0, 1, 0, 0, 0, 1)], b=3, t=5)
+    [31, 28]
+    """
+    bt, bt2, t2 = b * t, b * t * t, t * t
+    return [c1 + cb * b + ct * t + cbt * bt + cbt2 * bt2 + ct2 * t2 for c1, cb, ct, cbt, cbt2, ct2 in polynomials]
 
 
 class Staging(NamedTuple):
@@ -275,7 +285,7 @@ class Variant:
         """Whether a unit's parameters are views of one flat parameter."""
         return self.engine.startswith("fsdp1")
 
-    @property
+    @cached_property
     def key(self) -> str:
         return "|".join((self.engine, self.precision, self.attention, self.checkpointing, "1" if self.single else "n"))
 

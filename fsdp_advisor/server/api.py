@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from fsdp_advisor.export import TARGETS, find
@@ -39,7 +43,31 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 _CHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "Not changed since the ETag that was sent"}}
 
-router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
+
+class AskedRoute(APIRoute):
+    """A route that asks by its query string alone has the whole of it read by its model.
+
+    FastAPI takes a query apart field by field, which is longer than all else that a kept answer needs.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        query: list[Any] = [p.field_info.annotation for p in self.dependant.query_params]
+        if query not in ([EstimateQuery], [RecommendQuery]) or self.dependant.path_params:
+            return super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                asked = query[0].model_validate(dict(request.query_params))
+            except ValidationError as error:
+                errors = error.errors(include_url=False)
+                raise RequestValidationError([{**e, "loc": ("query", *e["loc"])} for e in errors]) from None
+            answer: Response = await self.endpoint(request, asked)
+            return answer
+
+        return handle
+
+
+router = APIRouter(prefix="/api/v1", responses=_PROBLEMS, route_class=AskedRoute)
 Pattern = Annotated[str | None, Query(max_length=200, description="Only names that contain this")]
 
 

@@ -7,13 +7,14 @@ src/graph/tuning.cc for hops and latencies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, log2
 
 from fsdp_advisor.hardware.links import Link
 from fsdp_advisor.speed.achieved import COLLECTIVE_START_S, bus_bytes_per_s, latency_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """The ranks of a collective: `ranks` of them on `nodes` nodes, evenly.
 
@@ -25,14 +26,14 @@ class Group:
     inside: Link | None
     between: Link
 
-    @property
+    @cached_property
     def hop_s(self) -> float:
         """All hops of one turn around the ring."""
         inside = 0.0 if self.inside is None else latency_s(self.inside)
         across = latency_s(self.between) * (self.nodes - 1)
         return (self.ranks - self.nodes) * inside + across
 
-    @property
+    @cached_property
     def seconds_per_byte(self) -> float:
         """Of the bytes that each rank sends: the slower of the two kinds of link holds up the ring.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.models.profile import Profile, Unit
@@ -56,20 +57,21 @@ class Engine:
     host_late: float  # parameters back from it, once per step
 
 
-def groups(plan: Plan, gpu: Gpu, between: Link) -> tuple[Group, Group]:
-    """The ranks that share one copy of the states, and those that hold the same part of it.
+Groups = tuple[Group, Group]
+"""The ranks that share one copy of the states, and those that hold the same part of it."""
 
-    HSDP's copies lie on different nodes; a rank's own adapter serves it alone.
-    """
-    nodes = plan.nnodes
+
+def groups(plan: Plan, gpu: Gpu, between: Link) -> Groups:
+    """A plan's ranks. HSDP's copies lie on different nodes; a rank's own adapter serves it alone."""
+    inside = gpu.intra_node
     if plan.strategy == "hsdp":
-        return (
-            Group(plan.shard_degree, 1, gpu.intra_node, between),
-            Group(plan.replica_degree, plan.replica_degree, gpu.intra_node, between),
-        )
-    everyone = Group(plan.world_size, nodes, gpu.intra_node, between)
-    alone = Group(1, 1, gpu.intra_node, between)
+        replicas = plan.replica_degree
+        return _group(plan.shard_degree, 1, inside, between), _group(replicas, replicas, inside, between)
+    everyone, alone = _group(plan.world_size, plan.nnodes, inside, between), _group(1, 1, inside, between)
     return (alone, everyone) if plan.strategy == "ddp" else (everyone, alone)
+
+
+_group = lru_cache(maxsize=256)(Group)
 
 
 def gather_bytes(plan: Plan) -> int:
@@ -82,9 +84,9 @@ def reduce_bytes(plan: Plan) -> int:
     return 2 if plan.mixed and plan.backend == "deepspeed" else plan.param_bytes
 
 
-def unit_costs(unit: Unit, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float) -> UnitCosts:
+def unit_costs(unit: Unit, plan: Plan, gpu: Gpu, ranks: Groups, memory_bytes_per_s: float) -> UnitCosts:
     """A unit's collectives and copies. Raises nothing; a world of one communicates nothing."""
-    shards, replicas = groups(plan, gpu, between)
+    shards, replicas = ranks
     elements, trainable = unit.elements, unit.trainable_elements
     gathered, reduced = elements * gather_bytes(plan), trainable * reduce_bytes(plan)
     if plan.strategy == "ddp":
@@ -119,9 +121,9 @@ def unit_costs(unit: Unit, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per
     )
 
 
-def engine_of(profile: Profile, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float) -> Engine:
+def engine_of(profile: Profile, plan: Plan, gpu: Gpu, ranks: Groups, memory_bytes_per_s: float) -> Engine:
     """The engine of a plan, with what happens once per step."""
-    shards, _ = groups(plan, gpu, between)
+    shards, _ = ranks
     deepspeed = plan.backend == "deepspeed"
     bulk = deepspeed and plan.strategy in ("zero1", "zero2")
     trainable = profile.trainable_parameters

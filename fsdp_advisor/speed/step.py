@@ -9,9 +9,10 @@ from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.models.profile import ROOT, Profile, Tape
 from fsdp_advisor.plan import Plan
 from fsdp_advisor.speed.achieved import STOLEN_BY_NCCL
-from fsdp_advisor.speed.engines import Engine, UnitCosts, engine_of, unit_costs
+from fsdp_advisor.speed.engines import Engine, UnitCosts, engine_of, groups, unit_costs
 from fsdp_advisor.speed.operators import Device, device_of
-from fsdp_advisor.speed.streams import MicroBatch, Place, Streams
+from fsdp_advisor.speed.pace import Pace, Place, pace_of
+from fsdp_advisor.speed.streams import MicroBatch, Streams
 from fsdp_advisor.speed.trust import Doubt, doubts_of
 from fsdp_advisor.speed.work import Compute, compute_of
 
@@ -111,17 +112,17 @@ def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link)
     device = device_of(gpu, plan.precision)
     if device is None or why_unknown(plan, gpu) is not None:
         return None
-    compute, engine, costs = parts(profile, tape, plan, gpu, between, device)
-    last = MicroBatch(profile, compute, engine, costs, reduces=True).walk()
+    compute, engine, costs, pace = parts(profile, tape, plan, gpu, between, device)
+    last = MicroBatch(profile, pace, engine, costs, reduces=True).walk()
     others = plan.gradient_accumulation_steps - 1
     first = last
     if others and not engine.reduces_early:
-        first = MicroBatch(profile, compute, engine, costs, reduces=False).walk()
-    breakdown = _compute_breakdown(profile, compute, engine, costs)
+        first = MicroBatch(profile, pace, engine, costs, reduces=False).walk()
+    breakdown = compute.seconds | {"launch": pace.launch, "sharding": pace.sharding}
     breakdown = {name: value * plan.gradient_accumulation_steps for name, value in breakdown.items()}
     reductions = plan.gradient_accumulation_steps if engine.reduces_early else 1
     late = engine.reduce_late * reductions
-    host_share = _host_share(profile, engine, costs)
+    host_share = 0.0 if plan.offload == "none" else _host_share(profile, engine, costs)
     exposed = _exposed(last) + others * _exposed(first)
     hidden = _hidden(last) + others * _hidden(first)
     breakdown |= {
@@ -148,24 +149,26 @@ def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link)
 
 def parts(
     profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link, device: Device
-) -> tuple[Compute, Engine, dict[Place, UnitCosts]]:
-    """A step's compute, its engine and every unit's costs on it."""
+) -> tuple[Compute, Engine, dict[Place, UnitCosts], Pace]:
+    """A step's compute, its engine, every unit's costs on it, and how long each computes there."""
     checkpointing = plan.activation_checkpointing == "full"
     compute = compute_of(profile, tape, plan.micro_batch_size, plan.seq_len, device, checkpointing)
-    return compute, *_engine_and_costs(profile, plan.any_step, gpu, between, device.memory_bytes_per_s)
+    engine, costs = _engine_and_costs(profile, plan.any_step, gpu, between, device.memory_bytes_per_s)
+    return compute, engine, costs, pace_of(compute, engine, costs)
 
 
 @lru_cache(maxsize=1024)
 def _engine_and_costs(
     profile: Profile, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float
 ) -> tuple[Engine, dict[Place, UnitCosts]]:
-    engine = engine_of(profile, plan, gpu, between, memory_bytes_per_s)
-    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, between, memory_bytes_per_s)}
+    ranks = groups(plan, gpu, between)
+    engine = engine_of(profile, plan, gpu, ranks, memory_bytes_per_s)
+    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, ranks, memory_bytes_per_s)}
     known: dict[int, UnitCosts] = {}
     for number, stack in enumerate(profile.stacks):
         for layer, unit in enumerate(stack.units):
             if id(unit) not in known:
-                known[id(unit)] = unit_costs(unit, plan, gpu, between, memory_bytes_per_s)
+                known[id(unit)] = unit_costs(unit, plan, gpu, ranks, memory_bytes_per_s)
             costs[number, layer] = known[id(unit)]
     return engine, costs
 
@@ -187,23 +190,3 @@ def _host_share(profile: Profile, engine: Engine, costs: dict[Place, UnitCosts])
         sent += times * (gathers * unit.gather + unit.reduce)
         host += times * (gathers * unit.host_gather + unit.host_reduce)
     return host / sent if sent else 0.0
-
-
-def _compute_breakdown(
-    profile: Profile, compute: Compute, engine: Engine, costs: dict[Place, UnitCosts]
-) -> dict[str, float]:
-    """The compute stream of one micro-batch by cause, over all real layers."""
-    launch = sharding = 0.0
-    for stretches, backward in ((compute.forward, False), (compute.backward, True)):
-        first_root = True
-        for stretch in stretches:
-            at_root = stretch.stack == ROOT
-            for layer, work in stretch.work.items():
-                times = 1 if at_root else profile.stacks[stretch.stack].counts[layer]
-                unit = costs[stretch.stack, layer]
-                copies = unit.copies_backward if backward else unit.copies_forward
-                if at_root:
-                    copies, first_root = copies if first_root else 0.0, False
-                sharding += times * copies
-                launch += times * max(work.cpu + engine.hooks_s - work.gpu - copies, 0.0)
-    return compute.seconds | {"launch": launch, "sharding": sharding}

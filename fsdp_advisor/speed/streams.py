@@ -6,15 +6,14 @@ stream by the same amount, and the rest of the run is one jump.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import sub
 
 from fsdp_advisor.models.profile import ROOT, Profile, Run
 from fsdp_advisor.speed.engines import Engine, UnitCosts
-from fsdp_advisor.speed.work import Compute, Stretch, Work
+from fsdp_advisor.speed.pace import Pace, Place
 
-Place = tuple[int, int]
 _SAME_S = 1e-12
 
 
@@ -73,7 +72,7 @@ class MicroBatch:
     """One micro-batch to be walked. `reduces`: gradients are reduced at its end; costs by place, seconds."""
 
     profile: Profile
-    compute: Compute
+    pace: Pace
     engine: Engine
     costs: dict[Place, UnitCosts]
     reduces: bool
@@ -84,30 +83,27 @@ class MicroBatch:
         s, root = self.streams, self.costs[ROOT, 0]
         name = self.profile.root.kind
         ready = s.send(root.gather, 0.0, "all-gather", name) if self.engine.gathers_forward else 0.0
-        first = True
-        for stretch in self.compute.forward:
-            if stretch.stack == ROOT:
-                extra = root.copies_forward if first else 0.0
-                s.work(self._seconds(stretch.work[0], extra), ready, "forward", name)
-                first = False
+        for stack, seconds, runs in self.pace.forward:
+            if stack == ROOT:
+                s.work(seconds[0], ready, "forward", name)
                 continue
             s.begun = max(s.begun, ready)
-            for run in self.profile.stacks[stretch.stack].runs:
-                self._fold(run, stretch, backward=False)
+            for run in runs:
+                self._fold(run, stack, seconds, self._forward)
         first = True
-        for index, stretch in enumerate(self.compute.backward):
-            if stretch.stack == ROOT:
+        for index, (stack, seconds, runs) in enumerate(self.pace.backward):
+            if stack == ROOT:
                 gathers = first and self.engine.gathers_backward
                 ready = s.send(root.gather, s.compute, "all-gather", name) if gathers else 0.0
-                s.work(self._seconds(stretch.work[0], root.copies_backward if first else 0.0), ready, "backward", name)
+                s.work(seconds[0], ready, "backward", name)
                 first = False
                 if index == 0 and self.reduces and not self.engine.gathers_forward:
                     s.send(
                         root.reduce * self._tail(), s.compute, "all-reduce", name
                     )  # DDP: the head's buckets go first
                 continue
-            for run in reversed(self.profile.stacks[stretch.stack].runs):
-                self._fold(run, stretch, backward=True)
+            for run in runs:
+                self._fold(run, stack, seconds, self._backward)
         s.flush()
         if self.reduces and self.engine.overlaps:
             share = 1.0 if self.engine.gathers_forward else 1 - self._tail()
@@ -121,9 +117,6 @@ class MicroBatch:
         order, root = self.profile.order, self.profile.root
         after = order[-1] if order else 0
         return sum(p.elements for p in root.parameters[after:]) / root.elements if root.elements else 0.0
-
-    def _seconds(self, work: Work, copies: float) -> float:
-        return max(work.gpu + copies, work.cpu + self.engine.hooks_s)
 
     def _forward(self, costs: UnitCosts, seconds: float, name: str) -> None:
         s = self.streams
@@ -150,13 +143,9 @@ class MicroBatch:
             return ""
         return f"{self.profile.stacks[stack].path}.{self.profile.stacks[stack].units[layer].kind}"
 
-    def _fold(self, run: Run, stretch: Stretch, *, backward: bool) -> None:
-        s, step = self.streams, self._backward if backward else self._forward
-        turns = []
-        for layer in reversed(run.pattern) if backward else run.pattern:
-            costs = self.costs[stretch.stack, layer]
-            copies = costs.copies_backward if backward else costs.copies_forward
-            turns.append((costs, self._seconds(stretch.work[layer], copies), self._name(stretch.stack, layer)))
+    def _fold(self, run: Run, stack: int, seconds: Mapping[int, float], step: Callable[..., None]) -> None:
+        s = self.streams
+        turns = [(self.costs[stack, layer], seconds[layer], self._name(stack, layer)) for layer in run.pattern]
         left, last = run.repeats, None
         if left == 1:
             for turn in turns:

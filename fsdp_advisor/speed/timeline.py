@@ -20,8 +20,8 @@ def timeline(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link) 
     device = device_of(gpu, plan.precision)
     if device is None or why_unknown(plan, gpu) is not None:
         return ()
-    compute, engine, costs = parts(profile, tape, plan, gpu, between, device)
-    streams = MicroBatch(profile, compute, engine, costs, reduces=True, streams=Streams(intervals=[])).walk()
+    _, engine, costs, pace = parts(profile, tape, plan, gpu, between, device)
+    streams = MicroBatch(profile, pace, engine, costs, reduces=True, streams=Streams(intervals=[])).walk()
     assert streams.intervals is not None
     now = streams.compute
     after = (
