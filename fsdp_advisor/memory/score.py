@@ -194,7 +194,7 @@ def stays_near(born: Segment, dying: Segment) -> bool:
 
 
 def between_heights(changes: Iterable[Change]) -> list[Change]:
-    """Births and deaths that rise as high as these, whatever the sizes are, and come to the same; they are far fewer.
+    """Births and deaths that rise as high as these, whatever the sizes are, and come to the same; they are about half as many.
 
     A stretch can only be at its highest where no other moment of it has all that is alive there, and more. From one such moment
     to the next, what is born and dies in between does not count.
@@ -211,7 +211,8 @@ def between_heights(changes: Iterable[Change]) -> list[Change]:
             since[account, size] += times
         if births and max(since.values()) > 0:
             while heights and min(since.values()) >= 0:
-                since.update(heights.pop())
+                heights[-1].update(since)
+                since = heights.pop()
             heights.append(since)
             since = Counter()
     return [
