@@ -204,17 +204,18 @@ def between_heights(changes: Iterable[Change]) -> list[Change]:
     >>> between_heights([(0, 1, 1), (0, 2, 1), (0, 2, -1), (0, 2, 1), (0, 3, 1), (0, 2, -1), (0, 1, -1)])
     [(0, 1, 1), (0, 2, 1), (0, 3, 1), (0, 2, -1), (0, 1, -1)]
     """
-    heights: list[Counter[tuple[int, int]]] = []  # what each has more than the one before, or less
-    since: Counter[tuple[int, int]] = Counter()
+    heights: list[defaultdict[tuple[int, int], int]] = []  # what each has more than the one before, or less
+    since: defaultdict[tuple[int, int], int] = defaultdict(int)
     for births, some in groupby(changes, lambda change: change[2] > 0):
         for account, size, times in some:
             since[account, size] += times
         if births and max(since.values()) > 0:
             while heights and min(since.values()) >= 0:
-                heights[-1].update(since)
+                for key, times in since.items():
+                    heights[-1][key] += times
                 since = heights.pop()
             heights.append(since)
-            since = Counter()
+            since = defaultdict(int)
     return [
         (account, size, times)
         for rise in (*heights, since)
