@@ -214,7 +214,7 @@ def stays_near(born: Segment, dying: Segment) -> bool:
 
 
 def between_heights(changes: Iterable[Change]) -> list[Change]:
-    """Births and deaths that rise as high as these, whatever the sizes are, and come to the same; they are far fewer.
+    """Births and deaths that rise as high as these, whatever the sizes are, and come to the same; they are about half as many.
 
     A stretch can only be at its highest where no other moment of it has all that is alive there, and more. From one such moment
     to the next, what is born and dies in between does not count.
@@ -224,16 +224,18 @@ def between_heights(changes: Iterable[Change]) -> list[Change]:
     >>> between_heights([(0, 1, 1), (0, 2, 1), (0, 2, -1), (0, 2, 1), (0, 3, 1), (0, 2, -1), (0, 1, -1)])
     [(0, 1, 1), (0, 2, 1), (0, 3, 1), (0, 2, -1), (0, 1, -1)]
     """
-    heights: list[Counter[tuple[int, int]]] = []  # what each has more than the one before, or less
-    since: Counter[tuple[int, int]] = Counter()
+    heights: list[defaultdict[tuple[int, int], int]] = []  # what each has more than the one before, or less
+    since: defaultdict[tuple[int, int], int] = defaultdict(int)
     for births, some in groupby(changes, lambda change: change[2] > 0):
         for account, size, times in some:
             since[account, size] += times
         if births and max(since.values()) > 0:
             while heights and min(since.values()) >= 0:
-                since.update(heights.pop())
+                for key, times in since.items():
+                    heights[-1][key] += times
+                since = heights.pop()
             heights.append(since)
-            since = Counter()
+            since = defaultdict(int)
     return [
         (account, size, times)
         for rise in (*heights, since)
