@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # the allocator is imported where it is walked
 
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
-TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds: "
-UNKNOWN_PEAKS = ("peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes: they need the tensors",)
+TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
+PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
 NOT_WALKED = (
     "peak_reserved_bytes, peak_device_bytes: the caching allocator's fragmentation, which is computed with --reserved"
 )
@@ -277,7 +277,7 @@ def _estimate(
     warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
     unknown = not_modelled(profile, plan)
     if (why := why_unknown(plan, gpu)) is not None:
-        unknown.append(TIME_UNKNOWN + why)
+        unknown.append(f"{TIME_UNKNOWN}: {why}")
     copy = one_copy_bytes(profile, plan)
     loading = {"one_copy": copy, "every_rank": copy * plan.ranks_per_node}
     overhead = device_overhead(gpu, plan)
@@ -309,12 +309,7 @@ def _estimate(
             overhead=overhead,
             job=job,
             warnings=warnings,
-            not_modelled=(
-                f"the peak: {error}",
-                *UNKNOWN_PEAKS,
-                *unknown,
-                *([] if why else [TIME_UNKNOWN + "without a tape there is none"]),
-            ),
+            not_modelled=(f"{PEAKS_UNKNOWN if why else f'{PEAKS_UNKNOWN}, {TIME_UNKNOWN}'}: {error}", *unknown),
         )
     if variant.engine != variant_of(plan).engine:
         unknown.append(NO_AUTOCAST)
@@ -416,8 +411,7 @@ def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
         host_loading_bytes_per_node=None,
         fused_loss_peak_bytes=None,
         not_modelled=(
-            "peaks: a bare parameter count says nothing of activations, logits, gathered units and buckets",
-            *UNKNOWN_PEAKS,
-            TIME_UNKNOWN + "a bare parameter count has no operators to time",
+            f"{PEAKS_UNKNOWN}: a bare parameter count says nothing of activations, logits, gathered units and buckets",
+            f"{TIME_UNKNOWN}: a bare parameter count has no operators to time",
         ),
     )

@@ -25,7 +25,7 @@ CARDS = (8, 16, 24, 32, 40, 48, 50, 56, 64, 72, 80, 96, 141)
 
 
 def asked(job: dict[str, Any], gib: float, **more: Any) -> Report:
-    return estimate(**job, gpu=f"{gib:.3f}GiB", settle=True, **more)
+    return estimate(**job, gpu=f"{gib:.3f}GiB", walk="if open", **more)
 
 
 def missing(words: str) -> tuple[float | None, float | None]:

@@ -206,6 +206,8 @@ def _way(layout: _Layout, box: _Box) -> tuple[str, tuple[float, float], str]:
 
 
 def _told(nodes: Sequence[TreeNode]) -> str:
+    """In short: a screen reader has every text of the drawing, and the page the path as a list."""
     path = [node for node in nodes if node.taken]
-    told = ". ".join((f"{node.answer}: " if node.answer else "") + node.text for node in path)
-    return f"The path taken: {told}." if told else "No path is taken."
+    if not path:
+        return "No path is taken."
+    return f"{len(nodes)} boxes. The path taken goes through {len(path)} of them, from: {path[0].text} to: {path[-1].text}."

@@ -36,7 +36,7 @@ def answer(model: Resolved, request: RecommendRequest) -> Answer:
     """The recommendation and its rows; where nothing fits, the rows as asked, and the one that needs least."""
     advice = advised(model, request)
     recommendation, winner = advice.recommendation, advice.recommendation.winner
-    asked = advice.report.request if winner is None else _like(advice.report.request, winner)
+    asked = advice.report.request if winner is None else _like(advice.report, winner)
     report = _asked_for(estimate_resolved(asked, model, explain=True, walk="if it may fit"), request)
     report = replace(report, notes=(*advice.report.notes, *recommendation.notes))
     if winner is None:
@@ -59,14 +59,14 @@ def _asked_for(report: Report, request: RecommendRequest) -> Report:
     return replace(report, estimates=rows or report.estimates)
 
 
-def _like(asked: EstimateRequest, winner: Candidate) -> EstimateRequest:
+def _like(report: Report, winner: Candidate) -> EstimateRequest:
     """The job under every strategy that was asked about, at the winner's micro-batch, checkpointing, world and settings."""
-    plan = winner.plan
+    plan, asked = winner.plan, report.request
     return asked.but(
         gpus=plan.world_size,
         nnodes=plan.nnodes,
         gpu=winner.gpu,
-        seq_len=plan.seq_len,
+        seq_len=asked.seq_len if plan.seq_len == report.seq_len else plan.seq_len,
         micro_batch_size=plan.micro_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         activation_checkpointing=plan.activation_checkpointing,

@@ -55,9 +55,10 @@ def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> lis
 def pinned(report: Report, plan: Plan) -> dict[str, Any]:
     """The query of exactly this plan: what differs from the defaults, and what would else be chosen."""
     known = fields_of(EstimateRequest)
-    asked = {name: getattr(plan, name, value) for name, value in report.request.as_dict().items()}
+    asked = report.request.as_dict()
+    asked = {name: getattr(plan, name, value) for name, value in asked.items() if value is not None}
     always = ("model", "strategy", "backend", "offload")
-    return {name: v for name, v in asked.items() if v is not None and (name in always or v != known[name].default)}
+    return {name: v for name, v in asked.items() if name in always or v != known[name].default}
 
 
 def launch_line(found: Sequence[Export]) -> str | None:

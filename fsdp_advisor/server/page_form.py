@@ -31,6 +31,7 @@ _LABELS = {
     "find": "Find the most or least",
     "margin": "Margin left free",
     "host_memory": "Host memory per node",
+    "reserved": "Reserved memory of all",
     "tokens": "Tokens to train on",
     "price": "Price per GPU hour",
 }
@@ -88,16 +89,17 @@ def _control(option: Option, values: Mapping[str, str], invalid: str) -> Control
     name, rule = option.name, option.rule
     default = "" if option.default is None else str(option.default)
     number = option.kind in (int, float) and name not in _WRITTEN
+    choices = ("False", "True") if option.kind is bool else option.choices
     return Control(
         name=name,
         label=_LABELS.get(name, name.replace("_", " ").capitalize()),
-        kind="select" if option.choices else "number" if number else "text",
+        kind="select" if choices else "number" if number else "text",
         value=values.get(name, default),
         default=default,
-        choices=("", *option.choices) if option.choices and option.optional else option.choices,
-        minimum=rule.ge,
-        maximum=rule.le,
-        any_step=option.kind is float,
+        choices=("", *choices) if choices and option.optional else choices,
+        minimum=rule.ge if number else None,
+        maximum=rule.le if number else None,
+        any_step=number and option.kind is float,
         longest=rule.max_length,
         placeholder=_PLACEHOLDER.get(name, ""),
         suggestions=_SUGGESTED.get(name, ""),

@@ -79,6 +79,6 @@ def test_a_step_stages_on_a_gpu_alone() -> None:
         allocator.run(steps.following)
         assert allocator.requested_peak == followed.peak
     score = score_of(profile, tape, scratch=True)
-    assert score.stagings and all(isinstance(size, Staging) for size in score.stagings)
+    assert score.stagings and all(isinstance(size, Staging) for _, size in score.stagings)
     assert not score_of(profile, tape).stagings
     assert sized(score, 8, 197, on).high != sized(score, 8, 197).high
