@@ -103,14 +103,15 @@ class Kept:
 
 
 class Answers:
-    """Answers questions in threads of its own: quick ones in one, slow ones in others, so that none is held up by those.
+    """Answers quick questions where they come in, one after the other and with an ear for others between two: each takes a few
+    milliseconds, and a thread for them would only take turns with the one that listens. Slow ones have threads of their own.
 
     Who asks what is being answered already waits for the same answer.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings, self._metrics = settings, metrics
-        self._quick = ThreadPoolExecutor(1, thread_name_prefix="quick")
+        self._turn = asyncio.Lock()
         self._slow = ThreadPoolExecutor(settings.slow_threads, thread_name_prefix="slow")
         self._slow_asked = 0
         self._recordings = Recordings(settings, metrics)
@@ -134,12 +135,12 @@ class Answers:
         return await asyncio.shield(task)
 
     async def worked(self, question: Question, work: Callable[[Resolved], T]) -> T:
-        """What `work` makes of the model asked for, done where answers are made: for pages."""
+        """What `work` makes of the model asked for, done where such answers are made: for pages too."""
         if question.config is not None:
             model = await self._recordings.resolved(question.config.encode(), PASTED, "config", question.variants())
             return await self._apart(lambda: work(model), slow=question.slow)
         name = question.request.model
-        try:  # to find a model and to work on it is one errand: each wait for the thread is as long as its queue
+        try:  # to find a model and to work on it is one errand: each wait for a turn is as long as the queue
             return await self._apart(lambda: work(_found(name)), slow=question.slow)
         except UnknownModel:
             if not self._settings.allow_hub or not hub.can_be_repo_id(name):
@@ -152,8 +153,7 @@ class Answers:
         for task in self._under_way.values():
             task.cancel()
         await self._recordings.close()
-        for pool in (self._quick, self._slow):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
 
     # Inside
 
@@ -169,9 +169,9 @@ class Answers:
             task.exception()  # seen, should nobody wait any more
 
     async def _apart(self, work: Callable[[], T], *, slow: bool) -> T:
-        loop = asyncio.get_running_loop()
         if not slow:
-            return await loop.run_in_executor(self._quick, work)
+            async with self._turn:
+                return work()
         if self._slow_asked >= self._settings.max_slow:
             raise ServerBusy(
                 f"{self._slow_asked} recommendations and allocator walks are asked for",
@@ -179,7 +179,7 @@ class Answers:
             )
         self._slow_asked += 1
         try:
-            return await loop.run_in_executor(self._slow, work)
+            return await asyncio.get_running_loop().run_in_executor(self._slow, work)
         finally:
             self._slow_asked -= 1
 
