@@ -255,7 +255,7 @@ def test_a_path_that_a_models_code_refuses_costs_that_row_alone() -> None:
     assert peaks["ddp", "none"] is None and peaks["zero3", "none"] is not None
     ddp = report.estimates[0]
     assert ddp.fits is False and ddp.fits_by == "states"
-    assert any(reason.startswith("the peak: ") for reason in ddp.not_modelled)
+    assert any(reason.startswith("the peak, ") for reason in ddp.not_modelled)
 
 
 def test_a_small_host_refuses_what_it_cannot_hold() -> None:

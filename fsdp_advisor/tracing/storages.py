@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 StorageKey = int
 _DEVICE = torch.ops.prim.device.default
-_ADD = torch.ops.aten.add.Tensor
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _USES_OF_STORAGE, _USES_OF_TENSOR = 2, 4
 """Of a gradient that autograd alone holds, counted in a dispatch mode: with the references that the call itself makes."""
 
@@ -82,9 +82,10 @@ class StorageWatch(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if self._sums_in_place and _sums_in_place(func, args, kwargs):
+            func = _ADD_IN_PLACE
         self._operator, self._args = func._schema.name, args
-        in_place = self._sums_in_place and _sums_in_place(func, args, kwargs)
-        result = args[0].add_(args[1]) if in_place else func(*args, **kwargs)
+        result = func(*args, **kwargs)
         self._operator, self._args = func._schema.name, args
         for tensor in tensors_in(result):
             self.see(tensor)

@@ -58,22 +58,28 @@ def tied_under_autocast() -> Any:
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.parametrize("loss", [used_twice, used_three_times, residual, through_views, tied, tied_under_autocast])
 def test_gradients_are_added_as_autograd_does_unwatched(loss: Callable[[], Any], fake: bool) -> None:
-    """In place where nothing else holds the first one: then no storage is born."""
+    """In place where nothing else holds the first one: then no storage is born, but there is an operator all the same."""
     real = loss()
     with profile() as profiled:
         real.backward()
     did = Counter(event.name for event in profiled.events() or ())
     born: list[str] = []
+    ran: list[str] = []
 
     def resized(key: int, before: int, after: int, operator: str, args: tuple[Any, ...]) -> None:
         if after and not before:
             born.append(operator)
 
+    def operated(func: Any, *_: Any) -> None:
+        ran.append(func._schema.name)
+
     def watched() -> None:
         watch = StorageWatch(resized, sums_in_place=True)
+        watch.on_operator = operated
         with watch:
             value = loss()
             born.clear()
+            ran.clear()
             value.backward()
 
     if fake:
@@ -83,6 +89,7 @@ def test_gradients_are_added_as_autograd_does_unwatched(loss: Callable[[], Any],
         watched()
     assert did["aten::add"] + did["aten::add_"] > 0
     assert born.count("aten::add") == did["aten::add"]
+    assert [ran.count(name) for name in ("aten::add", "aten::add_")] == [did["aten::add"], did["aten::add_"]]
 
 
 def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
