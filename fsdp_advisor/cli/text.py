@@ -115,7 +115,7 @@ def _cards(report: Report, sizes: Sizes, screen: Screen) -> str:
     for e in report.estimates:
         need = e.needed_bytes
         if need is not None:
-            made = ", ".join(f"{part.meaning} {sizes.bare(n)}" for part, n in parts_of(e))
+            made = "; ".join(f"{part.meaning} {sizes.bare(n)}" for part, n in parts_of(e))
         else:
             made = ", ".join(f"{name} {sizes.bare(n)}" for name, n in e.states.items() if n)
         head = f"needs {sizes.full(need)}" if need is not None else f"states alone {sizes.full(e.kept_bytes)}"
