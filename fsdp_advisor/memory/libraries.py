@@ -142,5 +142,6 @@ def allocated(
     `max_memory_allocated` counts whole blocks, which may exceed this by up to 1 MiB each where the large pool leaves a block
     unsplit: `allocator.reserve` has that figure.
     """
-    step = replayed(profile, tape, plan, scratch_on=resident_threads)
+    # what stages nothing is the same on every GPU, and remembered for all
+    step = replayed(profile, tape, plan, scratch_on=resident_threads if tape.stages else 0)
     return Allocated(step=step, workspace_bytes=WORKSPACES * round_up(workspace_bytes))

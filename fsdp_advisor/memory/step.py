@@ -18,17 +18,11 @@ MICRO_BATCHES = 3
 """As many of a step as may differ: the first, the others, the last."""
 
 
+@lru_cache(maxsize=1024)
 def replayed(
     profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False, scratch_on: int | None = None
 ) -> Followed:
     """A plan's steady step, as `composed`; `scratch_on` is how many threads the GPU runs at once whose scratch is counted."""
-    if scratch_on and not tape.stages:
-        scratch_on = 0  # it is the same on every GPU
-    return _replayed(profile, tape, plan, fused_loss, scratch_on)
-
-
-@lru_cache(maxsize=1024)
-def _replayed(profile: Profile, tape: Tape, plan: Plan, fused_loss: bool, scratch_on: int | None) -> Followed:
     played = _played(plan)
     score = composed(profile, tape, played, fused_loss=fused_loss, scratch=scratch_on is not None)
     return _course(profile, score.shape, played).follow(
