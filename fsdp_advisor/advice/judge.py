@@ -202,6 +202,10 @@ class Judge:
     def available_bytes(self) -> int:
         return int(self.gpu.memory_bytes * (1 - self.margin))
 
+    @cached_property
+    def host_usual_bytes(self) -> int:
+        return usual_host_bytes(self.gpu)
+
     def on(self, gpu: Gpu) -> Judge:
         """The same on another type of GPU."""
         return replace(self, gpu=gpu)
@@ -246,7 +250,7 @@ class Judge:
             available_bytes=self.available_bytes,
             host_bytes_per_node=estimate.host_bytes_per_node,
             host_available_bytes=self.host_available_bytes,
-            host_usual_bytes=usual_host_bytes(self.gpu),
+            host_usual_bytes=self.host_usual_bytes,
         )
 
     def walked(self, candidate: Candidate, settings: Sequence[str | None] | None = None) -> tuple[Candidate, ...]:

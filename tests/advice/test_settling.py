@@ -10,7 +10,8 @@ from asked import GPT2, LLAMA, advise, search_of
 
 from fsdp_advisor.advice import fragmentation, recommend
 from fsdp_advisor.advice.fragmentation import EXPANDABLE_SEGMENTS, MOST_WALKS, Fragmentation
-from fsdp_advisor.advice.search import TIE
+from fsdp_advisor.advice.judge import Candidate
+from fsdp_advisor.advice.search import TIE, Search
 from fsdp_advisor.advice.settling import LEANEST, NEAR, largest, settle
 from fsdp_advisor.advice.tree import FRAGMENTATION
 from fsdp_advisor.estimator import estimate, estimate_plan, tensor_bytes
@@ -136,19 +137,24 @@ def test_nothing_is_walked_twice_and_the_first_that_fits_is_taken(wasting: Calla
     assert walks == [(settled.winner.plan, None)]
 
 
+def _fitting(search: Search, reserved_bytes: Callable[[Plan], float]) -> list[Candidate]:
+    """All that fits if so much is reserved."""
+    room = search.judge.available_bytes - BESIDE
+    return [
+        found
+        for family, ceiling in search.settled.items()
+        for size in range(1, ceiling + 1)
+        if reserved_bytes((found := search.at(family, size)).plan) <= room
+    ]
+
+
 def test_it_steps_down_to_what_fits_and_is_fastest(wasting: Callable[..., list[Walk]]) -> None:
     walks = wasting(lambda plan: 0.3)
     search = search_of(**JOBS["steps down"])
     settled = settle(search)
     assert settled.winner is not None
     assert len(walks) == len(set(walks)) <= MOST_WALKS
-    room = search.judge.available_bytes - BESIDE
-    fitting = [
-        search.at(f, size)
-        for f, ceiling in search.settled.items()
-        for size in range(1, ceiling + 1)
-        if 1.3 * tensor_bytes(search.judge.model, search.at(f, size).plan) <= room
-    ]
+    fitting = _fitting(search, lambda plan: 1.3 * tensor_bytes(search.judge.model, plan))
     top = max(c.tokens_per_second_per_gpu or 0.0 for c in fitting)
     assert (settled.winner.tokens_per_second_per_gpu or 0.0) >= 0.97 * top
 
@@ -168,13 +174,7 @@ def test_a_step_too_far_down_is_taken_back(wasting: Callable[..., list[Walk]]) -
     settled = settle(search)
     assert settled.winner is not None
     assert len(walks) == len(set(walks)) <= MOST_WALKS
-    room = search.judge.available_bytes - BESIDE
-    fitting = [
-        search.at(f, size)
-        for f, ceiling in search.settled.items()
-        for size in range(1, ceiling + 1)
-        if 2.5 * needs(search.at(f, size).plan) - 1.5 * alone <= room
-    ]
+    fitting = _fitting(search, lambda plan: 2.5 * needs(plan) - 1.5 * alone)
     top = max(c.tokens_per_second_per_gpu or 0.0 for c in fitting)
     assert (settled.winner.tokens_per_second_per_gpu or 0.0) >= (1 - 2 * TIE) * top
 
