@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice, recommend
     from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.estimator import estimate
+    from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+    from fsdp_advisor.recording import record_module
     from fsdp_advisor.report import Report, StrategyEstimate
-    from fsdp_advisor.request import EstimateRequest, RecommendRequest
-    from fsdp_advisor.tracing import record_module
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,13 +34,13 @@ __all__ = [
 _HOME = {
     "Advice": "advice",
     "AdvisorError": "errors",
-    "EstimateRequest": "request",
-    "RecommendRequest": "request",
+    "EstimateRequest": "job.request",
+    "RecommendRequest": "job.request",
     "Report": "report",
     "StrategyEstimate": "report",
     "estimate": "estimator",
     "recommend": "advice",
-    "record_module": "tracing",
+    "record_module": "recording",
 }
 
 

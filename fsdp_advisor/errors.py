@@ -86,18 +86,18 @@ class MeasurementError(AdvisorError):
     exit_status = 3
 
 
-Told = dict[str, str]
+ErrorPayload = dict[str, str]
 """An error as it is kept or sent: its class, its message and its hint."""
 
 
-def told(error: AdvisorError) -> Told:
+def to_payload(error: AdvisorError) -> ErrorPayload:
     return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
 
 
-def retold(kept: Told) -> AdvisorError:
+def from_payload(kept: ErrorPayload) -> AdvisorError:
     """The error that was told of, of its own class.
 
-    >>> retold(told(NoSuchAttention("Gemma2ForCausalLM", "sdpa")))
+    >>> from_payload(to_payload(NoSuchAttention("Gemma2ForCausalLM", "sdpa")))
     NoSuchAttention('Gemma2ForCausalLM has no sdpa attention')
     """
     kind = globals().get(kept["kind"], NotRecordable)

@@ -7,29 +7,29 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from fsdp_advisor.engines import not_modelled, states_of
+from fsdp_advisor.engines.deepspeed.settings import hidden_size
+from fsdp_advisor.engines.fsdp2.schedule import padding_warnings
+from fsdp_advisor.engines.host import host_memory
+from fsdp_advisor.engines.job_peaks import job_peaks, loading_of
+from fsdp_advisor.engines.transfer import Loading, one_copy_bytes
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
-from fsdp_advisor.memory.deepspeed_settings import hidden_size
+from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest, plainly
 from fsdp_advisor.memory.device import DeviceOverhead, Verdict, device_overhead, verdict
-from fsdp_advisor.memory.host import host_memory
-from fsdp_advisor.memory.job import job_peaks, loading_of
 from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
-from fsdp_advisor.memory.schedules import not_modelled, states_of
-from fsdp_advisor.memory.schedules.fsdp2 import padding_warnings
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.step import timeline as timeline_of
 from fsdp_advisor.memory.textbook import textbook_states
-from fsdp_advisor.memory.ways import Loading, one_copy_bytes
-from fsdp_advisor.models.profile import Profile, Tape, Variant
-from fsdp_advisor.models.tasks import task_of
-from fsdp_advisor.plan import Plan, plans
+from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.request import AnyRequest, EstimateRequest, plainly
-from fsdp_advisor.resolve import Resolved, resolve
-from fsdp_advisor.speed import Interval, StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.tapes import difference_on_gpu, real_tape, real_variant, taped, variant_of
+from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
 if TYPE_CHECKING:  # the allocator is imported where it is walked
     from fsdp_advisor.memory.allocator import AllocatorConf, Reserved
@@ -79,7 +79,7 @@ def make_request(given: Mapping[str, Any], kind: type[EstimateRequest] = Estimat
     plain = plainly(given, kind)
     if plain is not None:
         return plain
-    from fsdp_advisor.reading import read  # pydantic takes longer to import than most answers take
+    from fsdp_advisor.job.parsing import read  # pydantic takes longer to import than most answers take
 
     return read(given, kind)
 

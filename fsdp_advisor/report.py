@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsdp_advisor.engines.job_peaks import JobPeaks
+from fsdp_advisor.job.plan import Plan, label
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.device import BESIDE, DeviceOverhead, Verdict
-from fsdp_advisor.memory.job import JobPeaks
 from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import Allocated
-from fsdp_advisor.plan import Plan, label
-from fsdp_advisor.request import EstimateRequest
-from fsdp_advisor.speed import StepTime
+from fsdp_advisor.timing import StepTime
 
 if TYPE_CHECKING:
     from fsdp_advisor.memory.allocator import Reserved

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.libraries import real_attention, to_record
-from fsdp_advisor.models.profile import EAGER_ON_GPU, FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.model.profile import EAGER_ON_GPU, FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
+from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.units import format_gib
 
 WORTH_A_WORD = 0.02

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tiny_llama import LLAMA, OTHER, PARAMETERS, SHIPPED, with_tapes
 
-from fsdp_advisor.models import cache, catalog
-from fsdp_advisor.models.profile import Profile
-from fsdp_advisor.models.store import dump
+from fsdp_advisor.model import cache, catalog
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.store import dump
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +33,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture(scope="session")
 def recorded() -> Profile:
     """A tiny llama with two tapes."""
-    from fsdp_advisor.tracing import Recorder, TransformersSource
+    from fsdp_advisor.recording import Recorder, TransformersSource
 
     recorder = Recorder(TransformersSource(LLAMA, name="tiny-org/Tiny-Llama", task="causal-lm"))
     for variant in (SHIPPED, OTHER):

@@ -46,7 +46,7 @@ def names(wheel: Path) -> set[str]:
 
 def test_the_sdist_makes_the_same_wheel_as_a_checkout(tmp_path: Path) -> None:
     wheel = names(built("wheel", ROOT, tmp_path / "wheel"))
-    data = {"records/README.md", "models/catalog.zip", "validation/published.csv"}
+    data = {"records/README.md", "model/catalog.zip", "validation/published.csv"}
     assert PAGES and wheel >= PAGES | {f"fsdp_advisor/{name}" for name in data}
     assert {name.partition("/")[0] for name in wheel} == {"fsdp_advisor"}
     assert not [name for name in wheel if "screenshots" in name or name.endswith(".pyc")]

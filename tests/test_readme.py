@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_advisor.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest, fields_of
 
 README = Path(__file__).parents[1] / "README.md"
 CONSOLE = re.compile(r"```console\n\$ (fsdp-advisor [^\n]*)\n(.*?)```", re.DOTALL)

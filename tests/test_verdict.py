@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_advisor import estimate
-from fsdp_advisor.memory.job import PhasePeak
+from fsdp_advisor.engines.job_peaks import PhasePeak
 from fsdp_advisor.report import Report
 from fsdp_advisor.verdict import in_words
 

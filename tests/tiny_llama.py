@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_advisor.models import cache, catalog
-from fsdp_advisor.models.profile import Profile, Tape, Variant
+from fsdp_advisor.model import cache, catalog
+from fsdp_advisor.model.profile import Profile, Tape, Variant
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 176,
@@ -57,7 +57,7 @@ def written(folder: Path) -> list[Path]:
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter with the test's catalog, cache and whatever else."""
-    first = f"from pathlib import Path; from fsdp_advisor.models import catalog; catalog.PATH = Path({str(catalog.PATH)!r})\n"
+    first = f"from pathlib import Path; from fsdp_advisor.model import catalog; catalog.PATH = Path({str(catalog.PATH)!r})\n"
     dropped = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
     kept = {k: v for k, v in os.environ.items() if k.upper() not in dropped}
     return subprocess.run(

@@ -20,11 +20,11 @@ from fsdp_advisor.advice.settling import Settled, anything, settle
 from fsdp_advisor.advice.tree import grow
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, step_seconds
-from fsdp_advisor.models.tasks import task_of
-from fsdp_advisor.plan import OFFLOADS, Plan
+from fsdp_advisor.job.plan import OFFLOADS, Plan
+from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
-from fsdp_advisor.request import RecommendRequest
-from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.units import format_gib, format_tokens
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.request import MAX_BATCH, RecommendRequest
+from fsdp_advisor.job.request import MAX_BATCH, RecommendRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

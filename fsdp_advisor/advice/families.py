@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsdp_advisor.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, degrees, label, refusal
-from fsdp_advisor.request import RecommendRequest
+from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, degrees, label, refusal
+from fsdp_advisor.job.request import RecommendRequest
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 CHECKPOINTING = ("none", "full")

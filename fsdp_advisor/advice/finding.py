@@ -17,8 +17,8 @@ from fsdp_advisor.advice.settling import LEANEST, anything, largest, settle
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import gpu_of, tensor_bytes
 from fsdp_advisor.hardware import Gpu, list_gpus
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.request import MAX_GPUS, MAX_SEQ_LEN, RecommendRequest
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import MAX_GPUS, MAX_SEQ_LEN, RecommendRequest
 
 USUAL_NODE = 8
 """GPUs of a node, where neither the request nor the table says."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from fsdp_advisor.estimator import walked
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.units import format_gib
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"

@@ -14,10 +14,10 @@ from fsdp_advisor.advice.fragmentation import Allocator, Fragmentation
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.estimator import estimate_plan, tensor_bytes
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.resolve import Resolved
 
 Timer = Callable[[Resolved, Plan, Gpu], float | None]
 """Seconds of one optimizer step; None where they are not known."""

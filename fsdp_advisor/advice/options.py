@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.advice.judge import Candidate
-from fsdp_advisor.request import EstimateRequest, RecommendRequest, dashed, fields_of
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
 
 _LEFT_TO_DEFAULTS = ("interconnect", "precision", "optim", "attention", "backward_prefetch", "nnodes", "micro_batch_size",
                      "gradient_accumulation_steps", "activation_checkpointing", "offload", "offload_device", "framework",

@@ -15,8 +15,8 @@ from fsdp_advisor.advice.options import options_of
 from fsdp_advisor.advice.rules import RuleOfThumb
 from fsdp_advisor.advice.search import TIE
 from fsdp_advisor.advice.tree import FRAGMENTATION, numbers
+from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.request import RecommendRequest
 from fsdp_advisor.units import format_gib
 
 

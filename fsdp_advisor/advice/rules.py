@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_advisor.advice.families import Family
 from fsdp_advisor.advice.judge import Candidate, Judge
-from fsdp_advisor.plan import label
+from fsdp_advisor.job.plan import label
 from fsdp_advisor.units import format_gib, format_speed
 
 Ask = Callable[[str, str], Candidate | None]

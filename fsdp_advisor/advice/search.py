@@ -18,7 +18,7 @@ from typing import TypeVar
 from fsdp_advisor.advice.batches import Batches
 from fsdp_advisor.advice.families import Family, Job
 from fsdp_advisor.advice.judge import Candidate, Judge
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 
 T = TypeVar("T")
 

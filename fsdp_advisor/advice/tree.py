@@ -17,7 +17,7 @@ from fsdp_advisor.advice.judge import Candidate
 from fsdp_advisor.advice.nodes import NO, PERHAPS, YES, Node, Tree
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.settling import Settled
-from fsdp_advisor.plan import label
+from fsdp_advisor.job.plan import label
 from fsdp_advisor.units import format_gib, format_speed
 
 STATES, ACTIVATIONS = "states", "activations"

@@ -13,9 +13,9 @@ from fsdp_advisor.cli.drawing import wrap as fill
 from fsdp_advisor.cli.figures import NONE, PARTS, UNKNOWN, parts_of
 from fsdp_advisor.cli.output import Screen
 from fsdp_advisor.export import TARGETS, Job
-from fsdp_advisor.models.tasks import task_of
+from fsdp_advisor.job.request import dashed
+from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.request import dashed
 from fsdp_advisor.units import format_count, format_gib, format_speed
 
 RUNNERS_UP = 5

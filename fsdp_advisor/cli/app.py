@@ -20,7 +20,7 @@ from fsdp_advisor.cli.options import (
     takes_request,
 )
 from fsdp_advisor.cli.output import Destination, Format, as_json, note
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.job.request import EstimateRequest
 
 PROGRAM = "fsdp-advisor"
 
@@ -127,7 +127,7 @@ def models(
     force: ForceOption = False,
 ) -> int:
     """The models that are known offline."""
-    from fsdp_advisor.models.catalog import search
+    from fsdp_advisor.model.catalog import search
 
     destination = Destination(path=output, force=force)
     destination.check()

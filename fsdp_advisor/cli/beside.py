@@ -32,7 +32,7 @@ def apart(answer: Callable[[], Report]) -> Report:
         raise KeyboardInterrupt
     if ended.outcome != "ok":
         raise ended.error()
-    report: Report = ended.told["report"]
+    report: Report = ended.reported["report"]
     return report
 
 

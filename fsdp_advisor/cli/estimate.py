@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.job.request import EstimateRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.report import Report

@@ -9,7 +9,7 @@ import typer
 
 from fsdp_advisor.cli.options import ForceOption, OutputOption, QuietOption, takes_request
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, note
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.job.request import EstimateRequest
 
 
 def register(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ from fsdp_advisor.cli.selection import row_name
 from fsdp_advisor.estimator import NOT_WALKED
 from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import GROUPS
-from fsdp_advisor.models.tasks import task_of
+from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_count, format_gib
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_advisor.memory.job import JobPeaks, PhasePeak
-from fsdp_advisor.memory.saving import Files
+from fsdp_advisor.engines.job_peaks import JobPeaks, PhasePeak
+from fsdp_advisor.engines.saving import Files
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.verdict import PHASE_NAMES
 

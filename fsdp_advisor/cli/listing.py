@@ -12,7 +12,7 @@ from fsdp_advisor.units import format_count, format_gib
 
 if TYPE_CHECKING:
     from fsdp_advisor.hardware import Gpu
-    from fsdp_advisor.models.catalog import Entry
+    from fsdp_advisor.model.catalog import Entry
 
 
 def models_table(found: Sequence[Entry], screen: Screen) -> str:

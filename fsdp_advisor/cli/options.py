@@ -12,7 +12,7 @@ import typer
 
 from fsdp_advisor.cli.output import Format
 from fsdp_advisor.cli.plain import ALIASES
-from fsdp_advisor.request import EstimateRequest, Option, dashed, fields_of
+from fsdp_advisor.job.request import EstimateRequest, Option, dashed, fields_of
 
 HELP: dict[str, str] = {
     "model": "Catalogued or hub id, a directory or config.json, or a bare parameter count (7e9, 7B).",

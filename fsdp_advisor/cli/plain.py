@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.cli.output import Format
-from fsdp_advisor.request import EstimateRequest, dashed, fields_of, plainly
+from fsdp_advisor.job.request import EstimateRequest, dashed, fields_of, plainly
 
 ALIASES: dict[str, tuple[str, ...]] = {"micro_batch_size": ("--per-device-train-batch-size",)}
 FLAGS = {"--json": "json", "--force": "force", "--quiet": "quiet", "-q": "quiet"}

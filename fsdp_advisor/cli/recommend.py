@@ -16,7 +16,7 @@ from fsdp_advisor.cli.options import (
     takes_request,
 )
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, Screen, as_json, form_of, note
-from fsdp_advisor.request import RecommendRequest
+from fsdp_advisor.job.request import RecommendRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice
@@ -74,7 +74,7 @@ def _render(advice: Advice, form: Format, destination: Destination) -> str:
 
 def _plot(advice: Advice) -> str:
     """Every family that fits and the frontier, as points."""
-    from fsdp_advisor.charts import FrontierPoint, frontier
+    from fsdp_advisor.render import FrontierPoint, frontier
 
     recommendation = advice.recommendation
     winner = recommendation.winner

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.request import dashed
+from fsdp_advisor.job.request import dashed
 
 if TYPE_CHECKING:
     from fsdp_advisor.server import Settings

@@ -22,7 +22,7 @@ from fsdp_advisor.cli.options import (
 )
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest, fields_of
 
 if TYPE_CHECKING:
     from fsdp_advisor.validation.case import Case, Device
@@ -202,8 +202,8 @@ def _cases(
     requests: list[EstimateRequest], rung: RungName | None, device: DeviceName | None, timeout: float | None, quiet: bool, **options: Any
 ) -> list[Case]:  # fmt: skip
     """One case per strategy of each request, on the rung asked for or the best; notes say which."""
-    from fsdp_advisor.plan import plans
-    from fsdp_advisor.resolve import is_count
+    from fsdp_advisor.job.plan import plans
+    from fsdp_advisor.model.resolve import is_count
     from fsdp_advisor.validation import ladder, machine
     from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case
 
@@ -218,13 +218,13 @@ def _cases(
     wanted: Rung | None = rung.value if rung else None
     where: Device | None = device.value if device else None
     cases: list[Case] = []
-    told: set[str] = set()
+    reported: set[str] = set()
     for request in requests:
         for one in ladder.single(request, request.seq_len or 1):
             (plan,) = plans(one, seq_len=1)
             choice = ladder.choose(plan, wanted, where, ranks=ranks)
-            if choice.why not in told and len(told) < 3:
-                told.add(choice.why)
+            if choice.why not in reported and len(reported) < 3:
+                reported.add(choice.why)
                 note(f"rung: {choice.why}", quiet=quiet or bool(rank))
             seconds = timeout or TIMEOUT_SECONDS[choice.rung]
             cases.append(Case(request=one, rung=choice.rung, device=choice.device, timeout_seconds=seconds, **options))

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fsdp_advisor.engines.deepspeed.settings import stage
 from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.job import (
     WEIGHTS,
@@ -22,8 +23,7 @@ from fsdp_advisor.export.job import (
     no_single_shard,
     refused,
 )
-from fsdp_advisor.memory.deepspeed_settings import stage
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 
 HEAD_NODE = "HEAD_NODE"
 PORT = 29500

@@ -21,7 +21,7 @@ from fsdp_advisor.export.job import (
     no_single_shard,
     refused,
 )
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 
 PRECISION = {
     "fp32": {"bf16": False, "fp16": False},

@@ -10,10 +10,10 @@ from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job, Target
-from fsdp_advisor.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, refusal
+from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, refusal
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report
-from fsdp_advisor.request import EstimateRequest, RecommendRequest, fields_of
-from fsdp_advisor.resolve import Resolved, resolve
 
 
 class NothingFits(AdvisorError):

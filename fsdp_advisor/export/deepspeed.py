@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fsdp_advisor.engines.deepspeed.partitions import shard_elements
+from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
 from fsdp_advisor.export.job import Job, Target, global_batch_size, no_bf16_masters_on_the_host
-from fsdp_advisor.memory.deepspeed import shard_elements
-from fsdp_advisor.memory.deepspeed_settings import settings_for, stage
-from fsdp_advisor.plan import OFFLOADS, Plan
+from fsdp_advisor.job.plan import OFFLOADS, Plan
 
 FILE = "ds_config.json"
 NVME_PATH = "/local_nvme"

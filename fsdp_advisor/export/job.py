@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fsdp_advisor.plan import Plan, refusal
+from fsdp_advisor.job.plan import Plan, refusal
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib, format_tokens
 

@@ -22,7 +22,7 @@ from fsdp_advisor.export.job import (
 )
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import AUTO
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 
 
 def cannot(job: Job) -> str | None:

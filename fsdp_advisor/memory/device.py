@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from fsdp_advisor.hardware.gpus import Gpu
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 
 _MIB = 2**20
 
@@ -218,7 +218,7 @@ def verdict(overhead: DeviceOverhead, gpu: Gpu, *, allocated_bytes: int, reserve
     and replaying the allocator narrows it.
 
     >>> from fsdp_advisor.hardware import find_gpu
-    >>> from fsdp_advisor.plan import Plan
+    >>> from fsdp_advisor.job.plan import Plan
     >>> gpu = find_gpu("H100")
     >>> overhead = device_overhead(gpu, Plan(strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=1))
     >>> [verdict(overhead, gpu, allocated_bytes=n * 2**30).certain for n in (40, 70, 79)]

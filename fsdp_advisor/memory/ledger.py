@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from fsdp_advisor.memory.held import Held
-from fsdp_advisor.models.profile import ROOT
+from fsdp_advisor.memory.storages import Storages
+from fsdp_advisor.model.profile import ROOT
 
 ACCOUNTS = {
     "parameters": "weights kept from step to step",
@@ -138,7 +138,7 @@ class Ledger:
 
     # What schedules tell
 
-    def born(self, account: int, held: Held, stream: int = COMPUTE) -> Alive:
+    def born(self, account: int, held: Storages, stream: int = COMPUTE) -> Alive:
         """Storages are made, allocated on `stream`."""
         self.add(account, held.rounded)
         return account, held.rounded, ()

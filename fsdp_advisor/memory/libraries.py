@@ -7,7 +7,7 @@ unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 
 Attention kernels' scratch stands on the tapes recorded with `flash_attention_2` (Category.SCRATCH). sdpa comes to the same on
 GPUs from Ampere on in bf16 and fp16, for heads of up to 256 and without a mask (`real_attention`). With a mask and in fp32 it
-comes to other kernels or to none, which has tapes of its own (`tracing.on_gpu`). What sums over rows stage hangs on the GPU, and
+comes to other kernels or to none, which has tapes of its own (`recording.on_gpu`). What sums over rows stage hangs on the GPU, and
 is reckoned for it (`staging`) where the tape has such sums: the catalog's tapes have, of every family of which PyTorch took more
 than 0.1 % of a peak for them. Not known: what cuDNN's own engines add to the workspace that cudnn-frontend asks for, the workspace
 of convolutions, and the kernels of older GPUs.
@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.course import Followed
-from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import SCRATCH
 from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.models.profile import (
+from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.model.profile import (
     EAGER_ON_GPU,
     SDPA_BY_CUDNN,
     SDPA_BY_CUDNN_WINDOWED,
@@ -35,7 +36,6 @@ from fsdp_advisor.models.profile import (
     Tape,
     Variant,
 )
-from fsdp_advisor.plan import Plan
 
 KIB = 2**10
 WORKSPACES = 2

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from fsdp_advisor.memory.held import NOTHING, Held
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 
 BLOCK_8BIT = 256
 MIN_8BIT_ELEMENTS = 4096
@@ -21,7 +21,7 @@ NORM_BYTES = 4
 Shape = Sequence[int]
 
 
-def kept(optim: str, shape: Shape, element_bytes: int) -> Held:
+def kept(optim: str, shape: Shape, element_bytes: int) -> Storages:
     """States of one trainable parameter of this local shape; nothing for an empty one.
 
     fused AdamW keeps its step count on the GPU (one fp32 scalar), foreach AdamW on the host.
@@ -30,30 +30,32 @@ def kept(optim: str, shape: Shape, element_bytes: int) -> Held:
     """
     elements = prod(shape)
     if not elements:
-        return NOTHING
-    tensor = Held.of(elements * element_bytes)
+        return NO_STORAGES
+    tensor = Storages.of(elements * element_bytes)
     match optim:
         case "adamw_torch_fused":
-            return Held.of(STEP_BYTES) + tensor * 2
+            return Storages.of(STEP_BYTES) + tensor * 2
         case "adamw_torch":
             return tensor * 2
         case "sgd":
-            return NOTHING
+            return NO_STORAGES
         case "sgd_momentum":
             return tensor
         case "adamw_bnb_8bit":
             if elements < MIN_8BIT_ELEMENTS:
-                return Held.of(elements * 4) * 2
-            return (Held.of(elements) + Held.of(-(-elements // BLOCK_8BIT) * 4)) * 2
+                return Storages.of(elements * 4) * 2
+            return (Storages.of(elements) + Storages.of(-(-elements // BLOCK_8BIT) * 4)) * 2
         case "adafactor":
             if len(shape) < 2:
                 return tensor
-            return Held.of(elements // shape[-1] * element_bytes) + Held.of(elements // shape[-2] * element_bytes)
+            return Storages.of(elements // shape[-1] * element_bytes) + Storages.of(
+                elements // shape[-2] * element_bytes
+            )
         case _:
             raise ValueError(optim)
 
 
-def step_temporaries(optim: str, shapes: Iterable[Shape], element_bytes: int) -> Held:
+def step_temporaries(optim: str, shapes: Iterable[Shape], element_bytes: int) -> Storages:
     """What is alive at the highest moment inside one step over the local shapes.
 
     foreach AdamW holds the square roots of all second moments at once, foreach Adafactor all updates (`_multi_tensor_adafactor`);
@@ -61,12 +63,12 @@ def step_temporaries(optim: str, shapes: Iterable[Shape], element_bytes: int) ->
     """
     sizes = [prod(s) for s in shapes]
     if not sizes:
-        return NOTHING
+        return NO_STORAGES
     match optim:
         case "adamw_torch" | "adafactor":
-            return sum((Held.of(n * element_bytes) for n in sizes), NOTHING)
+            return sum((Storages.of(n * element_bytes) for n in sizes), NO_STORAGES)
         case "adamw_torch_fused" | "sgd" | "sgd_momentum" | "adamw_bnb_8bit":
-            return NOTHING
+            return NO_STORAGES
         case _:
             raise ValueError(optim)
 
@@ -76,6 +78,6 @@ def one_by_one(plan: Plan) -> bool:
     return plan.optim == "adafactor" and plan.framework == "trainer"
 
 
-def one_update(shape: Shape) -> Held:
+def one_update(shape: Shape) -> Storages:
     """What transformers' Adafactor makes of one parameter, in fp32: `grad**2` and the update (transformers/optimization.py)."""
-    return Held.of(prod(shape) * 4, 2)
+    return Storages.of(prod(shape) * 4, 2)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from fsdp_advisor.memory.held import States
 from fsdp_advisor.memory.ledger import AT_ROOT, Here, Ledger, Place
 from fsdp_advisor.memory.score import Part, Shape, Step
-from fsdp_advisor.models.profile import ROOT, Op, Profile, Run
+from fsdp_advisor.memory.storages import States
+from fsdp_advisor.model.profile import ROOT, Op, Profile, Run
 
 WALKED_AT_EACH_END = 2
 

@@ -14,8 +14,8 @@ from itertools import accumulate, groupby
 from operator import itemgetter, mul
 from typing import cast
 
+from fsdp_advisor.engines.wrapping import Marks, marked
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import (
     ACTIVATIONS,
     LOSS,
@@ -27,8 +27,8 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.staging import staging_bytes
-from fsdp_advisor.memory.wrapping import Marks, marked
-from fsdp_advisor.models.profile import (
+from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.model.profile import (
     ROOT,
     Category,
     Op,

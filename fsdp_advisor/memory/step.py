@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from fsdp_advisor.engines import schedule_for
+from fsdp_advisor.engines.wrapping import Marks, marks_for
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.course import Course, Followed
 from fsdp_advisor.memory.ledger import Ledger, Point
 from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import Score, Shape, score_of, sized
-from fsdp_advisor.memory.wrapping import Marks, marks_for
-from fsdp_advisor.models.profile import Profile, Tape
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.model.profile import Profile, Tape
 
 MICRO_BATCHES = 3
 """As many of a step as may differ: the first, the others, the last."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 
 OPTIMIZER_BYTES = {
     "adamw_torch_fused": 2,
@@ -36,7 +36,7 @@ class TextbookStates:
 def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
     """The textbook's bytes for `parameters` trainable parameters.
 
-    >>> from fsdp_advisor.plan import Plan
+    >>> from fsdp_advisor.job.plan import Plan
     >>> plan = Plan(strategy="zero2", backend="fsdp2", shard_degree=4, seq_len=1, precision="fp32")
     >>> textbook_states(7_000_000_000, plan).total
     49000000000

@@ -14,15 +14,15 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fsdp_advisor import hub
 from fsdp_advisor.advice import Advice, recommend_resolved
 from fsdp_advisor.errors import UnknownModel
 from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved
 from fsdp_advisor.export import Job, export
 from fsdp_advisor.export.choice import report_for
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.model import hub
+from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report
-from fsdp_advisor.request import EstimateRequest, RecommendRequest
-from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.server.errors import ServerBusy
 from fsdp_advisor.server.observation import Metrics
 from fsdp_advisor.server.questions import PASTED, Question

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from fsdp_advisor.export import TARGETS, find
 from fsdp_advisor.hardware import Gpu, list_gpus
-from fsdp_advisor.models import catalog
+from fsdp_advisor.model import catalog
 from fsdp_advisor.server import schema
 from fsdp_advisor.server.answers import Answers
 from fsdp_advisor.server.errors import Problem

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.reading import complaint
+from fsdp_advisor.job.parsing import complaint
 from fsdp_advisor.server.rendering import HTML, render
 
 RETRY_AFTER_SECONDS = 2

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from fsdp_advisor.models import catalog
+from fsdp_advisor.model import catalog
 from fsdp_advisor.server.errors import Problem, problem
 
 router = APIRouter(tags=["operation"])

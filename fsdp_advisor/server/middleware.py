@@ -111,8 +111,8 @@ class Observation:
             self.metrics.requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
             self.metrics.seconds.labels(route).observe(seconds)
             if _LOG.isEnabledFor(logging.INFO):
-                told = {"method": method, "route": route, "status": status, "milliseconds": round(seconds * 1e3, 2)}
-                _LOG.info("request", extra=told)
+                fields = {"method": method, "route": route, "status": status, "milliseconds": round(seconds * 1e3, 2)}
+                _LOG.info("request", extra=fields)
             request_id.reset(token)
 
 

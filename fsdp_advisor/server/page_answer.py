@@ -9,15 +9,15 @@ from urllib.parse import urlencode
 from fsdp_advisor.advice import Candidate, Recommendation
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, streams_of
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.request import EstimateRequest, RecommendRequest
-from fsdp_advisor.resolve import Resolved
 from fsdp_advisor.server import page_drawings as drawings
 from fsdp_advisor.server.answers import advised
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import alive, figures, left_out, warnings
 from fsdp_advisor.server.page_words import TIMES, job
-from fsdp_advisor.speed import Interval
+from fsdp_advisor.timing import Interval
 from fsdp_advisor.units import format_gib, format_speed
 from fsdp_advisor.verdict import in_words
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from fsdp_advisor.advice import Recommendation
-from fsdp_advisor.charts import (
+from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.render import (
     PARTS,
     Bar,
     FrontierPoint,
@@ -23,9 +24,8 @@ from fsdp_advisor.charts import (
     stacked_bars,
     stream_timeline,
 )
-from fsdp_advisor.memory.ledger import Point
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.speed import Interval
+from fsdp_advisor.timing import Interval
 from fsdp_advisor.verdict import in_words
 
 WIDE, NARROW = 960, 350

@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from fsdp_advisor.export import TARGETS, Job, export
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.request import EstimateRequest, fields_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

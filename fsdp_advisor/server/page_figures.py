@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.charts import PARTS
 from fsdp_advisor.memory.device import BESIDE
 from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.render import PARTS
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_gib
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_advisor.request import Option, RecommendRequest, fields_of
+from fsdp_advisor.job.request import Option, RecommendRequest, fields_of
 
 EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}
 """What the page answers before anything is asked."""

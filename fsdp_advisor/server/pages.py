@@ -15,8 +15,8 @@ from starlette.responses import Response
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import GPUS, list_gpus
-from fsdp_advisor.models import catalog
-from fsdp_advisor.request import RecommendRequest
+from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.model import catalog
 from fsdp_advisor.server import page_accuracy, page_answer, page_form, page_how
 from fsdp_advisor.server.answers import Answers, advised
 from fsdp_advisor.server.assets import static_dir

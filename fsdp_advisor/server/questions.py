@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from fsdp_advisor.advice.families import Job, families
-from fsdp_advisor.plan import Plan, plans
-from fsdp_advisor.reading import Asked, model_of
-from fsdp_advisor.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.parsing import Asked, model_of
+from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.tapes import variant_of
 
 PASTED = "config.json"

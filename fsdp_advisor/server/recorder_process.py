@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, told
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, to_payload
 from fsdp_advisor.memory.libraries import to_record
-from fsdp_advisor.models.profile import Variant
-from fsdp_advisor.models.store import dump
+from fsdp_advisor.model.profile import Variant
+from fsdp_advisor.model.store import dump
 
 REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.startfile", "pty.", "ftplib.",
            "smtplib.", "http.client.", "urllib.", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown",
@@ -39,7 +39,7 @@ def main() -> None:
     _bound(bounds["memory_bytes"])
     tempfile.tempdir = os.devnull  # libraries ask for a folder, and none can be tried out where no file is written
     try:
-        importlib.import_module("fsdp_advisor.tracing")
+        importlib.import_module("fsdp_advisor.recording")
     except Exception:
         _send(answers, {"failed": traceback.format_exc()})
         return
@@ -94,10 +94,10 @@ def _answer(answers: BinaryIO, job: dict[str, Any]) -> None:
     try:
         head, blob = _recorded(job)
     except AdvisorError as error:
-        head, blob = {"refused": told(error)}, b""
+        head, blob = {"refused": to_payload(error)}, b""
     except Exception as error:
         why = NotRecordable(f"{job['name']}: {type(error).__name__}", hint="check the configuration's sizes")
-        head, blob = {"refused": told(why)}, b""
+        head, blob = {"refused": to_payload(why)}, b""
     _send(answers, head, blob)
 
 
@@ -107,7 +107,7 @@ def _send(answers: BinaryIO, head: dict[str, Any], blob: bytes = b"") -> None:
 
 
 def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    from fsdp_advisor.resolve import configured
+    from fsdp_advisor.model.resolve import configured
 
     model = configured(job["config"].encode(), job["name"], job["source"])
     assert model.profile is not None
@@ -119,7 +119,7 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         try:
             model.tape(variant)
         except AdvisorError as error:  # each variant may be refused by itself
-            model.profile.refusals.setdefault(variant.key, told(error))  # what this process had no room for, too
+            model.profile.refusals.setdefault(variant.key, to_payload(error))  # what this process had no room for, too
             if isinstance(error, NoSuchAttention) and variant.attention == "sdpa":  # eager is taken in its place
                 wanted.append(replace(variant, attention="eager"))
     notes = [note for note in model.notes if "cache folder" not in note]

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import fsdp_advisor
-from fsdp_advisor.errors import MissingExtra, NotRecordable, Told, UnreadableConfig, retold, told
-from fsdp_advisor.models import cache
-from fsdp_advisor.models.config import parse_config, trained_part
-from fsdp_advisor.models.profile import Profile
-from fsdp_advisor.models.store import load
-from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.errors import ErrorPayload, MissingExtra, NotRecordable, UnreadableConfig, from_payload, to_payload
+from fsdp_advisor.model import cache
+from fsdp_advisor.model.config import parse_config, trained_part
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.store import load
 from fsdp_advisor.server.errors import ServerBusy
 from fsdp_advisor.server.observation import Metrics
 from fsdp_advisor.server.settings import MIB, Settings
@@ -53,7 +53,7 @@ class _Known:
     """What came of one configuration: its inventory and tapes, or why there are none."""
 
     profile: Profile | None = None
-    refused: Told | None = None
+    refused: ErrorPayload | None = None
     notes: tuple[str, ...] = ()
 
     def lacks(self, variants: set[str]) -> list[str]:
@@ -84,7 +84,7 @@ class Recordings:
         known = self._known[key]
         if known.profile is None:
             assert known.refused is not None
-            raise retold(known.refused)
+            raise from_payload(known.refused)
         profile = known.profile
         return Resolved(
             name,
@@ -134,7 +134,7 @@ class Recordings:
             raise ServerBusy(f"this machine was too busy to record {job['name']}: {busy}", hint="try again") from busy
         except RecorderDied as died:
             self._process = None
-            head, blob = {"refused": told(NotRecordable(f"{job['name']}: {died}", hint=_SMALLER))}, b""
+            head, blob = {"refused": to_payload(NotRecordable(f"{job['name']}: {died}", hint=_SMALLER))}, b""
         except BaseException:  # the asker has gone: the process is in the middle of something
             await self.close()
             raise

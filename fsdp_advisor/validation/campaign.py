@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation import records
 from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case, Device
 from fsdp_advisor.validation.records import Record, Rung

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fsdp_advisor.request import EstimateRequest
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation.records import Rung
 
 Device = Literal["cuda", "cpu"]

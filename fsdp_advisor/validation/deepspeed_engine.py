@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.engines import cast_floating
-from fsdp_advisor.tracing.source import Source
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording.engines import cast_floating
+from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.engines import optimizer_for
 from fsdp_advisor.validation.failures import NotHere

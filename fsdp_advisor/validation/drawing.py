@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_advisor.charts import AccuracyPoint, accuracy, stacked, two_timelines
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.render import AccuracyPoint, accuracy, stacked, two_timelines
 from fsdp_advisor.validation.records import Record
 from fsdp_advisor.validation.report import place
 

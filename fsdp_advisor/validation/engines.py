@@ -30,7 +30,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.records import Rung
 

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.source import Source
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import engines
 from fsdp_advisor.validation.failures import NotHere
 

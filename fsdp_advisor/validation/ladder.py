@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.plan import Plan, plans
+from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.report import Report
-from fsdp_advisor.request import EstimateRequest
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.campaign import case_of
 from fsdp_advisor.validation.case import Device

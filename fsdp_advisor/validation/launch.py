@@ -32,7 +32,7 @@ Tell = Callable[[str, Any], None]
 """What a worker calls with a name and a plain value as soon as it knows something; what it has told outlives it."""
 
 _NEEDED = (
-    "fsdp_advisor.tracing",
+    "fsdp_advisor.recording",
     "fsdp_advisor.validation.simulate",
     "fsdp_advisor.validation.stand_in",
     "torch.testing._internal.distributed.fake_pg",
@@ -54,7 +54,7 @@ class Ended:
     """How a worker ended, and all that it told before. `elsewhere`: rank 0 is on another node, and so is the record."""
 
     outcome: Outcome
-    told: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
@@ -94,12 +94,12 @@ def forked(function: Callable[[Tell], None], *, timeout_seconds: float) -> Ended
     sys.stdout.flush()
     sys.stderr.flush()
     process = context.Process(target=_child, args=(function, ours, theirs, handle, os.getpid()))
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     outcome: Outcome = "crash"
     try:
         process.start()
         theirs.close()
-        outcome = _listen(ours, process, told, began + timeout_seconds)
+        outcome = _listen(ours, process, reported, began + timeout_seconds)
     except KeyboardInterrupt:
         outcome = "interrupted"
     finally:
@@ -108,19 +108,19 @@ def forked(function: Callable[[Tell], None], *, timeout_seconds: float) -> Ended
                 _finish(process, outcome)
             ours.close()
             os.close(handle)
-    failure = told.pop("failure", None)
+    failure = reported.pop("failure", None)
     exit_code = process.exitcode if process.exitcode is not None else 0
     process.close()
     seconds = round(time.monotonic() - began, 3)
     if outcome == "ok" and failure is None:
         log.unlink(missing_ok=True)
-        return Ended(outcome="ok", told=told, seconds=seconds)
+        return Ended(outcome="ok", reported=reported, seconds=seconds)
     detail: dict[str, Any] = {"log": str(log)}
     if failure is not None:
         detail |= failure.pop("detail")
         log.unlink(missing_ok=True)
         detail.pop("log")
-        return Ended(told=told, detail=detail, seconds=seconds, **failure)
+        return Ended(reported=reported, detail=detail, seconds=seconds, **failure)
     message = {
         "timeout": f"no end after {timeout_seconds:g} s",
         "interrupted": "interrupted",
@@ -131,7 +131,7 @@ def forked(function: Callable[[Tell], None], *, timeout_seconds: float) -> Ended
     if not log.stat().st_size:
         log.unlink()
         detail.pop("log")
-    return Ended(outcome=outcome, told=told, message=message, detail=detail, seconds=seconds)
+    return Ended(outcome=outcome, reported=reported, message=message, detail=detail, seconds=seconds)
 
 
 def _finish(process: BaseProcess, outcome: Outcome) -> None:
@@ -146,7 +146,7 @@ def _finish(process: BaseProcess, outcome: Outcome) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _listen(pipe: Connection, process: BaseProcess, told: dict[str, Any], deadline: float) -> Outcome:
+def _listen(pipe: Connection, process: BaseProcess, reported: dict[str, Any], deadline: float) -> Outcome:
     """Gather what the child tells until it says that it is done, has ended, or time is up."""
     while True:
         ended = process.exitcode is not None  # asked first: what it told before it ended is still in the pipe
@@ -162,7 +162,7 @@ def _listen(pipe: Connection, process: BaseProcess, told: dict[str, Any], deadli
             return "crash"
         if name == "done":
             return "ok"
-        told[name] = value
+        reported[name] = value
 
 
 def _child(function: Callable[[Tell], None], ours: Connection, pipe: Connection, log: int, parent: int) -> None:

@@ -42,9 +42,9 @@ def gpu_count() -> int:
     asked = forked(lambda tell: tell("gpus", int(torch.cuda.device_count())), timeout_seconds=_COUNT_SECONDS)
     if asked.outcome == "interrupted":
         raise KeyboardInterrupt
-    if "gpus" not in asked.told:
+    if "gpus" not in asked.reported:
         raise MeasurementError(f"the GPUs could not be counted: {asked.message}", hint="does nvidia-smi answer?")
-    return int(asked.told["gpus"])
+    return int(asked.reported["gpus"])
 
 
 def gpu_here(index: int = 0) -> Gpu | None:

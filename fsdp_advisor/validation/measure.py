@@ -48,7 +48,7 @@ def launch_ranks(case: Case) -> Ended:
         return predicted
     folder = Path(tempfile.mkdtemp(prefix="fsdp-advisor-"))
     job = {
-        "prediction": predicted.told["prediction"],
+        "prediction": predicted.reported["prediction"],
         "device": case.device,
         "zero1": case.zero1,
         "snapshot": str(case.snapshot.absolute()) if case.snapshot else None,
@@ -60,13 +60,13 @@ def launch_ranks(case: Case) -> Ended:
     if not alone and ended.outcome in ("timeout", "crash", "error") and not any(folder.glob("started-*")):
         ended = _did_not_meet(str(case.rdzv_endpoint), min(left, MEET_SECONDS))
     versions = folder / "versions.json"
-    told = {**predicted.told, **({"versions": json.loads(versions.read_text())} if versions.exists() else {})}
+    reported = {**predicted.reported, **({"versions": json.loads(versions.read_text())} if versions.exists() else {})}
     elsewhere = not alone and not (folder / "started-0").exists()
     if ended.outcome == "ok":
         shutil.rmtree(folder, ignore_errors=True)
     return Ended(
         outcome=ended.outcome,
-        told={**told, **ended.told},
+        reported={**reported, **ended.reported},
         message=ended.message,
         detail=ended.detail if ended.outcome == "ok" else {**ended.detail, "log": str(folder)},
         seconds=round(time.monotonic() - began, 3),
@@ -173,7 +173,7 @@ def ended_with(folder: Path, status: int, log: str) -> Ended:
     """What the ranks left: rank 0's result, or the first failure, or what the launcher says of a rank that died."""
     result = folder / "result.json"
     if status == 0 and result.exists():
-        return Ended(outcome="ok", told=json.loads(result.read_text()))
+        return Ended(outcome="ok", reported=json.loads(result.read_text()))
     failures = [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]
     if failures:
         first = min(failures, key=lambda f: float(f["time"]))
@@ -195,12 +195,12 @@ def ended_with(folder: Path, status: int, log: str) -> Ended:
 
 def ended_as(failure: dict[str, Any]) -> Ended:
     """A rank's failure as the case's end."""
-    told = {name: value for name, value in failure.items() if name not in ("rank", "time")}
-    if _PORT_TAKEN.search(told["message"]):
+    reported = {name: value for name, value in failure.items() if name not in ("rank", "time")}
+    if _PORT_TAKEN.search(reported["message"]):
         return _port_taken()
-    if "rank" in failure and told["outcome"] != "timeout" and told.get("exit_status") != UsageError.exit_status:
-        told["message"] = f"rank {failure['rank']}: {told['message']}"
-    return Ended(**told)
+    if "rank" in failure and reported["outcome"] != "timeout" and reported.get("exit_status") != UsageError.exit_status:
+        reported["message"] = f"rank {failure['rank']}: {reported['message']}"
+    return Ended(**reported)
 
 
 def _last_words(folder: Path) -> str:

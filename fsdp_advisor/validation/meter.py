@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from fsdp_advisor.memory.held import round_up
-from fsdp_advisor.tracing.storages import StorageWatch, local_tensor
+from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.recording.storages import StorageWatch, local_tensor
 
 CUDA_FIGURES = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
 """Source: torch.cuda.memory_stats, `<figure>.all.peak`; `allocated_bytes` is what `max_memory_allocated` returns."""

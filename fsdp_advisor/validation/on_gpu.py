@@ -10,16 +10,16 @@ from typing import Any
 
 from fsdp_advisor.estimator import estimate_plan, reserved_beside
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory, Segment, traced
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
 from fsdp_advisor.memory.step import replayed, timeline
-from fsdp_advisor.models.profile import Profile, Tape
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.request import EstimateRequest
-from fsdp_advisor.resolve import Resolved
 from fsdp_advisor.tapes import tape_on
 from fsdp_advisor.validation.records import Rung
 

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, Segment
 from fsdp_advisor.memory.ledger import Point
-from fsdp_advisor.models import cache
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.model import cache
+from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.request import EstimateRequest
-from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Device
 from fsdp_advisor.validation.on_gpu import conf_in_force, estimate_on
 from fsdp_advisor.validation.records import Rung, thinned
 
 if TYPE_CHECKING:
-    from fsdp_advisor.tracing.source import Source
+    from fsdp_advisor.recording.source import Source
 
 PREDICTED = (
     "peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "peak_device_bytes_range",
@@ -52,7 +52,7 @@ class Prediction:
 
     def source(self) -> Source:
         """The model, to be run. Imports torch."""
-        from fsdp_advisor.tracing import TransformersSource
+        from fsdp_advisor.recording import TransformersSource
 
         return TransformersSource(self.config, name=str(self.request["model"]), task=self.task)
 
@@ -143,7 +143,7 @@ def resolve_here(name: str) -> Resolved:
     task = profile.task if model.source == "catalog" else None
     kept = cache.fetch(profile.config, task)
     if kept is None:
-        from fsdp_advisor.tracing import Recorder, TransformersSource
+        from fsdp_advisor.recording import Recorder, TransformersSource
 
         kept = Recorder(TransformersSource(profile.config, name=model.name, task=task)).profile
     return replace(model, profile=kept, recorded_here=True)

@@ -42,9 +42,9 @@ def main(folder: Path) -> None:
         if rank == 0:
             (folder / "versions.json").write_text(json.dumps(versions(prediction, device, job["zero1"])))
         snapshot = Path(job["snapshot"]) if job["snapshot"] and rank == 0 else None
-        told = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, base=base)
+        reported = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, base=base)
         if rank == 0:
-            (folder / "result.json").write_text(json.dumps(told))
+            (folder / "result.json").write_text(json.dumps(reported))
         alarm.stop()
         end_group()
 

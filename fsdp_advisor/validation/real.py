@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.source import Source
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.engines import mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import NotHere

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from fsdp_advisor.request import EstimateRequest, dashed
+from fsdp_advisor.job.request import EstimateRequest, dashed
 
 
 def sbatch_example(request: EstimateRequest, **run: Any) -> str:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.cuda import as_on_cuda
-from fsdp_advisor.tracing.source import Source
-from fsdp_advisor.tracing.step import fake_tensors, materialise
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.step import fake_tensors, materialise
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import NotHere

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import Segment
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.source import Source
+from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation.engines import fake_process_group
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.meter import CudaMeter, Meter

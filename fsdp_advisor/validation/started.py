@@ -56,8 +56,8 @@ def _first_host(environment: Mapping[str, str]) -> str:
     if "[" not in nodes:
         return nodes.split(",")[0]
     try:
-        told = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
-        return told.stdout.split()[0]
+        reported = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        return reported.stdout.split()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
         match = re.match(r"([^\[,]+)\[(\d+)", nodes)
         return f"{match[1]}{match[2]}" if match else nodes
@@ -78,12 +78,12 @@ def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[R
     began = time.monotonic()
     own, world = started_rank() or (0, 1)
     os.environ.update(adopt_slurm(dict(os.environ)))
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def failed(failure: dict[str, Any]) -> int:
-        ended = replace(ended_as(failure), told=told, seconds=round(time.monotonic() - began, 3))
+        ended = replace(ended_as(failure), reported=reported, seconds=round(time.monotonic() - began, 3))
         if own == 0:
-            return leave(worker.record_of(case, ended) if told else None, ended)
+            return leave(worker.record_of(case, ended) if reported else None, ended)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             return leave(None, ended)
         return ended.exit_status
@@ -101,16 +101,16 @@ def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[R
         shared: list[Any] = [None]
         if own == 0:
             shared = [predict(case.request, "measure", case.device).as_dict()]
-            told["prediction"] = shared[0]
+            reported["prediction"] = shared[0]
         dist.broadcast_object_list(shared, group=rank.gossip(), device=torch.device("cpu"))
         prediction = Prediction.from_dict(shared[0])
         if own == 0:
-            told["versions"] = rank.versions(prediction, case.device, case.zero1)
+            reported["versions"] = rank.versions(prediction, case.device, case.zero1)
         snapshot = case.snapshot if own == 0 else None
-        told |= rank.measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, base=base)
+        reported |= rank.measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, base=base)
         alarm.stop()
         rank.end_group()
     if own != 0:
         return None
-    ended = Ended(outcome="ok", told=told, seconds=round(time.monotonic() - began, 3))
+    ended = Ended(outcome="ok", reported=reported, seconds=round(time.monotonic() - began, 3))
     return worker.record_of(case, ended), ended

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.engines import cast_floating
-from fsdp_advisor.tracing.source import LayerStack, Source
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording.engines import cast_floating
+from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.validation.engines import half
 from fsdp_advisor.validation.meter import Meter, Phase
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_advisor.tracing.storages import local_tensor
+from fsdp_advisor.recording.storages import local_tensor
 
 STANDARD_DEVIATION = 0.02
 

@@ -81,10 +81,10 @@ def work(case: Case, tell: Tell) -> None:
 
 def record_of(case: Case, ended: Ended) -> Record:
     """All that is known of a case. Where not even a prediction came about, the request is as it was asked."""
-    told = dict(ended.told)
-    values = told.get("prediction")
+    reported = dict(ended.reported)
+    values = reported.get("prediction")
     prediction = Prediction.from_dict(values) if values is not None else None
-    measured: dict[str, Any] = told.get("measured", {})
+    measured: dict[str, Any] = reported.get("measured", {})
     predicted = prediction.predicted if prediction else {}
     fits = prediction.fits if prediction else None
     detail = dict(ended.detail) | ({"gpu_memory_bytes": prediction.gpu_memory_bytes} if prediction else {})
@@ -97,7 +97,7 @@ def record_of(case: Case, ended: Ended) -> Record:
         rung=case.rung,
         device=case.device if case.rung != "simulate" else "cpu",
         outcome=ended.outcome,
-        versions=told.get("versions", {}),
+        versions=reported.get("versions", {}),
         measured=measured,
         predicted=predicted,
         fits_predicted=fits,

@@ -11,9 +11,9 @@ from fsdp_advisor.advice.judge import Bytes, Judge, Timer
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.estimator import estimate_resolved, make_request
 from fsdp_advisor.hardware import Gpu, find_gpu
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.request import RecommendRequest
-from fsdp_advisor.resolve import Resolved, resolve
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.model.resolve import Resolved, resolve
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 GPT2 = "openai-community/gpt2-large"

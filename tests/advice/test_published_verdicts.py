@@ -33,7 +33,7 @@ TITAN, V100_16 = "23.65GiB", "15.78GiB"
 @dataclass(frozen=True, kw_only=True)
 class Row:
     source: str
-    told: str
+    described: str
     fits: bool
     options: dict[str, Any]
 
@@ -42,11 +42,11 @@ class Row:
         return f"{self.source.split()[0]}: {self.told}"
 
 
-def bigscience(told: str, fits: bool, size: int, offload: str = "none", **more: Any) -> Row:
+def bigscience(described: str, fits: bool, size: int, offload: str = "none", **more: Any) -> Row:
     """HF GPT-2 on V100-32GB, DeepSpeed fp16 with checkpointing; the Trainer's buckets (`auto`: hidden^2)."""
     return Row(
         source="bigscience-workshop/bigscience experiments/gpt2.md",
-        told=told,
+        described=described,
         fits=fits,
         options={
             "model": "52B", "gpus": 64, "nnodes": 16, "gpu": "V100-32GB", "strategy": "zero3", "backend": "deepspeed",
@@ -56,11 +56,11 @@ def bigscience(told: str, fits: bool, size: int, offload: str = "none", **more: 
     )  # fmt: skip
 
 
-def two_titans(told: str, fits: bool, model: str, strategy: str, size: int, **more: Any) -> Row:
+def two_titans(described: str, fits: bool, model: str, strategy: str, size: int, **more: Any) -> Row:
     """run_clm on Titan RTX, eager attention, fp32 unless said."""
     return Row(
         source="huggingface/blog pytorch-fsdp.md, tables 1 and 2",
-        told=told,
+        described=described,
         fits=fits,
         options={
             "model": f"openai-community/{model}", "gpus": 2, "gpu": TITAN, "strategy": strategy, "precision": "fp32",
@@ -70,10 +70,10 @@ def two_titans(told: str, fits: bool, model: str, strategy: str, size: int, **mo
     )  # fmt: skip
 
 
-def bert(told: str, size: int, precision: str = "fp32", checkpointing: str = "none") -> Row:
+def bert(described: str, size: int, precision: str = "fp32", checkpointing: str = "none") -> Row:
     return Row(
         source="huggingface/transformers docs/source/en/perf_train_gpu_one.mdx (2022-23)",
-        told=told,
+        described=described,
         fits=True,
         options={
             "model": "google-bert/bert-large-uncased", "gpu": V100_16, "strategy": "ddp", "precision": precision,
@@ -91,7 +91,7 @@ there at all, so the optimizer's states and gradients went to the host (runtime/
 ROWS = (
     Row(
         source="huggingface/blog ram-efficient-pytorch-fsdp.md",
-        told="16 x A100 80GB, max_seq_len 2048, per_device_train_batch_size 1: completed",
+        described="16 x A100 80GB, max_seq_len 2048, per_device_train_batch_size 1: completed",
         fits=True,
         options={  # FSDP1's flat parameters were stepped one by one in 2023: no foreach lists, as in the fused optimizer
             "model": "meta-llama/Llama-2-70b-hf", "gpus": 16, "nnodes": 2, "gpu": "A100-80GB", "strategy": "zero3",
@@ -119,7 +119,7 @@ ROWS = (
     two_titans("gpt2-xl FSDP + Offload | 14", True, "gpt2-xl", "zero3", 14, offload="parameters"),
     Row(
         source="huggingface/blog accelerate-deepspeed.md, table 3",
-        told="gpt2-xl DeepSpeed ZeRO-3, both offloaded | 16",
+        described="gpt2-xl DeepSpeed ZeRO-3, both offloaded | 16",
         fits=True,
         options={
             "model": "openai-community/gpt2-xl", "gpu": TITAN, "strategy": "zero3", "backend": "deepspeed",
@@ -129,7 +129,7 @@ ROWS = (
     ),
     Row(
         source="huggingface/blog zero-deepspeed-fairscale.md",
-        told="t5-3b fp16, batch 1, one RTX 3090: OOM, 21.37 GiB already allocated of 23.70",
+        described="t5-3b fp16, batch 1, one RTX 3090: OOM, 21.37 GiB already allocated of 23.70",
         fits=False,
         options={
             "model": "google-t5/t5-3b", "gpu": "23.7GiB", "strategy": "ddp", "precision": "fp16-mixed",

@@ -15,9 +15,9 @@ from fsdp_advisor import estimate, recommend
 from fsdp_advisor.advice.settling import NEAR
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, find_gpu
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.request import EstimateRequest
-from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.units import format_gib, format_speed
 
 JOB: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"}

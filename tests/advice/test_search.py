@@ -10,7 +10,7 @@ from asked import GPT2, LLAMA, clock, search_of, unknown
 
 from fsdp_advisor.advice.search import TIE, Row, Search, choose
 from fsdp_advisor.estimator import tensor_bytes
-from fsdp_advisor.plan import OFFLOADS
+from fsdp_advisor.job.plan import OFFLOADS
 
 JOBS: dict[str, dict[str, Any]] = {
     "free": {"model": GPT2, "gpus": 2, "gpu": "24GiB", "seq_len": 512},

@@ -16,9 +16,9 @@ from fsdp_advisor.advice.settling import LEANEST, NEAR, largest, settle
 from fsdp_advisor.advice.tree import FRAGMENTATION
 from fsdp_advisor.estimator import estimate, estimate_plan, tensor_bytes
 from fsdp_advisor.hardware import Gpu, find_gpu
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import Resolved, resolve
 
 JOBS: dict[str, dict[str, Any]] = {
     "ddp fits": {"model": GPT2, "gpus": 2, "gpu": "24GiB"},

@@ -12,7 +12,7 @@ from fsdp_advisor.advice.nodes import NO, YES
 from fsdp_advisor.advice.tree import ACTIVATIONS, FRAGMENTATION, STATES
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.plan import BACKENDS
+from fsdp_advisor.job.plan import BACKENDS
 from fsdp_advisor.units import format_gib
 
 JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -9,12 +9,12 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.memory.allocator import AllocatorConf, Reserved, reserve
 from fsdp_advisor.memory.allocator.reserve import _with_room
 from fsdp_advisor.memory.libraries import allocated
-from fsdp_advisor.models.profile import Profile, Tape
-from fsdp_advisor.plan import Plan, plans
-from fsdp_advisor.resolve import resolve
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.tapes import variant_of
 
 DEPTHS = {"32 layers": "meta-llama/Llama-2-7b-hf", "126 layers": "meta-llama/Llama-3.1-405B"}

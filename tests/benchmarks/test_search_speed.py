@@ -20,8 +20,8 @@ from fsdp_advisor.advice.judge import Bytes, Judge
 from fsdp_advisor.advice.search import Row, Search
 from fsdp_advisor.estimator import step_seconds
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.request import RecommendRequest
-from fsdp_advisor.resolve import resolve
+from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.model.resolve import resolve
 
 MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 WORLDS = (8, 16, 32, 64)
@@ -32,7 +32,7 @@ MICRO_BATCHES = 600
 def _forget() -> None:
     """Every cache of the arithmetic; the catalog stays open."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(("fsdp_advisor.memory", "fsdp_advisor.speed", "fsdp_advisor.estimator")):
+        if name.startswith(("fsdp_advisor.memory", "fsdp_advisor.timing", "fsdp_advisor.estimator")):
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

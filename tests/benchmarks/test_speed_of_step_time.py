@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from fsdp_advisor import speed
+from fsdp_advisor import timing
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.models import catalog
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.speed import step, work
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model import catalog
 from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.timing import step, work
 
 H100 = find_gpu("H100")
 
@@ -35,7 +35,7 @@ def test_step_time(benchmark: BenchmarkFixture, gpus: int, depth: str) -> None:
     def answer() -> None:
         for cache in (step._engine_and_costs, work.compute_of):
             cache.cache_clear()
-        speed.step_time(profile, tape, plan, H100, between)
+        timing.step_time(profile, tape, plan, H100, between)
 
     answer()
     benchmark(answer)

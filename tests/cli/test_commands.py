@@ -17,9 +17,9 @@ from fsdp_advisor.cli import app as commands
 from fsdp_advisor.cli import main
 from fsdp_advisor.cli.options import HELP
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.models.profile import Tape, Variant
-from fsdp_advisor.request import EstimateRequest, RecommendRequest, dashed, fields_of
-from fsdp_advisor.resolve import Resolved
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
+from fsdp_advisor.model.profile import Tape, Variant
+from fsdp_advisor.model.resolve import Resolved
 
 MODEL = ("--model", "meta-llama/Llama-2-7b-hf", "--gpu", "H100")
 CONTRACT = [

@@ -12,7 +12,7 @@ from fsdp_advisor.cli import app
 from fsdp_advisor.cli.estimate import estimate
 from fsdp_advisor.cli.output import Format
 from fsdp_advisor.cli.plain import FLAGS, VALUES, estimate_asked
-from fsdp_advisor.request import EstimateRequest, dashed, fields_of
+from fsdp_advisor.job.request import EstimateRequest, dashed, fields_of
 
 OPTIONS = [dashed(name) for name in fields_of(EstimateRequest)] + ["--per-device-train-batch-size", *VALUES]
 TEXTS = [

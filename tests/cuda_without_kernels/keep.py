@@ -24,7 +24,7 @@ TOLD = (
 ALIKE = ("segments", "modelled_segments", "alike")
 
 
-def told(figures: Mapping[str, Any]) -> dict[str, Any]:
+def described(figures: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: figures[name] for name in TOLD if name in figures}
     if "snapshot" in figures:
         found["snapshot"] = {name: figures["snapshot"][name] for name in ALIKE}
@@ -43,7 +43,7 @@ def main() -> None:
     for record in report.latest(made):
         gpu = record.versions["gpu"].removesuffix(" without kernels")
         detail = {"gpu_memory_bytes": record.detail.get("gpu_memory_bytes", record.measured.get("device_memory_bytes"))}
-        measured, predicted = told(record.measured), told(record.predicted)
+        measured, predicted = described(record.measured), described(record.predicted)
         kept = replace(
             record,
             request={**record.request, "gpu": gpu},

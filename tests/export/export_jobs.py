@@ -8,8 +8,8 @@ from itertools import cycle, product
 from typing import Any, get_args
 
 from fsdp_advisor.export import TARGETS, Job
-from fsdp_advisor.plan import OFFLOADS, Plan, degrees, label
-from fsdp_advisor.request import Optimizer, Precision
+from fsdp_advisor.job.plan import OFFLOADS, Plan, degrees, label
+from fsdp_advisor.job.request import Optimizer, Precision
 
 RANKS = 8
 VOCABULARY, HIDDEN = 32_000, 4096

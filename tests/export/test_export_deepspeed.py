@@ -17,8 +17,8 @@ import torch
 from deepspeed.runtime.config import ADAMW_OPTIMIZER, DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from export_jobs import RANKS, job, jobs, plan
 
+from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
 from fsdp_advisor.export import export
-from fsdp_advisor.memory.deepspeed_settings import DEFAULTS
 
 
 class Asked(dict[str, Any]):

@@ -24,7 +24,7 @@ from export_jobs import job, plan
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_advisor.export import Job, export
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.job.plan import Plan
 
 WORKERS = Path(__file__).with_name("workers")
 VOCABULARY = 1000

@@ -23,8 +23,8 @@ from export_jobs import HIDDEN, RANKS, job, jobs, plan
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
 from fsdp_advisor.export import Job, export
-from fsdp_advisor.memory.deepspeed_settings import DEFAULTS
 
 AUTO = dict.fromkeys(
     ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
@@ -61,8 +61,8 @@ def test_every_file_makes_arguments(tmp_path: Path) -> None:
         assert bool(arguments.fsdp) == sharded
         assert bool(arguments.activation_checkpointing) == (not sharded and p.activation_checkpointing == "full")
         if sharded and p.gradient_accumulation_steps > 1:
-            told = arguments.accelerator_config.gradient_accumulation_kwargs
-            assert (told == {"sync_each_batch": True}) == (
+            described = arguments.accelerator_config.gradient_accumulation_kwargs
+            assert (described == {"sync_each_batch": True}) == (
                 p.framework == "torch"
             )  # else gradients wait, as the Trainer has it
         replicas = arguments.parallelism_config

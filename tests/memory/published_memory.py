@@ -12,25 +12,25 @@ import torch
 import yaml
 from torch import nn
 
-sys.path.append(str(Path(__file__).parents[1] / "speed"))  # BERT and Lightning's model are recorded there
+sys.path.append(str(Path(__file__).parents[1] / "timing"))  # BERT and Lightning's model are recorded there
 
 import published_models
 from record import BertSource, lightning
 
+from fsdp_advisor.engines.job_peaks import loading_of
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
+from fsdp_advisor.job.plan import plans
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.allocator.reserve import traced
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.memory.job import loading_of
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes, real_attention
 from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.plan import plans
+from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.request import EstimateRequest
-from fsdp_advisor.resolve import Resolved, resolve
 from fsdp_advisor.tapes import tape_on, variant_of
-from fsdp_advisor.tracing import Recorder, TransformersSource
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())
 TOLERANCE = {"reserved": 0.05, "first step": 0.05, "allocated": 0.02}

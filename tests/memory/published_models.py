@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.models.bert import modeling_bert
 
-from fsdp_advisor.tracing.flash import flash
-from fsdp_advisor.tracing.recorder import Recorder, record_module
+from fsdp_advisor.recording.flash import flash
+from fsdp_advisor.recording.recorder import Recorder, record_module
 
 Norm = Literal["own", "native", "fused"]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fsdp_advisor.models.profile import Parameter, Profile, Run, Stack, Unit
+from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
 
 RANKS = 2
 MMAP = "65536"

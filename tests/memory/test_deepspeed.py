@@ -12,14 +12,20 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor.memory.deepspeed import flat_elements, optimizer_states, shard_elements, states, sub_groups
-from fsdp_advisor.memory.deepspeed_host import host, not_modelled, page_locked
-from fsdp_advisor.memory.deepspeed_settings import DEFAULTS, Settings
-from fsdp_advisor.memory.deepspeed_step import buffers, owned_by_rank0
-from fsdp_advisor.memory.deepspeed_zero3 import gathered
-from fsdp_advisor.memory.held import Held, States
-from fsdp_advisor.models.profile import Parameter, Profile, Run, Stack, Unit
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.engines.deepspeed.buffers import buffers, owned_by_rank0
+from fsdp_advisor.engines.deepspeed.coordinator import gathered
+from fsdp_advisor.engines.deepspeed.host import host, not_modelled, page_locked
+from fsdp_advisor.engines.deepspeed.partitions import (
+    flat_elements,
+    optimizer_states,
+    shard_elements,
+    states,
+    sub_groups,
+)
+from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.storages import States, Storages
+from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
 
 HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3
 SMALL = Settings(
@@ -76,7 +82,7 @@ def plan(stage: int = 2, ranks: int = 2, **changes: Any) -> Plan:
     return Plan(**{"strategy": f"zero{stage}", "backend": "deepspeed", "shard_degree": ranks, "seq_len": 16, **changes})
 
 
-def total(held: States) -> Held:
+def total(held: States) -> Storages:
     return held.parameters + held.gradients + held.optimizer + held.communication + held.buffers
 
 
@@ -161,38 +167,40 @@ def test_fp16_is_as_bf16_mixed_but_for_the_search_for_overflow() -> None:
 def test_reduction_copies() -> None:
     two = buffers(LLAMA_7B, plan(2, 2))
     owned = two.partition_elements
-    assert two.reduce_copy(((0, 10), (10, 20)), 2) == Held()
-    assert two.reduce_copy(((owned - 10, 30),), 2) == Held.of(60)
-    assert two.reduce_copy(((owned - 10, 10), (owned, 20)), 2) == Held.of(60)
+    assert two.reduce_copy(((0, 10), (10, 20)), 2) == Storages()
+    assert two.reduce_copy(((owned - 10, 30),), 2) == Storages.of(60)
+    assert two.reduce_copy(((owned - 10, 10), (owned, 20)), 2) == Storages.of(60)
     three = buffers(LLAMA_7B, plan(3, 2))
-    assert three.reduce_copy(((0, 10),), 2) == Held()
-    assert three.reduce_copy(((0, 11),), 2) == Held.of(24)
-    assert three.reduce_copy(((0, 11), (11, 10)), 2) == Held.of(44)
+    assert three.reduce_copy(((0, 10),), 2) == Storages()
+    assert three.reduce_copy(((0, 11),), 2) == Storages.of(24)
+    assert three.reduce_copy(((0, 11), (11, 10)), 2) == Storages.of(44)
 
 
 def test_lifetimes() -> None:
     assert buffers(LLAMA_7B, plan(1)).whole_gradients
     assert not buffers(LLAMA_7B, plan(2)).whole_gradients
-    assert buffers(LLAMA_7B, plan(1)).bucket == Held.of(2 * DEFAULTS.reduce_bucket_size)
-    assert buffers(LLAMA_7B, plan(3)).bucket == Held()
+    assert buffers(LLAMA_7B, plan(1)).bucket == Storages.of(2 * DEFAULTS.reduce_bucket_size)
+    assert buffers(LLAMA_7B, plan(3)).bucket == Storages()
     assert buffers(LLAMA_7B, plan(2, gradient_accumulation_steps=4)).accumulators == 2
     assert buffers(LLAMA_7B, plan(1, gradient_accumulation_steps=4)).accumulators == 1
     offloaded = buffers(LLAMA_7B, plan(2, offload="optimizer"))
-    assert offloaded.averaged == Held() and offloaded.moments[-1].total == Held()
-    assert offloaded.offload_temporaries(1000) == Held.of(8000)
-    assert buffers(LLAMA_7B, plan(3, offload="optimizer")).offload_temporaries(1000) == Held.of(8000) + Held.of(2000)
-    assert buffers(LLAMA_7B, plan(2)).offload_temporaries(1000) == Held()
+    assert offloaded.averaged == Storages() and offloaded.moments[-1].total == Storages()
+    assert offloaded.offload_temporaries(1000) == Storages.of(8000)
+    assert buffers(LLAMA_7B, plan(3, offload="optimizer")).offload_temporaries(1000) == Storages.of(8000) + Storages.of(
+        2000
+    )
+    assert buffers(LLAMA_7B, plan(2)).offload_temporaries(1000) == Storages()
 
 
 def test_a_single_piece_is_not_copied() -> None:
     """64 ranks own less than the embedding each: the gradient is a view, which lives on where it needs no cast."""
     mixed = {m.name: m for m in buffers(LLAMA_7B, plan(2, 64)).moments}
     owned = flat_elements(LLAMA_7B.parameters, 64) // 64
-    assert mixed["cast"].temporaries == Held.of(4 * owned)
-    assert mixed["update"].gradients == Held()
+    assert mixed["cast"].temporaries == Storages.of(4 * owned)
+    assert mixed["update"].gradients == Storages()
     same = {m.name: m for m in buffers(LLAMA_7B, plan(2, 64, precision="bf16")).moments}
-    assert same["cast"].temporaries == Held()
-    assert same["update"].gradients == Held.of(2 * 4096 * 32000)
+    assert same["cast"].temporaries == Storages()
+    assert same["update"].gradients == Storages.of(2 * 4096 * 32000)
 
 
 def test_zero3_gathers_up_to_its_limit() -> None:

@@ -21,20 +21,20 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from fsdp_advisor.engines.deepspeed.buffers import Filled, buffers
+from fsdp_advisor.engines.deepspeed.schedule import DeepspeedSchedule
+from fsdp_advisor.engines.deepspeed.settings import Settings
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory import replay as replaying
 from fsdp_advisor.memory.course import Course, Followed
-from fsdp_advisor.memory.deepspeed_settings import Settings
-from fsdp_advisor.memory.deepspeed_step import Filled, buffers
-from fsdp_advisor.memory.held import round_up
 from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Live, Place
 from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.schedules.deepspeed import DeepspeedSchedule
 from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.models.profile import Profile, Tape, Variant
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing.recorder import Recorder
-from fsdp_advisor.tracing.storages import StorageWatch
-from fsdp_advisor.tracing.transformers_models import TransformersSource
+from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.recording.recorder import Recorder
+from fsdp_advisor.recording.storages import StorageWatch
+from fsdp_advisor.recording.transformers_models import TransformersSource
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 12,

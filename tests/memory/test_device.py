@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_advisor.hardware import GPUS, find_gpu
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import (
     BUFFER_BYTES,
     RESERVED_PER_ALLOCATED,
@@ -18,7 +19,6 @@ from fsdp_advisor.memory.device import (
     device_overhead,
     verdict,
 )
-from fsdp_advisor.plan import Plan
 
 MIB, GIB = 2**20, 2**30
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from fsdp_advisor import estimate
+from fsdp_advisor.engines.host import HostMemory
+from fsdp_advisor.engines.job_peaks import PHASES, job_peaks
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.memory.held import Held, States
-from fsdp_advisor.memory.host import HostMemory
-from fsdp_advisor.memory.job import PHASES, job_peaks
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.memory.storages import States, Storages
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.report import Report
-from fsdp_advisor.resolve import resolve
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 GIB = 2**30
@@ -68,7 +68,7 @@ def job(memory_gib: float, *, strategy: str = "zero3", backend: str = "deepspeed
         profile,
         plan,
         gpu,
-        states=States(parameters=Held.of(GIB)),
+        states=States(parameters=Storages.of(GIB)),
         host=HostMemory(),
         overhead=device_overhead(gpu, plan),
         phase_peaks={"forward": GIB, "backward": GIB, "optimizer": GIB},

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_advisor.engines import schedule_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import replayed
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import traced
 from fsdp_advisor.memory.allocator.trace import Trace
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
 from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.schedules import schedule_for
 from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.models.profile import (
+from fsdp_advisor.model.profile import (
     EAGER_ON_GPU,
     SDPA_BY_CUDNN,
     SDPA_ON_GPU,
@@ -24,8 +25,7 @@ from fsdp_advisor.models.profile import (
     Tape,
     Variant,
 )
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.resolve import resolve
+from fsdp_advisor.model.resolve import resolve
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ranks import RANKS, llama, run_ranks
 
-from fsdp_advisor.memory.loading import advised, loadings
-from fsdp_advisor.memory.ways import Loading, checkpoint_element_bytes, one_copy_bytes
-from fsdp_advisor.plan import OFFLOADS, Plan
+from fsdp_advisor.engines.loading import advised, loadings
+from fsdp_advisor.engines.transfer import Loading, checkpoint_element_bytes, one_copy_bytes
+from fsdp_advisor.job.plan import OFFLOADS, Plan
 
 GIB = 2**30
 SMALL = (512, 1376, 4, 16001)

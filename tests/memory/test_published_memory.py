@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from published_memory import DATA, ROWS, TOLERANCE, Row, estimate_of, llama, recorded, request_of
 
-SPEED = Path(__file__).parents[1] / "speed"
+SPEED = Path(__file__).parents[1] / "timing"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.memory.ledger import ACTIVATIONS, TEMPORARIES
 from fsdp_advisor.memory.score import score_of, sized
 from fsdp_advisor.memory.step import course_of
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Run, Segment, Stack, Tape, Unit
-from fsdp_advisor.plan import Plan, plans
+from fsdp_advisor.model.profile import ROOT, Category, Op, Profile, Run, Segment, Stack, Tape, Unit
 
 MASK, SAVED, SCRATCH = 1024, 2048, 4096  # bytes per token
 SIZES = tuple((0, 0, n_bytes, 0, 0, 0) for n_bytes in (MASK, SAVED, SCRATCH))

@@ -11,11 +11,11 @@ import pytest
 from ranks import RANKS, llama, run_ranks
 from test_loading import LLAMA_7B, SMALL, every_plan, near, plan
 
-from fsdp_advisor.memory.held import round_up
-from fsdp_advisor.memory.loading import loadings
-from fsdp_advisor.memory.saving import Files, Saving, pretrained_files, savings, textbook_files
-from fsdp_advisor.models.profile import Profile
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.engines.loading import loadings
+from fsdp_advisor.engines.saving import Files, Saving, pretrained_files, savings, textbook_files
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.model.profile import Profile
 
 CASES = (
     "fsdp1_full", "fsdp1_full_on_every_rank", "fsdp1_optimizer", "fsdp1_sharded", "fsdp1_local",

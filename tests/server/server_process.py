@@ -70,11 +70,11 @@ def serving(folder: Path, **settings: object) -> Iterator[Serving]:
     variables = {f"FSDP_ADVISOR_{name.upper()}": str(value) for name, value in settings.items()}
     environment = {k: v for k, v in os.environ.items() if k != "PORT" and not k.startswith("FSDP_ADVISOR_")}
     log = folder / "log"
-    with log.open("w") as told:
+    with log.open("w") as described:
         process = subprocess.Popen(
             [sys.executable, "-m", "fsdp_advisor", "serve", "--port", "0"],
             stdout=subprocess.PIPE,
-            stderr=told,
+            stderr=described,
             text=True,
             env=environment | variables,
             start_new_session=True,

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from fsdp_advisor.estimator import estimate_resolved, make_request
 from fsdp_advisor.export import TARGETS
-from fsdp_advisor.resolve import resolve
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.server import schema
 
 LLAMA = "meta-llama/Llama-2-7b-hf"

@@ -68,8 +68,8 @@ def test_every_refusal_has_the_one_shape(client: TestClient, method: str, url: s
     problem = got.json()
     assert set(problem) == {"error", "hint", "status"} and problem["status"] == got.status_code
     assert problem["error"] and problem["hint"]
-    for told in ("Traceback", "site-packages", "fsdp_advisor/", "root:x"):
-        assert told not in got.text
+    for described in ("Traceback", "site-packages", "fsdp_advisor/", "root:x"):
+        assert described not in got.text
 
 
 @pytest.mark.parametrize("url", ["/", ESTIMATE + "?model=7B", "/nothing", "/docs", "/static/page.css"])
@@ -95,7 +95,7 @@ def test_a_thousand_at_once_are_answered_or_told_to_wait(client: TestClient) -> 
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(ask, range(1000)))
     assert {status for status, _ in answers} <= {200, 503}
-    assert all(told for status, told in answers if status == 503)
+    assert all(described for status, described in answers if status == 503)
     assert sum(status == 200 for status, _ in answers) > 0
 
 

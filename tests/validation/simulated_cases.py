@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.plan import Plan, plans
+from fsdp_advisor.job.plan import Plan, plans
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from fsdp_advisor.plan import Plan
-from fsdp_advisor.tracing import TransformersSource
-from fsdp_advisor.tracing.step import materialise
-from fsdp_advisor.tracing.storages import local_tensor
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording import TransformersSource
+from fsdp_advisor.recording.step import materialise
+from fsdp_advisor.recording.storages import local_tensor
 from fsdp_advisor.validation.engines import mesh_of, optimizer_for, wrap
 
 CONFIG = {

@@ -14,7 +14,7 @@ import pytest
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import GPUS, find_gpu
-from fsdp_advisor.models.catalog import find, profile
+from fsdp_advisor.model.catalog import find, profile
 from fsdp_advisor.validation import campaign, ladder, records
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.predict import Prediction, predict

@@ -13,8 +13,8 @@ import pytest
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.lookup import lookup
-from fsdp_advisor.models import cache
-from fsdp_advisor.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.model import cache
 from fsdp_advisor.validation import records, report
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.records import Record
@@ -56,11 +56,11 @@ def faults(made: Sequence[Record]) -> list[str]:
         most_median, most = STANDARD.get(spread.figure, (None, None))
         if spread.strategy != "all" or most_median is None or most is None:
             continue
-        told = f"{spread.rung}, {spread.figure} over {spread.cases} cases: "
+        reported = f"{spread.rung}, {spread.figure} over {spread.cases} cases: "
         if abs(spread.median) > most_median:
-            found.append(told + f"median {spread.median:+.2%}")
+            found.append(reported + f"median {spread.median:+.2%}")
         if abs(spread.worst) > most:
-            found.append(told + f"worst {spread.worst:+.2%}")
+            found.append(reported + f"worst {spread.worst:+.2%}")
     wrong = [record for record in made if report.wrong_verdict(record) and not report.near_full(record)]
     return found + [f"wrong verdict: {record.label}" for record in wrong]
 

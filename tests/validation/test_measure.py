@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
 from fsdp_advisor.estimator import make_request  # noqa: E402
-from fsdp_advisor.memory.held import round_up  # noqa: E402
+from fsdp_advisor.memory.storages import round_up  # noqa: E402
 from fsdp_advisor.validation import measure, started  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
@@ -108,7 +108,7 @@ def test_two_ranks_measure_what_is_predicted_under_every_engine_of_pytorch(model
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [told["measured"] for told in json.loads(out.read_text())]
+    found = [reported["measured"] for reported in json.loads(out.read_text())]
     *exact, zero1, by_root = found
     for options, prediction, measured in zip(EXACT, predictions, exact, strict=False):
         assert measured["phase_peaks"] == prediction.predicted["phase_peaks"], options

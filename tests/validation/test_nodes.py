@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 from fsdp_advisor.errors import UsageError  # after the check for torch
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.plan import plans
+from fsdp_advisor.job.plan import plans
 from fsdp_advisor.validation import ladder, measure, rank
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of
 from fsdp_advisor.validation.failures import NotHere

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
 from fsdp_advisor.estimator import estimate, make_request  # noqa: E402
 from fsdp_advisor.hardware import Gpu, find_gpu  # noqa: E402
-from fsdp_advisor.models import cache  # noqa: E402
+from fsdp_advisor.model import cache  # noqa: E402
 from fsdp_advisor.validation import machine, stand_in, worker  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.launch import Ended  # noqa: E402
@@ -211,15 +211,15 @@ def test_a_devices_figures(nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     others = cuda.OTHERS if nvml else 0
     assert (base.context_bytes, base.others_bytes) == (cuda.CONTEXT + cuda.OTHERS - others, others)
     cuda.step()
-    told = stand_in.allocator_figures(0, base, {"peak_reserved_bytes": reserved}, found.segments)
-    assert told["peak_device_bytes"] == reserved + cuda.CONTEXT + cuda.LATER + cuda.OTHERS - others
-    assert (told["allocator_retries"], told["segments"], told["device_memory_bytes"]) == (1, 7, cuda.TOTAL)
-    kept = told["snapshot"]
+    reported = stand_in.allocator_figures(0, base, {"peak_reserved_bytes": reserved}, found.segments)
+    assert reported["peak_device_bytes"] == reserved + cuda.CONTEXT + cuda.LATER + cuda.OTHERS - others
+    assert (reported["allocator_retries"], reported["segments"], reported["device_memory_bytes"]) == (1, 7, cuda.TOTAL)
+    kept = reported["snapshot"]
     assert kept["alike"] == kept["segments"] == kept["modelled_segments"] == len(found.segments) > 1
     assert kept["recorded_bytes"] == kept["modelled_bytes"] == reserved and kept["only_recorded"] == []
     snapshot[0]["blocks"][0]["size"] += 512
-    told = stand_in.allocator_figures(0, base, {"peak_reserved_bytes": reserved}, found.segments)
-    assert told["snapshot"]["alike"] == len(found.segments) - 1 and len(told["snapshot"]["only_recorded"]) == 1
+    reported = stand_in.allocator_figures(0, base, {"peak_reserved_bytes": reserved}, found.segments)
+    assert reported["snapshot"]["alike"] == len(found.segments) - 1 and len(reported["snapshot"]["only_recorded"]) == 1
     assert "snapshot" not in stand_in.allocator_figures(0, base, {"peak_reserved_bytes": reserved}, None)
 
 
@@ -241,9 +241,9 @@ def test_a_workers_record_of_a_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(stand_in, "stand_in", run)
     request = make_request({**JOB, "strategy": "zero3"})
     case = Case(request=request, rung="stand-in", device="cuda", timeout_seconds=60)
-    told: dict[str, Any] = {}
-    worker.work(case, lambda name, value: told.update({name: value}))
-    record = worker.record_of(case, Ended(outcome="ok", told=told))
+    reported: dict[str, Any] = {}
+    worker.work(case, lambda name, value: reported.update({name: value}))
+    record = worker.record_of(case, Ended(outcome="ok", reported=reported))
     said = record.predicted
     assert record.errors["peak_reserved_bytes"] == said["peak_reserved_bytes"] / 2020 - 1
     assert record.errors["phases.backward.allocated_bytes"] == said["phases"]["backward"]["allocated_bytes"] / 1010 - 1

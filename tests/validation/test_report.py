@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def record(
-    told: float | None,
+    reported: float | None,
     found: float | None,
     *,
     said: bool | None = True,
@@ -45,7 +45,7 @@ def record(
         "outcome": "ok",
         "versions": {"torch": "2", "transformers": "5", "gpu": "NVIDIA X"},
         "measured": {"peak_allocated_bytes": round(found * GIB)} if found else {},
-        "predicted": {"peak_allocated_bytes": round(told * GIB)} if told else {},
+        "predicted": {"peak_allocated_bytes": round(reported * GIB)} if reported else {},
         "fits_predicted": said,
         "fits_really": did,
     }

@@ -17,11 +17,11 @@ pytest.importorskip("accelerate")
 from torch.distributed.fsdp._fully_shard import _fsdp_init  # noqa: E402  # after the checks
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
+from fsdp_advisor.engines import not_modelled  # noqa: E402
 from fsdp_advisor.estimator import replayed  # noqa: E402  # after the checks
-from fsdp_advisor.memory.schedules import not_modelled  # noqa: E402
-from fsdp_advisor.resolve import resolve  # noqa: E402
+from fsdp_advisor.model.resolve import resolve  # noqa: E402
+from fsdp_advisor.recording import TransformersSource  # noqa: E402
 from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the checks
-from fsdp_advisor.tracing import TransformersSource  # noqa: E402
 from fsdp_advisor.validation import frameworks  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
 from fsdp_advisor.validation.ladder import choose  # noqa: E402

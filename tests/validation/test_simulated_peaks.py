@@ -13,9 +13,9 @@ from simulated_cases import Case, plan_of
 torch = pytest.importorskip("torch")
 
 from fsdp_advisor.estimator import replayed  # noqa: E402  # after the check for torch
-from fsdp_advisor.resolve import resolve  # noqa: E402
+from fsdp_advisor.model.resolve import resolve  # noqa: E402
+from fsdp_advisor.recording import TransformersSource  # noqa: E402
 from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the check for torch
-from fsdp_advisor.tracing import TransformersSource  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 
 TINY, L1B, L7B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"

@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  # after the check for torch
 
 from fsdp_advisor.estimator import make_request  # noqa: E402
-from fsdp_advisor.plan import Plan, plans  # noqa: E402
-from fsdp_advisor.tracing import TransformersSource  # noqa: E402
-from fsdp_advisor.tracing.modules import ModuleSource  # noqa: E402
+from fsdp_advisor.job.plan import Plan, plans  # noqa: E402
+from fsdp_advisor.recording import TransformersSource  # noqa: E402
+from fsdp_advisor.recording.modules import ModuleSource  # noqa: E402
 from fsdp_advisor.validation import launch, weights  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
@@ -228,12 +228,12 @@ def test_a_crash_ends_the_case_alone_and_what_it_had_started() -> None:
     ended = launch.forked(crash, timeout_seconds=30)
     assert ended.outcome == "crash" and "SIGKILL" in ended.message
     time.sleep(0.1)
-    assert not alive(ended.told["child"])
+    assert not alive(ended.reported["child"])
 
 
 def test_what_was_told_outlives_a_crash() -> None:
     ended = launch.forked(lambda tell: (tell("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=30)  # type: ignore[func-returns-value]
-    assert ended.outcome == "crash" and "SIGKILL" in ended.message and ended.told == {"seen": 1}
+    assert ended.outcome == "crash" and "SIGKILL" in ended.message and ended.reported == {"seen": 1}
 
 
 def test_a_hang_is_ended_with_all_that_it_started() -> None:
@@ -247,7 +247,7 @@ def test_a_hang_is_ended_with_all_that_it_started() -> None:
 
     ended = launch.forked(hang, timeout_seconds=1)
     assert ended.outcome == "timeout" and ended.seconds < 10
-    assert not any(alive(pid) for pid in ended.told["pids"])
+    assert not any(alive(pid) for pid in ended.reported["pids"])
 
 
 def test_out_of_memory_carries_what_was_asked_and_what_was_free() -> None:
@@ -287,7 +287,7 @@ def test_an_interrupt_ends_the_case_and_is_recorded() -> None:
         time.sleep(600)
 
     ended = launch.forked(sleep, timeout_seconds=60)
-    pids.append(ended.told["pid"])
+    pids.append(ended.reported["pid"])
     assert ended.outcome == "interrupted" and not any(alive(pid) for pid in pids)
 
 

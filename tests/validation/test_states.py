@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.memory.schedules import schedule_for  # noqa: E402  # after the check for torch
-from fsdp_advisor.plan import Plan  # noqa: E402
-from fsdp_advisor.tracing import Recorder, TransformersSource  # noqa: E402
+from fsdp_advisor.engines import schedule_for  # noqa: E402  # after the check for torch
+from fsdp_advisor.job.plan import Plan  # noqa: E402
+from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
 
 WORKER = Path(__file__).with_name("states_worker.py")
 sys.path.insert(0, str(WORKER.parent))

@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware.lookup import lookup
-from fsdp_advisor.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.validation import on_gpu, records, report
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.records import Record

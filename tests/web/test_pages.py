@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from fsdp_advisor.advice import recommend
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.request import RecommendRequest, fields_of
+from fsdp_advisor.job.request import RecommendRequest, fields_of
 from fsdp_advisor.server import Settings, create_app, page_accuracy
 from fsdp_advisor.server.page_form import EXAMPLE, controls
 from fsdp_advisor.units import format_gib
@@ -172,13 +172,14 @@ def test_headline_bar_and_verdict_show_one_figure(client: TestClient, precision:
 
 def test_the_tables_hold_what_the_charts_draw(client: TestClient) -> None:
     html = client.get("/").text
-    told = re.findall(r"<desc[^>]*>(.*?)</desc>", html)
+    described = re.findall(r"<desc[^>]*>(.*?)</desc>", html)
     table = html[html.index('class="figures"') :]
-    sizes = set(re.findall(r"(\d+\.\d\d) GiB", next(words for words in told if words.startswith("Against"))))
+    sizes = set(re.findall(r"(\d+\.\d\d) GiB", next(words for words in described if words.startswith("Against"))))
     shown = set(re.findall(r"<td[^>]*>(\d+\.\d\d)\b", table))
     totals = set(
         re.findall(
-            r"(?:free|lacks [^:]*GiB): (\d+\.\d\d) GiB", next(words for words in told if words.startswith("Against"))
+            r"(?:free|lacks [^:]*GiB): (\d+\.\d\d) GiB",
+            next(words for words in described if words.startswith("Against")),
         )
     )
     assert totals and totals <= shown and sizes
@@ -232,12 +233,12 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;
 
 @pytest.mark.parametrize("path", ["/nosuch", "/static/nosuch.css", "/models/"])
 def test_a_page_that_there_is_not(client: TestClient, path: str) -> None:
-    told = client.get(path, headers={"Accept": "application/json"})
-    assert (told.status_code, told.json()["status"]) == (404, 404)
+    described = client.get(path, headers={"Accept": "application/json"})
+    assert (described.status_code, described.json()["status"]) == (404, 404)
     page = client.get(path, headers={"Accept": BROWSER})
     assert (page.status_code, page.headers["content-type"]) == (404, "text/html; charset=utf-8")
     assert "Accept" in page.headers["vary"].split(", ") and page.headers["cache-control"] == "no-store"
-    assert told.json()["error"] in page.text and told.json()["hint"] in page.text
+    assert described.json()["error"] in page.text and described.json()["hint"] in page.text
     assert read(page.text).elements
 
 
@@ -254,8 +255,8 @@ def test_a_page_that_there_is_not(client: TestClient, path: str) -> None:
     ],
 )
 def test_programs_are_told_in_json(client: TestClient, path: str, accept: str) -> None:
-    told = client.get(path, headers={"Accept": accept})
-    assert told.status_code == 404 and set(told.json()) == {"error", "hint", "status"}
+    described = client.get(path, headers={"Accept": accept})
+    assert described.status_code == 404 and set(described.json()) == {"error", "hint", "status"}
 
 
 def test_what_a_page_cannot_do_is_told_a_browser_so(client: TestClient) -> None:

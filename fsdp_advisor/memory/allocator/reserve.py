@@ -14,22 +14,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from fsdp_advisor.engines import schedule_for
+from fsdp_advisor.engines.ddp.schedule import rebuilt_buckets
+from fsdp_advisor.engines.fsdp1.schedule import tried
+from fsdp_advisor.engines.transfer import Loading
+from fsdp_advisor.engines.wrapping import marked, marks_for
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.trace import Steps, Trace
-from fsdp_advisor.memory.held import NOTHING, round_up
 from fsdp_advisor.memory.ledger import ALL_GATHER, COMPUTE
 from fsdp_advisor.memory.libraries import WORKSPACES
 from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.schedules import schedule_for
-from fsdp_advisor.memory.schedules.ddp import rebuilt_buckets
-from fsdp_advisor.memory.schedules.fsdp1 import tried
 from fsdp_advisor.memory.score import sized
 from fsdp_advisor.memory.step import composed
-from fsdp_advisor.memory.ways import Loading
-from fsdp_advisor.memory.wrapping import marked, marks_for
-from fsdp_advisor.models.profile import Profile, Tape
-from fsdp_advisor.plan import Plan
+from fsdp_advisor.memory.storages import NO_STORAGES, round_up
+from fsdp_advisor.model.profile import Profile, Tape
 
 MOST_STEPS = 16
 """A state that has not come back by then is not waited for."""
@@ -169,8 +169,8 @@ def traced(
     trace = Trace(profile, played, at, gradient_stream=made_on)
     replay(profile, score.shape, schedule, plan.gradient_accumulation_steps, trace)
     workspaces = (round_up(workspace_bytes),) * WORKSPACES if workspace_bytes else ()
-    rebuilt = rebuilt_buckets(profile, played, plan) if plan.backend == "ddp" else NOTHING
-    passing = tried(profile, plan) if plan.backend == "fsdp1" else NOTHING
+    rebuilt = rebuilt_buckets(profile, played, plan) if plan.backend == "ddp" else NO_STORAGES
+    passing = tried(profile, plan) if plan.backend == "fsdp1" else NO_STORAGES
     return trace.steps(
         schedule.made_by_first_step,
         workspaces,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from fsdp_advisor.engines.transfer import PlacedUnits
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, WAIT
-from fsdp_advisor.memory.held import NOTHING, Held, round_up
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
     COMMUNICATION,
@@ -27,8 +27,8 @@ from fsdp_advisor.memory.ledger import (
     Stretch,
 )
 from fsdp_advisor.memory.score import Events, Sized, stays_near
-from fsdp_advisor.memory.ways import PlacedUnits
-from fsdp_advisor.models.profile import ROOT, Category, Op, Profile, Segment, Tape
+from fsdp_advisor.memory.storages import NO_STORAGES, Storages, round_up
+from fsdp_advisor.model.profile import ROOT, Category, Op, Profile, Segment, Tape
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -102,7 +102,7 @@ class Trace(Ledger):
 
     # What schedules tell
 
-    def born(self, account: int, held: Held, stream: int = COMPUTE) -> Alive:
+    def born(self, account: int, held: Storages, stream: int = COMPUTE) -> Alive:
         numbers = tuple([self._allocate(round_up(n_bytes) | stream) for n_bytes in held.each()])
         if account == UNSHARDED_GRADIENTS:
             self._gradients.update(dict.fromkeys(numbers, -1))
@@ -305,8 +305,8 @@ class Trace(Ledger):
         workspaces: Sequence[int] = (),
         placed: PlacedUnits = (),
         *,
-        passing: Held = NOTHING,
-        rebuilt: Held = NOTHING,
+        passing: Storages = NO_STORAGES,
+        rebuilt: Storages = NO_STORAGES,
         batch_stands: bool = False,
     ) -> Steps:
         """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
@@ -362,7 +362,7 @@ class Trace(Ledger):
             places=tuple(self._places),
         )
 
-    def _rebuild(self, rebuilt: Held, requests: list[int], setup: list[int]) -> list[int]:
+    def _rebuild(self, rebuilt: Storages, requests: list[int], setup: list[int]) -> list[int]:
         """One bucket for all of them in `setup`; and what it takes to put them in its place."""
         buckets = [number * 4 + MALLOC for account, number in self._residents if account == COMMUNICATION]
         at, whole = setup.index(buckets[0]), len(requests)

@@ -6,10 +6,10 @@ import pytest
 from memory.allocator.test_trace import JOBS, job
 
 from fsdp_advisor import estimate
+from fsdp_advisor.engines import states_of
+from fsdp_advisor.engines.loading import loadings
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, reserve, traced
 from fsdp_advisor.memory.libraries import allocated
-from fsdp_advisor.memory.loading import loadings
-from fsdp_advisor.memory.schedules import states_of
 
 MIB = 2**20
 WORKSPACE = 32 * MIB

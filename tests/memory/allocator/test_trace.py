@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from fsdp_advisor.engines.ddp.schedule import BUCKET_BYTES, FIRST_BUCKET_BYTES, rebuilt_buckets
 from fsdp_advisor.estimator import make_request, replayed
+from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, reserve, traced
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC
 from fsdp_advisor.memory.allocator.trace import Steps
 from fsdp_advisor.memory.ledger import ALL_GATHER, GRADIENTS
 from fsdp_advisor.memory.libraries import allocated
-from fsdp_advisor.memory.schedules.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, rebuilt_buckets
-from fsdp_advisor.models.profile import Profile, Tape
-from fsdp_advisor.plan import Plan, plans
-from fsdp_advisor.resolve import resolve
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.tapes import variant_of
 
 MODELS = (

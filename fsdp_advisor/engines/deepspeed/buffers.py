@@ -1,0 +1,239 @@
+"""DeepSpeed ZeRO-1, 2 and 3: what a step adds on rank 0 to the states of `deepspeed`: buckets, copies, the optimizer's temporaries.
+
+Read in DeepSpeed 0.19.8, under ``deepspeed/runtime/``. c = bytes per element in which the model computes; m = bytes per element
+of the masters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_advisor.engines.deepspeed.partitions import (
+    NORM_BYTES,
+    flat_elements,
+    largest_parameter,
+    persistent,
+    shard_elements,
+    shard_total,
+    sub_groups,
+)
+from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, master_bytes, offloads_optimizer, stage
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.storages import NO_STORAGES, Storages
+from fsdp_advisor.model.profile import Profile
+
+NORM_ELEMENTS = 250_000_000
+"""Stage 3 with offload copies at most this many at a time. Source: zero/stage3.py, _constant_buffered_norm2."""
+
+
+def owned_by_rank0(profile: Profile, partition_elements: int) -> tuple[int, int, int]:
+    """Of the gradients of which rank 0 of stages 1, 2 owns any part: (elements kept, largest owned piece, pieces).
+
+    The partition is the first 1/N of the model; the parameter that crosses its end is kept whole.
+    Source: zero/stage_1_and_2.py, get_partition_info, copy_grads_in_partition.
+    """
+    start = largest = pieces = 0
+    for parameter in profile.in_order():
+        if start >= partition_elements:
+            break
+        if parameter.trainable:
+            largest = max(largest, min(parameter.elements, partition_elements - start))
+            start, pieces = start + parameter.elements, pieces + 1
+    return start, largest, pieces + (start < partition_elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """An instant of the optimizer step: what lives on the GPU on top of the states."""
+
+    name: str
+    gradients: Storages = NO_STORAGES
+    temporaries: Storages = NO_STORAGES
+
+    @property
+    def total(self) -> Storages:
+        return self.gradients + self.temporaries
+
+
+@dataclass(slots=True)
+class Filled:
+    """The gradients that wait for one reduction, as far as bytes go. `first` and `end` are places in the flat buffer.
+
+    `largest_own` is the largest piece of one gradient that rank 0 keeps, `padded` the elements with each gradient padded
+    to the ranks.
+    """
+
+    elements: int = 0
+    count: int = 0
+    padded: int = 0
+    first: int = 0
+    end: int = 0
+    largest_own: int = 0
+
+    def put(self, start: int, elements: int, padded: int, own: int) -> None:
+        if not self.count or start < self.first:
+            self.first = start
+        if start + elements > self.end:
+            self.end = start + elements
+        if own > self.largest_own:
+            self.largest_own = own
+        self.elements += elements
+        self.padded += padded
+        self.count += 1
+
+    def clear(self) -> None:
+        self.elements = self.count = self.padded = self.first = self.end = self.largest_own = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """What a step adds to the states on rank 0, and how long it lives.
+
+    `bucket`: what gradients are moved into to be reduced; from the first gradient of a backward pass to its end (stage
+    1: of the first micro-batch, to the end of the last). Empty for stage 3, whose bucket is among the states.
+    `bucket_elements`: a gradient that does not fit makes the bucket reduced first; one that is larger is reduced where
+    it is.
+    `gradient_bytes`: bytes per element of gradients, of the bucket and of everything reduced.
+    `partition_elements`: stages 1, 2: what each rank owns of the flat buffer; rank r from r times this.
+    `averaged`: stages 1, 2: rank 0's own gradients; from the first reduction that holds one of them to the optimizer
+    step.
+    `accumulators`: how many of `averaged` live while a micro-batch after the first is reduced.
+    `whole_gradients`: gradients stay whole, where autograd put them, until the last micro-batch's backward has ended.
+    `released_at_step`: of the states, what is given back while the optimizer steps.
+    `moments`: the optimizer step. `offload_cast_bytes`: bytes per element of the copy of a gradient that goes to the
+    host, else 0.
+    """
+
+    bucket: Storages
+    bucket_elements: int
+    gradient_bytes: int
+    partition_elements: int
+    averaged: Storages
+    accumulators: int
+    whole_gradients: bool
+    released_at_step: Storages
+    moments: tuple[Moment, ...]
+    offload_cast_bytes: int = 0
+    sharded: bool = False
+
+    def reduce_copy(self, gradients: tuple[tuple[int, int], ...], ranks: int) -> Storages:
+        """The flat copy that a reduction makes of gradients of the given (first element, elements), in the flat
+        buffer's order.
+        """
+        filled = Filled()
+        for start, n in gradients:
+            filled.put(start, n, ranks * shard_elements(n, ranks), 0)
+        return Storages.of(self.copy_bytes(filled, ranks)) if self.copy_bytes(filled, ranks) else NO_STORAGES
+
+    def copy_bytes(self, filled: Filled, ranks: int) -> int:
+        """The flat copy that a reduction makes of what has been filled in. Stage 3 copies unless a single gradient
+        divides evenly; padding counts. Stages 1, 2 copy if the gradients belong to several ranks; one that is larger
+        than the bucket is cut where the ranks meet and reduced in parts, each closed by the slice that fills it.
+
+        Source: zero/stage_1_and_2.py, average_tensor, allreduce_and_scatter, allreduce_bucket;
+        comm/coalesced_collectives.py, reduce_scatter_coalesced.
+        """
+        if self.sharded:
+            whole = filled.count == 1 and filled.elements % ranks == 0
+            return 0 if whole else self.gradient_bytes * filled.padded
+        owned = self.partition_elements
+        if not filled.count or filled.first // owned == (filled.end - 1) // owned:
+            return 0
+        if filled.elements <= self.bucket_elements:
+            return self.gradient_bytes * filled.elements
+        largest = part = slices = 0
+        at = filled.first
+        while at < filled.end:
+            end = min((at // owned + 1) * owned, filled.end)
+            part, slices, at = part + end - at, slices + 1, end
+            if slices > 1:  # a single slice is not copied
+                largest = max(largest, part)
+            if part > self.bucket_elements:
+                part = slices = 0
+        return self.gradient_bytes * largest
+
+    def offload_temporaries(self, elements: int) -> Storages:
+        """What moving `elements` of one reduced gradient, rank 0's part, to the host takes on the GPU at its highest.
+
+        The norm's fp64 copy, then one in the masters' dtype; stage 3 first brings back what it has put on the host.
+        Source: zero/stage_1_and_2.py, copy_grads_in_partition; zero/stage3.py, partition_grads.
+        """
+        if not self.offload_cast_bytes:
+            return NO_STORAGES
+        counted = min(elements, NORM_ELEMENTS) if self.sharded else elements
+        cast = 0 if self.offload_cast_bytes == self.gradient_bytes else self.offload_cast_bytes * elements
+        held = Storages.of(max(NORM_BYTES * counted, cast))
+        return held + Storages.of(self.gradient_bytes * elements) if self.sharded else held
+
+
+def update_temporaries(optim: str, elements: int, bytes_per_element: int) -> Storages:
+    """What the optimizer's own step allocates at its highest, beside the gradient. fp32 copies of bf16 tensors
+    included.
+
+    foreach AdamW: the root of the second moment (torch/optim/adam.py, _multi_tensor_adam). Adafactor: ``grad**2`` and
+    the update made of it (transformers/optimization.py, Adafactor.step). Fused, SGD and 8-bit kernels: nothing.
+    """
+    match optim:
+        case "adamw_torch":
+            return Storages.of(bytes_per_element * elements)
+        case "adafactor":
+            return Storages.of(4 * elements, 2 if bytes_per_element == 4 else 4)
+    return NO_STORAGES
+
+
+def _moments(
+    plan: Plan, gradients: Storages, elements: int, pieces: int, largest: int, overflow: Storages = NO_STORAGES
+) -> tuple[Moment, ...]:
+    """norm: an fp64 copy of one gradient at a time. cast: the gradients flattened, then that in the masters' dtype, all
+    alive at once. update: only the last is left, with what the optimizer allocates. A single piece is flattened without
+    a copy.
+
+    Source: zero/stage_1_and_2.py, step; zero/stage3.py, step, _prepare_fp32_grad_for_sub_group.
+    """
+    c, m = plan.compute_bytes, master_bytes(plan)
+    flattened = Storages.of(c * elements) if pieces > 1 else NO_STORAGES
+    cast = Storages.of(m * elements) if m != c else NO_STORAGES
+    stepped = cast if m != c else flattened
+    kept = gradients if not stepped.exact else NO_STORAGES
+    return (
+        Moment(name="overflow", gradients=gradients, temporaries=overflow),
+        Moment(name="norm", gradients=gradients, temporaries=Storages.of(NORM_BYTES * largest)),
+        Moment(name="cast", gradients=gradients, temporaries=flattened + cast),
+        Moment(name="update", gradients=kept, temporaries=stepped + update_temporaries(plan.optim, elements, m)),
+    )
+
+
+def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buffers:
+    """What a step adds to `states` on rank 0."""
+    ranks, c = plan.shard_degree, plan.compute_bytes
+    offloaded, sharded = offloads_optimizer(plan), stage(plan) == 3
+    averaged, owned = NO_STORAGES, 0
+    moments: tuple[Moment, ...] = (Moment(name="update"),)
+    if sharded:
+        if not offloaded:
+            group, pieces = max(sub_groups(profile, ranks, settings))
+            # fp16 looks for overflow in all gradients at once: |g| and the comparison (stage3.py, has_overflow)
+            total = shard_total(profile, ranks)
+            overflow = Storages.of(c * total) + Storages.of(total) if plan.precision == "fp16-mixed" else NO_STORAGES
+            moments = _moments(
+                plan, NO_STORAGES, group, pieces, shard_elements(largest_parameter(profile), ranks), overflow
+            )
+    else:
+        owned = flat_elements(profile.trainable_parameters, ranks) // ranks
+        kept, largest, pieces = owned_by_rank0(profile, owned)
+        if not offloaded:
+            averaged = Storages.of(c * kept)
+            moments = _moments(plan, averaged, owned, pieces, largest)
+    return Buffers(
+        bucket=NO_STORAGES if sharded else Storages.of(c * settings.reduce_bucket_size),
+        bucket_elements=settings.reduce_bucket_size,
+        gradient_bytes=c,
+        partition_elements=owned,
+        averaged=averaged,
+        accumulators=2 if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 else 1,
+        whole_gradients=stage(plan) == 1,
+        released_at_step=persistent(profile, plan, settings) if sharded else NO_STORAGES,
+        moments=moments,
+        offload_cast_bytes=master_bytes(plan) if offloaded else 0,
+        sharded=sharded,
+    )

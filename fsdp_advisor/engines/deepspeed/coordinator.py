@@ -1,0 +1,268 @@
+"""What DeepSpeed ZeRO-3 gathers, module by module, and when it gives it back.
+
+Stage 3 does not gather layers. Every module's hook gathers the module's own parameters, waits for them, and then
+prefetches those of the modules to come, at least ``stage3_prefetch_bucket_size`` elements *at every hook*, whatever is
+already on its way; only ``stage3_max_live_parameters`` stops it. A module's parameters are kept after use if they are
+needed again before ``stage3_max_reuse_distance`` elements have gone by. So up to 1e9 elements are alive with the
+defaults, and a model of fewer than about 5e8 is never given back between forward and backward.
+
+Source: zero/partitioned_param_coordinator.py (DeepSpeed 0.19.8); zero/partition_parameters.py, all_gather_coalesced.
+Steady state: the trace of modules is complete from the second micro-batch on. The modules are read off the parameters'
+names, so modules without parameters (an activation, a dropout), whose hooks prefetch too, are not seen; they only make
+it earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from fsdp_advisor.engines.deepspeed.partitions import shard_elements
+from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, offloads_parameters
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.ledger import Changes, Place
+from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.model.profile import ROOT, Parameter, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A unit's turn: `high_bytes` of gathered parameters at the highest within it, `after_bytes` when it is over.
+
+    `place` is (stack, recorded layer), or (ROOT, n) for the root's modules before the n-th stack. `rising` are the births
+    and deaths until the highest, `falling` those after it.
+    """
+
+    place: Place
+    high_bytes: int
+    after_bytes: int
+    rising: Changes = ()
+    falling: Changes = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A micro-batch's visits, in the order in which they happen, and the deaths at its end. Persistent parameters are
+    among the states, not here.
+    """
+
+    forward: tuple[Visit, ...]
+    backward: tuple[Visit, ...]
+    end: Changes = ()
+
+    @property
+    def high_bytes(self) -> int:
+        return max(visit.high_bytes for visit in self.forward + self.backward)
+
+    @property
+    def levels(self) -> Gathered:
+        """Without the births and deaths, which are most of it and only the allocator follows."""
+
+        def levels(visits: tuple[Visit, ...]) -> tuple[Visit, ...]:
+            return tuple(Visit(v.place, v.high_bytes, v.after_bytes) for v in visits)
+
+        return Gathered(levels(self.forward), levels(self.backward))
+
+
+@dataclass(slots=True)
+class _Fetcher:
+    """PartitionedParameterCoordinator, as far as bytes go. A step is a module's hook; `order` holds its parameters'
+    indices.
+    """
+
+    elements: list[int]
+    order: list[tuple[int, ...]]
+    traversed: list[int]  # all elements of the steps before each step, persistent parameters included
+    uses: list[list[int]]  # per parameter, the steps that use it
+    ranks: int
+    element_bytes: int
+    offloaded: bool
+    settings: Settings
+    size: Callable[[int], int]
+    queue: list[tuple[int, int]] = field(default_factory=list)
+    head: int = 0
+    step: int = 0
+    gathers: int = 0
+    live: int = 0
+    high: int = 0
+    rising: int = 0
+    events: list[tuple[int, int]] = field(default_factory=list)
+    born: int = 0
+    available_elements: int = 0
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)  # available parameter -> its storage and bytes
+    flight: dict[int, int] = field(default_factory=dict)  # parameter under way -> its group
+    groups: dict[int, tuple[tuple[int, int], list[int]]] = field(
+        default_factory=dict
+    )  # group -> (its buffer and bytes, not yet used)
+    fetched_for: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.queue = [(p, step) for step, parameters in enumerate(self.order) for p in parameters]
+
+    def begin_turn(self) -> None:
+        self.events, self.rising, self.high = [], 0, self.live
+
+    def _take(self, n_bytes: int) -> tuple[int, int]:
+        storage, self.born = (self.born, n_bytes), self.born + 1
+        self.events.append(storage)
+        self.live += n_bytes
+        if self.live > self.high:
+            self.high, self.rising = self.live, len(self.events)
+        return storage
+
+    def _drop(self, storage: tuple[int, int]) -> None:
+        self.events.append((storage[0], 0))
+        self.live -= storage[1]
+
+    def _gather(self, parameters: list[int]) -> None:
+        """One parameter alone becomes a view of its buffer; several share one and are copied out of it when waited
+        for.
+        """
+        if not parameters:
+            return
+        self.available_elements += sum(self.elements[p] for p in parameters)
+        shards = [shard_elements(self.elements[p], self.ranks) for p in parameters]
+        buffer = self.size(self.element_bytes * self.ranks * sum(shards))
+        self.groups[self.gathers] = (self._take(buffer), list(parameters))
+        if self.offloaded:  # the shards on their way from the host
+            for shard in [self._take(self.size(self.element_bytes * n)) for n in shards]:
+                self._drop(shard)
+        self.flight.update(dict.fromkeys(parameters, self.gathers))
+        self.gathers += 1
+
+    def _wait(self, parameter: int) -> None:
+        group = self.flight.pop(parameter, None)
+        if group is None:
+            return
+        buffer, unused = self.groups[group]
+        if len(unused) == 1 and parameter not in self.held:
+            self.held[parameter] = buffer
+            del self.groups[group]
+            return
+        if parameter not in self.held:
+            for p in unused:
+                self.held[p] = self._take(self.size(self.element_bytes * self.elements[p]))
+        unused.remove(parameter)
+        if not unused:
+            self._drop(buffer)
+            del self.groups[group]
+
+    def fetch(self) -> tuple[int, ...]:
+        """A module's hook. Source: _fetch_sub_module_impl."""
+        wanted, step = self.order[self.step], self.step
+        self._gather([p for p in wanted if p not in self.held and p not in self.flight])
+        for p in wanted:
+            self._wait(p)
+        for _ in [p for p in wanted if self.fetched_for.get(p, -1) < step]:
+            p, used = self.queue[self.head]
+            self.head += 1
+            self.fetched_for[p] = used
+        room = min(self.settings.max_live_parameters - self.available_elements, self.settings.prefetch_bucket_size)
+        ahead: list[int] = []
+        elements = 0
+        while self.head < len(self.queue) and elements < room:
+            p, used = self.queue[self.head]
+            self.head += 1
+            self.fetched_for[p] = max(self.fetched_for.get(p, -1), used)
+            if p not in self.held and p not in self.flight and p not in ahead:
+                ahead.append(p)
+                elements += self.elements[p]
+        self._gather(ahead)
+        self.step += 1
+        return wanted
+
+    def release(self, parameters: Iterable[int]) -> None:
+        """A module is done with. Source: release_sub_module, __params_to_release."""
+        for p in parameters:
+            following = next((step for step in self.uses[p] if step >= self.step), None)
+            if self.fetched_for.get(p, -1) > self.step or (
+                following is not None
+                and self.traversed[following] - self.traversed[self.step] < self.settings.max_reuse_distance
+            ):
+                continue
+            if p in self.held and p not in self.flight:
+                self._drop(self.held.pop(p))
+                self.available_elements -= self.elements[p]
+
+
+def _modules(parameters: tuple[Parameter, ...], first: int) -> list[tuple[int, ...]]:
+    """The modules of a unit in order, each as its own parameters' indices; a container comes before what it
+    contains.
+    """
+    modules: dict[str, list[int]] = {"": []}
+    for index, parameter in enumerate(parameters, start=first):
+        parts = parameter.name.split(".")[:-1]
+        for depth in range(1, len(parts) + 1):
+            modules.setdefault(".".join(parts[:depth]), [])
+        modules[".".join(parts)].append(index)
+    return [tuple(own) for own in modules.values()]
+
+
+def gathered(
+    profile: Profile, plan: Plan, settings: Settings = DEFAULTS, size: Callable[[int], int] = round_up
+) -> Gathered:
+    """The bytes of gathered parameters over one micro-batch, unit by unit; each storage's bytes go through `size`.
+
+    With activation checkpointing a layer's modules are fetched once more, in forward order, when its backward begins.
+    """
+    if plan.shard_degree == 1 and not offloads_parameters(plan):
+        settings = Settings(param_persistence_threshold=profile.parameters)  # one rank uses its shards themselves
+    elements: list[int] = []
+    units: list[tuple[Place, list[tuple[int, ...]]]] = []
+    named: dict[str, int] = {}
+
+    def add(place: Place, parameters: tuple[Parameter, ...]) -> None:
+        units.append((place, _modules(parameters, len(elements))))
+        elements.extend(p.elements for p in parameters)
+
+    root, done = profile.root.parameters, 0
+    for index, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=False)):
+        named.update((name, len(elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
+        add((ROOT, index), root[done:before])
+        done = before
+        for run in stack.runs:
+            for layer in run.pattern * run.repeats:
+                add((index, layer), stack.units[layer].parameters)
+    add((ROOT, len(profile.stacks)), root[done:])
+    units[-1][1].extend((index,) for index in named.values())  # a head tied to the embedding
+
+    turns = [(place, modules) for place, modules in units]
+    for place, modules in reversed(units):
+        back = modules[::-1] if place[0] == ROOT else [modules[0], *modules[:0:-1]]
+        again = plan.activation_checkpointing == "full" and place[0] != ROOT
+        turns.append((place, modules + back if again else back))
+
+    small = settings.param_persistence_threshold
+    order = [own for _, modules in turns for own in modules]
+    traversed = [0]
+    for own in order:
+        traversed.append(traversed[-1] + sum(elements[p] for p in own))
+    order = [tuple(p for p in own if elements[p] > small) for own in order]
+    uses: list[list[int]] = [[] for _ in elements]
+    for step, own in enumerate(order):
+        for p in own:
+            uses[p].append(step)
+    fetcher = _Fetcher(
+        elements,
+        order,
+        traversed,
+        uses,
+        plan.shard_degree,
+        plan.compute_bytes,
+        offloads_parameters(plan),
+        settings,
+        size,
+    )
+    visits = []
+    first_root = len(turns) - 1
+    for turn, (place, modules) in enumerate(turns):
+        fetcher.begin_turn()
+        for _ in modules:
+            own = fetcher.fetch()
+            if turn < first_root:  # the embedding's backward hook never fires: given back when backward has ended
+                fetcher.release(own)
+        rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
+        visits.append(Visit(place, fetcher.high, fetcher.live, rising, falling))
+    left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
+    end = tuple((storage, 0) for storage, _ in left)
+    return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]), end)

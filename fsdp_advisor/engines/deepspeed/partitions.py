@@ -1,0 +1,178 @@
+"""DeepSpeed ZeRO-1, 2 and 3: what rank 0 keeps from step to step.
+
+Read in DeepSpeed 0.19.8, under ``deepspeed/runtime/``. Stages 1 and 2 are ``zero/stage_1_and_2.py``, stage 3
+``zero/stage3.py``. What decides it is in `deepspeed_settings`, what a step adds in `deepspeed_step`, what stage 3 gathers, and
+when, in `deepspeed_zero3`, the host's share in `deepspeed_host`. N = ranks; P = trainable elements; c = bytes per element in
+which the model computes; m = bytes per element of the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp_advisor.engines.deepspeed.settings import (
+    DEFAULTS,
+    Settings,
+    master_bytes,
+    offloads_optimizer,
+    offloads_parameters,
+    stage,
+)
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.storages import NO_STORAGES, States, Storages
+from fsdp_advisor.model.profile import Parameter, Profile
+
+NORM_BYTES = 8
+"""Gradient norms are taken in fp64, of a copy. Source: zero/utils.py, get_norm_dtype."""
+BNB_BLOCK = 256
+BNB_MIN_ELEMENTS = 4096
+"""bitsandbytes (optim/optimizer.py): one fp32 absmax per 256 elements; tensors under 4096 elements keep fp32 states."""
+
+
+def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
+    """Every recorded parameter, with the number of real ones it stands for."""
+    for unit, count in profile.counted_units():
+        for parameter in unit.parameters:
+            yield parameter, count
+
+
+def flat_elements(trainable: int, ranks: int) -> int:
+    """Elements of the flat buffer of stages 1 and 2: `trainable` rounded up to 2 `ranks`; each rank owns 1/`ranks` of
+    it.
+
+    Source: zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (nccl_start_alignment_factor = 2), one parameter
+    group.
+    >>> flat_elements(1322, 2), flat_elements(1322, 3)
+    (1324, 1326)
+    """
+    return -(-trainable // (2 * ranks)) * 2 * ranks
+
+
+def shard_elements(elements: int, ranks: int) -> int:
+    """Elements each rank keeps of a parameter under stage 3; every parameter is padded by itself.
+
+    Source: zero/partition_parameters.py, Init._partition_param.
+    >>> shard_elements(29, 2)
+    15
+    """
+    return -(-elements // ranks)
+
+
+def shard_total(profile: Profile, ranks: int) -> int:
+    return sum(shard_elements(p.elements, ranks) * n for p, n in each_parameter(profile) if p.trainable)
+
+
+def sub_groups(profile: Profile, ranks: int, settings: Settings = DEFAULTS) -> list[tuple[int, int]]:
+    """(elements, parameters) of each part that stage 3 steps by itself. A part is closed by the parameter that fills
+    it.
+
+    Only a rank with more than ``sub_group_size`` elements walks the parameters one by one.
+    Source: zero/stage3.py, _create_fp16_sub_groups.
+    """
+    total = shard_total(profile, ranks)
+    if total <= settings.sub_group_size:
+        return [(total, sum(n for p, n in each_parameter(profile) if p.trainable))]
+    groups, elements, count = [], 0, 0
+    for parameter in profile.in_order():
+        if parameter.trainable:
+            elements, count = elements + shard_elements(parameter.elements, ranks), count + 1
+            if elements >= settings.sub_group_size:
+                groups.append((elements, count))
+                elements, count = 0, 0
+    return [*groups, (elements, count)] if count else groups
+
+
+def optimizer_states(optim: str, elements: int, bytes_per_element: int) -> Storages:
+    """What the optimizer keeps on the GPU for one flat partition, the masters not included.
+
+    torch's fused AdamW keeps its step count beside the moments, the others on the host or as a number. Adafactor (of
+    transformers) does not factor a 1-D tensor: its second moment is fp32 and whole, with the RMS as a scalar.
+
+    >>> optimizer_states("adamw_torch_fused", 662, 4).exact
+    5300
+    """
+    match optim:
+        case "adamw_torch_fused":
+            return Storages.of(bytes_per_element * elements, 2) + Storages.of(4)
+        case "adamw_torch":
+            return Storages.of(bytes_per_element * elements, 2)
+        case "sgd":
+            return NO_STORAGES
+        case "sgd_momentum":
+            return Storages.of(bytes_per_element * elements)
+        case "adafactor":
+            return Storages.of(4 * elements) + Storages.of(4)
+        case "adamw_bnb_8bit":
+            if elements < BNB_MIN_ELEMENTS:
+                return Storages.of(4 * elements, 2)
+            return Storages.of(elements, 2) + Storages.of(4 * -(-elements // BNB_BLOCK), 2)
+    raise ValueError(f"no DeepSpeed state count for optimizer {optim!r}")
+
+
+def shards(profile: Profile, plan: Plan) -> Storages:
+    """What rank 0 of stage 3 keeps of the parameters, persistent ones included."""
+    if offloads_parameters(plan):
+        return NO_STORAGES
+    ranks, c = plan.shard_degree, plan.compute_bytes
+    frozen = (
+        Storages.of(c * shard_elements(p.elements, ranks), n) for p, n in each_parameter(profile) if not p.trainable
+    )
+    return sum(frozen, Storages.of(c * shard_total(profile, ranks)))
+
+
+def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
+    """Small parameters that stage 3 holds whole, padded to the ranks, beside their shards: regathered after every step.
+
+    One rank alone uses its shard itself, unless that is on the host.
+    Source: zero/parameter_offload.py, mark_persistent_parameters; zero/partition_parameters.py,
+    _allgather_params_coalesced.
+    """
+    ranks, held = plan.shard_degree, NO_STORAGES
+    if ranks == 1 and not offloads_parameters(plan):
+        return held
+    for p, n in each_parameter(profile):
+        if p.elements <= settings.param_persistence_threshold:
+            held += Storages.of(plan.compute_bytes * ranks * shard_elements(p.elements, ranks), n)
+    return held
+
+
+def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> States:
+    """What rank 0 keeps on the GPU from step to step.
+
+    Stages 1, 2: the whole model in one flat buffer, masters and moments of 1/N of it, no gradients.
+    Stage 3: 1/N of every parameter in one flat buffer, the same of the gradients in the model's dtype, masters and
+    moments per sub-group, and the reduce bucket, which is never given back. Frozen parameters are sharded each by
+    itself. The gradient norm (fp32; fp64 under stage 3) and stage 3's overflow flag are counted with the optimizer.
+
+    Source: zero/stage_1_and_2.py, __init__; zero/stage3.py, _create_fp16_partitions_with_defragmentation,
+    _create_fp32_partitions, _setup_for_real_optimizer.
+    """
+    ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
+    offloaded = offloads_optimizer(plan)
+    buffers = sum((Storages.of(b.n_bytes, n) for unit, n in profile.counted_units() for b in unit.buffers), NO_STORAGES)
+    tables = Storages.of(1024, 2) if plan.optim == "adamw_bnb_8bit" and not offloaded else NO_STORAGES
+    if stage(plan) < 3:
+        flat = flat_elements(profile.trainable_parameters, ranks)
+        owned = flat // ranks
+        whole = (Storages.of(c * p.elements, n) for p, n in each_parameter(profile) if not p.trainable)
+        kept = Storages.of(m * owned) + optimizer_states(plan.optim, owned, m) + Storages.of(4) + tables
+        return States(
+            parameters=sum(whole, Storages.of(c * flat)),
+            optimizer=NO_STORAGES if offloaded else kept,
+            communication=Storages.of(c * largest_parameter(profile)) if offloaded else NO_STORAGES,
+            buffers=buffers,
+        )
+    kept = Storages.of(NORM_BYTES) + Storages.of(1) + tables
+    for elements, _ in sub_groups(profile, ranks, settings):
+        kept += Storages.of(m * elements) + optimizer_states(plan.optim, elements, m)
+    return States(
+        parameters=shards(profile, plan) + persistent(profile, plan, settings),
+        gradients=NO_STORAGES if offloaded else Storages.of(c * shard_total(profile, ranks)),
+        optimizer=NO_STORAGES if offloaded else kept,
+        communication=Storages.of(c * settings.reduce_bucket_size),
+        buffers=buffers,
+    )
+
+
+def largest_parameter(profile: Profile) -> int:
+    return max(p.elements for p, _ in each_parameter(profile) if p.trainable)

@@ -1,0 +1,80 @@
+"""What of a plan and of DeepSpeed's configuration decides memory: the stage, what is offloaded, sizes of buckets and parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The keys of ``zero_optimization`` that decide memory, in elements. Source: zero/config.py,
+    DeepSpeedZeroConfig.
+    """
+
+    reduce_bucket_size: int = 500_000_000
+    sub_group_size: int = 1_000_000_000
+    prefetch_bucket_size: int = 50_000_000
+    param_persistence_threshold: int = 100_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+
+
+DEFAULTS = Settings()
+
+
+def settings_of(profile: Profile, plan: Plan) -> Settings:
+    """DeepSpeed's defaults; under accelerate and the Trainer, what they fill in for "auto", by the model's hidden size.
+
+    Source: accelerate/accelerator.py, _prepare_deepspeed; transformers/integrations/deepspeed.py, trainer_config_finalize.
+    """
+    return settings_for(hidden_size(profile), plan)
+
+
+def settings_for(hidden: int | None, plan: Plan) -> Settings:
+    """As `settings_of`, of a model's hidden size."""
+    if hidden is None or not plan.prepared:
+        return DEFAULTS
+    if stage(plan) < 3:
+        return Settings(reduce_bucket_size=hidden * hidden)
+    return Settings(
+        reduce_bucket_size=hidden * hidden,
+        prefetch_bucket_size=int(0.9 * hidden * hidden),
+        param_persistence_threshold=10 * hidden,
+    )
+
+
+def hidden_size(profile: Profile) -> int | None:
+    """`config.hidden_size`, by whatever name the model's family writes it."""
+    text = profile.config.get("text_config")
+    for config in (profile.config, text if isinstance(text, dict) else {}):
+        for key in ("hidden_size", "n_embd", "d_model", "n_embed"):
+            if isinstance(value := config.get(key), int):
+                return value
+    return None
+
+
+def stage(plan: Plan) -> int:
+    return {"zero1": 1, "zero2": 2, "zero3": 3}[plan.strategy]
+
+
+def offloads_optimizer(plan: Plan) -> bool:
+    """Whoever offloads parameters offloads the optimizer too."""
+    return plan.offload != "none"
+
+
+def offloads_parameters(plan: Plan) -> bool:
+    """Stages 1 and 2 ignore ``offload_param``."""
+    return plan.offload == "parameters" and stage(plan) == 3
+
+
+def master_bytes(plan: Plan) -> int:
+    """Bytes per element of what the optimizer steps: fp32 masters, but bf16 ones under ``bf16``, whose configuration is
+    ``bf16_master_weights_and_grads`` with ``bf16_optimizer_states``. There is a second copy even where it has the
+    model's dtype.
+
+    Source: base_optimizer.py, ZeROOptimizer._configure_master_weights.
+    """
+    return 2 if plan.precision == "bf16" else 4

@@ -1,0 +1,85 @@
+"""Sums over a profile's units: every schedule computes a unit's bytes once per recorded layer, never per real layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import TypeVar
+
+from fsdp_advisor.memory.ledger import AT_ROOT, Place
+from fsdp_advisor.memory.storages import NO_STORAGES, Storages
+from fsdp_advisor.model.profile import Profile, Unit
+
+T = TypeVar("T")
+
+
+def per_unit(profile: Profile, compute: Callable[[Unit], T]) -> dict[Place, T]:
+    """`compute` of the root and of each recorded layer; units that are equal are computed once."""
+    known: dict[int, T] = {}
+    result = {}
+    for place, unit, _ in places(profile):
+        if id(unit) not in known:
+            known[id(unit)] = compute(unit)
+        result[place] = known[id(unit)]
+    return result
+
+
+def places(profile: Profile) -> Iterator[tuple[Place, Unit, int]]:
+    """(place, unit, number of real layers it stands for), the root first."""
+    yield AT_ROOT, profile.root, 1
+    for s, stack in enumerate(profile.stacks):
+        for layer, (unit, count) in enumerate(zip(stack.units, stack.counts, strict=True)):
+            yield (s, layer), unit, count
+
+
+def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
+    """The sum over all real units."""
+    by_place = per_unit(profile, held)
+    return _over_units(profile, by_place.__getitem__, [held(part) for part in root_parts(profile)])
+
+
+def summed(
+    profile: Profile, by_place: Mapping[Place, object], what: str, root: Sequence[Storages] | None = None
+) -> Storages:
+    """One `Held` attribute of what was computed per unit, over all real units.
+
+    `root` is what the root's parts (`root_parts`) come to; without it the root is one, and comes first.
+    """
+    return _over_units(profile, lambda place: getattr(by_place[place], what), root)
+
+
+def root_parts(profile: Profile) -> list[Unit]:
+    """The root's parameters before the first stack, before the second ..., and after the last, with all of its buffers."""
+    bounds = [0, *profile.order, len(profile.root.parameters)]
+    parts = [replace(profile.root, parameters=profile.root.parameters[a:b], buffers=()) for a, b in pairwise(bounds)]
+    return [*parts[:-1], replace(parts[-1], buffers=profile.root.buffers)]
+
+
+def _over_units(profile: Profile, of: Callable[[Place], Storages], root: Sequence[Storages] | None = None) -> Storages:
+    """Each real layer's in order, and the root's before, between and after them: the order of `model.parameters()`."""
+    parts = root or [of(AT_ROOT), *[NO_STORAGES] * len(profile.stacks)]
+    result = NO_STORAGES
+    for s, stack in enumerate(profile.stacks):
+        result += parts[s]
+        for run in stack.runs:
+            pattern = NO_STORAGES
+            for layer in run.pattern:
+                pattern += of((s, layer))
+            result += pattern * run.repeats
+    return result + parts[-1]
+
+
+@lru_cache(maxsize=256)
+def buffers(profile: Profile, floating_bytes: int | None = None) -> Storages:
+    """Registered buffers: every rank holds all of them. `floating_bytes`: per element of those that an engine casts."""
+
+    def of(unit: Unit) -> Storages:
+        result = NO_STORAGES
+        for buffer in unit.buffers:
+            element = floating_bytes if floating_bytes and buffer.is_floating else buffer.bytes_per_element
+            result += Storages.of(buffer.bytes_at(element))
+        return result
+
+    return total(profile, of)

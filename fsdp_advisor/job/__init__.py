@@ -1,0 +1,1 @@
+"""The question: what a user asks, checked, and one plan per strategy."""

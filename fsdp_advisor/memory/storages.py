@@ -1,0 +1,74 @@
+"""Tensor storages in bulk: what they hold, and what they take when each is rounded up to the allocator's 512 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+ALIGNMENT = 512
+"""Source: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize."""
+
+
+def round_up(n_bytes: int) -> int:
+    """A storage's bytes, rounded up to 512.
+
+    >>> round_up(0), round_up(1), round_up(512), round_up(513)
+    (0, 512, 512, 1024)
+    """
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+Sizes = tuple[int | tuple["Sizes", int], ...]
+"""Bytes of storages in the order in which they are made; (sizes, n) stands for the same sizes n times over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storages:
+    """Storages that live together: `exact` bytes of tensors, `rounded` bytes with each storage rounded up to 512."""
+
+    exact: int = 0
+    rounded: int = 0
+    sizes: Sizes = field(default=(), compare=False, repr=False)
+
+    @classmethod
+    def of(cls, n_bytes: int, count: int = 1) -> Storages:
+        """`count` storages of `n_bytes` each."""
+        return cls(n_bytes * count, round_up(n_bytes) * count, (n_bytes,) if count == 1 else (((n_bytes,), count),))
+
+    def __add__(self, other: Storages) -> Storages:
+        return Storages(self.exact + other.exact, self.rounded + other.rounded, self.sizes + other.sizes)
+
+    def __mul__(self, count: int) -> Storages:
+        return Storages(self.exact * count, self.rounded * count, ((self.sizes, count),))
+
+    def each(self) -> Iterator[int]:
+        """The bytes of one storage after the other; nothing is allocated for an empty one.
+
+        >>> list((Held.of(8) + Held.of(4) * 2 + Held.of(0)).each())
+        [8, 4, 4]
+        """
+        return _each(self.sizes)
+
+
+def _each(sizes: Sizes) -> Iterator[int]:
+    for size in sizes:
+        if isinstance(size, tuple):
+            inner, count = size
+            for _ in range(count):
+                yield from _each(inner)
+        elif size:
+            yield size
+
+
+NO_STORAGES = Storages()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """What rank 0 keeps on the GPU from step to step. `communication` are buffers kept for collectives (DDP's, DeepSpeed's)."""
+
+    parameters: Storages = NO_STORAGES
+    gradients: Storages = NO_STORAGES
+    optimizer: Storages = NO_STORAGES
+    communication: Storages = NO_STORAGES
+    buffers: Storages = NO_STORAGES

@@ -1,0 +1,174 @@
+"""From a hub repository's id to its config.json, through the Hugging Face cache on disk.
+
+huggingface_hub is imported only when a repository is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fsdp_advisor.errors import AdvisorError, HubError, UnknownModel, UnreadableConfig
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.config import CONFIG_HINT, MAX_CONFIG_BYTES, read_config
+
+HUB_TIMEOUT_SECONDS = 10
+
+_REPO_PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+_REPO_ID = re.compile(rf"(?:{_REPO_PART}/)?{_REPO_PART}", re.ASCII)
+
+
+def can_be_repo_id(wanted: str) -> bool:
+    """As the hub has it; nothing else is ever sent."""
+    return (
+        bool(_REPO_ID.fullmatch(wanted)) and "--" not in wanted and ".." not in wanted and not wanted.endswith(".git")
+    )
+
+
+def did_you_mean(wanted: str) -> str | None:
+    """The catalogued name most like one that the hub does not have or was not asked for, as a hint."""
+    found = catalog.nearest(wanted) if len(wanted) <= 200 else []
+    return f"did you mean {found[0]}?" if found else None
+
+
+def download(name: str, *, for_strangers: bool = False) -> tuple[bytes, tuple[str, ...]]:
+    """The config.json of a hub repository, through the Hugging Face cache on disk.
+
+    One request for the headers goes first: unlike hf_hub_download it neither retries nor writes when it fails.
+    `for_strangers`: what the public may see and nothing else. No token is sent, nothing on this disk is read or kept, and
+    no other host than the hub is asked.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
+
+    timeout = min(constants.HF_HUB_ETAG_TIMEOUT, HUB_TIMEOUT_SECONDS)
+    try:
+        with _quiet_hub():
+            token = False if for_strangers else None
+            found = get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=timeout, token=token)
+            if found.commit_hash is None or found.etag is None:
+                raise HubError(
+                    f"{_hub()} does not answer as a hub does", hint="check HF_ENDPOINT and the network's proxy"
+                )
+            if found.size is not None and found.size > MAX_CONFIG_BYTES:
+                raise UnreadableConfig(f"{name}: larger than 1 MiB, so no config.json", hint=CONFIG_HINT)
+            if for_strangers and urlsplit(found.location).netloc != urlsplit(constants.ENDPOINT).netloc:
+                raise UnreadableConfig(f"{name}: its config.json is not on the hub itself", hint=CONFIG_HINT)
+            return _downloaded(name, timeout) if for_strangers else _fetched(name, timeout), ()
+    except AdvisorError:
+        raise
+    except Exception as error:
+        explained = _hub_error(name, error)
+        no_use = for_strangers or isinstance(error, EntryNotFoundError)
+        here = None if no_use else try_to_load_from_cache(name, "config.json")
+        if not isinstance(here, str):
+            raise explained from error
+        why = "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else explained.message
+        return read_config(Path(here), name), (f"config.json is from the local Hugging Face cache: {why}",)
+
+
+def _fetched(name: str, timeout: float) -> bytes:
+    from huggingface_hub import hf_hub_download
+
+    try:  # and where the Hugging Face cache cannot be written, past it
+        return read_config(Path(hf_hub_download(name, "config.json", etag_timeout=timeout)), name)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
+            raise
+    return _downloaded(name, timeout, token=None)
+
+
+def _downloaded(name: str, timeout: float, token: bool | None = False) -> bytes:
+    """Past the Hugging Face cache."""
+    from huggingface_hub import hf_hub_download
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = hf_hub_download(name, "config.json", etag_timeout=timeout, cache_dir=folder, token=token)
+        return read_config(Path(path), name)
+
+
+def _hub_error(name: str, error: Exception) -> AdvisorError:
+    """What went wrong, in one line. Never the library's own text: it may quote the token."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    guess = did_you_mean(name)
+    if isinstance(error, OfflineModeIsEnabled):
+        if guess:
+            return UnknownModel(name, hint=f"{guess} (the hub was not asked: HF_HUB_OFFLINE is set)")
+        return HubError(
+            f"{name} is not in the catalog, and HF_HUB_OFFLINE forbids to ask the hub",
+            hint="unset HF_HUB_OFFLINE, or name a directory that holds the model's config.json",
+        )
+    if isinstance(error, EntryNotFoundError):
+        return UnreadableConfig(
+            f"{name}: the hub repository has no config.json",
+            hint="is it an adapter or a conversion? name its base model",
+        )
+    if isinstance(error, GatedRepoError):
+        return HubError(f"{name} is gated on the hub", hint=f"accept its licence at {_hub()}/{name}, then set HF_TOKEN")
+    if isinstance(error, RepositoryNotFoundError):
+        return UnknownModel(name, hint=f"{guess or 'the hub has no such repository'} (if it is private, set HF_TOKEN)")
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        status = error.response.status_code
+        if status in (401, 403):
+            hint = f"check HF_TOKEN, and that its account may read {_hub()}/{name}"
+            return HubError(f"the hub refused {name} (HTTP status {status})", hint=hint)
+        return HubError(f"the hub failed to give {name} (HTTP status {status})", hint="try again in a while")
+    hint = "check the network and HF_ENDPOINT, or name a directory that holds the model's config.json"
+    return HubError(
+        f"{name} is not in the catalog, and {_hub()} cannot be reached: {_reason(error)}",
+        hint=f"{guess} If not, {hint}" if guess else hint,
+    )
+
+
+def _reason(error: BaseException | None) -> str:
+    names = []
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        names.append(type(error).__name__)
+        error = error.__cause__ or error.__context__
+    return "no answer in time" if any("Timeout" in n for n in names) else names[0]
+
+
+def _hub() -> str:
+    """The hub's address, without credentials."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+@contextlib.contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """No progress bar for a kilobyte, no log lines beside our own, and no request but for the file."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    logger, bars = logging.getLogger("huggingface_hub"), "huggingface_hub.http_get"
+    level, telemetry = logger.level, constants.HF_HUB_DISABLE_TELEMETRY
+    silence = not are_progress_bars_disabled(bars) and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+    logger.setLevel(logging.CRITICAL)
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    if silence:
+        disable_progress_bars(bars)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        constants.HF_HUB_DISABLE_TELEMETRY = telemetry
+        if silence:
+            enable_progress_bars(bars)

@@ -1,0 +1,382 @@
+"""A model's profile: everything about it that decides memory, as pure data.
+
+A profile is an inventory of parameters, grouped into the units that sharded training gathers, and a set of tapes. A tape is
+the record of one training step of the model on one device: which tensor storages were born and died, in order, with sizes as
+polynomials in the micro-batch B and the sequence length T. Layers of a kind behave alike, so a tape holds a few recorded
+layers and the profile says which recorded layer stands for each real one.
+
+Shapes: B = micro-batch (sequences), T = tokens per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from fsdp_advisor.errors import ErrorPayload
+
+MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
+Polynomial = tuple[int, int, int, int, int, int]
+
+ROOT = -1
+"""The unit index of the root: what no layer holds (embedding, final norm, head)."""
+
+
+def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
+    """The value of a polynomial over ``MONOMIALS`` at micro-batch `b` and `t` tokens.
+
+    >>> evaluate((1, 0, 0, 2, 0, 0), b=3, t=5)
+    31
+    """
+    c1, cb, ct, cbt, cbt2, ct2 = polynomial
+    return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
+
+
+def evaluate_all(polynomials: Iterable[Polynomial], b: int, t: int) -> list[int]:
+    """`evaluate` of many.
+
+    >>> evaluate_all([(1, 0, 0, 2, 0, 0), (0, 1, 0, 0, 0, 1)], b=3, t=5)
+    [31, 28]
+    """
+    bt, bt2, t2 = b * t, b * t * t, t * t
+    return [c1 + cb * b + ct * t + cbt * bt + cbt2 * bt2 + ct2 * t2 for c1, cb, ct, cbt, cbt2, ct2 in polynomials]
+
+
+class Staging(NamedTuple):
+    """The size of what a GPU stages to sum `rows` rows of `columns` elements into one (`memory.staging`)."""
+
+    rows: Polynomial
+    columns: Polynomial
+
+
+Size = Polynomial | Staging
+"""Of a storage, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter tensor, tied names counted once. `name` is relative to its unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    tied: tuple[str, ...] = ()
+    elements: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elements", prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A registered buffer that lives as long as the model. `bytes_per_element` in its own dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_per_element: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.bytes_at(self.bytes_per_element)
+
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.dtype
+
+    def bytes_at(self, bytes_per_element: int) -> int:
+        return prod(self.shape) * bytes_per_element
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one all-gather brings together: a layer of some kind, or the root."""
+
+    kind: str
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.parameters, self.buffers))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"kind": self.kind, "parameters": self.parameters, "buffers": self.buffers}
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(p.elements for p in self.parameters)
+
+    @cached_property
+    def trainable_elements(self) -> int:
+        return sum(p.elements for p in self.parameters if p.trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`repeats` times the same pattern of recorded layers, in forward order."""
+
+    pattern: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of layers that run one after the other (a decoder; an encoder)."""
+
+    path: str
+    units: tuple[Unit, ...]  # one per recorded layer
+    runs: tuple[Run, ...]  # which recorded layer stands for each real one
+
+    @cached_property
+    def depth(self) -> int:
+        return sum(len(run.pattern) * run.repeats for run in self.runs)
+
+    def layers(self) -> Iterator[Unit]:
+        """Every real layer's unit, in forward order."""
+        for run in self.runs:
+            for _ in range(run.repeats):
+                for recorded in run.pattern:
+                    yield self.units[recorded]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many real layers each recorded layer stands for."""
+        counts = [0] * len(self.units)
+        for run in self.runs:
+            for recorded in run.pattern:
+                counts[recorded] += run.repeats
+        return tuple(counts)
+
+
+class Category(IntEnum):
+    """What a storage on a tape is. The overlay of a strategy adds the rest (states, gathered units, communication)."""
+
+    TEMPORARY = 0  # born and dead inside one phase
+    ACTIVATION = 1  # saved in forward for backward
+    LOSS = 2  # the logits and what the loss makes of them
+    CAST_PARAMETER = 3  # autocast's copy of a weight
+    INPUT = 4  # the batch
+    UNSHARDED_GRADIENT = 5  # a part of a gradient that autograd or FSDP1 sums or concatenates before it is `param.grad`
+    SCRATCH = 6  # a kernel's own working memory: part of what is allocated, not of the tensors
+    GRADIENT = 7  # becomes `param.grad`: 7 + 2 * index of the parameter in its unit + (1 if the unit is the root)
+
+
+class Op(IntEnum):
+    """The kinds of event on a tape, each with two arguments."""
+
+    ALLOC = 0  # (size, category)
+    FREE = 1  # (segment of birth, index among that segment's births)
+    PRE_FORWARD = 2  # a unit's forward begins: (1 if the root's else 0, 0)
+    POST_FORWARD = 3
+    PRE_BACKWARD = 4
+    POST_BACKWARD = 5
+    GRAD_READY = 6  # (parameter, 1 if the root's else 0): accumulated into param.grad
+
+
+Event = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What happens between two layer boundaries of the recorded step.
+
+    `phase` is ``forward`` or ``backward``; `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch of root code.
+    `flops` are of matrix products and of attention, `traffic_bytes` what all other operators read and write, `operators` their number.
+    """
+
+    phase: str
+    stack: int
+    layer: int
+    events: tuple[Event, ...]
+    matmul_flops: Polynomial = (0, 0, 0, 0, 0, 0)
+    attention_flops: Polynomial = (0, 0, 0, 0, 0, 0)
+    traffic_bytes: Polynomial = (0, 0, 0, 0, 0, 0)
+    operators: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Tape:
+    """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T.
+
+    Scratch that sums over rows take on a GPU has its rows and columns for a size.
+    """
+
+    sizes: tuple[Size, ...]
+    segments: tuple[Segment, ...]
+
+    def read(self) -> Tape:
+        """The tape with all of it at hand, for whoever goes through its events."""
+        return self
+
+    @cached_property
+    def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per segment, (size, category) of each storage born there, in order."""
+        return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0
+
+    @cached_property
+    def stages(self) -> bool:
+        """Whether a sum over rows stages anything, so that its scratch hangs on the GPU."""
+        sizes = self.sizes
+        return any(isinstance(sizes[size], Staging) for born in self.births for size, _ in born)
+
+
+SDPA_ON_GPU = "sdpa_on_gpu"
+"""The attention of tapes on which sdpa runs as on a GPU; those of `sdpa` are as under fake tensors."""
+SDPA_ON_GPU_WINDOWED = "sdpa_on_gpu_windowed"
+"""Likewise, of sequences no shorter than the model's sliding window, for which some layers need a mask."""
+SDPA_BY_CUDNN = "sdpa_by_cudnn"
+SDPA_BY_CUDNN_WINDOWED = "sdpa_by_cudnn_windowed"
+"""Likewise both in half precision on Hopper and Blackwell, where sdpa prefers cuDNN."""
+EAGER_ON_GPU = "eager_on_gpu"
+"""Likewise of `eager`: what CUDA keeps of dropout, and casts under autocast."""
+FSDP1_UNDER_AUTOCAST = "fsdp1+autocast"
+"""How accelerate, and the Trainer through it, runs FSDP1's mixed precision (accelerator.py, `prepare_model`)."""
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """Which code path a tape was recorded on.
+
+    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast``; `precision` as in
+    the request; `attention` as in the request, or what it comes to on a GPU (SDPA_ON_GPU to EAGER_ON_GPU above); `single` says that
+    B = 1, which some models treat apart.
+    """
+
+    engine: str
+    precision: str
+    attention: str
+    checkpointing: str
+    single: bool
+
+    @property
+    def mixed(self) -> bool:
+        return self.precision.endswith("-mixed")
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forward runs under autocast."""
+        return self.mixed and (self.engine == "plain" or self.prepared)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether accelerate has prepared the model: outputs are in fp32, layers are checkpointed within their units."""
+        return self.engine == FSDP1_UNDER_AUTOCAST
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is what a GPU runs; else what PyTorch does under fake tensors on a CPU."""
+        return self.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, EAGER_ON_GPU, "flash_attention_2") or self.by_cudnn
+
+    @property
+    def by_cudnn(self) -> bool:
+        """Whether sdpa prefers cuDNN."""
+        return self.attention in (SDPA_BY_CUDNN, SDPA_BY_CUDNN_WINDOWED)
+
+    @property
+    def flattens(self) -> bool:
+        """Whether a unit's parameters are views of one flat parameter."""
+        return self.engine.startswith("fsdp1")
+
+    @cached_property
+    def key(self) -> str:
+        return "|".join((self.engine, self.precision, self.attention, self.checkpointing, "1" if self.single else "n"))
+
+    @classmethod
+    def from_key(cls, key: str) -> Variant:
+        engine, precision, attention, checkpointing, single = key.split("|")
+        return cls(engine, precision, attention, checkpointing, single == "1")
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile.
+
+    `refusals` say why variants have no tape, by their keys: what cannot be recorded with `versions` is not tried again.
+    """
+
+    name: str
+    task: str
+    root: Unit
+    stacks: tuple[Stack, ...]
+    order: tuple[int, ...]  # of the root's parameters: how many precede the first stack, then the second ...
+    max_seq_len: int | None
+    config: dict[str, object]
+    versions: dict[str, str]
+    tapes: MutableMapping[str, Tape] = field(default_factory=dict)
+    refusals: dict[str, ErrorPayload] = field(default_factory=dict)
+
+    def layers(self) -> Iterator[Unit]:
+        for stack in self.stacks:
+            yield from stack.layers()
+
+    def counted_units(self) -> Iterator[tuple[Unit, int]]:
+        """The root, then each recorded layer's unit, with the number of real ones it stands for."""
+        yield self.root, 1
+        for stack in self.stacks:
+            yield from zip(stack.units, stack.counts, strict=True)
+
+    def in_order(self) -> Iterator[Parameter]:
+        """Every real parameter, in the order of `model.parameters()`."""
+        done = 0
+        for before, stack in zip(self.order, self.stacks, strict=True):
+            yield from self.root.parameters[done:before]
+            done = before
+            for unit in stack.layers():
+                yield from unit.parameters
+        yield from self.root.parameters[done:]
+
+    @cached_property
+    def parameters(self) -> int:
+        """Unique parameters, tied ones once."""
+        return sum(unit.elements * count for unit, count in self.counted_units())
+
+    @cached_property
+    def trainable_parameters(self) -> int:
+        return sum(unit.trainable_elements * count for unit, count in self.counted_units())
+
+    @cached_property
+    def window(self) -> int | None:
+        """Tokens that a layer with a sliding window looks back; None where the configuration names no such layers."""
+        value = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
+        return value if isinstance(value, int) and value > 0 else None
+
+    @cached_property
+    def experts(self) -> int | None:
+        """Experts that a layer chooses among; None of a model without. transformers stacks their weights on dim 0."""
+        stacked = [
+            p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if "experts" in p.name.split(".")
+        ]
+        return max(stacked, default=None)
+
+    @cached_property
+    def image_tokens(self) -> int | None:
+        """Tokens that an image becomes: those that have a learned place, else its patches; None of a model without.
+
+        ViT of 224 x 224 in patches of 16: 14 x 14 and one for the class, 197. Source: transformers, ViTEmbeddings.
+        """
+        for parameter in self.root.parameters:
+            if parameter.name.endswith("position_embeddings") and len(parameter.shape) == 3:
+                return parameter.shape[1]
+        size, patch = self.config.get("image_size"), self.config.get("patch_size")
+        return (size // patch) ** 2 if isinstance(size, int) and isinstance(patch, int) else None
+
+    def fills_window(self, seq_len: int) -> bool:
+        """Whether sequences of this length look farther back than the window. Source: transformers' `_ignore_causal_mask_sdpa`."""
+        return self.window is not None and seq_len >= self.window
+
+    @cached_property
+    def largest_parameter_elements(self) -> int:
+        return max(p.elements for unit, _ in self.counted_units() for p in unit.parameters)
+
+    @property
+    def layer_classes(self) -> tuple[str, ...]:
+        """The classes a transformer wrapping policy names, in order of appearance."""
+        return tuple(dict.fromkeys(u.kind for s in self.stacks for u in s.units))

@@ -1,0 +1,240 @@
+"""Profiles as bytes: what the catalog ships and the cache keeps.
+
+A stored profile is a zlib or LZMA stream of a JSON header, a zero byte, and the events of all tapes in three columns: the kinds, in one
+byte each, then the first and the second arguments, in two bytes each, little-endian.
+Variants share most of their segments and sizes, so both are pooled. Reading is lazy: in memory a tape is a few hundred bytes of the
+stream until it is looked at, and again when it has not been for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from fsdp_advisor.model.profile import (
+    Buffer,
+    Parameter,
+    Polynomial,
+    Profile,
+    Run,
+    Segment,
+    Size,
+    Stack,
+    Staging,
+    Tape,
+    Unit,
+)
+
+FORMAT = 2
+RECORDING = 4
+"""To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
+_COLUMNS = "BHH"
+"""The type of each column of events, as `array` has it."""
+
+
+class StoredTapes(MutableMapping[str, Tape]):
+    """The tapes of a stored profile: kept as the bytes they came in, opened and read when they are looked at."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._tapes: dict[str, Tape] = {sys.intern(key): StoredTape(data, key) for key in _opened(data).header["tapes"]}
+
+    def __getitem__(self, key: str) -> Tape:
+        return self._tapes[key]
+
+    def __setitem__(self, key: str, tape: Tape) -> None:
+        self._tapes[key] = tape
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("a profile keeps its tapes")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._tapes))
+
+    def __len__(self) -> int:
+        return len(self._tapes)
+
+
+class StoredTape(Tape):
+    """A tape that is read when it is looked at, and forgotten when enough others have been since."""
+
+    def __init__(self, data: bytes, key: str) -> None:
+        self.__dict__.update(_data=data, _key=key)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        return self.read().sizes
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.read().segments
+
+    @property
+    def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return self.read().births
+
+    def read(self) -> Tape:
+        return _tape(self.__dict__["_data"], self.__dict__["_key"])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Opened:
+    """A stored profile's two parts."""
+
+    header: dict[str, Any]
+    columns: tuple[array[int], ...]
+
+
+@lru_cache(maxsize=2)
+def _opened(data: bytes) -> _Opened:
+    raw = lzma.decompress(data) if data[:6] == b"\xfd7zXZ\0" else zlib.decompress(data)
+    text, _, blob = raw.partition(b"\0")
+    header = json.loads(text)
+    if header["format"] != FORMAT:
+        raise ValueError(f"format {header['format']}, not {FORMAT}")
+    header["sizes"] = [_size(row) for row in header["sizes"]]
+    columns = tuple(array(code) for code in _COLUMNS)
+    count, at = len(blob) // sum(column.itemsize for column in columns), 0
+    for column in columns:
+        column.frombytes(blob[at : at + count * column.itemsize])
+        at += count * column.itemsize
+        if sys.byteorder == "big":
+            column.byteswap()
+    return _Opened(header, columns)
+
+
+@lru_cache(maxsize=8)
+def _tape(data: bytes, key: str) -> Tape:
+    opened = _opened(data)
+    sizes = opened.header["sizes"]
+
+    def segment(row: list[Any]) -> Segment:
+        phase, stack, layer, start, count, matmul, attention, traffic, operators = row
+        columns = [column[start : start + count] for column in opened.columns]
+        events = tuple(zip(*columns, strict=True))
+        return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
+
+    return Tape(tuple(sizes), tuple([segment(opened.header["segments"][i]) for i in opened.header["tapes"][key]]))
+
+
+def dump(profile: Profile, *, small: bool = False) -> bytes:
+    """The profile with all its tapes. `small` takes longer to write and to read, for what is shipped."""
+    sizes: dict[Any, int] = {}
+    pool: dict[Any, int] = {}
+    table: list[list[Any]] = []
+    columns = tuple(array(code) for code in _COLUMNS)
+
+    def size(polynomial: Size) -> int:
+        return sizes.setdefault(polynomial, len(sizes))
+
+    tapes = {}
+    for key in sorted(profile.tapes):
+        tape = profile.tapes[key]
+        indices = []
+        for s in tape.segments:
+            events = tuple([(op, a if op else size(tape.sizes[a]), b) for op, a, b in s.events])  # Op.ALLOC is 0
+            row = (
+                s.phase,
+                s.stack,
+                s.layer,
+                size(s.matmul_flops),
+                size(s.attention_flops),
+                size(s.traffic_bytes),
+                s.operators,
+            )
+            if (row, events) not in pool:
+                pool[row, events] = len(table)
+                table.append([*row[:3], len(columns[0]), len(events), *row[3:]])
+                for part, column in enumerate(columns):
+                    column.extend([event[part] for event in events])
+            indices.append(pool[row, events])
+        tapes[key] = indices
+    header = {
+        "format": FORMAT,
+        "name": profile.name,
+        "task": profile.task,
+        "max_seq_len": profile.max_seq_len,
+        "config": profile.config,
+        "versions": profile.versions,
+        "order": profile.order,
+        "root": _unit_row(profile.root),
+        "stacks": [
+            {"path": s.path, "runs": [[r.pattern, r.repeats] for r in s.runs], **_pooled_units(s.units)}
+            for s in profile.stacks
+        ],
+        "sizes": list(sizes),
+        "segments": table,
+        "tapes": tapes,
+        "refusals": profile.refusals,
+    }
+    if sys.byteorder == "big":
+        for column in columns:
+            column.byteswap()
+    raw = json.dumps(header, separators=(",", ":")).encode() + b"\0" + b"".join(column.tobytes() for column in columns)
+    return lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME) if small else zlib.compress(raw, 6)
+
+
+def load(data: bytes) -> Profile:
+    """The profile that was dumped. Raises ValueError where the bytes are not one."""
+    try:
+        header = _opened(data).header
+        return Profile(
+            name=header["name"],
+            task=header["task"],
+            root=_unit(header["root"]),
+            stacks=tuple(_stack(s) for s in header["stacks"]),
+            order=tuple(header["order"]),
+            max_seq_len=header["max_seq_len"],
+            config=header["config"],
+            versions=header["versions"],
+            tapes=StoredTapes(data),
+            refusals=dict(header.get("refusals", {})),
+        )
+    except (KeyError, TypeError, IndexError, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a stored profile: {type(error).__name__}: {error}") from error
+
+
+def _size(row: list[Any]) -> Size:
+    """A polynomial's coefficients, or two such rows."""
+    return Staging(*map(tuple, row)) if len(row) == len(Staging._fields) else cast(Polynomial, tuple(row))
+
+
+def _unit_row(unit: Unit) -> list[Any]:
+    return [
+        unit.kind,
+        [[p.name, p.shape, p.trainable, p.tied] for p in unit.parameters],
+        [[b.name, b.shape, b.dtype, b.bytes_per_element] for b in unit.buffers],
+    ]
+
+
+def _pooled_units(units: tuple[Unit, ...]) -> dict[str, Any]:
+    rows: list[Any] = []
+    index = []
+    for unit in units:
+        row = _unit_row(unit)
+        if row not in rows:
+            rows.append(row)
+        index.append(rows.index(row))
+    return {"kinds": rows, "units": index}
+
+
+def _unit(row: list[Any]) -> Unit:
+    kind, parameters, buffers = row
+    return Unit(
+        kind,
+        tuple(Parameter(n, tuple(s), t, tuple(ties)) for n, s, t, ties in parameters),
+        tuple(Buffer(n, tuple(s), d, b) for n, s, d, b in buffers),
+    )
+
+
+def _stack(row: dict[str, Any]) -> Stack:
+    kinds = [_unit(k) for k in row["kinds"]]
+    runs = tuple(Run(tuple(pattern), repeats) for pattern, repeats in row["runs"])
+    return Stack(row["path"], tuple(kinds[i] for i in row["units"]), runs)

@@ -1,0 +1,114 @@
+"""What PyTorch does on CUDA and not on the CPU, on whose tensors a recording runs, where it decides what is kept for backward.
+
+Dropout keeps a mask of one byte per element on CUDA; on the CPU a factor per element in the tensor's own dtype.
+`torch.autocast` runs softmax, normalisation and powers in fp32 on CUDA; on the CPU it leaves them in half precision.
+Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`; aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and
+AT_FORALL_FP32_SET_OPT_DTYPE (torch 2.13). Seen on GPUs: `tests/memory/published_memory.yaml`, the rows on BERT.
+The CPU casts what cross_entropy_loss takes; on CUDA it keeps logarithms of probabilities in half precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fsdp_advisor.recording.flash import scratch
+
+IN_FP32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm",
+    "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist", "pdist", "renorm", "logsumexp",
+)  # fmt: skip
+"""Autocast casts their arguments on CUDA. What it casts on the CPU too is left out."""
+IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
+"""They take a dtype, which is fp32 there if none is given."""
+
+AS_IT_IS = "cross_entropy_loss"
+"""What autocast casts on the CPU alone."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """While this lasts, operators on CPU tensors keep what they keep on CUDA, and `torch.autocast("cpu")` casts as CUDA's."""
+    autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
+    autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        autograd.impl(torch.ops.aten.dropout.default, _dropout)
+        for names, kernel in ((IN_FP32, _cast), (IN_FP32_UNLESS_ASKED, _cast_unless_asked)):
+            for name in names:
+                operator = _operator(name)
+                autocast.impl(operator, functools.partial(kernel, operator))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the CPU's kernel is put aside
+            autocast.impl(_operator(AS_IT_IS), torch.library.fallthrough_kernel)
+        yield
+    finally:
+        autocast._destroy()
+        autograd._destroy()
+
+
+@contextlib.contextmanager
+def softmax_scratch() -> Iterator[None]:
+    """While this lasts, softmax's backward takes the scratch that it takes on CUDA: the product of gradient and output.
+
+    Source: aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out. As scratch it is no part of a step's tensors.
+    """
+    autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
+    operator = torch.ops.aten._softmax_backward_data.default
+
+    def backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            with scratch():
+                product = grad * output
+            result: torch.Tensor = operator(grad, output, dim, input_dtype)
+        del product
+        return result
+
+    try:
+        autograd.impl(operator, backward)
+        yield
+    finally:
+        autograd._destroy()
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0 or not tensor.numel():
+        return tensor  # which the decomposition in Python copies
+    if p == 1:
+        return tensor * tensor.new_zeros(())
+    kept: torch.Tensor = torch.ops.aten.native_dropout.default(tensor, p, train)[0]
+    return kept
+
+
+def _cast(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.float() if _is_half(t) else t, (args, kwargs))
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return operator(*args, **kwargs)
+
+
+def _cast_unless_asked(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    last = operator._schema.arguments[len(args) - 1].name
+    asked = args[-1] if last == "dtype" else kwargs.get("dtype")
+    if asked is None and _is_half(args[0]):
+        args = args[:-1] if last == "dtype" else args
+        kwargs = {**kwargs, "dtype": torch.float32}
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return operator(*args, **kwargs)
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)

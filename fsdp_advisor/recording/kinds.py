@@ -1,0 +1,111 @@
+"""Which layers are alike, and how few of them must be recorded.
+
+Two layers are of a kind when their code, their parameters and their settings are the same. What a layer does to memory also
+depends on its neighbours (it frees what they made), so a recorded layer stands for every real layer whose two neighbours on
+either side are of the same kinds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+
+from torch import nn
+
+from fsdp_advisor.model.profile import Run
+
+RADIUS = 2
+_POSITION = re.compile(r"(layer|block)_?(idx|id|index|number|num)$|^training$|^_")
+
+
+def signature(layer: nn.Module) -> Hashable:
+    """Equal for layers of a kind: classes, parameter and buffer shapes, and plain settings other than the layer's position."""
+    settings = []
+    for name, module in layer.named_modules():
+        values = sorted(
+            (key, bool(value) if isinstance(value, float) else value)
+            for key, value in vars(module).items()
+            if (value is None or isinstance(value, (bool, int, str, float))) and not _POSITION.search(key)
+        )
+        settings.append((name, type(module).__name__, repr(values)))
+    tensors = [
+        (n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in (*layer.named_parameters(), *layer.named_buffers())
+    ]
+    return (tuple(settings), tuple(tensors))
+
+
+def contexts(kinds: Sequence[int]) -> list[tuple[int, ...]]:
+    """Each layer's kind with those of its neighbours; -1 beyond the ends.
+
+    >>> contexts([0, 0])
+    [(-1, -1, 0, 0, -1), (-1, 0, 0, -1, -1)]
+    """
+    padded = [-1] * RADIUS + list(kinds) + [-1] * RADIUS
+    return [tuple(padded[i : i + 2 * RADIUS + 1]) for i in range(len(kinds))]
+
+
+def representatives(kinds: Sequence[int]) -> list[int]:
+    """Indices of a shortest-effort subsequence of layers in which every context of the whole still occurs.
+
+    Cuts out what lies between two places that look alike, as long as no context is lost.
+    >>> representatives([0] * 32)
+    [0, 28, 29, 30, 31]
+    """
+    kept = list(range(len(kinds)))
+    wanted = set(contexts(kinds))
+    window = 2 * RADIUS
+
+    def look(indices: list[int], at: int) -> tuple[int, ...]:
+        return tuple(kinds[i] for i in indices[at : at + window])
+
+    start = 1  # the first layer stays, and with it the phase of a pattern
+    while start + window <= len(kept):
+        here = look(kept, start)
+        for end in range(len(kept) - window, start, -1):
+            if look(kept, end) == here:
+                shorter = kept[:start] + kept[end:]
+                if set(contexts([kinds[i] for i in shorter])) == wanted:
+                    kept = shorter
+                    break
+        else:
+            start += 1
+    return kept
+
+
+def runs(kinds: Sequence[int], kept: Sequence[int]) -> tuple[Run, ...]:
+    """Every real layer as a recorded one, with repeated patterns folded.
+
+    >>> runs([0] * 32, [0, 28, 29, 30, 31])
+    (Run(pattern=(0, 1), repeats=1), Run(pattern=(2,), repeats=28), Run(pattern=(3, 4), repeats=1))
+    """
+    real = contexts(kinds)
+    short = contexts([kinds[k] for k in kept])
+    recorded = {context: i for i, context in enumerate(short)}
+    sequence = [recorded[context] for context in real]
+    for i in range(
+        (len(short) + 1) // 2
+    ):  # what happens once in a stack happens near its ends: those stand for themselves
+        if short[i] != real[i]:
+            break
+        sequence[i] = i
+    for i in range(1, len(short) // 2 + 1):
+        if short[-i] != real[-i]:
+            break
+        sequence[-i] = len(short) - i
+    folded: list[Run] = []
+    at = 0
+    while at < len(sequence):
+        best = (1, 1)
+        for period in range(1, (len(sequence) - at) // 2 + 1):
+            repeats = 1
+            while sequence[at + repeats * period : at + (repeats + 1) * period] == sequence[at : at + period]:
+                repeats += 1
+            if repeats > 1 and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        period, repeats = best
+        if repeats == 1 and folded and folded[-1].repeats == 1:
+            folded[-1] = Run((*folded[-1].pattern, sequence[at]), 1)
+        else:
+            folded.append(Run(tuple(sequence[at : at + period]), repeats))
+        at += period * repeats
+    return tuple(folded)

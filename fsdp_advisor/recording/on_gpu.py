@@ -1,0 +1,284 @@
+"""A step as a GPU runs it, for recording on a machine that has none; above all sdpa.
+
+Under fake tensors on a CPU transformers cannot read that no sequences are packed, so it makes a mask and repeats the key and
+value heads; and PyTorch takes the CPU's kernel. On CUDA there is no mask unless a sliding window is filled or the model's code
+always makes one, and PyTorch 2.13 takes (ATen/native/transformers/cuda/sdp_utils.cpp)
+
+- in half precision on Hopper and Blackwell cuDNN's kernel, but for dropout and for masks that learn;
+- the flash kernel in half precision without a mask;
+- else the memory-efficient kernel where queries have as many heads as keys, and heads are multiples of 16 bytes;
+- else none: `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp) makes the whole score matrix. So it
+  is in fp32 with every model of grouped queries: without a mask transformers passes `enable_gqa` (integrations/
+  sdpa_attention.py, `use_gqa_in_sdpa`), which the memory-efficient kernel does not know (its `supports_gqa` is false;
+  PyTorch's main branch learnt it after 2.13, in pull request 191085).
+
+A mask of bools becomes one of floats in each call and is kept for backward. Left out: what pads T to multiples of 16 or 32,
+and the flash kernel's scratch in forward where few heads and rows leave multiprocessors idle.
+What else CUDA does otherwise, dropout and autocast, is in `cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from transformers import masking_utils
+
+from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.flash import cudnn, flash, scratch
+
+HEAD_BYTES = 16
+"""What a row of a head is a multiple of. Source: sdp_utils.cpp, minimum_gemm_alignment."""
+FLASH_HEAD = 256
+"""Of flash and of cuDNN. Source: sdp_utils.cpp, check_head_dim_size_flash and check_cudnn_tensor_shapes."""
+
+_find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
+
+
+@contextlib.contextmanager
+def as_on_gpu(*, by_cudnn: bool = False) -> Iterator[None]:
+    """What runs here runs as on a GPU: attention, dropout, autocast, and the search for packed sequences, which finds none.
+
+    `by_cudnn` says that sdpa prefers cuDNN there.
+    """
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", attention_by_cudnn if by_cudnn else attention),
+        as_on_cuda(),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_packed_sequences),
+    ):
+        yield
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    by_cudnn: bool = False,
+) -> torch.Tensor:
+    """As `torch.nn.functional.scaled_dot_product_attention` on CUDA: q, k, v are (B, H, T, D)."""
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(half) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(half)
+    with torch.autocast("cpu", enabled=False):
+        known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]  # how heads come together
+        if by_cudnn and known and _cudnn_takes(query, key, value, attn_mask, dropout_p):
+            bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return cudnn(q, k, v, bias).transpose(1, 2)
+        if known and _flash_takes(query, key, value, attn_mask):
+            return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+        fused = _efficient_takes(query, key, value, attn_mask)
+        bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
+        if not fused:
+            return _math(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
+        if bias is not None:
+            bias = bias.expand(*query.shape[:3], key.shape[2])
+        out: torch.Tensor = _EfficientAttention.apply(query, key, value, bias)  # type: ignore[no-untyped-call]  # torch's
+        return out
+
+
+attention_by_cudnn = functools.partial(attention, by_cudnn=True)
+"""As `attention`, on Hopper and Blackwell."""
+
+
+def _no_packed_sequences(position_ids: torch.Tensor) -> None:
+    """As on a device, where the answer can be read: the tensors it is read from are made and dropped."""
+    mask = _find_packed_sequence_indices(position_ids)
+    if mask is not None:
+        (mask[:, -1] == 0).all()
+
+
+def _cudnn_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
+) -> bool:
+    """`check_prefer_cudnn_attention` and `can_use_cudnn_attention` on compute capability 9.0; on 10.0 heads are at most 128."""
+    return (
+        dropout_p == 0
+        and query.dtype != torch.float32
+        and query.dim() == key.dim() == value.dim() == 4
+        and all(x.shape[3] <= FLASH_HEAD and x.shape[3] % 8 == 0 for x in (query, value))
+        and not (attn_mask is not None and attn_mask.requires_grad)
+    )
+
+
+def _flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
+    """`can_use_flash_attention` on compute capability 8.0 and later."""
+    return (
+        attn_mask is None
+        and query.dtype != torch.float32
+        and query.dim() == key.dim() == value.dim() == 4
+        and query.shape[3] == key.shape[3] == value.shape[3] <= FLASH_HEAD
+    )
+
+
+def _efficient_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> bool:
+    """`can_use_mem_efficient_attention`, likewise."""
+    multiple = HEAD_BYTES // query.element_size()
+    return (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and query.shape[3] == key.shape[3]
+        and query.shape[3] % multiple == value.shape[3] % multiple == 0
+        and all(x.stride(-1) == 1 for x in (query, key, value, attn_mask) if x is not None)
+    )
+
+
+def _additive(attn_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`convert_boolean_attn_mask` of attention.cpp."""
+    if attn_mask.dtype != torch.bool:
+        return attn_mask
+    return torch.where(attn_mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype))
+
+
+# The composite
+
+
+def _math(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """`_scaled_dot_product_attention_math`. PyTorch's own cannot be recorded: under a dispatch mode it adds the mask out of place."""
+    dtype = query.dtype
+    full = [x.float() for x in (query, key, value)]
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    query, key, value = full[0] * root, full[1], full[2]
+    if is_causal:
+        bias = _additive(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), query.dtype)
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(query, key.transpose(-2, -1) * root)
+    if bias is not None:
+        scores.add_(bias)
+    scores = _SafeSoftmax.apply(scores)  # type: ignore[no-untyped-call]  # torch's
+    if dropout_p > 0:
+        scores = F.dropout(scores, dropout_p)
+    also = scores.to(dtype)  # which it returns too
+    out = torch.matmul(scores, value)
+    result = out.to(dtype)
+    del full, out, also
+    return result
+
+
+class _SafeSoftmax(torch.autograd.Function):
+    """`aten::_safe_softmax` over the last dimension with its inner tensors, which a dispatch mode does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        out = torch.softmax(scores, -1)
+        masked = scores.isneginf()
+        out.masked_fill_(masked.all(-1, keepdim=True), 0.0)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (out,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grads[0], out, -1, out.dtype)
+
+
+# The memory-efficient kernel
+
+
+@torch.library.custom_op("fsdp_advisor::efficient_attention", mutates_args=())
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only its shapes are known")
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    b, h, t, _ = q.shape
+    return q.new_empty((b, t, h, v.shape[3])).transpose(1, 2), q.new_empty((b, h, t), dtype=torch.float32)
+
+
+@torch.library.custom_op("fsdp_advisor::efficient_attention_backward", mutates_args=())
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[torch.Tensor]:
+    raise NotImplementedError("only its shapes are known")
+
+
+@_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[torch.Tensor]:
+    grads = [x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v)]
+    return grads if bias is None else [*grads, bias.new_empty(bias.shape)]
+
+
+class _EfficientAttention(torch.autograd.Function):
+    """`aten::_scaled_dot_product_efficient_attention`: saves q, k, v, the bias, the output and one fp32 log-sum-exp per row and head.
+
+    Backward makes dq, dk, dv and the bias's gradient where one is asked for. Its scratch: delta (B, H, T), for which in fp32
+    the product of output and gradient is made whole; and a workspace, an accumulator of dq in fp32 in tiles of `_dq_columns`.
+    Left out are 16 bytes in each tile, its counters, and what heads of more than 128 in half precision add for dk and dv: 25 MiB
+    at most while B H <= 200. The random seeds of dropout are on the host. Source: torch/_meta_registrations.py;
+    ATen/native/transformers/cuda/attention.cu, attention_backward.cu; mem_eff_attention/kernel_backward.h, workspace_size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor
+        out, lse = _forward(q, k, v, bias)
+        ctx.save_for_backward(q, k, v, bias, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, bias, out, lse = ctx.saved_tensors
+        b, h, t, d = q.shape
+        asked = bias if ctx.needs_input_grad[3] else None
+        grad = grads[0].transpose(1, 2).contiguous()
+        dq, dk, dv, *db = _backward(grad, q, k, v, asked, out, lse)
+        with scratch():
+            if q.dtype == torch.float32:
+                delta = (grad * out.transpose(1, 2)).sum(-1).transpose(1, 2).contiguous()
+            else:
+                delta = q.new_empty((b, h, t), dtype=torch.float32)
+            columns = _dq_columns(d, q.dtype)
+            workspace = q.new_empty((b, h, t, -(-d // columns) * columns), dtype=torch.float32)
+        del delta, workspace
+        return dq, dk, dv, db[0] if db else None
+
+
+def _dq_columns(head: int, dtype: torch.dtype) -> int:
+    """kBlockSizeJ of the kernel taken on an A100 or later. Source: mem_eff_attention/kernels/cutlassB.h, dispatch_cutlassB_*_sm80."""
+    return 128 if dtype != torch.float32 and 64 < head <= 128 else 64

@@ -1,0 +1,88 @@
+"""The work of one operator: floating-point operations and memory traffic, from the shapes of its arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fsdp_advisor.recording.storages import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one operator or many. `traffic_bytes` are read and written by operators other than matrix products and attention."""
+
+    matmul_flops: int = 0
+    attention_flops: int = 0
+    traffic_bytes: int = 0
+    operators: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matmul_flops + other.matmul_flops,
+            self.attention_flops + other.attention_flops,
+            self.traffic_bytes + other.traffic_bytes,
+            self.operators + other.operators,
+        )
+
+
+NONE = Work()
+
+
+def _attention_flops(query: torch.Tensor, value: torch.Tensor, products: int) -> int:
+    """Each of `products` matrix products over (B, H, T, S, D) costs 2 B H T S D; masked halves are computed by no kernel's count.
+
+    Forward has two (QK^T, PV), backward five (QK^T again, dV, dP, dQ, dK). Source: torch.utils.flop_counter.sdpa_flop_count.
+    """
+    b, h, t, d = query.shape
+    return products * 2 * b * h * t * value.shape[2] * d
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
+    """The work of one ATen operator. Views cost nothing."""
+    name = func._schema.name
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return Work(attention_flops=_attention_flops(args[0], args[2], 2), operators=1)
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
+    if name == "fsdp_advisor::flash_attention":
+        return Work(attention_flops=_attention_flops(args[0].transpose(1, 2), args[2].transpose(1, 2), 2), operators=1)
+    if name == "fsdp_advisor::flash_attention_backward":
+        return Work(attention_flops=_attention_flops(args[1].transpose(1, 2), args[3].transpose(1, 2), 5), operators=1)
+    if name == "fsdp_advisor::efficient_attention":
+        return Work(attention_flops=_attention_flops(args[0], args[2], 2), operators=1)
+    if name == "fsdp_advisor::efficient_attention_backward":
+        return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
+    if name == "aten::_grouped_mm":
+        rows, inner = args[0].shape[-2], args[0].shape[-1]
+        return Work(matmul_flops=2 * rows * inner * args[1].shape[-1], operators=1)
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        return Work(matmul_flops=flops, operators=1)
+    outputs = tensors_in(result)
+    if not outputs:
+        return NONE
+    inputs = {t.untyped_storage()._cdata: t for t in tensors_in((*args, *kwargs.values()))}
+    if not func._schema.is_mutable and all(o.untyped_storage()._cdata in inputs for o in outputs):
+        return NONE
+    read = sum(t.numel() * t.element_size() for t in inputs.values())
+    written = sum(t.numel() * t.element_size() for t in outputs)
+    return Work(traffic_bytes=read + written, operators=1)
+
+
+def rows_and_columns(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Of a sum over the first dimensions of a tensor whose last lies side by side in memory; None of any other operator."""
+    if func is not torch.ops.aten.sum.dim_IntList or not args[1]:
+        return None
+    tensor, summed = args[0], {dim % args[0].dim() for dim in args[1]}
+    if summed != set(range(len(summed))) or tensor.stride(-1) != 1 or not tensor.numel():
+        return None
+    rows = math.prod(tensor.shape[: len(summed)])
+    if rows == tensor.numel():
+        return None
+    return rows, tensor.numel() // rows

@@ -1,0 +1,247 @@
+"""Recording a model's training step into tapes.
+
+The model, with a few representative layers, takes one step under `FakeTensorMode`: nothing is computed and no memory is used,
+but every storage is born and dies as in a real run. The step is recorded at a small grid of (B, T) points; the order of events
+must be the same at all of them, and every size must be a polynomial, checked at a point the fit has not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from fsdp_advisor.errors import AdvisorError, NotRecordable
+from fsdp_advisor.model.profile import (
+    Buffer,
+    Parameter,
+    Profile,
+    Stack,
+    Tape,
+    Unit,
+    Variant,
+)
+from fsdp_advisor.recording import kinds
+from fsdp_advisor.recording.cuda import softmax_scratch
+from fsdp_advisor.recording.engines import checkpoint_layers
+from fsdp_advisor.recording.on_gpu import as_on_gpu
+from fsdp_advisor.recording.source import LayerStack, Source
+from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
+from fsdp_advisor.recording.take import Fitted, Take, fit_takes, storages_of, tape_of
+
+GRID_B = (2, 3)
+GRID_T = (48, 80, 112)
+CHECK_B, CHECK_T = 7, 5003  # primes: no size meets another one's by chance
+
+
+class Recorder:
+    """Makes a `Profile` of a source, and tapes of any variant on demand."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._models: dict[torch.dtype, nn.Module] = {}
+        self._kept: dict[str, list[int]] = {}
+        self._made: list[tuple[object, Fitted]] = []
+        self._warm = False
+        full = self._build(torch.float32)
+        stacks = source.stacks(full)
+        self._kinds = {}
+        for stack in stacks:
+            signatures = [kinds.signature(layer) for layer in stack.layers]
+            numbers = {s: i for i, s in enumerate(dict.fromkeys(signatures))}
+            self._kinds[stack.path] = [numbers[s] for s in signatures]
+            self._kept[stack.path] = kinds.representatives(self._kinds[stack.path])
+        self.profile = self._inventory(full, stacks)
+        source.keep_layers(full, self._kept)
+        self._models[torch.float32] = full
+
+    def tape(self, variant: Variant) -> Tape:
+        """The tape of one variant, recorded now. What a GPU runs sums gradients as autograd does unwatched.
+
+        What all layers use, as a decoder's use what the encoder made, has a gradient that they add to one after the other: the
+        last ones do it otherwise than those before. Then the layers that one stands for would not be alike, and the gradients
+        are recorded with a sum of its own in each.
+        """
+        if variant.on_gpu:
+            tape = self._tape(variant, sums_in_place=True)
+            if repeats_are_alike(self.profile, tape):
+                return tape
+        return self._tape(variant, sums_in_place=False)
+
+    def _tape(self, variant: Variant, *, sums_in_place: bool) -> Tape:
+        limit = min(self.source.max_seq_len or CHECK_T, self.source.alike_up_to or CHECK_T)
+        ts = GRID_T if limit >= max(GRID_T) else (max(1, limit // 4), max(2, limit // 2), max(3, limit))
+        bs = (1,) if variant.single else GRID_B
+        check = (1 if variant.single else CHECK_B, min(CHECK_T, limit))
+        points = [(b, t) for b in bs for t in ts]
+        try:
+            with self._step(variant, sums_in_place=sums_in_place) as step:
+                # what torch and transformers make once and keep is made here; a rope that adapts makes its tables per model
+                if not self._warm or self.source.alike_up_to:
+                    step.run(*points[0])
+                    self._warm = True
+                checked = step.run(*check)
+                corner = step.run(*points[-1])
+                if (known := self._alike({check: checked, points[-1]: corner})) is not None:
+                    return known
+                takes = [step.run(*point) for point in points[:-1]] + [corner]
+        except AdvisorError:
+            raise
+        except Exception as error:
+            raise NotRecordable(
+                f"{self.source.name} could not be run to record it: {type(error).__name__}: {str(error)[:200]}",
+                hint="the recorder runs the model's own code under fake tensors; this code cannot run so",
+            ) from error
+        fitted = fit_takes(takes, checked, bs, ts, check)
+        self._made.append((storages_of(corner), fitted))
+        return tape_of(corner, fitted)
+
+    def _alike(self, takes: dict[tuple[int, int], Take]) -> Tape | None:
+        """A tape with sizes known from another variant: many differ in nothing, or in the engine's marks alone."""
+        last = list(takes.values())[-1]
+        storages = storages_of(last)
+        for known, fitted in self._made:
+            if known == storages and all(fitted.at(*point) == take.totals for point, take in takes.items()):
+                return tape_of(last, fitted)
+        return None
+
+    # What the model holds
+
+    def _build(self, dtype: torch.dtype) -> nn.Module:
+        return self.source.build(dtype)
+
+    def _model(self, dtype: torch.dtype) -> nn.Module:
+        if dtype not in self._models:
+            model = self._build(dtype)
+            self.source.keep_layers(model, self._kept)
+            self._models[dtype] = model
+        return copy.deepcopy(self._models[dtype])
+
+    def _inventory(self, model: nn.Module, stacks: list[LayerStack]) -> Profile:
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        modules = {id(m): n for n, m in model.named_modules()}
+        seen: set[int] = set()
+        recorded = []
+        prefixes = []
+        for stack in stacks:
+            units = []
+            for index, layer in enumerate(stack.layers):
+                prefix = modules[id(layer)] + "."
+                prefixes.append(prefix)
+                seen |= {id(p) for p in layer.parameters()}
+                if index in self._kept[stack.path]:
+                    units.append(_unit(layer, prefix, names))
+            recorded.append(
+                Stack(stack.path, tuple(units), kinds.runs(self._kinds[stack.path], self._kept[stack.path]))
+            )
+        starts = tuple(prefixes)
+        root = tuple(
+            Parameter(
+                n,
+                tuple(p.shape),
+                p.requires_grad,
+                tuple(m for m in names[id(p)] if m != n and not m.startswith(starts)),
+            )
+            for n, p in model.named_parameters()
+            if id(p) not in seen
+        )
+        buffers = tuple(_buffer(n, b) for n, b in model.named_buffers() if not n.startswith(starts))
+        order: list[int] = []
+        firsts = [f"{modules[id(s.layers[0])]}." for s in stacks]
+        count = 0
+        for name, parameter in model.named_parameters():
+            if len(order) < len(firsts) and name.startswith(firsts[len(order)]):
+                order.append(count)
+            count += id(parameter) not in seen
+        order += [count] * (len(firsts) - len(order))
+        return Profile(
+            name=self.source.name,
+            task=self.source.task,
+            root=Unit(type(model).__name__, root, buffers),
+            stacks=tuple(recorded),
+            order=tuple(order),
+            max_seq_len=self.source.max_seq_len,
+            config=self.source.config(),
+            versions=versions(),
+        )
+
+    # One step
+
+    @contextlib.contextmanager
+    def _step(self, variant: Variant, *, sums_in_place: bool) -> Iterator[Step]:
+        """The model on fake tensors, ready to take steps of this variant."""
+        dtype = torch.bfloat16 if variant.precision == "bf16" else torch.float32
+        model = self._model(dtype)
+        checkpoints = variant.checkpointing == "full"
+        self.source.configure(model, attention=variant.attention, checkpointing=checkpoints and not variant.prepared)
+        if checkpoints and variant.prepared:
+            checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
+        on_gpu = as_on_gpu(by_cudnn=variant.by_cudnn) if variant.on_gpu else contextlib.nullcontext()
+        with steady(), softmax_scratch(), on_gpu, fake_tensors():
+            half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
+            materialise(model, half, half if variant.flattens else None)
+            yield Step(self.source, model, variant, sums_in_place=sums_in_place)
+
+
+def record_module(
+    builder: Callable[[], nn.Module],
+    batch: Callable[[int, int], Mapping[str, torch.Tensor]],
+    loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
+    wrap: Iterable[type[nn.Module] | str] = (),
+    *,
+    name: str | None = None,
+) -> Recorder:
+    """A recorder of any module; its `profile` is the inventory, its `tape(variant)` records a step.
+
+    `builder()` makes the module, `batch(B, T)` its inputs, `loss(module, batch)` one forward to a scalar; `wrap` names what
+    becomes a unit: classes, or dotted names of single modules. A module without sequences ignores T.
+    """
+    from fsdp_advisor.recording.modules import ModuleSource
+
+    return Recorder(ModuleSource(builder, batch, loss, tuple(wrap), name))
+
+
+def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
+    """Whether a layer that stands for many makes as many storages as the one of its kind that ran before it: what it frees of
+    that one it frees of each that it stands for.
+    """
+    births = {
+        (segment.phase, segment.stack, segment.layer): len(made)
+        for segment, made in zip(tape.segments, tape.births, strict=True)
+    }
+    for s, stack in enumerate(profile.stacks):
+        for run in stack.runs:
+            if run.repeats == 1:
+                continue
+            for layer in run.pattern:
+                for phase, before in (("forward", layer - len(run.pattern)), ("backward", layer + len(run.pattern))):
+                    own = births.get((phase, s, layer))
+                    if births.get((phase, s, before), own) != own:
+                        return False
+    return True
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what a recording holds."""
+    import transformers
+
+    return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+
+
+def _unit(layer: nn.Module, prefix: str, names: dict[int, list[str]]) -> Unit:
+    parameters = tuple(
+        Parameter(
+            n, tuple(p.shape), p.requires_grad, tuple(m[len(prefix) :] for m in names[id(p)] if m != prefix + n and m.startswith(prefix))
+        )
+        for n, p in layer.named_parameters()
+    )  # fmt: skip
+    return Unit(type(layer).__name__, parameters, tuple(_buffer(n, b) for n, b in layer.named_buffers()))
+
+
+def _buffer(name: str, buffer: torch.Tensor) -> Buffer:
+    return Buffer(name, tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."), buffer.dtype.itemsize)

@@ -1,0 +1,329 @@
+"""Running a model's step under hooks, and writing down what happens."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+from fsdp_advisor.model.profile import ROOT, Category, Op, Variant
+from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
+from fsdp_advisor.recording.flash import in_scratch
+from fsdp_advisor.recording.operators import rows_and_columns, work_of
+from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.storages import StorageWatch
+from fsdp_advisor.recording.take import RawSegment, Take
+
+
+@contextlib.contextmanager
+def steady() -> Iterator[None]:
+    """No cyclic garbage collection in the middle of a step: it would end storages at a moment of its own choosing."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a refusal is raised as well
+    gc.freeze()  # what is there already need not be looked at by the collections between steps
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Nothing is computed and no memory is used. No layer is dropped: LayerDrop draws one number for each, which hangs on data."""
+    rand = torch.rand
+
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        return 1.0 if args == ([],) and not kwargs else rand(*args, **kwargs)
+
+    with mock.patch.object(torch, "rand", drawn), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None) -> None:
+    """Replace meta tensors by fake ones on the CPU, ties kept, floating-point parameters and buffers in a dtype if given."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in memo:
+                dtype = parameter_dtype if parameter_dtype and parameter.is_floating_point() else parameter.dtype
+                data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[name] = memo[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                dtype = buffer_dtype if buffer_dtype and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
+
+
+class Step:
+    """Runs the model's step under hooks and writes down what happens."""
+
+    def __init__(self, source: Source, model: nn.Module, variant: Variant, *, sums_in_place: bool) -> None:
+        self._source, self._model, self._variant = source, model, variant
+        self._sums_in_place = sums_in_place
+        self._units: list[tuple[nn.Module, int, int]] = [(model, ROOT, 0)]
+        for s, stack in enumerate(source.stacks(model)):
+            self._units += [(layer, s, i) for i, layer in enumerate(stack.layers)]
+        self._last = {s: i for _, s, i in self._units}
+        self._parameters = self._assign()
+        self._cast = torch.bfloat16 if variant.mixed else None
+        for module, stack_index, layer in self._units:
+            self._hook_unit(module, stack_index, layer)
+        if (head := source.head(model)) is not None:
+            head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
+        self._reset()
+
+    def _assign(self) -> dict[int, tuple[int, int, int]]:
+        """Each leaf parameter's (stack, layer, index in its unit), and hooks that tell when its gradient is there."""
+        self._flat: dict[tuple[int, int], FlatUnit] = {}
+        taken: set[int] = set()
+        assigned = {}
+        for module, stack, layer in sorted(self._units, key=lambda u: u[1] == ROOT):
+            parameters = [p for p in module.parameters() if id(p) not in taken]
+            taken |= {id(p) for p in parameters}
+            if not parameters:
+                continue
+            if self._variant.flattens:
+                mine = {id(p) for p in parameters}
+                owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
+                self._flat[stack, layer] = unit = FlatUnit(owners, parameters)
+                parameters = [unit.flat]
+            for index, parameter in enumerate(parameters):
+                assigned[id(parameter)] = (stack, layer, index)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+            self._leaves = [*getattr(self, "_leaves", ()), *parameters]
+        return assigned
+
+    def _reset(self) -> None:
+        self._phase, self._recording = "forward", False
+        self._segments = [RawSegment("forward", ROOT, 0)]
+        self._sizes: list[int] = []
+        self._category: list[int | None] = []
+        self._columns: dict[int, int] = {}
+        self._born_in: list[str] = []
+        self._died_in: list[str | None] = []
+        self._alive: dict[int, int] = {}
+        self._in_loss = False
+        self._seen: set[tuple[str, int, int]] = set()
+
+    def run(self, micro_batch_size: int, seq_len: int) -> Take:
+        """One step: forward, backward, and the gradients dropped."""
+        self._reset()
+        watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place)
+        watch.on_operator = self._operator
+        for tensor in tree_iter([self._leaves, list(self._model.buffers())]):
+            watch.ignore(tensor)
+        gc.collect()
+        with watch:
+            batch = self._source.batch(micro_batch_size, seq_len)
+            if self._variant.precision == "bf16":  # a trainer hands pixels and sound over in the model's dtype
+                batch = cast_floating(batch, torch.bfloat16)
+            self._reset()
+            self._recording = True
+            self._inputs(batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._variant.autocasts):
+                loss = self._source.loss(self._model, batch)
+            self._phase = "backward"
+            self._begin("backward", ROOT, 0)
+            loss.backward()
+            take = self._take()
+            self._recording = False
+            for leaf in self._leaves:
+                leaf.grad = None
+            del loss, batch
+        return take
+
+    # Storages
+
+    def _inputs(self, batch: dict[str, torch.Tensor]) -> None:
+        for tensor in batch.values():
+            key = tensor.untyped_storage()._cdata
+            if key not in self._alive:
+                self._resized(key, 0, tensor.untyped_storage().nbytes(), "input", ())
+                self._category[-1] = Category.INPUT
+
+    def _resized(self, key: int, before: int, after: int, operator: str, args: tuple[Any, ...]) -> None:
+        if not self._recording:
+            return
+        events = self._segments[-1].events
+        if before and key in self._alive:
+            storage = self._alive.pop(key)
+            self._died_in[storage] = self._phase
+            events.append((Op.FREE, storage, 0))
+        if after:
+            storage = len(self._sizes)
+            self._alive[key] = storage
+            self._sizes.append(after)
+            self._born_in.append(self._phase)
+            self._died_in.append(None)
+            self._category.append(self._category_at_birth(operator, args))
+            events.append((Op.ALLOC, storage, 0))
+
+    def _category_at_birth(self, operator: str, args: tuple[Any, ...]) -> int | None:
+        if in_scratch():
+            return Category.SCRATCH
+        if (
+            operator == "aten::_to_copy"
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and id(args[0]) in self._parameters
+        ):
+            return Category.CAST_PARAMETER
+        if self._phase == "backward" and _weight_gradient_shape(operator, args) in self._tied_shapes:
+            return Category.UNSHARDED_GRADIENT
+        return Category.LOSS if self._in_loss else None
+
+    @property
+    def _tied_shapes(self) -> set[tuple[int, ...]]:
+        """Shapes of shared parameters: autograd sums their gradients, which are gradients before they are `param.grad`."""
+        if not hasattr(self, "_tied"):
+            uses: dict[int, int] = {}
+            for _, p in self._model.named_parameters(remove_duplicate=False):
+                uses[id(p)] = uses.get(id(p), 0) + 1
+            self._tied = {tuple(p.shape) for p in self._model.parameters() if uses[id(p)] > 1}
+        return self._tied
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if not self._recording:
+            return
+        self._segments[-1].work += work_of(func, args, kwargs, result)
+        if (summed := rows_and_columns(func, args)) is not None:
+            self._staged(*summed)
+
+    def _staged(self, rows: int, columns: int) -> None:
+        """What a sum over rows stages on a GPU, beside its result: it lasts no longer than the sum."""
+        storage = len(self._sizes)
+        self._columns[storage] = columns
+        self._sizes.append(rows)
+        self._born_in.append(self._phase)
+        self._died_in.append(self._phase)
+        self._category.append(Category.SCRATCH)
+        self._segments[-1].events += [(Op.ALLOC, storage, 0), (Op.FREE, storage, 0)]
+
+    def _take(self) -> Take:
+        for leaf in self._leaves:
+            if leaf.grad is not None and (storage := self._alive.get(leaf.grad.untyped_storage()._cdata)) is not None:
+                stack, _, index = self._parameters[id(leaf)]
+                self._category[storage] = Category.GRADIENT + 2 * index + (stack == ROOT)
+        categories = []
+        for born, died, category in zip(self._born_in, self._died_in, self._category, strict=True):
+            if category is None:
+                category = Category.TEMPORARY if born == died else Category.ACTIVATION
+            categories.append(int(category))
+        for segment in self._segments:
+            segment.events = _deaths_in_order(segment.events)
+        return Take(self._segments, self._sizes, categories, self._columns)
+
+    # Boundaries
+
+    def _begin(self, phase: str, stack: int, layer: int) -> None:
+        self._segments.append(RawSegment(phase, stack, layer))
+
+    def _mark(self, op: Op, a: int, b: int = 0) -> None:
+        self._segments[-1].events.append((op, a, b))
+
+    def _hook_unit(self, module: nn.Module, stack: int, layer: int) -> None:
+        root = stack == ROOT
+        engine = self._variant.engine
+
+        def post_backward() -> None:
+            if ("post", stack, layer) not in self._seen:
+                self._seen.add(("post", stack, layer))
+                self._mark(Op.POST_BACKWARD, int(root))
+
+        def pre_backward(grad: torch.Tensor) -> None:
+            if ("pre", stack, layer) in self._seen:
+                return
+            self._seen.add(("pre", stack, layer))
+            if not root:
+                self._begin("backward", stack, layer)
+            self._mark(Op.PRE_BACKWARD, int(root))
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            again = self._phase == "backward"
+            if not again:
+                if not root:
+                    self._begin("forward", stack, layer)
+                self._mark(Op.PRE_FORWARD, int(root))
+            if self._cast is not None and (engine == "fsdp2" or (self._variant.flattens and root)):
+                args, kwargs = cast_floating((args, kwargs), self._cast)
+            if not again:
+                if (unit := self._flat.get((stack, layer))) is not None:
+                    unit.use_views(self._view_gradient)
+                if engine == "fsdp2":
+                    args, kwargs = watch_input_gradients(args, kwargs, post_backward)
+            return args, kwargs
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            if self._phase == "backward":
+                return None
+            if root and self._variant.prepared:
+                output = cast_floating(output, torch.float32)
+            self._mark(Op.POST_FORWARD, int(root))
+            if not root and layer == self._last[stack]:
+                self._begin("forward", ROOT, stack + 1)
+            for leaf in tree_iter(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(pre_backward)
+            return output
+
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def _gradient_ready(self, parameter: torch.Tensor) -> None:
+        stack, _, index = self._parameters[id(parameter)]
+        self._mark(Op.GRAD_READY, index, int(stack == ROOT))
+        if self._variant.flattens:
+            self._mark(Op.POST_BACKWARD, int(stack == ROOT))
+
+    def _view_gradient(self, grad: torch.Tensor) -> None:
+        if (storage := self._alive.get(grad.untyped_storage()._cdata)) is not None:
+            self._category[storage] = Category.UNSHARDED_GRADIENT
+
+    def _head_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._phase != "forward":
+            return
+        self._in_loss = True
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._loss_ends)
+
+    def _loss_ends(self, grad: torch.Tensor) -> None:
+        self._in_loss = False
+
+
+def _deaths_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Storages that die together, in order of birth: autocast drops its cache in the order of memory addresses."""
+    ordered: list[tuple[int, int, int]] = []
+    for together, group in itertools.groupby(events, key=lambda event: event[0] == Op.FREE):
+        events_together = list(group)
+        ordered += sorted(events_together) if together else events_together
+    return ordered
+
+
+def _weight_gradient_shape(operator: str, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """The shape of what an operator that makes gradients of shared weights has made."""
+    match operator:
+        case "aten::mm":
+            return (args[0].shape[0], args[1].shape[1])
+        case "aten::embedding_dense_backward":
+            return (args[2], args[0].shape[-1])
+        case "aten::_to_copy":
+            return tuple(args[0].shape)
+    return None

@@ -1,0 +1,113 @@
+"""One recorded step, and recordings of a step at several points fitted into one tape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.model.profile import Op, Polynomial, Segment, Size, Staging, Tape, evaluate
+from fsdp_advisor.recording.fit import fit
+from fsdp_advisor.recording.operators import Work
+
+
+@dataclass
+class RawSegment:
+    phase: str
+    stack: int
+    layer: int
+    events: list[tuple[int, int, int]] = field(default_factory=list)  # ALLOC: (storage, 0); FREE: (storage, 0)
+    work: Work = field(default_factory=Work)
+
+
+@dataclass
+class Take:
+    """One recorded step at one point."""
+
+    segments: list[RawSegment]
+    sizes: list[int]  # by storage, in order of birth; of what a sum stages its rows
+    categories: list[int]  # by storage
+    columns: dict[int, int]  # by storage that a sum stages
+
+    @property
+    def totals(self) -> list[int]:
+        """Everything that a polynomial must meet."""
+        work = [s.work for s in self.segments]
+        return (
+            self.sizes
+            + list(self.columns.values())
+            + [n for w in work for n in (w.matmul_flops, w.attention_flops, w.traffic_bytes)]
+        )
+
+
+def storages_of(take: Take) -> object:
+    """A take's storages in order of birth and death, without sizes and without marks."""
+    return (
+        take.categories,
+        list(take.columns),
+        [
+            (s.phase, s.stack, s.layer, [e for e in s.events if e[0] <= Op.FREE], s.work.operators)
+            for s in take.segments
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Polynomials of all storages in order of birth, of the columns of those that sums stage, and of each segment's work."""
+
+    storages: tuple[Polynomial, ...]
+    columns: tuple[Polynomial, ...]
+    work: tuple[tuple[Polynomial, Polynomial, Polynomial], ...]
+
+    def at(self, b: int, t: int) -> list[int]:
+        return [evaluate(p, b, t) for p in (*self.storages, *self.columns, *(p for w in self.work for p in w))]
+
+
+def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
+    """Polynomials through recordings at the grid points; the recording at `at` must be met exactly."""
+    for take in [*takes, check]:
+        if storages_of(take) != storages_of(takes[0]):
+            raise NotRecordable(
+                "the order of allocations depends on batch or length", hint="this model cannot be put on a tape"
+            )
+    t0, t1, t2 = ts
+    polynomials = [fit(bs, (t0, t1, t2), values) for values in zip(*(t.totals for t in takes), strict=True)]
+    births = len(takes[0].sizes)
+    ends = births + len(takes[0].columns)
+    rest = polynomials[ends:]
+    fitted = Fitted(
+        tuple(polynomials[:births]),
+        tuple(polynomials[births:ends]),
+        tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True)),
+    )
+    for expected, found in zip(check.totals, fitted.at(*at), strict=True):
+        if expected != found:
+            raise NotRecordable(
+                f"{expected} at B = {at[0]}, T = {at[1]} is not met by the polynomial, which gives {found}",
+                hint="this model's tensors depend on batch or length in a way the recorder does not know",
+            )
+    return fitted
+
+
+def tape_of(take: Take, fitted: Fitted) -> Tape:
+    """The events of a take with fitted sizes."""
+    sizes: list[Size] = list(fitted.storages)
+    for storage, columns in zip(take.columns, fitted.columns, strict=True):
+        sizes[storage] = Staging(fitted.storages[storage], columns)
+    table = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
+    home: dict[int, tuple[int, int]] = {}
+    segments = []
+    for number, (raw, work) in enumerate(zip(take.segments, fitted.work, strict=True)):
+        events = []
+        births = 0
+        for op, a, b in raw.events:
+            if op == Op.ALLOC:
+                home[a] = (number, births)
+                births += 1
+                events.append((int(op), table[sizes[a]], take.categories[a]))
+            elif op == Op.FREE:
+                events.append((int(op), *home[a]))
+            else:
+                events.append((int(op), a, b))
+        segments.append(Segment(raw.phase, raw.stack, raw.layer, tuple(events), *work, raw.work.operators))
+    return Tape(tuple(table), tuple(segments))

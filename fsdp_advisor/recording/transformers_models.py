@@ -1,0 +1,246 @@
+"""Any transformers configuration as a source. Only the installed library's own classes are built; remote code never is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import huggingface_hub.constants  # noqa: F401  # it reads the environment here, before the switch below
+import torch
+from torch import nn
+
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
+from fsdp_advisor.model.profile import (
+    EAGER_ON_GPU,
+    SDPA_BY_CUDNN,
+    SDPA_BY_CUDNN_WINDOWED,
+    SDPA_ON_GPU,
+    SDPA_ON_GPU_WINDOWED,
+)
+from fsdp_advisor.recording.source import LayerStack
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
+import transformers  # after the switch above
+from transformers.initialization import no_init_weights
+
+_AUTO = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "image-classification": "AutoModelForImageClassification",
+}
+TASKS = tuple(_AUTO)
+
+
+class TransformersSource:
+    """A model that transformers builds from a configuration."""
+
+    def __init__(self, config: Mapping[str, Any], *, name: str, task: str | None = None) -> None:
+        """`config` as in config.json: `model_type` and what differs from its defaults.
+
+        Raises UnreadableConfig where transformers knows no such model or refuses its values.
+        """
+        self.name = name
+        self._values = {
+            k: v for k, v in config.items() if k not in ("auto_map", "quantization_config", "_name_or_path")
+        }
+        model_type = self._values.pop("model_type", None)
+        if not isinstance(model_type, str):
+            raise UnreadableConfig("the configuration names no model_type", hint="is it a transformers config.json?")
+        self._model_type = model_type
+        with _errors_explained(self.name):
+            self._config = self._configuration()
+        self.task = task or _task(self._config, self._values)
+        self.max_seq_len = _max_seq_len(self._config)
+        self.alike_up_to: int | None = _original_max_seq_len(self._config)
+
+    def _configuration(self) -> Any:
+        config = transformers.AutoConfig.for_model(
+            self._model_type, **copy.deepcopy(self._values)
+        )  # it writes into dicts
+        config.use_cache = False
+        return config
+
+    def config(self) -> dict[str, object]:
+        return {"model_type": self._model_type, **self._values}
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether the configuration asks for dropout."""
+        values = self._configuration().to_dict()
+        return any(
+            isinstance(v, float) and v > 0
+            for k, v in values.items()
+            if "drop" in k and not k.startswith(("layer", "classifier"))
+        )
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        auto = getattr(transformers, _AUTO[self.task])
+        with _errors_explained(self.name), torch.device("meta"), no_init_weights():
+            model: nn.Module = auto.from_config(self._configuration(), dtype=dtype)
+            model.tie_weights()  # type: ignore[operator]  # of every PreTrainedModel
+            if self._values.get("tie_word_embeddings") is False:
+                _untie_head(model)
+        for module in model.modules():
+            setattr(module, "_is_hf_initialized", True)  # noqa: B010  # transformers' own mark, unknown to nn.Module
+        return model.train()
+
+    def stacks(self, module: nn.Module) -> list[LayerStack]:
+        """The lists of layers that transformers itself names as not to be split (`_no_split_modules`)."""
+        names = set(getattr(module, "_no_split_modules", None) or ())
+        return [
+            LayerStack(path, tuple(layers))
+            for path, layers in module.named_modules()
+            if isinstance(layers, nn.ModuleList) and len(layers) > 1 and type(layers[0]).__name__ in names
+        ]
+
+    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        for path, indices in kept.items():
+            layers = module.get_submodule(path)
+            assert isinstance(layers, nn.ModuleList)
+            depth = len(layers)
+            parent = module.get_submodule(path.rpartition(".")[0])
+            setattr(parent, path.rpartition(".")[2], nn.ModuleList([layers[i] for i in indices]))
+            for position, index in enumerate(indices):
+                for inner in layers[index].modules():
+                    if hasattr(inner, "layer_idx"):
+                        setattr(inner, "layer_idx", position)  # noqa: B010  # likewise
+            for config in {
+                id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None
+            }.values():
+                for key, value in list(vars(config).items()):
+                    if isinstance(value, list) and len(value) == depth:
+                        setattr(config, key, [value[i] for i in indices])
+
+    def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
+        from fsdp_advisor.recording import flash
+
+        if attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN, SDPA_BY_CUDNN_WINDOWED):
+            _bind_windows(module, attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED))
+            attention = "sdpa"
+        if attention == EAGER_ON_GPU:
+            attention = "eager"
+        with _errors_explained(self.name):
+            needed = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(attention)
+            if needed is not None and not getattr(module, needed, False):
+                raise NoSuchAttention(type(module).__name__, attention)
+            if attention == "flash_attention_2":
+                attention = flash.NAME
+            module.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
+            if checkpointing:
+                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = module(**batch).loss
+        return loss
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        def tokens() -> torch.Tensor:
+            return torch.zeros(micro_batch_size, seq_len, dtype=torch.long)
+
+        config = self._config
+        if self.task == "image-classification":
+            height, width = _pair(config.image_size)
+            pixels = torch.zeros(micro_batch_size, config.num_channels, height, width)
+            return {"pixel_values": pixels, "labels": torch.zeros(micro_batch_size, dtype=torch.long)}
+        if self.task == "speech-seq2seq":
+            frames = torch.zeros(micro_batch_size, config.num_mel_bins, 2 * config.max_source_positions)
+            return {"input_features": frames, "labels": tokens()}
+        return {"input_ids": tokens(), "labels": tokens()}
+
+    def head(self, module: nn.Module) -> nn.Module | None:
+        head = module.get_output_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
+        return head if isinstance(head, nn.Module) else None
+
+
+def _untie_head(model: Any) -> None:
+    """T5 classes tie the head whatever the configuration says; loading an untied checkpoint (Flan-T5) unties it."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+
+
+def _bind_windows(module: nn.Module, bind: bool) -> None:
+    """Sliding windows that every sequence fills, or none: a mask is made where one is filled, of a size that is the sequence's."""
+    for config in {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values():
+        if vars(config).get("sliding_window") is not None:
+            config.sliding_window = 1 if bind else sys.maxsize
+
+
+def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _task(config: Any, values: Mapping[str, Any]) -> str:
+    """From the configuration's `architectures` where it has them, else the first task that knows such a model."""
+    named = " ".join(values.get("architectures") or ())
+    hints = {
+        "ForMaskedLM": "masked-lm",
+        "ForPreTraining": "masked-lm",
+        "ForImageClassification": "image-classification",
+        "ForSpeechSeq2Seq": "speech-seq2seq",
+        "ForConditionalGeneration": "seq2seq-lm",
+        "ForCausalLM": "causal-lm",
+    }
+    known = [task for task, auto in _AUTO.items() if type(config) in getattr(transformers, auto)._model_mapping]
+    for hint, task in hints.items():
+        if hint in named and task in known:
+            return task
+    if config.is_encoder_decoder:
+        known.sort(key=lambda task: "seq2seq" not in task)
+    elif (
+        "masked-lm" in known
+        and not getattr(config, "is_decoder", False)
+        and not any(head in named for head in ("CausalLM", "LMHead"))
+    ):
+        return "masked-lm"
+    if not known:
+        raise UnreadableConfig(
+            f"transformers {transformers.__version__} trains no {config.model_type} model on a task this tool knows",
+            hint="known tasks: " + ", ".join(TASKS),
+        )
+    return known[0]
+
+
+def _max_seq_len(config: Any) -> int | None:
+    for key in ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _original_max_seq_len(config: Any) -> int | None:
+    """Where longrope changes its frequencies: past it a step makes one more table of a few kilobytes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    value = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error, and what follows a colon at its end."""
+    first, *more = str(error).strip().splitlines() or [""]
+    while more and first.endswith(":"):
+        first = f"{first} {more.pop(0).strip()}"
+    return first[:200]
+
+
+@contextlib.contextmanager
+def _errors_explained(name: str) -> Iterator[None]:
+    """Whatever transformers or torch raise over a configuration becomes one line."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        yield
+    except AdvisorError:
+        raise
+    except Exception as error:
+        raise UnreadableConfig(
+            f"{name}: transformers {transformers.__version__} cannot build it: {type(error).__name__}: {_line(error)}",
+            hint="check the configuration's model_type and its sizes",
+        ) from error

@@ -1,0 +1,148 @@
+"""What the shipped catalog holds."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from fsdp_advisor.memory.libraries import real_attention
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.profile import SDPA_BY_CUDNN_WINDOWED, SDPA_ON_GPU_WINDOWED, Variant
+
+MUST = [
+    "meta-llama/Llama-2-7b-hf",
+    "meta-llama/Llama-2-13b-hf",
+    "meta-llama/Llama-2-70b-hf",
+    "meta-llama/Meta-Llama-3-8B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-70B",
+    "meta-llama/Llama-3.1-405B",
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-3B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mistral-7B-v0.3",
+    "mistralai/Mistral-Nemo-Base-2407",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "mistralai/Mixtral-8x22B-v0.1",
+    "Qwen/Qwen2-7B",
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen2.5-72B",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+    "google/gemma-2b",
+    "google/gemma-2-9b",
+    "google/gemma-3-27b-pt",
+    "microsoft/phi-2",
+    "microsoft/Phi-3-mini-4k-instruct",
+    "microsoft/phi-4",
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "EleutherAI/pythia-12b",
+    "EleutherAI/gpt-neox-20b",
+    "EleutherAI/gpt-j-6b",
+    "facebook/opt-125m",
+    "facebook/opt-66b",
+    "bigscience/bloom-560m",
+    "bigscience/bloom",
+    "tiiuae/falcon-7b",
+    "tiiuae/falcon-40b",
+    "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-ai/DeepSeek-V3",
+    "openai/gpt-oss-20b",
+    "openai/gpt-oss-120b",
+    "HuggingFaceTB/SmolLM2-1.7B",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "allenai/OLMo-2-1124-7B",
+    "01-ai/Yi-34B",
+    "ibm-granite/granite-3.3-8b-instruct",
+    "bigcode/starcoder2-15b",
+    "google-bert/bert-base-uncased",
+    "FacebookAI/roberta-large",
+    "google-t5/t5-11b",
+    "google/flan-t5-xxl",
+    "google/vit-large-patch16-224",
+    "openai/whisper-large-v3",
+]
+
+
+@pytest.mark.parametrize("name", MUST)
+def test_a_model_that_must_be_there(name: str) -> None:
+    assert catalog.find(name) is not None
+    assert catalog.find(name.upper()) is catalog.find(name)
+
+
+def test_size() -> None:
+    assert len(catalog.entries()) >= 80
+    assert catalog.PATH.stat().st_size < 5_000_000
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
+def test_every_profile_is_whole(entry: catalog.Entry) -> None:
+    """The total that is listed, and a step of FSDP2, which every model's code can take."""
+    profile = catalog.profile(entry)
+    assert profile.parameters == entry.parameters
+    assert entry.source
+    for checkpointing in ("none", "full"):
+        for batch in ("n", "1"):
+            assert f"fsdp2|bf16-mixed|eager|{checkpointing}|{batch}" in profile.tapes
+            assert f"fsdp2|bf16|eager|{checkpointing}|{batch}" in profile.tapes
+    for engine, precision, attention, checkpointing, batch in product(
+        ("fsdp2", "plain", "fsdp1"), ("bf16", "bf16-mixed", "fp32"), ("sdpa", "eager"), ("none", "full"), "n1"
+    ):
+        key = f"{engine}|{precision}|{attention}|{checkpointing}|{batch}"
+        assert (key in profile.tapes) != (key in profile.refusals), "a tape, or why there is none"
+    for key in profile.tapes:
+        variant = Variant.from_key(key)
+        if variant.attention == "sdpa":
+            filled = profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)
+            for windowed in {False, filled}:
+                real = real_attention(variant, windowed=windowed, recorded=profile.tapes)
+                assert real.key in profile.tapes
+                assert not windowed or real.attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED)
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
+def test_experts_are_counted(entry: catalog.Entry) -> None:
+    """As the profile has them, and as many as the configuration says."""
+    profile = catalog.profile(entry)
+    said = [profile.config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    assert entry.experts == profile.experts == next((n for n in said if n), None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found", "not_found"),
+    [
+        ("moe", "openai/gpt-oss-20b", "openai-community/gpt2"),
+        ("Mixture-of-Experts", "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B"),
+        ("qwen3_moe", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"),
+        ("vision", "google/vit-base-patch16-224", "google-bert/bert-base-cased"),
+        ("speech", "openai/whisper-small", "google-t5/t5-small"),
+        ("encoder", "google-bert/bert-base-cased", "openai-community/gpt2"),
+        ("7b", "mistralai/Mixtral-8x7B-v0.1", "google/gemma-2-27b"),
+        ("7b", "tiiuae/falcon-7b", "EleutherAI/pythia-2.8b"),
+        ("llama3", "meta-llama/Llama-3.1-8B", "codellama/CodeLlama-34b-hf"),
+        ("llama-3 70B", "meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("gpt-2", "openai-community/gpt2", "EleutherAI/gpt-j-6b"),
+        ("META-LLAMA/", "meta-llama/Llama-2-7b-hf", "tiiuae/falcon-7b"),
+    ],
+)
+def test_search_by_what_people_say(pattern: str, found: str, not_found: str) -> None:
+    ids = {entry.id for entry in catalog.search(pattern)}
+    assert found in ids
+    assert not_found not in ids
+
+
+@pytest.mark.parametrize("pattern", ["", "  ", None, "-"])
+def test_search_for_nothing_finds_everything(pattern: str | None) -> None:
+    assert catalog.search(pattern) == list(catalog.entries())
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
+def test_search_by_any_name(entry: catalog.Entry) -> None:
+    assert all(entry in catalog.search(name) for name in (entry.id, *entry.aliases, entry.model_type, entry.task))

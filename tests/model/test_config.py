@@ -1,0 +1,163 @@
+"""Configurations: hostile ones are refused in one line, real ones pass, and only the trained part is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_llama import CONFIG_HINT, LLAMA, PARAMETERS, write, written
+
+from fsdp_advisor.errors import UnreadableConfig
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model import resolve as module
+from fsdp_advisor.model.config import parse_config, trained_part
+from fsdp_advisor.model.resolve import resolve
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def _deep(levels: int) -> str:
+    return '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+
+
+BAD_CONFIGS = [
+    (b"", "not valid JSON (line 1, column 1)", "is the file whole? " + CONFIG_HINT),
+    (b'{"model_type": "llama", "hidden', "not valid JSON (line 1, column 25)", "is the file whole? " + CONFIG_HINT),
+    (b'{"a": "' + b'\\"' * 100_000, "not valid JSON (line 1, column 7)", "is the file whole? " + CONFIG_HINT),
+    (b"\xff\xfe{}", "not UTF-8 text (byte 0)", CONFIG_HINT),
+    (b"{" + b" " * 2**20 + b"}", "larger than 1 MiB, so no config.json", CONFIG_HINT),
+    (_deep(33).encode(), "nested deeper than 32 levels", CONFIG_HINT),
+    (b"[" * 500_000, "nested deeper than 32 levels", CONFIG_HINT),
+    (b'{"a":' * 200_000, "nested deeper than 32 levels", CONFIG_HINT),
+    (b"[]", "a list, not an object", CONFIG_HINT),
+    (b"null", "null, not an object", CONFIG_HINT),
+    (b"7", "a number, not an object", CONFIG_HINT),
+    (b"{}", "the configuration has no model_type", CONFIG_HINT),
+    ({"model_type": 7}, "the configuration has a model_type that is no name", CONFIG_HINT),
+    ({"model_type": "../x"}, "the configuration has a model_type that is no name", CONFIG_HINT),
+    ({"model_type": None}, "the configuration has no model_type", CONFIG_HINT),
+    ({"text_config": {"vocab_size": 9}}, "the configuration has no model_type", CONFIG_HINT),
+    (LLAMA | {"architectures": [7]}, "architectures must be a list of names", CONFIG_HINT),
+    (LLAMA | {"architectures": "Llama"}, "architectures must be a list of names", CONFIG_HINT),
+    (LLAMA | {"hidden_size": "64"}, 'hidden_size must be an integer, not "64"', CONFIG_HINT),
+    (LLAMA | {"hidden_size": "6" * 99}, "hidden_size must be an integer, not a string", CONFIG_HINT),
+    (LLAMA | {"hidden_size": [64]}, "hidden_size must be an integer, not a list", CONFIG_HINT),
+    (LLAMA | {"hidden_size": {"a": 1}}, "hidden_size must be an integer, not an object", CONFIG_HINT),
+    (LLAMA | {"hidden_size": 64.5}, "hidden_size must be an integer, not 64.5", CONFIG_HINT),
+    (LLAMA | {"hidden_size": True}, "hidden_size must be an integer, not true", CONFIG_HINT),
+    (LLAMA | {"hidden_size": 0}, "hidden_size is 0, not between 1 and 1000000", CONFIG_HINT),
+    (LLAMA | {"num_hidden_layers": -1}, "num_hidden_layers is -1, not between 1 and 1024", CONFIG_HINT),
+    (LLAMA | {"num_hidden_layers": 1025}, "num_hidden_layers is 1025, not between 1 and 1024", CONFIG_HINT),
+    (LLAMA | {"vocab_size": 10**9}, "vocab_size is 1000000000, not between 1 and 100000000", CONFIG_HINT),
+    (LLAMA | {"num_attention_heads": [4, -4]}, "num_attention_heads is -4, not between 1 and 100000", CONFIG_HINT),
+    (LLAMA | {"num_local_experts": 5000}, "num_local_experts is 5000, not between 0 and 4096", CONFIG_HINT),
+    (LLAMA | {"num_labels": 10**9}, "num_labels is 1000000000, more than 1000000", CONFIG_HINT),
+    (LLAMA | {"rope_theta": 10**13}, "rope_theta is beyond 1e+12", CONFIG_HINT),
+    (LLAMA | {"rope_theta": -(10**5000)}, "rope_theta is not a finite number", CONFIG_HINT),
+    (LLAMA | {"rope_theta": float("nan")}, "rope_theta is not a finite number", CONFIG_HINT),
+    (LLAMA | {"rope_scaling": {"factor": float("inf")}}, "rope_scaling.factor is not a finite number", CONFIG_HINT),
+    (b'{"model_type": "llama", "eps": 1e999}', "eps is not a finite number", CONFIG_HINT),
+    (LLAMA | {"a\n" + "b" * 99: [[1e400]]}, "'a\\n" + "b" * 38 + "' is not a finite number", CONFIG_HINT),
+    ({"text_config": LLAMA | {"n_layer": 0}}, "text_config.n_layer is 0, not between 1 and 1024", CONFIG_HINT),
+    (
+        LLAMA | {"num_hidden_layers": 1024, "num_local_experts": 4096},
+        "1024 layers x 4096 experts = 4194304, more than 200000",
+        CONFIG_HINT,
+    ),
+]
+
+
+def _bytes(config: object) -> bytes:
+    if isinstance(config, bytes):
+        return config
+    limit = sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else None
+    if limit is not None:
+        sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(config).encode()
+    finally:
+        if limit is not None:
+            sys.set_int_max_str_digits(limit)
+
+
+@pytest.mark.parametrize(("config", "message", "hint"), BAD_CONFIGS, ids=[m[:40] for _, m, _ in BAD_CONFIGS])
+def test_bad_configurations(
+    home: Path, config: object, message: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = home / "config.json"
+    path.write_bytes(_bytes(config))
+    monkeypatch.setattr(module, "_recorder", lambda *_: pytest.fail("torch was asked"))
+    began = time.perf_counter()
+    with pytest.raises(UnreadableConfig) as caught:
+        resolve(str(path))
+    assert time.perf_counter() - began < 1
+    assert (caught.value.message, caught.value.hint) == (f"{path}: {message}", hint)
+    assert written(home) == []
+
+
+def test_the_text_part_of_a_multimodal_model(home: Path) -> None:
+    text = {k: v for k, v in LLAMA.items() if k != "architectures"}
+    outer = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "vision_config": {},
+        "text_config": text,
+    }
+    found = resolve(str(write(home / "llava.json", outer)))
+    assert found.parameters == PARAMETERS
+    assert found.notes == ("only the text part (llama) of a multimodal model is estimated",)
+
+
+def test_the_text_part_takes_its_type_and_its_tie_from_outside() -> None:
+    outer = {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": {"hidden_size": 64}}
+    config, _ = trained_part(outer, "x")
+    assert config == {"model_type": "gemma3_text", "tie_word_embeddings": True, "hidden_size": 64}
+
+
+def test_quantization_is_left_out(home: Path) -> None:
+    found = resolve(str(write(home / "q.json", LLAMA | {"quantization_config": {"quant_method": "fp8"}})))
+    assert found.parameters == PARAMETERS
+    assert found.notes == ("the configuration's quantization is left out: training keeps whole weights",)
+
+
+def test_real_configurations_pass_the_bounds() -> None:
+    import yaml
+
+    for row in yaml.safe_load((Path(catalog.__file__).parent / "architectures.yaml").read_text(encoding="utf-8")):
+        trained_part(parse_config(json.dumps(row["config"]).encode(), row["id"]), row["id"])
+
+
+KEYS = st.sampled_from([*LLAMA, "text_config", "quantization_config", "num_experts", "auto_map", "n_layer"]) | st.text(
+    max_size=8
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=8) | st.just("llama"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(KEYS, JSON, max_size=8) | JSON)
+def test_any_json_is_a_configuration_or_refused(value: object) -> None:
+    try:
+        config, _ = trained_part(parse_config(json.dumps(value).encode(), "x"), "x")
+    except UnreadableConfig as error:
+        assert error.hint
+        assert "\n" not in error.message
+    else:
+        assert isinstance(config["model_type"], str)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.binary(max_size=64) | st.text(alphabet='{}[]":,\\0e-ntf \n', max_size=64).map(str.encode))
+def test_any_bytes_are_a_configuration_or_refused(data: bytes) -> None:
+    try:
+        assert isinstance(parse_config(data, "x"), dict)
+    except UnreadableConfig as error:
+        assert "\n" not in error.message

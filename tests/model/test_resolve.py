@@ -1,0 +1,509 @@
+"""Model resolution: catalog, disk, count, names; the recorder and the cache of recordings. Nothing beyond 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_llama import (
+    CONFIG_HINT,
+    LLAMA,
+    NAMES_HINT,
+    OTHER,
+    PARAMETERS,
+    SHIPPED,
+    flat,
+    keep,
+    python,
+    write,
+    written,
+)
+
+from fsdp_advisor.errors import (
+    AdvisorError,
+    MissingExtra,
+    NoSuchAttention,
+    NotRecordable,
+    UnknownModel,
+    UnreadableConfig,
+    UsageError,
+    to_payload,
+)
+from fsdp_advisor.model import cache, hub
+from fsdp_advisor.model import resolve as module
+from fsdp_advisor.model.profile import Profile, Variant
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.store import dump, load
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "installed_versions", lambda: None)
+    module._recorder.cache_clear()
+
+
+# The catalog
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-org/Tiny-Llama", "TINY-ORG/tiny-llama", " tiny-org/Tiny-Llama ", "tiny", "Tiny"]
+)
+def test_a_catalogued_model_by_id_or_alias(name: str) -> None:
+    found = resolve(name)
+    assert (found.name, found.source, found.notes) == ("tiny-org/Tiny-Llama", "catalog", ())
+    assert (found.parameters, found.trainable_parameters) == (PARAMETERS, PARAMETERS)
+    assert found.tape(SHIPPED).segments
+
+
+def test_another_repository_of_the_same_shapes_is_said_to_be_one() -> None:
+    found = resolve("tiny-org/tiny-llama-CHAT")
+    assert found.name == "tiny-org/Tiny-Llama"
+    assert found.notes == ("tiny-org/tiny-llama-CHAT has the shapes of tiny-org/Tiny-Llama, whose profile is used",)
+
+
+def test_a_catalogued_model_needs_no_heavy_import() -> None:
+    ran = python(
+        "import sys\nfrom fsdp_advisor.model.resolve import resolve\n"
+        "resolve('tiny').tape(__import__('fsdp_advisor').model.profile.Variant.from_key("
+        f"{SHIPPED.key!r}))\n"
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")
+
+
+def test_the_catalog_wins_over_a_folder_of_the_same_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(home / "tiny" / "config.json", LLAMA)
+    monkeypatch.chdir(home)
+    assert resolve("tiny").source == "catalog"
+
+
+def test_a_variant_that_is_not_shipped_is_recorded_and_kept(home: Path, recorded: Profile) -> None:
+    tape = resolve("tiny").tape(OTHER)
+    assert flat(tape) == flat(recorded.tapes[OTHER.key])
+    assert len(written(home)) == 1
+
+
+def test_a_variant_kept_before_needs_no_torch(recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(recorded, OTHER, task="causal-lm")
+    _without_torch(monkeypatch)
+    assert flat(resolve("tiny").tape(OTHER)) == flat(recorded.tapes[OTHER.key])
+
+
+def test_a_variant_that_is_nowhere_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_torch(monkeypatch)
+    with pytest.raises(MissingExtra) as caught:
+        resolve("tiny").tape(OTHER)
+    assert caught.value.message == (
+        "tiny-org/Tiny-Llama: the variant plain, bf16, eager, activation checkpointing none, micro-batch 1 is not in the "
+        "catalog, and recording it needs torch and transformers"
+    )
+    assert caught.value.hint == "pip install 'fsdp-advisor[torch]'"
+    assert written(home) == []
+
+
+# Counts
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("350M", 350 * 10**6), ("1000", 1000), ("1e15", 10**15)]
+)
+def test_a_bare_count(name: str, count: int) -> None:
+    found = resolve(name, allow_hub=False)
+    assert (found.name, found.source, found.profile) == (name, "count", None)
+    assert (found.parameters, found.trainable_parameters, found.notes) == (count, count, ())
+    with pytest.raises(UsageError, match="is a bare parameter count"):
+        found.tape(SHIPPED)
+
+
+@pytest.mark.parametrize("name", ["0", "7", "999", "1.1e15", "1e18", "7e400", "-7B", "1e-3", "1,000", "1_000_000"])
+def test_a_count_that_no_model_has(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(name)
+    assert caught.value.message == f"a model cannot have {name} parameters"
+    assert caught.value.hint == "from 1000 to 1e15, such as 7e9, 7B or 350M"
+
+
+def test_a_folder_wins_over_a_count(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(home / "7B" / "config.json", LLAMA)
+    monkeypatch.chdir(home)
+    assert resolve("7B").parameters == PARAMETERS
+    assert resolve("7B", allow_paths=False).source == "count"
+
+
+# Disk
+
+
+@pytest.mark.parametrize("what", ["folder", "folder/config.json", "other.json"])
+def test_a_configuration_on_disk(home: Path, what: str) -> None:
+    write(home / "folder" / "config.json", LLAMA)
+    write(home / "other.json", LLAMA)
+    found = resolve(str(home / what))
+    assert (found.name, found.source, found.notes) == (str(home / what), "config", ())
+    assert (found.parameters, found.profile.max_seq_len) == (PARAMETERS, 256)
+    assert written(home) == []  # nothing is kept before something is recorded
+
+
+def test_what_was_recorded_is_kept_and_serves_without_torch(
+    home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write(home / "mine.json", LLAMA))
+    for variant in (SHIPPED, OTHER):
+        resolve(path).tape(variant)
+    (kept,) = written(home)
+    assert set(load(kept.read_bytes()).tapes) == {SHIPPED.key, OTHER.key}
+    _without_torch(monkeypatch)
+    again = resolve(path)
+    versions = " and ".join(f"{k} {v}" for k, v in recorded.versions.items())
+    assert (again.name, again.parameters, again.notes) == (path, PARAMETERS, (f"recorded earlier, with {versions}",))
+    assert flat(again.tape(OTHER)) == flat(recorded.tapes[OTHER.key])
+    with pytest.raises(MissingExtra, match="eager, activation checkpointing full, micro-batch 1 is not in the cache"):
+        again.tape(Variant("plain", "bf16", "eager", "full", True))
+
+
+def test_a_fresh_process_without_torch(home: Path, recorded: Profile) -> None:
+    known, unknown = write(home / "known.json", LLAMA), write(home / "unknown.json", LLAMA | {"hidden_size": 128})
+    keep(recorded, SHIPPED)
+    ran = python(
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from fsdp_advisor.model.resolve import resolve\n"
+        f"print(resolve({str(known)!r}).parameters)\n"
+        f"try: resolve({str(unknown)!r})\n"
+        "except Exception as error: print(type(error).__name__, error, error.hint)"
+    )
+    assert ran.stdout.splitlines() == [
+        str(PARAMETERS),
+        f"MissingExtra {unknown} is not in the catalog, and recording it needs torch and transformers "
+        "pip install 'fsdp-advisor[torch]'",
+    ]
+
+
+def test_a_kept_configuration_does_not_import_torch_though_it_is_there(home: Path, recorded: Profile) -> None:
+    path = str(write(home / "mine.json", LLAMA))
+    keep(recorded, SHIPPED)
+    ran = python(
+        f"import sys\nfrom fsdp_advisor.model.resolve import resolve\nprint(resolve({path!r}).notes, 'torch' in sys.modules)"
+    )
+    assert (ran.stdout, ran.stderr) == ("() False\n", "")
+
+
+@pytest.mark.parametrize("what", ["~", "~/config.json", "~/sub", "~/sub/../other.json"])
+def test_a_path_may_begin_with_the_home_directory(
+    home: Path, recorded: Profile, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(recorded, SHIPPED)
+    for name in ("config.json", "sub/config.json", "other.json"):
+        write(home / name, LLAMA)
+    monkeypatch.setenv("HOME", str(home))
+    found = resolve(what)
+    assert (found.name, found.source, found.parameters) == (what, "config", PARAMETERS)
+
+
+@pytest.mark.parametrize("name", ["~/absent", "~/absent.json", "~nobody-of-this-name/model", "./~/model"])
+def test_a_path_below_a_home_directory_that_is_not_there(
+    home: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(UnknownModel) as caught:
+        resolve(name)
+    assert (caught.value.message, caught.value.hint) == (
+        f"unknown model {name!r}",
+        "there is no such file or directory",
+    )
+
+
+def test_paths_can_be_forbidden(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(home / "folder" / "config.json", LLAMA)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: pytest.fail("the disk was looked at"))
+    for name in ("folder", "./folder", str(home / "folder"), "folder/config.json", "../x/y", "~/folder"):
+        with pytest.raises(UnknownModel):
+            resolve(name, allow_paths=False, allow_hub=False)
+
+
+def _bad_paths(home: Path) -> dict[str, tuple[str, str]]:
+    """What can be wrong with a path: its name below the home, and the error it gives."""
+    (home / "empty").mkdir()
+    (home / "lora").mkdir()
+    (home / "lora" / "adapter_config.json").write_text("{}")
+    (home / "weights.bin").write_text("{}")
+    (home / "folder.json").mkdir()
+    (home / "nested" / "config.json").mkdir(parents=True)
+    os.mkfifo(home / "pipe.json")
+    (home / "dangling.json").symlink_to("nowhere")
+    whole = "unknown model {path!r}"
+    return {
+        "absent.json": (whole, "there is no such file or directory"),
+        "absent/": (whole, "there is no such file or directory"),
+        "weights.bin/x": (whole, "there is no such file or directory"),
+        "dangling.json": (whole, "there is no such file or directory"),
+        "empty": ("{path}: a directory without a config.json", "save the model's config.json there"),
+        "folder.json": ("{path}: a directory without a config.json", "save the model's config.json there"),
+        "lora": ("{path}: a directory without a config.json", "it holds an adapter: name its base model"),
+        "weights.bin": ("{path}: neither a directory nor a .json file", CONFIG_HINT),
+        "nested": ("{path}: not a regular file", CONFIG_HINT),
+        "pipe.json": ("{path}: not a regular file", CONFIG_HINT),
+    }
+
+
+def test_paths_that_hold_no_configuration(home: Path) -> None:
+    for name, (message, hint) in _bad_paths(home).items():
+        path = f"{home}/{name}"
+        with pytest.raises(AdvisorError) as caught:
+            resolve(path)
+        assert (caught.value.message, caught.value.hint) == (message.format(path=path), hint)
+    assert written(home) == []
+
+
+@pytest.mark.parametrize("where", ["open", "stat"])
+def test_a_file_that_may_not_be_read(home: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(home / "secret.json", LLAMA)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, where, refuse)  # chmod would not stop root
+    with pytest.raises(UnreadableConfig) as caught:
+        resolve(str(path))
+    monkeypatch.undo()
+    assert caught.value.message == f"{path}: cannot be read: Permission denied"
+    assert caught.value.hint == "check the file and its permissions"
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("", NAMES_HINT),
+        ("  ", NAMES_HINT),
+        ("a b", NAMES_HINT),
+        ("owner/na me", NAMES_HINT),
+        ("owner/name.git", NAMES_HINT),
+        ("owner--name/x", NAMES_HINT),
+        ("-x", NAMES_HINT),
+        ("owner/é", NAMES_HINT),
+        ("x" * 300, NAMES_HINT),
+        ("line\nbreak", NAMES_HINT),
+        ("nul\0byte", NAMES_HINT),
+        ("https://example.org/config", "there is no such file or directory"),
+        ("tiny-org/Tiny-Lama!", "did you mean tiny-org/Tiny-Llama?"),
+    ],
+)
+def test_names_that_are_never_sent(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "download", lambda *_: pytest.fail("it was sent"))
+    with pytest.raises(UnknownModel) as caught:
+        resolve(name)
+    assert caught.value.message == f"unknown model {name.strip()[:200]!r}"
+    assert caught.value.hint == hint
+
+
+def test_an_unknown_name_without_the_hub_suggests_the_nearest() -> None:
+    with pytest.raises(UnknownModel) as caught:
+        resolve("tiny-orgg/Tiny-Llama", allow_hub=False)
+    assert (caught.value.message, caught.value.hint) == (
+        "unknown model 'tiny-orgg/Tiny-Llama'",
+        "did you mean tiny-org/Tiny-Llama?",
+    )
+
+
+# Recording
+
+
+@pytest.mark.parametrize(
+    ("config", "message", "hint"),
+    [
+        (
+            {"model_type": "nonesuch"},
+            "the installed transformers has no model of type 'nonesuch'",
+            "a newer transformers may have it",
+        ),
+        (
+            {"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}},
+            "the installed transformers has no model of type 'nonesuch'",
+            "code that a repository brings along (auto_map) is never run",
+        ),
+    ],
+)
+def test_models_that_transformers_lacks(home: Path, config: object, message: str, hint: str) -> None:
+    path = write(home / "config.json", config)
+    with pytest.raises(UnreadableConfig) as caught:
+        resolve(str(path))
+    assert (caught.value.message, caught.value.hint) == (f"{path}: {message}", hint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 7},
+        {"hidden_act": "nonesuch"},
+        {"hidden_act": 7},
+        {"vocab_size": None},
+        {"pad_token_id": 5000},
+    ],
+)
+def test_what_transformers_refuses_is_one_line(home: Path, change: dict[str, object]) -> None:
+    path = write(home / "config.json", LLAMA | change)
+    with pytest.raises(AdvisorError) as caught:
+        resolve(str(path)).tape(SHIPPED)
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 400
+    assert caught.value.hint
+    assert written(home) == []
+
+
+def test_own_code_is_not_run_where_transformers_has_the_class(home: Path) -> None:
+    (home / "model").mkdir()
+    (home / "model" / "evil.py").write_text("raise SystemExit('ran')")
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    write(home / "model" / "config.json", LLAMA | {"auto_map": auto_map})
+    assert resolve(str(home / "model")).parameters == PARAMETERS
+
+
+# The cache
+
+
+def test_the_installed_versions_are_the_recorders() -> None:
+    from fsdp_advisor.recording import recorder
+
+    assert cache.installed_versions() == recorder.versions()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"FSDP_ADVISOR_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/profiles"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/fsdp-advisor/profiles"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/fsdp-advisor/profiles"),
+        ({"HOME": "/h"}, "/h/.cache/fsdp-advisor/profiles"),
+    ],
+)
+def test_where_the_cache_is(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("FSDP_ADVISOR_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cache.folder() == Path(expected)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other", "text"])
+def test_a_damaged_file_is_discarded_and_recorded_again(home: Path, recorded: Profile, damage: str) -> None:
+    path = str(write(home / "mine.json", LLAMA))
+    keep(recorded, SHIPPED)
+    (kept,) = written(home)
+    data = kept.read_bytes()
+    other = dump(load(data).__class__(**{**vars(load(data)), "config": {"model_type": "gpt2"}}))
+    middle = len(data) // 2
+    kept.write_bytes(
+        {
+            "cut": data[:middle],
+            "flipped": data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :],
+            "empty": b"",
+            "other": other,
+            "text": b"hello",
+        }[damage]
+    )
+    assert cache.fetch(load(data).config, None) is None
+    assert written(home) == []
+    assert flat(resolve(path).tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.key])
+    resolve(path).tape(OTHER)
+    assert len(written(home)) == 1
+
+
+@pytest.mark.parametrize("how", ["file in the way", "read-only"])
+def test_a_cache_that_cannot_be_written_is_a_note(home: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(write(home / "mine.json", LLAMA))
+    if how == "read-only":
+        monkeypatch.setattr(os, "access", lambda *_: False)  # chmod would not stop root
+    else:
+        (home / "cache").write_text("")
+    found = resolve(path)
+    assert found.notes == (
+        f"the cache folder {home / 'cache' / 'profiles'} cannot be written: the model will be recorded again each time",
+    )
+    assert found.tape(SHIPPED).segments
+
+
+def test_another_version_records_anew(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(write(home / "mine.json", LLAMA))
+    keep(recorded, SHIPPED)
+    config = resolve(path).profile.config
+    assert cache.fetch(config, None) is not None
+    monkeypatch.setattr(cache, "installed_versions", lambda: recorded.versions | {"torch": "99"})
+    assert cache.fetch(config, None) is None
+
+
+BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 1000}
+NO_FLASH = Variant("plain", "bf16", "flash_attention_2", "none", False)
+
+
+def test_what_cannot_be_recorded_is_tried_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve(str(write(home / "mine.json", BLOOM)))
+    with pytest.raises(NoSuchAttention) as recorded:
+        first.tape(NO_FLASH)
+    module._recorder.cache_clear()
+    monkeypatch.setattr(module, "_recorder_of", lambda *_, **__: pytest.fail("it is tried again"))
+    for model in (first, resolve(str(write(home / "again.json", BLOOM)))):
+        with pytest.raises(NoSuchAttention) as kept:
+            model.tape(NO_FLASH)
+        assert (kept.value.message, kept.value.hint) == (recorded.value.message, recorded.value.hint)
+
+
+def test_what_was_refused_is_tried_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    why = to_payload(NotRecordable("old.json could not be run", hint="wait"))
+    assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.key: why}, tapes={}), None)
+    model = resolve(str(write(home / "mine.json", LLAMA)))
+    with pytest.raises(NotRecordable, match=r"mine\.json could not be run"):
+        model.tape(SHIPPED)
+    monkeypatch.setattr(cache, "installed_versions", lambda: recorded.versions | {"torch": "99"})
+    assert flat(model.tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.key])
+
+
+@pytest.mark.parametrize("passes", [MemoryError(), OSError("disk full")])
+def test_what_a_machine_had_no_room_for_is_tried_again(home: Path, passes: Exception, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    from fsdp_advisor.recording.step import Step
+
+    model = resolve(str(write(home / "mine.json", BLOOM)))
+    variant = Variant("plain", "bf16", "eager", "none", False)
+
+    def fails(*_: object) -> None:
+        raise passes
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "run", fails)
+        with pytest.raises(NotRecordable):
+            model.tape(variant)
+    assert model.tape(variant).segments
+
+
+def test_two_processes_write_at_once(home: Path, recorded: Profile) -> None:
+    (home / "whole").write_bytes(dump(recorded))
+    code = (
+        "import sys\nfrom dataclasses import replace\nfrom fsdp_advisor.model import cache\n"
+        "from fsdp_advisor.model.store import load\n"
+        f"whole = load(Path({str(home / 'whole')!r}).read_bytes())\n"
+        "for _ in range(60):\n"
+        "    assert cache.keep(replace(whole, tapes={KEY: whole.tapes[KEY]}), None)\n"
+        "    assert cache.fetch(whole.config, None) is not None\n"
+    )
+    ran: list[subprocess.CompletedProcess[str]] = []
+    threads = [
+        threading.Thread(target=lambda key=v.key: ran.append(python(f"KEY = {key!r}\n" + code)))
+        for v in (SHIPPED, OTHER)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [(r.returncode, r.stderr) for r in ran] == [(0, ""), (0, "")]
+    (kept,) = written(home)  # and no partial file is left
+    found = load(kept.read_bytes()).tapes
+    assert found
+    assert all(flat(found[key]) == flat(recorded.tapes[key]) for key in found)

@@ -1,0 +1,86 @@
+"""What CUDA keeps for backward, on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  # after the check for torch
+from torch.nn import functional as F  # noqa: E402
+
+from fsdp_advisor.recording import cuda  # noqa: E402
+from fsdp_advisor.recording.cuda import as_on_cuda  # noqa: E402
+
+
+def saved(run: Callable[[], torch.Tensor]) -> list[torch.dtype]:
+    """Dtypes of what is saved for backward."""
+    kept: list[torch.dtype] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run().sum().backward()
+    return kept
+
+
+def test_dropout_keeps_one_byte_per_element() -> None:
+    x = torch.ones(4, 8, requires_grad=True)
+    assert saved(lambda: F.dropout(x, 0.5)) == [torch.float32]
+    with as_on_cuda():
+        assert saved(lambda: F.dropout(x, 0.5)) == [torch.bool]
+        assert saved(lambda: F.dropout(x, 0.0)) == saved(lambda: F.dropout(x, 0.5, training=False)) == []
+        assert F.dropout(x, 0.0).data_ptr() == F.dropout(x, 0.5, training=False).data_ptr() == x.data_ptr()
+        assert not F.dropout(x, 1.0).any()
+    assert saved(lambda: F.dropout(x, 0.5)) == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [lambda x: x.softmax(-1), lambda x: F.log_softmax(x, -1), nn.LayerNorm(8), nn.RMSNorm(8), lambda x: x**3, lambda x: x.sum(-1)],
+    ids=["softmax", "log_softmax", "layer_norm", "rms_norm", "pow", "sum"],
+)  # fmt: skip
+def test_autocast_runs_in_fp32_what_it_does_on_cuda(operator: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    with as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
+        assert operator(x).dtype == torch.float32
+        assert F.linear(torch.ones(4, 8), torch.ones(8, 8)).dtype == torch.bfloat16
+        assert x.softmax(-1, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert torch.ones(3, dtype=torch.long).sum().dtype == torch.long
+    with as_on_cuda():
+        assert x.softmax(-1).dtype == torch.bfloat16
+
+
+def test_cross_entropy_keeps_half_precision_on_cuda() -> None:
+    logits = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(4, dtype=torch.long)
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(logits, labels)
+
+    assert torch.bfloat16 not in saved(loss)
+    with as_on_cuda():
+        assert torch.bfloat16 in saved(loss)
+    assert torch.bfloat16 not in saved(loss)
+
+
+def test_backward_through_the_casts() -> None:
+    x = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    with as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
+        F.gelu(x.softmax(-1) ** 2).sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+
+
+def test_the_lists_are_pytorchs() -> None:
+    """CUDA's autocast kernels are registered in every build of PyTorch."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in (*cuda.IN_FP32, *cuda.IN_FP32_UNLESS_ASKED):
+        operator = cuda._operator(name).name()  # type: ignore[attr-defined]
+        assert has(operator, "AutocastCUDA") and not has(operator, "AutocastCPU"), name
+    operator = cuda._operator(cuda.AS_IT_IS).name()  # type: ignore[attr-defined]
+    assert has(operator, "AutocastCPU") and not has(operator, "AutocastCUDA")

@@ -1,0 +1,114 @@
+"""Any `nn.Module`: the MNIST network of PyTorch's FSDP tutorial, as one unit and with its large layer wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  # after the check for torch
+from torch.nn import functional  # noqa: E402
+
+from fsdp_advisor.errors import UsageError  # noqa: E402
+from fsdp_advisor.estimator import replayed  # noqa: E402
+from fsdp_advisor.job.plan import Plan  # noqa: E402
+from fsdp_advisor.model.profile import Variant  # noqa: E402
+from fsdp_advisor.recording import record_module  # noqa: E402
+from fsdp_advisor.validation.simulate import simulate  # noqa: E402
+
+
+class Net(nn.Module):
+    """Source: pytorch/examples distributed/FSDP tutorial: two convolutions, Linear 9216x128, Linear 128x10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.conv1(x))
+        x = functional.relu(self.conv2(x))
+        x = functional.max_pool2d(x, 2)
+        x = torch.flatten(self.dropout1(x), 1)
+        x = self.dropout2(functional.relu(self.fc1(x)))
+        return functional.log_softmax(self.fc2(x), dim=1)
+
+
+def _batch(micro_batch_size: int, seq_len: int) -> Mapping[str, torch.Tensor]:
+    return {
+        "images": torch.zeros(micro_batch_size, 1, 28, 28),
+        "labels": torch.zeros(micro_batch_size, dtype=torch.long),
+    }
+
+
+def _loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return functional.nll_loss(module(batch["images"]), batch["labels"], reduction="sum")
+
+
+def _peak(wrap: tuple[str, ...], backend: str, world: int) -> int:
+    recorder = record_module(Net, _batch, _loss, wrap)
+    plan = Plan(
+        strategy="ddp" if backend == "ddp" else "zero3",
+        backend=backend,
+        shard_degree=1 if backend == "ddp" else world,
+        replica_degree=world if backend == "ddp" else 1,
+        precision="fp32",
+        optim="adamw_torch_fused",
+        micro_batch_size=64,
+        seq_len=1,
+    )
+    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    ledger = replayed(recorder.profile, recorder.tape(variant), plan)
+    found = simulate(recorder.source, plan)
+    assert ledger.phase_peaks == found.phase_peaks
+    return ledger.peak
+
+
+def test_total_is_the_tutorials() -> None:
+    assert record_module(Net, _batch, _loss).profile.parameters == 1_199_882
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("wrap", [(), ("fc1",), ("fc1", "fc2")], ids=["one unit", "fc1", "fc1 and fc2"])
+def test_peak_is_what_pytorch_does(wrap: tuple[str, ...], backend: str) -> None:
+    assert _peak(wrap, backend, world=4) > 0
+
+
+def test_wrapping_the_large_layer_saves_memory() -> None:
+    assert _peak(("fc1",), "fsdp1", world=4) < _peak((), "fsdp1", world=4)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="no module is named 'fc9'"):
+        record_module(Net, _batch, _loss, ("fc9",))
+
+
+def _frozen() -> Net:
+    net = Net()
+    net.conv1.requires_grad_(False)
+    net.fc2.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(("backend", "wrap"), [("ddp", ()), ("fsdp2", ()), ("fsdp2", ("fc1",))])
+def test_frozen_parameters_have_no_gradients_and_no_states(backend: str, wrap: tuple[str, ...]) -> None:
+    recorder = record_module(_frozen, _batch, _loss, wrap)
+    profile = recorder.profile
+    assert profile.trainable_parameters == profile.parameters - (32 * 9 + 32) - (128 * 10 + 10)
+    plan = Plan(
+        strategy="ddp" if backend == "ddp" else "zero3",
+        backend=backend,
+        shard_degree=1 if backend == "ddp" else 4,
+        replica_degree=4 if backend == "ddp" else 1,
+        precision="fp32",
+        micro_batch_size=64,
+        seq_len=1,
+    )
+    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    assert replayed(profile, recorder.tape(variant), plan).phase_peaks == simulate(recorder.source, plan).phase_peaks

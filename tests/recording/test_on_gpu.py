@@ -1,0 +1,310 @@
+"""What is recorded of sdpa on a GPU, against PyTorch's own kernels and transformers' own choices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402  # after the check for torch
+from tiny_llama import LLAMA, write  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM  # noqa: E402
+
+from fsdp_advisor import estimate  # noqa: E402
+from fsdp_advisor.estimator import NO_SCRATCH  # noqa: E402
+from fsdp_advisor.model import cache, store  # noqa: E402
+from fsdp_advisor.model.profile import (  # noqa: E402
+    SDPA_BY_CUDNN_WINDOWED,
+    SDPA_ON_GPU,
+    SDPA_ON_GPU_WINDOWED,
+    Category,
+    Op,
+    Polynomial,
+    Segment,
+    Staging,
+    Tape,
+    Variant,
+)
+from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu  # noqa: E402
+from fsdp_advisor.server.recorder_process import _recorded  # noqa: E402
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 99,
+}
+NOISE_BYTES = 64
+"""Scalars, which live on the CPU there and in registers on a GPU."""
+
+
+def tape_of(attention: str, precision: str = "fp32", **config: Any) -> Tape:
+    source = TransformersSource({"model_type": "llama", **SMALL, **config}, name="x")
+    return Recorder(source).tape(Variant("plain", precision, attention, "none", False))
+
+
+def scratch_of(tape: Tape, segment: Segment) -> list[Polynomial]:
+    """What kernels take for themselves, but for what sums stage."""
+    taken = [tape.sizes[a] for op, a, c in segment.events if op == Op.ALLOC and c == Category.SCRATCH]
+    return [size for size in taken if not isinstance(size, Staging)]
+
+
+def requests(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Bytes taken and given back by forward and backward, those given back together in order of size; and the results."""
+    for _ in range(2):  # the first sets things up
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            out = run(*inputs)
+            grads = torch.autograd.grad(out, [x for x in inputs if x.requires_grad], torch.ones_like(out))
+    assert seen.profiler is not None
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if abs(e.nbytes()) > NOISE_BYTES]
+    return [list(g) if taken else sorted(g) for taken, g in groupby(sizes, lambda n: n > 0)], [out, *grads]
+
+
+def rows(b: int, t: int, heads: int, d: int) -> torch.Tensor:
+    """As a model has them: (B, T, H, D) seen as (B, H, T, D)."""
+    return torch.randn(b, t, heads, d).transpose(1, 2).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("b", "kv_heads", "mask"),
+    [(2, 2, "causal"), (1, 2, "causal"), (2, 8, "none"), (2, 1, "bool"), (2, 8, "float")],
+)
+def test_the_composite_is_pytorchs_own(b: int, kv_heads: int, mask: str, dtype: torch.dtype) -> None:
+    t, heads, d = 64, 8, 16
+    torch.manual_seed(0)
+    inputs = [rows(b, t, n, d).detach().to(dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)]
+    if mask == "bool":
+        inputs.append(torch.ones(b, 1, t, t, dtype=torch.bool).tril())
+    elif mask == "float":
+        inputs.append(torch.randn(1, heads, t, t, dtype=dtype).requires_grad_())
+    options = {"is_causal": mask == "causal", "enable_gqa": kv_heads != heads}
+
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, *masks, **options)
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        nothing = mock.patch.multiple(on_gpu, _flash_takes=lambda *_: False, _efficient_takes=lambda *_: False)
+        with nothing:
+            return on_gpu.attention(q, k, v, *masks, **options)
+
+    (their_bytes, their_results), (our_bytes, our_results) = requests(theirs, *inputs), requests(ours, *inputs)
+    assert our_bytes == their_bytes
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
+    for one, other in zip(our_results, their_results, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_fused_kernels_tensors_are_those_pytorch_registers(biased: bool) -> None:
+    """torch/_meta_registrations.py, at a length that needs no padding."""
+    with torch.device("meta"):
+        q, k, v = rows(2, 64, 4, 16), rows(2, 96, 4, 16), rows(2, 96, 4, 32)
+        bias = torch.empty(2, 4, 64, 96) if biased else None
+        theirs = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+        ours = on_gpu._forward(q, k, v, bias)
+        assert [(x.shape, x.stride()) for x in ours] == [(x.shape, x.stride()) for x in theirs[:2]]
+        out, lse, seed, offset = theirs
+        asked = [True, True, True, biased]
+        back = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        their_grads = back(torch.empty_like(out), q, k, v, bias, out, lse, seed, offset, 0.0, asked)
+        our_grads = on_gpu._backward(torch.empty_like(out), q, k, v, bias, out, lse)
+    assert [(x.shape, x.stride()) for x in our_grads] == [(x.shape, x.stride()) for x in their_grads if x is not None]
+
+
+@pytest.mark.parametrize("width", [16, 8], ids=["values as wide", "values narrower"])
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_flash_lies_as_pytorch_registers(by_heads: bool, width: int) -> None:
+    """The output lies as the queries do. torch/_meta_registrations.py has cuDNN's kernel, and the flash one for equal widths."""
+    with torch.device("meta"):
+        q, k, v = (rows(2, 64, 4, d).detach() for d in (16, 16, width))
+        if by_heads:
+            q = q.contiguous()
+        causal = (0.0, True, False)
+        theirs = [torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, *causal)[:2]]
+        if width == 16:
+            theirs.append(torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *causal)[:2])
+        out, lse = flash._forward(*(x.transpose(1, 2) for x in (q, k, v)))
+    for their_out, their_lse in theirs:
+        assert out.transpose(1, 2).shape == their_out.shape and out.transpose(1, 2).stride() == their_out.stride()
+        assert lse.numel() == their_lse.numel() and lse.dtype == their_lse.dtype
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "fused"),
+    [
+        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 32), True),
+        ((2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16), False),  # grouped
+        ((2, 4, 8, 18), (2, 4, 8, 18), (2, 4, 8, 18), False),  # no multiple of 16 bytes
+        ((4, 8, 16), (4, 8, 16), (4, 8, 16), False),
+    ],
+)
+def test_which_calls_a_fused_kernel_takes(query: Any, key: Any, value: Any, fused: bool) -> None:
+    assert on_gpu._efficient_takes(*(torch.empty(s, device="meta") for s in (query, key, value)), None) is fused
+
+
+MODELS = {
+    "plain": (LlamaForCausalLM, LlamaConfig, {}, SDPA_ON_GPU),
+    "grouped": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}, SDPA_ON_GPU),
+    "window unfilled": (
+        MistralForCausalLM,
+        MistralConfig,
+        {"num_key_value_heads": 2, "sliding_window": 4096},
+        SDPA_ON_GPU,
+    ),
+    "window filled": (
+        MistralForCausalLM,
+        MistralConfig,
+        {"num_key_value_heads": 2, "sliding_window": 32},
+        SDPA_ON_GPU_WINDOWED,
+    ),
+}
+
+
+@pytest.fixture
+def calls() -> Iterator[list[Any]]:
+    """What sdpa is called with: heads of keys, whether masked, causal, grouped."""
+    found: list[Any] = []
+    real, recorded = F.scaled_dot_product_attention, on_gpu.attention
+
+    def seen(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+            flags = {n: bool(options.get(n)) for n in ("is_causal", "enable_gqa")}
+            found.append((k.shape[1], options.get("attn_mask") is not None, flags))
+            return kernel(q, k, v, **options)
+
+        return call
+
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", seen(real)),
+        mock.patch.object(on_gpu, "attention", seen(recorded)),
+    ):
+        yield found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sdpa_is_called_as_in_a_real_run(name: str, calls: list[Any]) -> None:
+    model, config, more, attention = MODELS[name]
+    built = config(**SMALL, **more, use_cache=False)
+    tokens = torch.zeros(2, 48, dtype=torch.long)
+    model._from_config(built, attn_implementation="sdpa")(input_ids=tokens, labels=tokens)
+    real = [*calls]
+    calls.clear()
+    tape_of(attention, **{"model_type": built.model_type, **more})
+    assert len(real) == 2 and real == calls[:2]
+
+
+def test_no_size_grows_with_the_square_of_the_length() -> None:
+    def grow(attention: str) -> bool:
+        return any(p[4] or p[5] for p in tape_of(attention).sizes if not isinstance(p, Staging))
+
+    assert grow("sdpa") and not grow(SDPA_ON_GPU)
+
+
+def test_grouped_heads_keep_a_layers_scores() -> None:
+    """(B, H, T, T) in fp32: the product, its softmax and the mask of -inf in forward; in backward the gradients of both."""
+    tape = tape_of(SDPA_ON_GPU, num_key_value_heads=2)
+    layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "forward")
+    sizes = [tape.sizes[a][4] for op, a, _ in layer.events if op == Op.ALLOC and tape.sizes[a][4]]
+    assert sizes == [16, 16, 4]
+    kept = [category for op, a, category in layer.events if op == Op.ALLOC and tape.sizes[a][4] == 16]
+    assert kept == [Category.TEMPORARY, Category.ACTIVATION]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_in_half_precision_it_comes_to_the_flash_kernel(precision: str) -> None:
+    def made(attention: str) -> list[list[tuple[Any, int]]]:
+        tape = tape_of(attention, precision, num_key_value_heads=2)
+        return [[(tape.sizes[a], c) for op, a, c in s.events if op == Op.ALLOC] for s in tape.segments if s.stack == 0]
+
+    assert made(SDPA_ON_GPU) == made("flash_attention_2")
+
+
+@pytest.mark.parametrize(("attention", "precision"), [(SDPA_ON_GPU_WINDOWED, "fp32"), (SDPA_BY_CUDNN_WINDOWED, "bf16")])
+def test_a_filled_window_keeps_a_layers_mask(attention: str, precision: str) -> None:
+    tape = tape_of(attention, precision, model_type="mistral", num_key_value_heads=2, sliding_window=32)
+    mask = (0, 0, 0, 0, 4 if precision == "fp32" else 2, 0)
+    kept = [(tape.sizes[a], c) for s in tape.segments for op, a, c in s.events if op == Op.ALLOC and s.stack == 0]
+    assert kept.count((mask, Category.ACTIVATION)) == 2
+
+
+def test_cudnn_puts_the_output_where_queries_lie() -> None:
+    """Half the heads turn, so queries are put together head by head; what cuDNN makes of them has to be copied back."""
+    model = {
+        "model_type": "phi3", "pad_token_id": 0, "sliding_window": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }  # fmt: skip
+    kept = []
+    for attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED):
+        tape = tape_of(attention, "bf16", **model)
+        layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "forward")
+        kept.append(sum(tape.sizes[a][3] for op, a, c in layer.events if op == Op.ALLOC and c == Category.ACTIVATION))
+    assert kept[1] - kept[0] == 2 * SMALL["hidden_size"]
+
+
+def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
+    tape = tape_of("eager")
+    for segment in tape.segments:
+        scratch = scratch_of(tape, segment)
+        layers = segment.stack == 0 and segment.phase == "backward"
+        assert scratch == ([(0, 0, 0, 0, 4 * SMALL["num_attention_heads"], 0)] if layers else [])
+
+
+def test_the_fused_kernels_scratch() -> None:
+    """delta and the product it is made of, and tiles of 64 columns of dq for heads of 16."""
+    tape = tape_of(SDPA_ON_GPU)
+    layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")
+    scratch = scratch_of(tape, layer)
+    assert [p[3] for p in scratch] == [4 * 64, 4 * 4, 4 * 4, 4 * 4 * 64]
+
+
+@pytest.mark.parametrize("by", ["estimate", "server"])
+def test_a_configuration_of_ones_own_has_it_too(by: str, home: Path) -> None:
+    config = write(home / "own" / "config.json", LLAMA)
+    if by == "estimate":
+        (row,) = estimate(
+            model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100"
+        ).estimates
+        assert NO_SCRATCH not in row.not_modelled
+        kept = cache.fetch(LLAMA, None)
+        assert kept is not None and "plain|fp32|sdpa_on_gpu|none|1" in kept.tapes
+    else:
+        job = {"config": json.dumps(LLAMA), "name": "own", "source": "config", "variants": ["plain|fp32|sdpa|none|n"]}
+        _, data = _recorded(job)
+        assert set(store.load(data).tapes) == {"plain|fp32|sdpa|none|n", "plain|fp32|sdpa_on_gpu|none|n"}
+
+
+def test_a_filled_window_is_recorded_for_gpus_of_either_kind(home: Path) -> None:
+    own = {**LLAMA, "model_type": "mistral", "sliding_window": 64}
+    config = write(home / "own" / "config.json", own)
+    estimate(model=str(config), gpus=1, strategy="ddp", precision="bf16", seq_len=128, gpu="H100")
+    kept = cache.fetch(own, None)
+    assert kept is not None
+    attention = {Variant.from_key(key).attention for key in kept.tapes}
+    assert attention == {"sdpa", SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", SDPA_ON_GPU])
+def test_sums_over_rows_stage(attention: str) -> None:
+    """For the gradients of two norms and four biases, and freed again at once."""
+    tape = tape_of(attention, attention_bias=True, num_key_value_heads=2)
+    layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")
+    staged = [
+        (at, tape.sizes[a]) for at, (op, a, _) in enumerate(layer.events) if op == Op.ALLOC and isinstance(tape.sizes[a], Staging)
+    ]  # fmt: skip
+    tokens = (0, 0, 0, 1, 0, 0)
+    columns = sorted(size.columns[0] for _, size in staged)
+    assert columns == [32, 32, 64, 64, 64, 64] and {size.rows for _, size in staged} == {tokens}
+    assert all(layer.events[at + 1][0] == Op.FREE for at, _ in staged)

@@ -1,0 +1,173 @@
+"""Which task a configuration is trained on, and how layers of a kind are found."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fsdp_advisor.errors import NotRecordable, UnreadableConfig  # noqa: E402  # after the check for torch
+from fsdp_advisor.model import store  # noqa: E402
+from fsdp_advisor.model.profile import Variant  # noqa: E402
+from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
+
+TASKS = [
+    ({"model_type": "llama"}, "causal-lm"),
+    ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "causal-lm"),
+    ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "causal-lm"),
+    ({"model_type": "bert"}, "masked-lm"),
+    ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "masked-lm"),
+    ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True}, "causal-lm"),
+    ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, "masked-lm"),
+    ({"model_type": "t5"}, "seq2seq-lm"),
+    ({"model_type": "whisper"}, "speech-seq2seq"),
+    ({"model_type": "vit"}, "image-classification"),
+]
+
+
+@pytest.mark.parametrize(("config", "task"), TASKS, ids=str)
+def test_the_task_is_found(config: dict[str, object], task: str) -> None:
+    assert TransformersSource(config, name="x").task == task
+
+
+BAD = [
+    ({}, "names no model_type"),
+    ({"model_type": "no-such-model"}, "cannot build it"),
+    ({"model_type": "llama", "hidden_size": "wide"}, "cannot build it"),
+    ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, r"hidden size \(100\) .* heads \(7\)"),
+    ({"model_type": "encodec"}, "trains no encodec model"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD, ids=str)
+def test_what_cannot_be_built_says_so(config: dict[str, object], message: str) -> None:
+    with pytest.raises(UnreadableConfig, match=message):
+        Recorder(TransformersSource(config, name="x"))
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+}
+
+
+def test_layers_that_alternate_are_kinds_of_their_own() -> None:
+    """Gemma 3: five sliding layers, then a full one."""
+    config = {
+        "model_type": "gemma3_text",
+        **SMALL,
+        "head_dim": 16,
+        "num_hidden_layers": 62,
+        "sliding_window_pattern": 6,
+    }
+    (stack,) = Recorder(TransformersSource(config, name="x")).profile.stacks
+    assert stack.depth == 62
+    assert len(stack.units) < 20
+    assert sum(stack.counts) == 62
+    assert max(len(run.pattern) * (run.repeats > 1) for run in stack.runs) == 6
+
+
+def test_cost_does_not_grow_with_depth() -> None:
+    profiles = [
+        Recorder(TransformersSource({"model_type": "llama", **SMALL, "num_hidden_layers": n}, name="x")).profile
+        for n in (8, 80)
+    ]
+    assert [len(p.stacks[0].units) for p in profiles] == [5, 5]
+    assert [p.stacks[0].depth for p in profiles] == [8, 80]
+
+
+def test_one_layer_is_enough() -> None:
+    recorder = Recorder(TransformersSource({"model_type": "llama", **SMALL, "num_hidden_layers": 2}, name="x"))
+    assert recorder.tape(Variant("fsdp2", "bf16", "sdpa", "none", False)).segments
+
+
+def test_a_profile_survives_being_stored() -> None:
+    recorder = Recorder(TransformersSource({"model_type": "qwen2", **SMALL, "num_hidden_layers": 7}, name="x"))
+    variants = [Variant("fsdp2", "bf16-mixed", a, c, False) for a in ("sdpa", "eager") for c in ("none", "full")]
+    for variant in variants:
+        recorder.profile.tapes[variant.key] = recorder.tape(variant)
+    for small in (False, True):
+        copy = store.load(store.dump(recorder.profile, small=small))
+        assert copy.root == recorder.profile.root and copy.stacks == recorder.profile.stacks
+        assert copy.parameters == recorder.profile.parameters
+        for variant in variants:
+            ours, theirs = recorder.profile.tapes[variant.key], copy.tapes[variant.key]
+            assert [s.phase for s in ours.segments] == [s.phase for s in theirs.segments]
+            for a, b in zip(ours.segments, theirs.segments, strict=True):
+                assert (a.matmul_flops, a.attention_flops, a.operators) == (
+                    b.matmul_flops,
+                    b.attention_flops,
+                    b.operators,
+                )
+                assert [(op, ours.sizes[x] if op == 0 else x, y) for op, x, y in a.events] == [
+                    (op, theirs.sizes[x] if op == 0 else x, y) for op, x, y in b.events
+                ]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"garbage", b"\xfd7zXZ\0garbage", store.zlib.compress(b"{}\0"), store.zlib.compress(b"[1]\0xx")]
+)
+def test_what_is_no_profile_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        store.load(data)
+
+
+def test_flops_are_six_per_parameter_and_token() -> None:
+    """Forward and backward of a dense model: 6 per parameter and token, attention apart (arXiv:2001.08361, 2.1)."""
+    config = {"model_type": "llama", **SMALL, "num_hidden_layers": 6, "tie_word_embeddings": False}
+    recorder = Recorder(TransformersSource(config, name="x"))
+    tape = recorder.tape(Variant("plain", "fp32", "sdpa", "none", False))
+    counts = recorder.profile.stacks[0].counts
+    per_token = sum(s.matmul_flops[3] * (counts[s.layer] if s.stack >= 0 else 1) for s in tape.segments)
+    embedding = 64 * 99
+    norms = 64 * (2 * 6 + 1)
+    assert per_token == 6 * (recorder.profile.parameters - embedding - norms)
+
+
+def test_an_unrecordable_variant_says_why() -> None:
+    config = {"model_type": "mixtral", **SMALL, "num_hidden_layers": 2}
+    with pytest.raises(NotRecordable, match="could not be run to record it"):
+        Recorder(TransformersSource(config, name="x")).tape(Variant("plain", "fp32", "sdpa", "none", False))
+
+
+def test_a_configuration_is_not_changed_by_building_it() -> None:
+    """transformers writes into the dictionaries it is given; what identifies a model must stay as it was."""
+    config = {
+        "model_type": "llama",
+        **SMALL,
+        "num_hidden_layers": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    source = TransformersSource(config, name="x")
+    source.build(torch.float32)
+    assert source.config() == config
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_no_layer_is_dropped() -> None:
+    """OPT draws a number per layer where layers are to be dropped, and transformers 5.17 draws it always."""
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 99}
+    whole, dropping = (
+        Recorder(TransformersSource({"model_type": "opt", **sizes, "layerdrop": p}, name="x")).tape(
+            Variant("fsdp2", "bf16", "eager", "none", False)
+        )
+        for p in (0.0, 0.5)
+    )
+    assert [(s.stack, s.layer, s.events) for s in dropping.segments] == [
+        (s.stack, s.layer, s.events) for s in whole.segments
+    ]
+
+
+def test_a_mask_without_padding_is_none_to_flash_attention() -> None:
+    """transformers looks into it, which fake tensors do not let it; OPT makes one by itself in 5.17."""
+
+    class Masked(TransformersSource):
+        def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+            mask = torch.ones(micro_batch_size, seq_len, dtype=torch.long)
+            return {**super().batch(micro_batch_size, seq_len), "attention_mask": mask}
+
+    recorder = Recorder(Masked({"model_type": "llama", **SMALL, "num_hidden_layers": 2}, name="x"))
+    assert recorder.tape(Variant("fsdp2", "bf16-mixed", "flash_attention_2", "none", False)).segments

@@ -1,0 +1,447 @@
+"""What every chart owes its reader, over charts made of plain data and of real estimates."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_advisor import estimate
+from fsdp_advisor.render import (
+    AccuracyPoint,
+    Bar,
+    ErrorPoint,
+    FrontierPoint,
+    Moment,
+    Span,
+    TreeNode,
+    accuracy,
+    decision_tree,
+    frontier,
+    memory_timeline,
+    part_bytes,
+    speed_errors,
+    stacked,
+    stacked_bars,
+    stream_timeline,
+    two_timelines,
+    unfold,
+)
+from fsdp_advisor.render.scale import log_ticks, ticks
+from fsdp_advisor.render.svg import width_of
+from fsdp_advisor.units import GIB
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = '<script>alert(1)</script>" onload="x" & \x00\u202e]]>'
+LIVE = {"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": GIB, "loss": GIB // 2, "temporaries": 7}
+
+Draw = Callable[[str, int], str]
+
+
+def _bars(words: str, width: int) -> str:
+    rows = [
+        Bar(
+            label=words,
+            backend=words,
+            parts=part_bytes(LIVE | {"libraries": GIB}),
+            verdict=words,
+            fits=fits,
+            chosen=fits is True,
+        )
+        for fits in (True, False, None)
+    ]
+    return stacked_bars(rows, 8 * GIB, words, width=width)
+
+
+def _timeline(words: str, width: int) -> str:
+    moments = [
+        Moment(phase=phase, where=words, live_bytes=live * GIB, high_bytes=(live + 1) * GIB)
+        for phase, live in (("forward", 3), ("forward", 5), ("backward", 4), ("optimizer", 2))
+    ]
+    return memory_timeline(moments, label=words, capacity_bytes=7 * GIB, kept_bytes=GIB, width=width)
+
+
+def _tree(words: str, width: int) -> str:
+    nodes = [
+        TreeNode(id="a", text=words, details=(words,), taken=True),
+        TreeNode(id="b", text=words, parent="a", answer="no"),
+        TreeNode(id="c", text=words, parent="a", answer="yes", taken=True, outcome=True),
+        TreeNode(id="d", text=words, parent="b", answer="yes", outcome=True),
+    ]
+    return decision_tree(nodes, width=width)
+
+
+def _streams(words: str, width: int) -> str:
+    return stream_timeline(
+        [Span(lane=words, kind=words, start_s=0, end_s=0.1), Span(lane="b", kind="c", start_s=0.1, end_s=0.3)],
+        label=words,
+        width=width,
+    )
+
+
+def _frontier(words: str, width: int) -> str:
+    points = [
+        FrontierPoint(label=words, memory_bytes=m * GIB, tokens_per_second=s, fits=m < 8, chosen=m == 4)
+        for m, s in ((4, 90.0), (6, 120.0), (9, 100.0))
+    ]
+    return frontier(points, capacity_bytes=8 * GIB, width=width)
+
+
+def _accuracy(words: str, width: int) -> str:
+    points = [AccuracyPoint(group=words, measured_bytes=m * GIB, predicted_bytes=m * GIB + 5) for m in (1, 9, 70)]
+    return accuracy(points, width=width)
+
+
+def _both(words: str, width: int) -> str:
+    predicted = {"forward": [2 * GIB, 4 * GIB], "backward": [5 * GIB], "optimizer": [GIB]}
+    return two_timelines(predicted, {**predicted, "backward": [4 * GIB] * 70}, label=words, width=width)
+
+
+def _error(error: float, *, judges: bool = True, doubts: tuple[str, ...] = (), **size: int) -> ErrorPoint:
+    sizes = {"parameters": 7 * 10**9, "gpus": 8, "seq_len": 2048} | size
+    return ErrorPoint(label=f"a run off by {error:g} %", error_percent=error, judges=judges, doubts=doubts, **sizes)
+
+
+def _errors(words: str, width: int) -> str:
+    points = [
+        replace(_error(-70, doubts=(words, words)), label=words),
+        _error(12, judges=False, gpus=128),
+        _error(3, seq_len=65_536, parameters=10**11),
+    ]
+    return speed_errors(points, width=width)
+
+
+CHARTS: dict[str, Draw] = {
+    "bars": _bars,
+    "timeline": _timeline,
+    "tree": _tree,
+    "streams": _streams,
+    "frontier": _frontier,
+    "accuracy": _accuracy,
+    "two timelines": _both,
+    "speed errors": _errors,
+}
+
+
+@pytest.fixture(params=CHARTS.values(), ids=CHARTS)
+def draw(request: pytest.FixtureRequest) -> Draw:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("width", [350, 960])
+def test_is_titled_described_and_self_contained(draw: Draw, width: int) -> None:
+    root = ET.fromstring(draw("ZeRO-3", width))
+    title, desc = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
+    assert title is not None and desc is not None and title.text and desc.text
+    assert root.get("role") == "img"
+    assert (root.get("aria-labelledby"), root.get("aria-describedby")) == (title.get("id"), desc.get("id"))
+    ids = [e.get("id") for e in root.iter() if e.get("id")]
+    assert len(ids) == len(set(ids))
+    for e in root.iter():
+        assert e.tag.removeprefix(SVG) not in ("script", "style", "image", "use", "foreignObject", "a")
+        assert not {name for name in e.attrib if name == "style" or name.startswith("on") or "href" in name}
+        for paint in (e.get("fill", ""), e.get("stroke", "")):
+            assert not paint.startswith("url(") or paint[5:-1] in ids
+        broken = [float(n) for n in re.findall(r"-?[\d.]+", e.get("stroke-dasharray", ""))]
+        assert all(n >= 0 for n in broken)
+
+
+@pytest.mark.parametrize("width", [350, 960])
+def test_text_stays_within_the_drawing(draw: Draw, width: int) -> None:
+    root = ET.fromstring(draw("ZeRO-3", width))
+    _, _, wide, high = map(float, root.get("viewBox", "").split())
+    assert wide <= width
+    for e in root.iter(f"{SVG}text"):
+        long = width_of(e.text or "", float(e.get("font-size", 12)), bold=e.get("font-weight") == "600")
+        x, y = float(e.get("x", "nan")), float(e.get("y", "nan"))
+        begin = {"start": x, "middle": x - long / 2, "end": x - long}[e.get("text-anchor", "start")]
+        assert 0 <= y <= high, e.text
+        assert begin >= -1 and begin + long <= wide + 12, e.text
+
+
+@pytest.mark.parametrize("width", [350, 960])
+def test_markup_in_a_name_is_shown_not_run(draw: Draw, width: int) -> None:
+    svg = draw(HOSTILE, width)
+    root = ET.fromstring(svg)
+    assert "<script" not in svg
+    assert not any(name.startswith("on") for e in root.iter() for name in e.attrib)
+    assert any("<script>" in (e.text or "") or "<scrip" in (e.text or "") for e in root.iter())
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.text(max_size=80), width=st.integers(200, 1400), chart=st.sampled_from(sorted(CHARTS)))
+def test_any_text_at_any_width_is_well_formed(words: str, width: int, chart: str) -> None:
+    ET.fromstring(CHARTS[chart](words, width))
+
+
+@given(low=st.floats(0, 1e6), span=st.floats(1e-3, 1e9), about=st.integers(2, 8))
+def test_ticks_are_few_and_inside(low: float, span: float, about: int) -> None:
+    found = ticks(low, low + span, about)
+    assert len(found) <= about + 1
+    assert all(low - 1e-6 * span <= t <= (low + span) * (1 + 1e-6) for t in found)
+
+
+@given(low=st.floats(1e-3, 1e3), times=st.floats(1.1, 1e6))
+def test_log_ticks_are_inside(low: float, times: float) -> None:
+    assert all(low <= t <= low * times for t in log_ticks(low, low * times))
+
+
+@pytest.mark.parametrize(
+    "draw_none",
+    [
+        lambda: stacked_bars([], GIB, "gpu"),
+        lambda: stream_timeline([], label=""),
+        lambda: frontier([]),
+        lambda: accuracy([]),
+        lambda: decision_tree([]),
+        lambda: speed_errors([]),
+    ],
+)
+def test_nothing_to_draw_is_no_error(draw_none: Callable[[], str]) -> None:
+    ET.fromstring(draw_none())
+
+
+# Bars
+
+
+def test_parts_sum_to_what_is_needed() -> None:
+    parts = part_bytes(LIVE | {"fragmentation": 3 * GIB, "cuda_and_nccl": 2 * GIB})
+    assert sum(n for _, n in parts) == sum(LIVE.values()) + 5 * GIB
+    assert (parts[-1][0].key, parts[-1][1]) == ("beside", 5 * GIB)
+
+
+def _lengths(svg: str) -> list[float]:
+    """Of each bar, its segments' widths summed."""
+    rows: dict[float, float] = {}
+    for e in ET.fromstring(svg).iter(f"{SVG}path"):
+        y = 0.0
+        for way, numbers in re.findall("([Mmh])([^Mmh]*)", e.get("d", "") if e.get("class") == "band" else ""):
+            *_, last = map(float, re.findall(r"-?\d*\.?\d+", numbers))
+            y = last if way == "M" else y + last if way == "m" else y
+            rows[y] = rows.get(y, 0) + (last if way == "h" else 0)
+    return list(rows.values())
+
+
+def test_a_bar_is_as_long_as_its_bytes_and_a_hopeless_one_is_cut() -> None:
+    def bar(times: int) -> Bar:
+        return Bar(label="x", backend="y", parts=part_bytes({"parameters": times * GIB}), verdict="", fits=True)
+
+    lengths = _lengths(stacked_bars([bar(2), bar(4), bar(400)], 8 * GIB, "gpu"))
+    assert lengths[1] == pytest.approx(2 * lengths[0], abs=0.2)
+    assert lengths[2] == pytest.approx(8 * 1.7 / 2 * lengths[0], abs=0.5)
+
+
+def test_bars_name_every_total_for_those_who_cannot_see_them() -> None:
+    svg = _bars("ZeRO-3", 960)
+    assert svg.count("11.50 GiB") == 2 * 3
+
+
+# The step
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-2-7b-hf", "openai-community/gpt2"])
+def test_an_unfolded_step_reaches_the_peak_and_ends_where_the_folded_one_does(model: str) -> None:
+    for row in estimate(model=model, gpus=4, gradient_accumulation_steps=2).estimates:
+        moments = [
+            Moment(phase=p.phase, where=p.where, live_bytes=p.live_bytes, high_bytes=p.high_bytes, repeats=p.repeats)
+            for p in row.timeline
+        ]
+        stretches = unfold(moments)
+        assert len(stretches) == sum(p.repeats for p in row.timeline)
+        assert max(m.high_bytes for m in stretches) == row.peak_tensor_bytes, row.label
+        assert stretches[-1].live_bytes == moments[-1].live_bytes
+        assert all(m.high_bytes >= m.live_bytes for m in stretches)
+
+
+def test_the_peak_is_marked_with_its_size() -> None:
+    svg = _timeline("ZeRO-3", 960)
+    assert ">peak 6.00 GiB<" in svg
+    assert "GPU: 7.00 GiB" in svg
+
+
+# The tree
+
+
+def test_the_path_taken_is_lit_and_the_rest_is_not() -> None:
+    root = ET.fromstring(_tree("fits?", 960))
+    boxes = [e.get("class") for e in root.iter(f"{SVG}rect") if (e.get("class") or "").startswith("node")]
+    assert boxes.count("node-taken") == 2 and boxes.count("node") == 2
+    broken = [e.get("stroke-dasharray") is not None for e in root.iter(f"{SVG}path")]
+    assert sorted(broken) == [False, True]  # the ways taken, and the others
+
+
+def test_boxes_of_a_deep_tree_do_not_meet() -> None:
+    nodes = [TreeNode(id="0", text="start", taken=True)]
+    for i in range(1, 12):
+        nodes.append(
+            TreeNode(id=f"{i}y", text="an outcome " * 4, parent=str(i - 1), answer="yes", outcome=True, taken=True)
+        )
+        nodes.append(TreeNode(id=f"{i}s", text="a branch", parent=str(i - 1), answer="perhaps"))
+        nodes.append(
+            TreeNode(id=str(i), text="question " * i, details=("numbers " * i,), parent=str(i - 1), answer="no")
+        )
+    for width in (350, 960):
+        root = ET.fromstring(decision_tree(nodes, width=width))
+        boxes = [
+            tuple(float(e.get(k, 0)) for k in ("x", "y", "width", "height"))
+            for e in root.iter(f"{SVG}rect")
+            if (e.get("class") or "").startswith("node")
+        ]
+        assert len(boxes) == len(nodes)
+        for i, (x, y, w, h) in enumerate(boxes):
+            for x2, y2, w2, h2 in boxes[i + 1 :]:
+                assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 + 0.2 or y2 + h2 <= y + 0.2
+
+
+def test_a_ring_of_parents_ends() -> None:
+    ring = [TreeNode(id="a", text="a", parent="b"), TreeNode(id="b", text="b", parent="a")]
+    ET.fromstring(decision_tree(ring))
+    ET.fromstring(decision_tree([TreeNode(id="r", text="r"), TreeNode(id="r", text="r", parent="r")]))
+
+
+# The frontier and the streams
+
+
+def test_the_frontier_leaves_no_label_on_another() -> None:
+    points = [
+        FrontierPoint(label=f"strategy {i}", memory_bytes=(10 + i % 3) * GIB, tokens_per_second=100.0 + i)
+        for i in range(12)
+    ]
+    root = ET.fromstring(frontier(points, width=500))
+    boxes = []
+    for e in root.iter(f"{SVG}text"):
+        if (e.text or "").startswith("strategy"):
+            x, y = float(e.get("x", 0)), float(e.get("y", 0))
+            boxes.append((x, y - 10, x + width_of(e.text or "", 12), y + 2))
+    assert boxes
+    for i, a in enumerate(boxes):
+        assert not any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for b in boxes[i + 1 :])
+
+
+def test_the_chosen_point_is_named_even_in_a_crowd() -> None:
+    crowd = [
+        FrontierPoint(label=f"number {i}", memory_bytes=(30 + i % 5) * GIB, tokens_per_second=1700.0 + i)
+        for i in range(20)
+    ]
+    chosen = FrontierPoint(
+        label="the one that is recommended", memory_bytes=32 * GIB, tokens_per_second=1710.0, chosen=True
+    )
+    svg = frontier([*crowd, chosen], capacity_bytes=39 * GIB, width=350)
+    assert ">the one that is recommended<" in svg
+
+
+def test_many_short_spans_become_few_shapes() -> None:
+    spans = [Span(lane="compute", kind="forward", start_s=i / 1e4, end_s=(i + 1) / 1e4) for i in range(10_000)]
+    assert len(stream_timeline(spans, label="x")) < 4_000
+    assert len(re.findall("<rect", _streams("a", 960))) >= 4
+
+
+def test_spans_that_meet_on_the_paper_do_not_overlap() -> None:
+    spans = [Span(lane="c", kind="all-gather", start_s=i, end_s=i + 0.01) for i in range(700)]
+    (row,) = [
+        e
+        for e in ET.fromstring(stream_timeline(spans, label="x", width=500)).iter(f"{SVG}path")
+        if e.get("class") == "band"
+    ]
+    widths = [float(n) for n in re.findall(r"[\d.]+", row.get("stroke-dasharray", ""))]
+    begin, end = map(float, re.fullmatch(r"M([\d.]+) .*H([\d.]+)", row.get("d", "")).groups())  # type: ignore[union-attr]
+    assert len(widths) == 2 * 700 - 1 and sum(widths) == pytest.approx(end - begin, abs=0.01)
+
+
+def test_kinds_look_apart_however_many() -> None:
+    spans = [Span(lane="compute", kind=f"kind {i}", start_s=i, end_s=i + 1) for i in range(20)]
+    root = ET.fromstring(stream_timeline(spans, label="x"))
+    looks = [ET.tostring(p).replace((p.get("id") or "").encode(), b"") for p in root.iter(f"{SVG}pattern")]
+    assert len(looks) == len(set(looks)) == 20
+
+
+# The errors of the time
+
+
+def _marks(svg: str) -> list[ET.Element]:
+    """The runs: the shapes that have a title."""
+    return [e for e in ET.fromstring(svg).iter() if e.tag != f"{SVG}svg" and e.find(f"{SVG}title") is not None]
+
+
+def _middle(mark: ET.Element) -> tuple[float, float]:
+    def size(name: str) -> float:
+        return float(mark.get(name, 0))
+
+    if mark.tag == f"{SVG}circle":
+        return size("cx"), size("cy")
+    return size("x") + size("width") / 2, size("y") + size("height") / 2
+
+
+def test_every_run_stands_in_every_panel_and_its_mark_says_what_it_is() -> None:
+    points = [
+        _error(-5), _error(-6, doubts=("host",)), _error(-7, judges=False), _error(-8, judges=False, doubts=("host",)),
+    ]  # fmt: skip
+    marks = _marks(speed_errors(points))
+    assert len(marks) == 3 * len(points)
+    for point in points:
+        mine = [m for m in marks if m.findtext(f"{SVG}title") == point.label]
+        assert len(mine) == 3
+        for mark in mine:
+            assert (mark.tag == f"{SVG}circle") == point.judges
+            assert ("paper-fill" in mark.get("class", "")) == bool(point.doubts)
+
+
+def test_errors_stand_at_their_height_and_sizes_from_left_to_right() -> None:
+    sizes = [{"parameters": 10**9 * 3**i, "gpus": 4**i, "seq_len": 512 * 4**i} for i in range(4)]
+    points = [_error(e, **size) for e, size in zip((30, 0, -30, -60), sizes, strict=True)]
+    marks = [_middle(m) for m in _marks(speed_errors(points))]
+    for panel in (marks[:4], marks[4:8], marks[8:]):
+        xs, ys = zip(*panel, strict=True)
+        steps = {round(b - a) for a, b in itertools.pairwise(xs)}
+        assert list(xs) == sorted(xs) and max(steps) - min(steps) <= 1  # a logarithmic axis
+        assert [round(y - ys[0]) for y in ys] == pytest.approx([i * (ys[1] - ys[0]) for i in range(4)], abs=1)
+
+
+def test_crowded_runs_stand_side_by_side_and_no_error_is_moved() -> None:
+    places = [_middle(m) for m in _marks(speed_errors([_error(-5)] * 5))][:5]
+    assert len({y for _, y in places}) == 1
+    xs = sorted(x for x, _ in places)
+    assert all(b - a >= 6.9 for a, b in itertools.pairwise(xs)) and xs[-1] - xs[0] <= 28.2
+
+
+def test_what_lies_beyond_the_largest_run_is_hatched() -> None:
+    svg = speed_errors([_error(1), _error(2, gpus=128, seq_len=8192, parameters=7 * 10**10)])
+    hatched = [
+        e for e in ET.fromstring(svg).iter(f"{SVG}rect") if "unseen" in e.get("fill", "") and e.get("fill-opacity")
+    ]
+    largest = [_middle(m)[0] for m in _marks(svg)[1::2]]
+    assert [float(e.get("x", 0)) for e in hatched] == pytest.approx(largest, abs=0.2)
+
+
+def test_the_drawing_says_how_many_were_missed_and_warned_of() -> None:
+    svg = speed_errors([_error(-70, doubts=("host",)), _error(-40), _error(10)])
+    assert "2 are off by more than 30 %, and the estimate itself warns of 1 of these" in svg
+    assert "1 within 15 %, 1 within 30 %" in svg and ">hollow: the estimate warns of host (1)<" in svg
+
+
+# Two timelines
+
+
+def test_two_timelines_say_both_peaks_and_need_neither() -> None:
+    described = ET.fromstring(_both("ZeRO-3", 700)).find(f"{SVG}desc")
+    assert described is not None and described.text == "The peaks: predicted 5.00 GiB; measured 4.00 GiB."
+    assert "none" in two_timelines({}, {}, label="nothing")
+
+
+def test_drawings_stand_one_below_the_other() -> None:
+    first, second = _accuracy("a", 400), _both("b", 700)
+    root = ET.fromstring(stacked(first, second, title="both"))
+    inner = [ET.fromstring(one) for one in (first, second)]
+    assert root.get("width") == max(one.get("width", "") for one in inner)
+    assert [e.get("viewBox") for e in root.iter(f"{SVG}svg")][1:] == [one.get("viewBox") for one in inner]
+    assert [e.get("transform") for e in root.findall(f"{SVG}g")] == [
+        "translate(0 0)", f"translate(0 {float(inner[0].get('height', '')) + 16:g})",
+    ]  # fmt: skip
+    ids = [e.get("id") for e in root.iter() if e.get("id")]
+    assert len(ids) == len(set(ids))

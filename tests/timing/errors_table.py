@@ -1,0 +1,69 @@
+"""The errors of the time model over all published runs: the table that ships with the package, and the README's drawing of it.
+
+Run: python tests/speed/errors_table.py    writes both
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from published_runs import Row, said
+
+from fsdp_advisor.render import speed_errors
+from fsdp_advisor.timing import StepTime, step_time
+from fsdp_advisor.validation import published
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "fsdp_advisor" / "validation" / "published.csv"
+DRAWING = ROOT / "web" / "screenshots" / "speed-errors.svg"
+
+
+def compared() -> list[tuple[Row, StepTime]]:
+    found = [(row, step_time(row.profile, row.tape, row.plan, row.gpu, row.between)) for row in said()]
+    return [(row, step) for row, step in found if step is not None]
+
+
+def table() -> str:
+    """One line per published run that can be said, as CSV."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, published.COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row, step in compared():
+        p = row.plan
+        writer.writerow(
+            {
+                "id": row.id,
+                "part": row.part,
+                "source": row.source,
+                "model": row.model,
+                "parameters": row.profile.parameters,
+                "gpu": row.gpu.name,
+                "gpus": p.world_size,
+                "strategy": p.strategy,
+                "backend": p.backend,
+                "offload": p.offload,
+                "precision": p.precision,
+                "micro_batch": p.micro_batch_size,
+                "seq_len": p.seq_len,
+                "checkpointing": row.checkpointing,
+                "measured_s": f"{row.measured_seconds:.4g}",
+                "predicted_s": f"{step.seconds:.4g}",
+                "low_s": f"{step.low_seconds:.4g}",
+                "high_s": f"{step.high_seconds:.4g}",
+                "error_percent": f"{100 * (step.seconds / row.measured_seconds - 1):+.1f}",
+                "doubts": "; ".join(doubt.about for doubt in step.doubts),
+            }
+        )
+    return out.getvalue()
+
+
+def drawing() -> str:
+    """The table drawn, as SVG."""
+    return speed_errors([run.point for run in published.read(TABLE.read_text(encoding="utf-8"))]) + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table(), encoding="utf-8")
+    DRAWING.write_text(drawing(), encoding="utf-8")

@@ -1,0 +1,277 @@
+"""The published runs in the tool's words: each as (profile, tape, plan, GPU, network), or the reason why it cannot be said.
+
+`published.json` holds the rows as published, with their sources; `profiles.zip` the models that the catalog has not, recorded
+from their published architecture by `python tests/speed/record.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from published_split import part_of
+
+from fsdp_advisor.hardware import Gpu, Link, find_gpu, find_interconnect
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, Segment, Tape
+from fsdp_advisor.model.store import load
+
+HERE = Path(__file__).parent
+PROFILES = HERE / "profiles.zip"
+
+CATALOG = {
+    "Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+    "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
+    "Llama-3-70B": "meta-llama/Meta-Llama-3-70B",
+    "Llama-2-13B": "meta-llama/Llama-2-13b-hf",
+    "Llama-2-70B": "meta-llama/Llama-2-70b-hf",
+    "ibm-granite/granite-7b-base (Llama-2 7B arch)": "meta-llama/Llama-2-7b-hf",
+}
+TUTORIAL_GPUS = "deepspeedai/DeepSpeed docs/_tutorials"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published run that can be said."""
+
+    id: str
+    source: str
+    part: str
+    model: str
+    profile: Profile
+    tape: Tape
+    plan: Plan
+    gpu: Gpu
+    between: Link
+    checkpointing: str
+    measured_seconds: float  # per optimizer step
+
+    @property
+    def job(self) -> tuple[str, ...]:
+        """What two rows of one source share when they differ in their strategy or checkpointing alone."""
+        p = self.plan
+        sizes = (p.micro_batch_size, p.seq_len, p.world_size, p.gradient_accumulation_steps)
+        return (self.source, self.model, self.gpu.name, p.precision, *map(str, sizes))
+
+
+def published() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((HERE / "published.json").read_text())
+    return rows
+
+
+def unsayable(row: dict[str, Any]) -> str | None:
+    """Why a row cannot be said in the tool's words, or None."""
+    measured = row["measured"]
+    if not any(measured.get(k) for k in ("tokens_per_s_per_gpu", "seconds_per_step")):
+        return "no speed was measured"
+    scope = row["scope"]
+    if scope.startswith("needs") or scope == "lora":
+        return f"another kind of training: {scope}"
+    if row["compile"] not in ("none", "unknown"):
+        return f"compiled: {row['compile']}"
+    if "NO_SHARD" in row["strategy"]:
+        return "FSDP1's NO_SHARD is no strategy of this tool"
+    if row["micro_batch"] is None or row["seq_len"] is None:
+        return "the micro-batch or the length is not told"
+    if "activation checkpoints" in row["offload"]:
+        return "activation checkpoints in host memory"
+    return None
+
+
+def said() -> tuple[Row, ...]:
+    """All rows that can be said."""
+    return tuple(_row(row) for row in published() if unsayable(row) is None)
+
+
+def _row(row: dict[str, Any]) -> Row:
+    plan, checkpointing = plan_of(row)
+    profile = _profile(row)
+    gpu, between = _machine(row, plan)
+    tokens = plan.micro_batch_size * plan.seq_len * plan.gradient_accumulation_steps
+    measured = row["measured"]
+    rate = measured["tokens_per_s_per_gpu"]
+    seconds = tokens / rate if rate else measured["seconds_per_step"]
+    return Row(
+        id=row["id"],
+        source=row["source"],
+        part=part_of(row["source"]),
+        model=row["model"],
+        profile=profile,
+        tape=_tape(profile, plan, checkpointing),
+        plan=plan,
+        gpu=gpu,
+        between=between,
+        checkpointing=checkpointing,
+        measured_seconds=seconds,
+    )
+
+
+def plan_of(row: dict[str, Any]) -> tuple[Plan, str]:
+    text = f"{row['strategy']} {row['offload']}"
+    strategy, backend = _strategy(row["strategy"])
+    offload = "none"
+    if "CPU" in row["offload"]:
+        offload = "parameters" if "param" in row["offload"] else "optimizer"
+    checkpointing = row["activation_checkpointing"].split()[0]
+    if checkpointing == "selective":
+        checkpointing += " " + ("layer" if "layer" in row["activation_checkpointing"] else "op")
+    if row["source"].startswith("huggingface/blog"):
+        checkpointing = "full"  # not told; without it micro-batch 8 needs more than 80 GB
+    precision = {"fp32": "fp32", "fp16": "fp16-mixed"}.get(re.split(r"[ ,(]", row["precision"])[0], "bf16-mixed")
+    found = re.search(r"[Gg]radient accumulation (\d+)", row["notes"])
+    steps = int(found[1]) if found else 1
+    if row["source"].startswith("huggingface/transformers"):
+        steps = 4 if row["micro_batch"] == 1 else 1
+    if row["source"].startswith("QwenLM"):
+        steps = 8
+    gpus = row["n_gpus"]
+    nodes = max(1, gpus // _per_node(row))
+    eager = "eager" in row["attention"] or "unfused" in row["attention"] or "Multihead" in row["attention"]
+    shards = 1 if strategy == "ddp" else gpus
+    plan = Plan(
+        strategy=strategy,
+        backend=backend,
+        offload=offload,
+        shard_degree=shards,
+        replica_degree=gpus // shards,
+        nnodes=nodes,
+        precision=precision,
+        optim="adamw_torch"
+        if "Lightning" in text or "Lightning" in row["source"] or gpus == 1
+        else "adamw_torch_fused",
+        micro_batch_size=row["micro_batch"],
+        seq_len=row["seq_len"],
+        gradient_accumulation_steps=steps,
+        activation_checkpointing="full" if checkpointing == "full" else "none",
+        attention="eager" if eager else "flash_attention_2",
+    )
+    return plan, checkpointing
+
+
+def _strategy(text: str) -> tuple[str, str]:
+    if text.startswith(("single GPU", "DDP")):
+        return "ddp", "ddp"
+    if "ZeRO" in text and "DeepSpeed" in text:
+        return f"zero{text[text.index('ZeRO-') + 5]}", "deepspeed"
+    backend = "fsdp2" if text.startswith("FSDP2") else "fsdp1"
+    return ("zero2" if "SHARD_GRAD_OP" in text else "zero3"), backend
+
+
+def _per_node(row: dict[str, Any]) -> int:
+    if row["source"].startswith("bigscience"):
+        return 4  # Jean Zay: 4 x V100 per node
+    return 16 if row["source"].startswith(TUTORIAL_GPUS) else 8  # DGX-2
+
+
+def _machine(row: dict[str, Any], plan: Plan) -> tuple[Gpu, Link]:
+    name = row["gpu"]
+    if "V100" in name:
+        gpu = find_gpu("V100-16GB" if "16GB" in name else "V100-32GB")
+        if row["source"].startswith("bigscience"):
+            return gpu, find_interconnect("100Gb/s", gpu, 4)  # Jean Zay: one Omni-Path adapter per GPU
+        return gpu, find_interconnect("8x100Gb/s", gpu, 16)  # DGX-2
+    if "A100" in name:
+        gpu = find_gpu("A100-40GB" if "40" in name else "A100-80GB")
+        return gpu, find_interconnect("200Gb/s", gpu, 8)  # llm-foundry: 1600 Gb/s RoCE per node; DGX A100 elsewhere
+    gpu = find_gpu("H100")
+    if "HBM2e" in name:  # Grand Teton: 2.4 TB/s, 500 W, a peak "between SXM and NVL", of which the middle is taken here
+        gpu = replace(gpu, memory_bytes_per_s=2.4e12, bf16_flops=912e12)
+    return gpu, find_interconnect("400Gb/s", gpu, 8)
+
+
+# Models
+
+
+def config_of(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The transformers configuration of a model that the catalog has not; None where it has, or where it is none."""
+    model, arch = row["model"], row["arch"] or {}
+    if model in CATALOG or "lightning" in model or model.startswith("bert"):
+        return None
+    if model.startswith("Qwen/"):
+        small = model.endswith("1_8B")
+        return {
+            "model_type": "qwen2", "hidden_size": 2048 if small else 4096, "num_hidden_layers": 24 if small else 32,
+            "num_attention_heads": 16 if small else 32, "num_key_value_heads": 16 if small else 32,
+            "intermediate_size": 5504 if small else 11008, "vocab_size": 151936, "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        }  # fmt: skip
+    eager_gpt2 = "MPT" not in model
+    return {
+        "model_type": "gpt2", "n_embd": arch["hidden"], "n_layer": arch["layers"], "n_head": arch["heads"],
+        "n_inner": 4 * arch["hidden"], "vocab_size": arch["vocab"],
+        "n_positions": max(row["seq_len"], arch.get("positions", 1024)),
+        "activation_function": "gelu_new" if eager_gpt2 else "gelu",
+        **({} if eager_gpt2 else {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    }  # fmt: skip
+
+
+def key_of(row: dict[str, Any]) -> str:
+    """The recorded profile's name in `profiles.zip`."""
+    config = config_of(row)
+    if config is None:
+        return "bert-large-classification" if row["model"].startswith("bert") else "lightning-transformer"
+    return "-".join(str(v) for v in config.values())
+
+
+def variant_key(plan: Plan, checkpointing: str) -> str:
+    engine = plan.backend if plan.backend.startswith("fsdp") else "plain"
+    precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
+    if plan.backend == "deepspeed" and plan.mixed:
+        precision = "bf16"
+    single = "1" if plan.micro_batch_size == 1 and plan.attention != "flash_attention_2" else "n"
+    return "|".join((engine, precision, plan.attention, checkpointing, single))
+
+
+def _profile(row: dict[str, Any]) -> Profile:
+    if row["model"] in CATALOG:
+        entry = catalog.find(CATALOG[row["model"]])
+        assert entry is not None
+        return catalog.profile(entry)
+    return _recorded(key_of(row))
+
+
+@lru_cache
+def _recorded(key: str) -> Profile:
+    with zipfile.ZipFile(PROFILES) as archive:
+        return load(archive.read(key + ".profile"))
+
+
+# Tapes
+
+
+def _tape(profile: Profile, plan: Plan, checkpointing: str) -> Tape:
+    """The plan's tape, and for selective checkpointing one made of the tapes without and with it."""
+    if not checkpointing.startswith("selective"):
+        return profile.tapes[variant_key(plan, plan.activation_checkpointing)]
+    none, full = (profile.tapes[variant_key(plan, name)] for name in ("none", "full"))
+    forward = {(s.stack, s.layer): s for s in none.segments if s.phase == "forward"}
+    segments = []
+    for without, fully in zip(none.segments, full.segments, strict=True):
+        if without.phase == "forward" or without.stack == ROOT:
+            segments.append(without)
+        elif checkpointing == "selective layer":  # every second layer
+            segments.append(_mixed(without, fully, 0.5, 0.5, 0.5))
+        else:  # per operator: every second product and all of attention are kept, the rest is done again
+            segments.append(_mixed(without, fully, 0.5, 0.0, 1.0))
+    assert forward
+    return Tape(none.sizes, tuple(segments))
+
+
+def _mixed(without: Segment, fully: Segment, matmul: float, attention: float, pointwise: float) -> Segment:
+    def between(one: Polynomial, other: Polynomial, share: float) -> Polynomial:
+        a, b, c, d, e, f = (round(x + share * (y - x)) for x, y in zip(one, other, strict=True))
+        return a, b, c, d, e, f
+
+    return replace(
+        without,
+        matmul_flops=between(without.matmul_flops, fully.matmul_flops, matmul),
+        attention_flops=between(without.attention_flops, fully.attention_flops, attention),
+        traffic_bytes=between(without.traffic_bytes, fully.traffic_bytes, pointwise),
+        operators=round(without.operators + pointwise * (fully.operators - without.operators)),
+    )

@@ -1,0 +1,73 @@
+"""Operators on the roofline."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.model.profile import Parameter, Unit
+from fsdp_advisor.timing.operators import attention_s, device_of, matmul_s_per_flop, product_s, products_of, tile_share
+
+A100 = device_of(find_gpu("A100"), "bf16-mixed")
+assert A100 is not None
+
+
+def test_a_large_product_runs_at_the_sustained_rate() -> None:
+    flops = 2 * 16384 * 4096 * 4096
+    assert flops / product_s(16384, 4096, 4096, A100) == pytest.approx(A100.matmul_flops, rel=0.05)
+
+
+def test_a_thin_product_is_bound_by_its_weight() -> None:
+    """To the tile's waste: cuBLAS has other kernels for a single row."""
+    weight = 2 * 4096 * 4096 / A100.memory_bytes_per_s
+    assert weight < product_s(8, 4096, 4096, A100) < 1.25 * weight
+
+
+@given(st.integers(1, 20000), st.integers(64, 20000), st.integers(64, 20000))
+def test_no_product_beats_the_roofline(m: int, k: int, n: int) -> None:
+    seconds = product_s(m, k, n, A100)
+    assert seconds >= 2 * m * k * n / A100.matmul_flops * (1 - 1e-9)
+    assert seconds >= 2 * (m * k + k * n + m * n) / A100.memory_bytes_per_s * (1 - 1e-9)
+    assert 0 < tile_share(m, k, n, 108) <= 1
+
+
+def test_a_last_wave_that_is_not_full_costs_a_whole_one() -> None:
+    full = 108 * 128  # tiles of 256 rows for every multiprocessor once
+    assert tile_share(256, 4096, full, 108) == 1
+    assert tile_share(256, 4096, full + 128, 108) < 0.96
+
+
+def test_experts_see_the_tokens_that_are_routed_to_them() -> None:
+    experts, hidden, width, tokens = 8, 1024, 4096, 4096
+    unit = Unit("Moe", (Parameter("experts", (experts, width, hidden)), Parameter("gate", (experts, hidden))))
+    dense = 2 * tokens * hidden * experts
+    routed = 2 * (2 * tokens * hidden * width)  # two experts per token
+    forward, _ = matmul_s_per_flop(unit, False, tokens, A100, dense + routed)
+    per_expert = 8 * product_s(tokens * 2 / 8, hidden, width, A100) / routed
+    assert forward == pytest.approx(per_expert, rel=0.25)
+    assert products_of(unit, False).shapes[-1] == (1 / 8, hidden, width, 8)
+
+
+def test_a_causal_kernel_skips_half() -> None:
+    whole, half = (attention_s(1e12, A100, 128, 2048, causal=causal, backward=False) for causal in (False, True))
+    assert half == whole / 2
+
+
+@pytest.mark.parametrize(("tokens", "published"), [(1024, 260e12), (2048, 298e12), (4096, 319e12), (16384, 335e12)])
+def test_flash_attention_ramps_up_as_published(tokens: int, published: float) -> None:
+    """FlashAttention-2 on H100, causal, head 128: FlashAttention-3 (arXiv:2407.08608), figure 5."""
+    h100 = device_of(find_gpu("H100"), "bf16")
+    assert h100 is not None
+    counted_whole = 2e12
+    assert counted_whole / 2 / attention_s(
+        counted_whole, h100, 128, tokens, causal=True, backward=False
+    ) == pytest.approx(published, rel=0.04)
+
+
+def test_old_gpus_compute_bf16_without_tensor_cores() -> None:
+    v100 = find_gpu("V100")
+    bf16, fp16 = device_of(v100, "bf16"), device_of(v100, "fp16-mixed")
+    assert bf16 is not None and fp16 is not None
+    assert bf16.peak_flops == v100.fp32_flops and fp16.peak_flops == v100.fp16_flops
