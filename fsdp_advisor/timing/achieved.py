@@ -115,6 +115,12 @@ STOLEN_BY_NCCL = 0.15
 `processor_usage` of NVLink in systems/a100_80g.json and h100_80g_nvl8.json. NCCL's 24 channels on A100 and 32 on H100 hold more,
 0.22 and 0.24 of the multiprocessors, as long as they run."""
 
+RETRY_S = 0.07
+"""One retry of the caching allocator: it waits for the GPU, frees its cached segments and allocates again. Source: a step of
+Llama-2-13B on 8 H100 with cudaMalloc and cudaFree in it takes 867.6 ms, without them 729.4 ms (Lightning-AI/lightning-thunder
+issue 420); the number of retries is not stated, two are assumed. A step of torchtitan on a B200 that followed retries was 0.18 s
+faster than the one before (pytorch/torchtitan pull 2389: 16,384 tokens at 10,917 and at 12,401 tokens per second)."""
+
 HOOKS_S: dict[str, float] = {"ddp": 0.0, "fsdp1": 0.8e-3, "fsdp2": 0.8e-3, "deepspeed": 3.5e-3}
 """The CPU's work around one unit in one direction (unshard, reshard, reduce), in Python. Chosen on the fitted rows: FSDP1 on
 Lightning's against DDP's, DeepSpeed on Qwen's at 256 to 1024 tokens (its hooks run per submodule). FSDP2 is taken as FSDP1."""

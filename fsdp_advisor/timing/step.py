@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import ROOT, Profile, Tape
-from fsdp_advisor.timing.achieved import STOLEN_BY_NCCL
+from fsdp_advisor.timing.achieved import RETRY_S, STOLEN_BY_NCCL
 from fsdp_advisor.timing.engines import Engine, UnitCosts, engine_of, groups, unit_costs
 from fsdp_advisor.timing.operators import Device, device_of
 from fsdp_advisor.timing.pace import Pace, Place, pace_of
@@ -18,7 +18,7 @@ from fsdp_advisor.timing.work import Compute, compute_of
 
 UNCERTAINTY: dict[str, float] = {
     "matmul": 0.15, "attention": 0.25, "pointwise": 0.25, "loss": 0.25, "recomputation": 0.15, "launch": 0.50,
-    "sharding": 0.25, "communication": 0.50, "contention": 1.0, "optimizer": 0.25, "host": 0.50,
+    "sharding": 0.25, "communication": 0.50, "contention": 1.0, "optimizer": 0.25, "host": 0.50, "allocator": 1.0,
 }  # fmt: skip
 """How much faster each part of a step may be, as a share of it; it may be slower by SLOWER times as much."""
 SLOWER = 2.0
@@ -33,7 +33,7 @@ class StepTime:
     `matmul`, `attention`, `pointwise`, `loss`: what the GPU computes, by class of operator; `recomputation`: the forwards that
     activation checkpointing repeats; `launch`: waiting for the CPU to launch; `sharding`: copies in and out of gathered buffers;
     `communication`: collectives that nothing hides; `contention`: what hidden collectives take from compute;
-    `optimizer`: its step on the GPU; `host`: PCIe and the host's optimizer.
+    `optimizer`: its step on the GPU; `host`: PCIe and the host's optimizer; `allocator`: retries of the caching allocator.
     """
 
     breakdown: dict[str, float]
@@ -44,6 +44,19 @@ class StepTime:
     low_seconds: float
     high_seconds: float
     doubts: tuple[Doubt, ...] = ()
+
+    def with_retries(self, retries: int) -> StepTime:
+        """The step with the time that so many allocator retries take."""
+        seconds = retries * RETRY_S
+        if not seconds:
+            return self
+        unsure = seconds * UNCERTAINTY["allocator"]
+        return replace(
+            self,
+            breakdown=self.breakdown | {"allocator": seconds},
+            low_seconds=self.low_seconds + seconds - unsure,
+            high_seconds=self.high_seconds + seconds + SLOWER * unsure,
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -130,6 +143,7 @@ def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link)
         "contention": hidden * (1 - host_share) * STOLEN_BY_NCCL,
         "optimizer": engine.optimizer,
         "host": exposed * host_share + engine.host_optimizer + engine.host_reduce * reductions + engine.host_late,
+        "allocator": 0.0,
     }
     seconds = sum(breakdown.values())
     doubts = doubts_of(profile, plan, gpu, breakdown, seconds)

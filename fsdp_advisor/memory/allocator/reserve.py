@@ -10,8 +10,7 @@ with computation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fsdp_advisor.engines import schedule_for
@@ -49,33 +48,34 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
-    """What a step comes to. The peaks are those with room to spare; `segments` stand at the end of a steady step.
+class AllocatorResult:
+    """What a job's steps take of the caching allocator. Bytes.
 
-    `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`; `requested_peak_bytes`
-    (`requested_bytes.all.peak`) has each storage rounded up to 512 and no more, for as long as another stream holds it back. `steps_until_steady` is None if the state never repeated.
-    Under a limit: `retries` is how often the driver refused and cached memory had to be released, `retries_per_step` in the
-    last step walked; `expandable_segments_help` if they end that, or make the job fit.
+    `verdict` says whether the steps run within the limit: `fits`, `fits_with_retries` (every steady step frees the cache and
+    asks the driver again), `does_not_fit`. The peaks are those within the limit if the steps run there, else those without a
+    limit. `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`,
+    `requested_peak_bytes` `requested_bytes.all.peak`. `steps_until_steady` is None if the state never repeated.
+    `expandable_segments_help`: whether that setting ends the retries or makes the job fit; None if it was not tried.
+    `segments` are those at the end of the last step.
     """
 
     allocated_peak_bytes: int
     requested_peak_bytes: int
     reserved_peak_bytes: int
-    steps_until_steady: int | None
-    segments: tuple[Segment, ...]
-    verdict: Verdict | None = None
-    retries: int = 0
+    verdict: Verdict
     retries_per_step: int = 0
+    steps_until_steady: int | None = None
     expandable_segments_help: bool | None = None
     refused: Refused | None = None
+    segments: tuple[Segment, ...] = field(default=(), repr=False)
 
     @property
     def unused_bytes(self) -> int:
-        """What is reserved beyond the allocated peak: fragmentation."""
+        """Reserved beyond the allocated peak: fragmentation."""
         return self.reserved_peak_bytes - self.allocated_peak_bytes
 
 
-def reserve(
+def simulate_allocator(
     profile: Profile,
     tape: Tape,
     plan: Plan,
@@ -86,65 +86,40 @@ def reserve(
     workspace_bytes: int = 0,
     resident_threads: int = 0,
     loading: Loading | None = None,
-) -> Reserved:
-    """Walk a job's steps. `limit_bytes` is what the driver has for segments, `device_bytes` the device's whole memory (the
-    limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`);
-    `resident_threads` the GPU's (`Gpu.resident_threads`), without which sums over rows stage nothing; `loading` how the model gets
-    there, None for a model that is built shard by shard with an empty cache.
+) -> AllocatorResult:
+    """Run a job's steps through the caching allocator.
 
-    What loading and the first steps left is given back when the driver refuses. A job whose steps then repeat without
-    another refusal fits.
+    `limit_bytes` is what the driver has for segments (None: no limit), `device_bytes` the device's whole memory (default:
+    the limit), `workspace_bytes` the size of one cuBLAS workspace, `resident_threads` the GPU's (`Gpu.resident_threads`),
+    `loading` how the weights reach the GPU (None: shard by shard into an empty cache).
     """
     conf = conf or AllocatorConf()
-    result = _with_room(profile, tape, plan, conf, workspace_bytes, resident_threads, loading)
-    if limit_bytes is None:
-        return result
-    device = device_bytes if device_bytes is not None else limit_bytes
-    most = min(limit_bytes, int(conf.per_process_memory_fraction * device))
-    if result.reserved_peak_bytes <= most and not conf.collects_garbage:
-        return replace(result, verdict="fits")
     steps = traced(
         profile, tape, plan, workspace_bytes=workspace_bytes, resident_threads=resident_threads, loading=loading
     )
-    walk = _Walk(steps, conf, limit_bytes, device)
-    verdict = walk.verdict
-    helps = None
-    if verdict != "fits" and not conf.expandable_segments:
-        other = _Walk(steps, replace(conf, expandable_segments=True), limit_bytes, device)
+    walk = _Walk(steps, conf, limit_bytes, device_bytes)
+    verdict, peaks, helps = walk.verdict, walk, None
+    if verdict == "does_not_fit":
+        peaks = _Walk(steps, conf, None, None)
+    if verdict != "fits" and not conf.expandable_segments and _near(peaks, limit_bytes):
+        other = _Walk(steps, replace(conf, expandable_segments=True), limit_bytes, device_bytes)
         helps = _RANK[other.verdict] < _RANK[verdict]
-    return replace(
-        result,
-        reserved_peak_bytes=walk.allocator.driver.peak if verdict == "fits" else result.reserved_peak_bytes,
+    return AllocatorResult(
+        allocated_peak_bytes=peaks.allocator.allocated_peak,
+        requested_peak_bytes=peaks.allocator.requested_peak,
+        reserved_peak_bytes=peaks.allocator.driver.peak,
         verdict=verdict,
-        retries=walk.allocator.retries,
-        retries_per_step=walk.retries_per_step,
+        retries_per_step=walk.retries_per_step if verdict == "fits_with_retries" else 0,
+        steps_until_steady=peaks.steady_after,
         expandable_segments_help=helps,
         refused=walk.refused,
+        segments=tuple(peaks.allocator.segments()),
     )
 
 
-@lru_cache(maxsize=128)
-def _with_room(
-    profile: Profile,
-    tape: Tape,
-    plan: Plan,
-    conf: AllocatorConf,
-    workspace_bytes: int,
-    resident_threads: int,
-    loading: Loading | None,
-) -> Reserved:
-    """The walk without a limit. It is remembered: advice asks for it before an estimate does."""
-    steps = traced(
-        profile, tape, plan, workspace_bytes=workspace_bytes, resident_threads=resident_threads, loading=loading
-    )
-    walk = _Walk(steps, conf, None, None)
-    return Reserved(
-        allocated_peak_bytes=walk.allocator.allocated_peak,
-        requested_peak_bytes=walk.allocator.requested_peak,
-        reserved_peak_bytes=walk.allocator.driver.peak,
-        steps_until_steady=walk.steady_after,
-        segments=tuple(walk.allocator.segments()),
-    )
+def _near(walk: _Walk, limit_bytes: int | None) -> bool:
+    """Whether the job would fit without any fragmentation."""
+    return limit_bytes is not None and walk.allocator.allocated_peak <= limit_bytes
 
 
 def traced(
