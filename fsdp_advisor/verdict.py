@@ -20,8 +20,15 @@ def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int
         return f"fits, {full(estimate.headroom_bytes)} free{_retries(estimate)}"
     if estimate.headroom_bytes >= 0:
         return _host_lacks(report, estimate, full)
-    phase = "" if (fails := estimate.fails_in) is None else f"{PHASE_NAMES[fails]} "
-    return f"{phase if fails in ('load', 'save') else ''}lacks {full(-estimate.headroom_bytes)}"
+    return f"{_worst_phase(estimate)}lacks {full(-estimate.headroom_bytes)}"
+
+
+def _worst_phase(estimate: StrategyEstimate) -> str:
+    """`load ` or `save ` if that phase needs more than the steps."""
+    if not (estimate.needed_breakdown or {}).get("loading_or_saving") or estimate.job is None:
+        return ""
+    load, save = (estimate.job.phases[name].gpu_bytes or 0 for name in ("load", "save"))
+    return "load " if load >= save else "save "
 
 
 def _retries(estimate: StrategyEstimate) -> str:
