@@ -11,12 +11,12 @@ from functools import lru_cache
 from math import prod
 
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
-from fsdp_advisor.engines.fsdp2.schedule import shard_shape
+from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.units import total
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory import optimizers
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from fsdp_advisor.engines.fsdp_loading import fsdp1_loadings, fsdp2_loadings
 from fsdp_advisor.engines.transfer import Loading, Placed, Weights
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages, round_up
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.program.storages import NO_STORAGES, Storages, round_up
 
 WORKERS = 4
 """Threads that read and convert tensors. Source: transformers/core_model_loading.py, GLOBAL_WORKERS."""

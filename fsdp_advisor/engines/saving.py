@@ -16,15 +16,15 @@ from math import prod
 
 from fsdp_advisor.engines.deepspeed import partitions as deepspeed
 from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, stage
-from fsdp_advisor.engines.fsdp1.schedule import flat_elements
-from fsdp_advisor.engines.fsdp2.schedule import shard_shape
+from fsdp_advisor.engines.fsdp1.units import flat_elements
+from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.transfer import Way
 from fsdp_advisor.engines.units import per_unit, places
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory import optimizers
-from fsdp_advisor.memory.ledger import AT_ROOT
-from fsdp_advisor.memory.storages import round_up
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.storages import round_up
 
 MAX_SHARD_BYTES = 50 * 10**9
 """`save_pretrained(max_shard_size=...)` unless told otherwise. Source: transformers/modeling_utils.py (5.23): "50GB"; 5 GB

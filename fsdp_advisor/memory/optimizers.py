@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 BLOCK_8BIT = 256
 MIN_8BIT_ELEMENTS = 4096

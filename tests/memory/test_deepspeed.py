@@ -24,7 +24,7 @@ from fsdp_advisor.engines.deepspeed.partitions import (
 )
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import States, Storages
+from fsdp_advisor.program.storages import States, Storages
 from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
 
 HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3

@@ -19,8 +19,8 @@ from fsdp_advisor.engines.deepspeed.partitions import (
 )
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, master_bytes, offloads_optimizer, stage
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 NORM_ELEMENTS = 250_000_000
 """Stage 3 with offload copies at most this many at a time. Source: zero/stage3.py, _constant_buffered_norm2."""

@@ -19,8 +19,8 @@ from fsdp_advisor.engines.deepspeed.settings import (
     stage,
 )
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, States, Storages
 from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 NORM_BYTES = 8
 """Gradient norms are taken in fp64, of a copy. Source: zero/utils.py, get_norm_dtype."""

@@ -9,7 +9,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, traced
 from fsdp_advisor.memory.ledger import SCRATCH
 from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.memory.staging import staging_bytes
+from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.model.catalog import find
 from fsdp_advisor.model.catalog import profile as catalogued
@@ -42,7 +42,7 @@ def threads(gpu: str) -> int:
 
 @pytest.mark.parametrize(("shape", "asked"), ASKED.items(), ids=str)
 def test_it_is_what_pytorch_asks_for(shape: tuple[int, int], asked: tuple[int, int]) -> None:
-    assert tuple(staging_bytes(*shape, threads(gpu)) for gpu in ("H100-80GB", "A100-80GB")) == asked
+    assert tuple(reduction_workspace_bytes(*shape, threads(gpu)) for gpu in ("H100-80GB", "A100-80GB")) == asked
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_step_stages_on_a_gpu_alone() -> None:
         attention="flash_attention_2", activation_checkpointing="full",
     )  # fmt: skip
     on = threads("H100-80GB")
-    largest = staging_bytes(8 * 197, 3072, on)
+    largest = reduction_workspace_bytes(8 * 197, 3072, on)
     bare, staged = (replayed(profile, tape, plan, scratch_on=n) for n in (0, on))
     assert staged.at_peak[SCRATCH] == largest and bare.peak < staged.peak
     for n, followed in ((0, bare), (on, staged)):
