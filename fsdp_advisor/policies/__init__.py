@@ -1,1 +1,1 @@
-"""Decisions of a training job that every engine applies in the same way: the optimizer, gradient clipping."""
+"""Decisions of a training job that every engine applies in the same way: optimizer, precision, gradient clipping."""
