@@ -12,6 +12,7 @@ from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
+from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import Loading, one_copy_bytes
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
@@ -22,7 +23,6 @@ from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simula
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
-from fsdp_advisor.memory.textbook import textbook_states
 from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.model.tasks import task_of

@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 
 from fsdp_advisor.engines.units import places, total
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
-from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
-_STEP_BYTES: dict[str, tuple[float, float]] = {  # in elements of the parameters' dtype, and in bytes
-    "adamw_torch_fused": (7, 0),  # reads p, g, m, v; writes p, m, v
-    "adamw_torch": (19, 0),  # foreach: eight passes over lists of tensors
-    "sgd": (3, 0),
-    "sgd_momentum": (5, 0),
-    "adafactor": (9, 0),  # p, g, and the update several times over
-    "adamw_bnb_8bit": (3, 4),  # p, g, p; two moments of a byte read and written
-}
+MASTER_BYTES = 16
+"""DeepSpeed's traffic per element besides the update: the norm, the gradient's cast into the masters' dtype, and back."""
 
 
-def optimizer_bytes(plan: Plan, elements: float, *, masters: bool = False) -> float:
-    """Bytes of GPU memory that a step over `elements` parameters reads and writes. `masters`: norm, cast in and cast out too."""
-    per_element, rest = _STEP_BYTES[plan.optim]
-    return elements * (per_element * plan.param_bytes + rest + (16 if masters else 0))
+def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
+    """Bytes of GPU memory that the update of `elements` elements reads and writes; the mean over all trainable parameters.
+
+    Raises NotImplementedError for an optimizer whose update needs matrix products or collectives: they have no time model yet.
+    """
+    optimizer, n_bytes = optimizer_named(plan.optim), 0
+    for unit, count in profile.counted_units():
+        for parameter in unit.parameters:
+            if parameter.trainable:
+                if optimizer.step_flops(parameter) or optimizer.step_collectives(parameter):
+                    raise NotImplementedError(f"no time model for the FLOPs and collectives of {plan.optim}")
+                n_bytes += optimizer.step_bytes(parameter, plan.param_bytes) * count
+    per_element = n_bytes / max(1, profile.trainable_parameters)
+    return elements * (per_element + (MASTER_BYTES if masters else 0))
 
 
 def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Storages:
-    """What the optimizer's step allocates over all trainable parameters; `shape_of` gives each one's local shape."""
-    if optimizers.one_by_one(plan):
-        largest = max(
-            (shape_of(p) for _, u, _ in places(profile) for p in u.parameters if p.trainable), key=prod, default=(0,)
-        )
-        return optimizers.one_update(largest)
+    """The optimizer's temporaries at the highest point of its step. `shape_of` gives each parameter's shape on this rank."""
+    optimizer = optimizer_named(plan.optim)
 
-    def of(unit: Unit) -> Storages:
-        shapes = [shape_of(p) for p in unit.parameters if p.trainable]
-        return optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
+    def of_one(parameter: Parameter) -> Storages:
+        return optimizer.step_temporaries(parameter, shape_of(parameter), plan.param_bytes, plan.framework)
 
-    return total(profile, of)
+    if optimizer.steps_one_by_one(plan.framework):
+        each = (of_one(p) for _, unit, _ in places(profile) for p in unit.parameters if p.trainable)
+        return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
+    return total(profile, lambda unit: sum((of_one(p) for p in unit.parameters if p.trainable), NO_STORAGES))
 
 
 def gradient_norms(profile: Profile, plan: Plan) -> Storages:
     """What clipping allocates: a scalar for each trainable parameter; nothing if the job does not clip."""
     if not plan.clips:
         return NO_STORAGES
-    return total(profile, lambda unit: Storages.of(optimizers.NORM_BYTES, sum(p.trainable for p in unit.parameters)))
+    return total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))

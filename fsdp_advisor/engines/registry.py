@@ -14,6 +14,7 @@ from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.program.storages import States
@@ -53,6 +54,7 @@ def states_of(profile: Profile, plan: Plan) -> States:
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """What the plan's engine and framework leave out or assume."""
     notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
-    if plan.backend == "fsdp2" and plan.optim == "adafactor" and plan.framework != "trainer":
-        notes.append("torch.optim.Adafactor, as of torch 2.13, does not run on FSDP2's shards")
+    failure = optimizer_named(plan.optim).fsdp2_step_failure
+    if failure and plan.backend == "fsdp2" and plan.framework != "trainer":
+        notes.append(failure)
     return notes + wrapping.not_modelled(profile, plan)

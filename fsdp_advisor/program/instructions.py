@@ -28,6 +28,8 @@ Start = Literal["with previous compute", "with next compute", "after compute"]
 """When the host issues a collective: as soon as the compute before it runs (the host runs ahead of the GPU), together with the
 compute after it (explicit prefetch), or once all compute before it has ended."""
 
+HostKernel = Literal["one_pass", "many_passes"]
+
 Axis = Literal["shard", "replica"]
 """The ranks a collective spans: those that share one copy of the states, or those that hold the same shard."""
 
@@ -140,10 +142,14 @@ class Copy(NamedTuple):
 
 
 class OptimizerStep(NamedTuple):
-    """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements of a node's host."""
+    """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements by a node's host.
+
+    `host_kernel`: whether the update on the CPU goes over host memory once or once per operation.
+    """
 
     n_bytes: float
     host_elements: float = 0.0
+    host_kernel: HostKernel = "one_pass"
 
 
 Instruction = (

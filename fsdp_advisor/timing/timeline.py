@@ -20,6 +20,7 @@ from fsdp_advisor.program.instructions import (
     Axis,
     Compute,
     Copy,
+    HostKernel,
     HostTransfer,
     MicroBatch,
     OptimizerStep,
@@ -31,7 +32,7 @@ from fsdp_advisor.program.instructions import (
     Visit,
     WaitFor,
 )
-from fsdp_advisor.timing.achieved import HOOKS_S, HOST_ADAM_PER_S, HOST_PLAIN_ADAM_PER_S, host_bytes_per_s
+from fsdp_advisor.timing.achieved import HOOKS_S, HOST_UPDATES_PER_S, host_bytes_per_s
 from fsdp_advisor.timing.collectives import Group, all_gather_s, all_reduce_s
 from fsdp_advisor.timing.operators import Device
 from fsdp_advisor.timing.work import Work
@@ -57,18 +58,17 @@ class Rates:
     device: Device
     groups: Mapping[Axis, Group]
     host_bytes_per_s: float
-    host_adam_per_s: float
+    host_updates_per_s: Mapping[HostKernel, float]
     hooks_s: float
 
 
 def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
     """The rates of a plan's ranks on GPUs that reach other nodes over `between`."""
-    one_pass = plan.backend == "deepspeed" or plan.optim == "adamw_torch_fused"
     return Rates(
         device=device,
         groups=_groups(plan, gpu, between),
         host_bytes_per_s=host_bytes_per_s(gpu),
-        host_adam_per_s=HOST_ADAM_PER_S if one_pass else HOST_PLAIN_ADAM_PER_S,
+        host_updates_per_s=HOST_UPDATES_PER_S,
         hooks_s=HOOKS_S[plan.backend],
     )
 
@@ -272,7 +272,7 @@ def optimizer_time(program: StepProgram, rates: Rates) -> OptimizerTime:
     for instruction in program.optimizer.instructions:
         if isinstance(instruction, OptimizerStep):
             update += instruction.n_bytes / rates.device.memory_bytes_per_s
-            host_update += instruction.host_elements / rates.host_adam_per_s
+            host_update += instruction.host_elements / rates.host_updates_per_s[instruction.host_kernel]
         elif isinstance(instruction, HostTransfer):
             host_transfer += instruction.n_bytes / rates.host_bytes_per_s
         elif isinstance(instruction, AllGather):

@@ -13,8 +13,8 @@ from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes,
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.engines.wrapping import OUTPUTS, clones_outputs, encoded_per_batch, logits_per_batch
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
 from fsdp_advisor.model.profile import ROOT, Op, Parameter, Profile, Segment, Tape, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import AllReduce, Buffer, Copy, OptimizerStep, UnitId
@@ -68,7 +68,7 @@ def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
 @lru_cache(maxsize=64)
 def ddp_states(profile: Profile, plan: Plan) -> States:
     """What every rank keeps: all parameters, gradients and optimizer state, and the buckets."""
-    element = plan.param_bytes
+    element, stepping = plan.param_bytes, optimizer_named(plan.optim)
 
     def parameters(unit: Unit) -> Storages:
         return sum((Storages.of(p.elements * element) for p in unit.parameters), NO_STORAGES)
@@ -77,7 +77,7 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
         return sum((Storages.of(p.elements * element) for p in unit.parameters if p.trainable), NO_STORAGES)
 
     def optimizer(unit: Unit) -> Storages:
-        return sum((optimizers.kept(plan.optim, p.shape, element) for p in unit.parameters if p.trainable), NO_STORAGES)
+        return sum((stepping.state_storages(p, p.shape, element) for p in unit.parameters if p.trainable), NO_STORAGES)
 
     return States(
         parameters=total(profile, parameters),
@@ -152,7 +152,7 @@ class DdpStep(StepHooks):
         step.transient(
             Account.TEMPORARIES, optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
         )
-        step.add(OptimizerStep(optimizer_bytes(self._plan, self._profile.trainable_parameters)))
+        step.add(OptimizerStep(optimizer_bytes(self._profile, self._plan, self._profile.trainable_parameters)))
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
         """The buckets from the second step on, in the order in which the first step's gradients were ready. None if DDP

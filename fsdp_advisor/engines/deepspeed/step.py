@@ -23,6 +23,7 @@ from fsdp_advisor.engines.deepspeed.settings import Settings, settings_of, stage
 from fsdp_advisor.engines.optimizer_work import optimizer_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -289,9 +290,10 @@ class DeepspeedStep(StepHooks):
         plan, trainable = self._plan, self._profile.trainable_parameters
         own = trainable / plan.shard_degree
         if plan.offload == "none":
-            step.add(OptimizerStep(optimizer_bytes(plan, own, masters=plan.mixed)))
+            step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own, masters=plan.mixed)))
         else:
-            step.add(OptimizerStep(0.0, host_elements=own * plan.ranks_per_node))
+            kernel = optimizer_named(plan.optim).deepspeed_host_kernel
+            step.add(OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=kernel))
         if plan.offload == "optimizer":
             step.add(HostTransfer(AT_ROOT, own * plan.compute_bytes, "parameters", exposed=True))
         if self._stage < 3:

@@ -15,6 +15,7 @@ from fsdp_advisor.engines.optimizer_work import optimizer_bytes
 from fsdp_advisor.engines.units import summed
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -164,10 +165,14 @@ class Fsdp1Step(StepHooks):
         if plan.clips:
             step.transient(Account.TEMPORARIES, summed(self._profile, self._units, "norms"))
         if self._offload:
-            step.add(OptimizerStep(0.0, host_elements=own * plan.ranks_per_node))
+            step.add(
+                OptimizerStep(
+                    0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_named(plan.optim).host_kernel
+                )
+            )
             return
         step.transient(Account.TEMPORARIES, summed(self._profile, self._units, "optimizer_temporaries"))
-        step.add(OptimizerStep(optimizer_bytes(plan, own)))
+        step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
 
     def first_step_transients(self) -> Storages:
         """Buffers that lazy initialization allocates and frees one by one (`init_flat_param_attributes`)."""

@@ -11,8 +11,9 @@ from functools import lru_cache
 
 from fsdp_advisor.engines.units import buffers, per_unit, summed
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
@@ -67,6 +68,7 @@ class UnitBytes:
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     alone = plan.shard_degree == 1
+    stepping = optimizer_named(plan.optim)
     numels = [p.elements for p in unit.parameters]
     elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
     local = elements // plan.shard_degree
@@ -74,10 +76,10 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     optimizer = temporaries = norms = NO_STORAGES
     for parameter, piece in zip(unit.parameters, pieces, strict=True):
         if parameter.trainable and piece:
-            norms += Storages.of(optimizers.NORM_BYTES)
-            optimizer += optimizers.kept(plan.optim, (piece,), plan.param_bytes)
-            if not optimizers.one_by_one(plan):
-                temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
+            norms += Storages.of(CLIP_NORM_BYTES)
+            optimizer += stepping.state_storages(parameter, (piece,), plan.param_bytes)
+            if not stepping.steps_one_by_one(plan.framework):
+                temporaries += stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
     casts = plan.reduce_bytes != plan.compute_bytes and not alone
     reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
     initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES

@@ -15,6 +15,7 @@ from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes,
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, Part
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import ROOT, Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -146,13 +147,17 @@ class Fsdp2Step(StepHooks):
         plan, profile = self._plan, self._profile
         own = profile.trainable_parameters / plan.shard_degree
         if self._offload:
-            step.add(OptimizerStep(0.0, host_elements=own * plan.ranks_per_node))
+            step.add(
+                OptimizerStep(
+                    0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_named(plan.optim).host_kernel
+                )
+            )
             return
         step.transient(Account.TEMPORARIES, gradient_norms(profile, plan))
         shards = plan.shard_degree
         temporaries = optimizer_temporaries(profile, plan, lambda p: shard_shape(p.shape, shards))
         step.transient(Account.TEMPORARIES, temporaries)
-        step.add(OptimizerStep(optimizer_bytes(plan, own)))
+        step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
 
     # Units
 

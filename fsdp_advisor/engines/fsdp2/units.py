@@ -14,9 +14,9 @@ from math import prod
 from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed
 from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.parallelism.placement import Shard
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
@@ -55,6 +55,7 @@ class UnitBytes:
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     n, offload = plan.shard_degree, plan.offload == "parameters"
+    stepping = optimizer_named(plan.optim)
     shapes = [shard_shape(p.shape, n) for p in unit.parameters]
     locals_ = [prod(s) for s in shapes]
     elements = sum(locals_)
@@ -64,7 +65,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         parameters += Storages.of(e * plan.param_bytes)
         unsharded += Storages.of(e * n * plan.compute_bytes)
         if parameter.trainable:
-            optimizer += optimizers.kept(plan.optim, shape, plan.param_bytes)
+            optimizer += stepping.state_storages(parameter, shape, plan.param_bytes)
             reduced += e
     return UnitBytes(
         parameters=parameters,
