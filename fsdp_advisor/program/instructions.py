@@ -214,6 +214,11 @@ class StepProgram:
     rebuilt_buckets: Storages = NO_STORAGES
     gradient_stream: Stream = Stream.COMPUTE
 
+    def __str__(self) -> str:
+        from fsdp_advisor.program.text import program_text
+
+        return program_text(self)
+
     def visits(self) -> list[Visit]:
         """Every visit in order; a repeated micro-batch once."""
         return [visit for micro_batch in self.micro_batches for visit in micro_batch.visits] + [self.optimizer]

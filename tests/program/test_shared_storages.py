@@ -1,4 +1,4 @@
-"""What a pass makes of a tape when one recorded layer stands for many real ones."""
+"""Storages that many layers share, when one recorded layer stands for many real ones."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.plan import Plan, plans
-from fsdp_advisor.memory.ledger import ACTIVATIONS, TEMPORARIES
-from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.memory.step import course_of
+from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.memory.live import step_peak, step_timeline
 from fsdp_advisor.model.profile import ROOT, Category, Op, Profile, Run, Segment, Stack, Tape, Unit
 
 MASK, SAVED, SCRATCH = 1024, 2048, 4096  # bytes per token
@@ -47,22 +46,10 @@ def plan() -> Plan:
     ],
     ids=str,
 )
-def test_what_layers_share_dies_once_with_the_last_of_them(runs: tuple[Run, ...]) -> None:
+def test_storages_shared_by_layers_are_freed_with_the_last_of_them(runs: tuple[Run, ...]) -> None:
     profile, tape = model(*runs)
-    score = score_of(profile, tape)
-    course = course_of(profile, score.shape, plan(), whole=True)
-    at = sized(score, 1, 512)
+    program = step_program(profile, tape, plan())
     layers = [layer for run in runs for _ in range(run.repeats) for layer in run.pattern]
     mask, saved, temporary = (512 * n_bytes for n_bytes in (MASK, SAVED, SCRATCH))
-    left = course.live_after(at)
-    assert left[ACTIVATIONS] == left[TEMPORARIES] == 0
-    states = sum(left)
-    assert course.follow(at).peak - states == mask + saved * len(layers) + temporary
-
-    first = layers.index(1)  # backward comes to it last
-    expected = [saved * below + (mask if below > first else 0) for below in reversed(range(len(layers)))]
-    after = 0
-    for point in [p for p in course.timeline(at) if p.phase == "backward" and p.where != "end of backward"]:
-        after += point.repeats
-        assert point.live_bytes - states == expected[after - 1]
-    assert after == len(layers)
+    assert step_timeline(program, 1, 512)[-1].live_bytes == 0
+    assert step_peak(program, 1, 512).peak == mask + saved * len(layers) + temporary
