@@ -6,11 +6,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, degrees, label, refusal
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.request import (
+    Attention,
+    Backend,
+    BackwardPrefetch,
+    Checkpointing,
+    Framework,
+    Offload,
+    OffloadDevice,
+    Optimizer,
+    Precision,
+    RecommendRequest,
+    Strategy,
+    Wrap,
+)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-CHECKPOINTING = ("none", "full")
-DEVICES = ("cpu", "nvme")
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
+DEVICES: tuple[OffloadDevice, ...] = ("cpu", "nvme")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +33,12 @@ class Job:
     gpus: int
     nnodes: int
     seq_len: int
-    precision: str
-    optim: str
-    attention: str
-    backward_prefetch: str = "pre"
-    framework: str = "torch"
-    wrap: str = "layer"
+    precision: Precision
+    optim: Optimizer
+    attention: Attention
+    backward_prefetch: BackwardPrefetch = "pre"
+    framework: Framework = "torch"
+    wrap: Wrap = "layer"
 
     @classmethod
     def of(cls, request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int) -> Job:
@@ -46,11 +59,11 @@ class Job:
 class Family:
     """Plans of one strategy, backend, offload and activation checkpointing; one per micro-batch and accumulation."""
 
-    strategy: str
-    backend: str
-    offload: str = "none"
-    offload_device: str = "cpu"
-    activation_checkpointing: str = "none"
+    strategy: Strategy
+    backend: Backend
+    offload: Offload = "none"
+    offload_device: OffloadDevice = "cpu"
+    activation_checkpointing: Checkpointing = "none"
 
     @classmethod
     def of(cls, plan: Plan) -> Family:

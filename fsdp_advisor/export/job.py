@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_advisor.job.plan import Plan, refusal
+from fsdp_advisor.job.request import Framework
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib, format_tokens
 
@@ -138,7 +139,7 @@ class Target:
     write: Callable[[Job], tuple[str, tuple[str, ...]]]
     usage: Callable[[Job, str], str]
     backend: str | None = None
-    framework: str = "torch"
+    framework: Framework = "torch"
     command: bool = True
 
     def line(self, job: Job, file: str) -> str:
@@ -204,7 +205,7 @@ def left_out(job: Job) -> list[str]:
 # What several consumers cannot do, for the same reason
 
 
-def refused(job: Job, framework: str) -> str | None:
+def refused(job: Job, framework: Framework) -> str | None:
     """What the framework itself fails at, whichever was estimated."""
     plan = job.plan
     error = refusal(
