@@ -11,8 +11,9 @@ from fsdp_advisor.engines import not_modelled, states_of
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.schedule import padding_warnings
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.job_peaks import job_peaks, loading_of
-from fsdp_advisor.engines.transfer import Loading, one_copy_bytes
+from fsdp_advisor.engines.job_peaks import job_peaks, load_method_of
+from fsdp_advisor.engines.loading import one_copy_bytes
+from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
@@ -166,12 +167,12 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf, *, availa
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
         resident_threads=gpu.resident_threads,
     )
-    loading = loading_of(model.profile, plan, gpu, overhead)
+    loading = load_method_of(model.profile, plan, gpu, overhead)
     found = walk(loading=loading)
     refused_at = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
     most = min(refused_at, available_bytes - overhead.middle_bytes)
     runs = found.verdict == "fits" if collects else found.reserved_peak_bytes <= refused_at
-    if not runs and not collects and loading.placed and walk().reserved_peak_bytes <= most:
+    if not runs and not collects and loading.transfers and walk().reserved_peak_bytes <= most:
         within = walk(loading=loading, limit_bytes=room)  # what loading left is given back
         if within.verdict == "fits":
             found, runs = within, True
@@ -187,7 +188,7 @@ def reserved_beside(
     *,
     conf: AllocatorConf | None,
     workspace_bytes: int,
-    loading: Loading | None = None,
+    loading: LoadMethod | None = None,
 ) -> tuple[Reserved, Verdict]:
     """A plan through the caching allocator in what `overhead` leaves of the GPU, and the verdict on both together."""
     from fsdp_advisor.memory.allocator import reserve
@@ -327,7 +328,7 @@ def _estimate(
     reserved = None
     if judged.certain in _WALKED_AFTER[walk]:
         reserved, judged = reserved_beside(
-            overhead, profile, on_gpu, plan, gpu, conf=conf, workspace_bytes=workspace_bytes, loading=job.loading
+            overhead, profile, on_gpu, plan, gpu, conf=conf, workspace_bytes=workspace_bytes, loading=job.load_method
         )
         warnings += _allocator_warnings(reserved)
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"

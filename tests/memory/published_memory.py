@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "timing"))  # BERT and Lightning
 import published_models
 from record import BertSource, lightning
 
-from fsdp_advisor.engines.job_peaks import loading_of
+from fsdp_advisor.engines.job_peaks import load_method_of
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
 from fsdp_advisor.job.plan import plans
 from fsdp_advisor.job.request import EstimateRequest
@@ -167,7 +167,7 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
         plan,
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
         resident_threads=gpu.resident_threads,
-        loading=loading_of(model.profile, plan, gpu, device_overhead(gpu, plan)),
+        loading=load_method_of(model.profile, plan, gpu, device_overhead(gpu, plan)),
     )
     allocator = CachingAllocator(asked.requests, AllocatorConf.parse(request.allocator_conf or ""))
     allocator.run(asked.setup)

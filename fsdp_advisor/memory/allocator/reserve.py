@@ -17,7 +17,7 @@ from typing import Literal
 from fsdp_advisor.engines import schedule_for
 from fsdp_advisor.engines.ddp.schedule import rebuilt_buckets
 from fsdp_advisor.engines.fsdp1.schedule import tried
-from fsdp_advisor.engines.transfer import Loading
+from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.engines.wrapping import marked, marks_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
@@ -85,7 +85,7 @@ def reserve(
     device_bytes: int | None = None,
     workspace_bytes: int = 0,
     resident_threads: int = 0,
-    loading: Loading | None = None,
+    loading: LoadMethod | None = None,
 ) -> Reserved:
     """Walk a job's steps. `limit_bytes` is what the driver has for segments, `device_bytes` the device's whole memory (the
     limit, if it is not given); `workspace_bytes` that of one cuBLAS workspace (`libraries.cublas_workspace_bytes`);
@@ -131,7 +131,7 @@ def _with_room(
     conf: AllocatorConf,
     workspace_bytes: int,
     resident_threads: int,
-    loading: Loading | None,
+    loading: LoadMethod | None,
 ) -> Reserved:
     """The walk without a limit. It is remembered: advice asks for it before an estimate does."""
     steps = traced(
@@ -154,7 +154,7 @@ def traced(
     *,
     workspace_bytes: int = 0,
     resident_threads: int = 0,
-    loading: Loading | None = None,
+    loading: LoadMethod | None = None,
     batch_stands: bool = False,
 ) -> Steps:
     """Every storage of the plan's steps, kernels' scratch and cuBLAS workspaces included, and of `loading` before them.
@@ -174,7 +174,7 @@ def traced(
     return trace.steps(
         schedule.made_by_first_step,
         workspaces,
-        loading.placed if loading else (),
+        loading.transfers if loading else (),
         passing=passing,
         rebuilt=rebuilt,
         batch_stands=batch_stands,

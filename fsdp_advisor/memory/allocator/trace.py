@@ -10,9 +10,8 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from fsdp_advisor.engines.transfer import PlacedUnits
+from fsdp_advisor.engines.transfer import WeightTransfer
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, WAIT
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
@@ -303,15 +302,15 @@ class Trace(Ledger):
         self,
         made_by_first_step: frozenset[int],
         workspaces: Sequence[int] = (),
-        placed: PlacedUnits = (),
+        transfers: tuple[WeightTransfer, ...] = (),
         *,
         passing: Storages = NO_STORAGES,
         rebuilt: Storages = NO_STORAGES,
         batch_stands: bool = False,
     ) -> Steps:
         """`workspaces` are kept from the first matrix product on: that of the first layer; in the backward pass that which makes
-        the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl). `placed` is
-        how the parameters are loaded; without it they are simply there.
+        the first gradient of a weight, once its output is allocated (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl). `transfers` are
+        how the parameters are loaded; without them they are simply there.
 
         `passing` is allocated and freed, one after the other, before the first step; `rebuilt` are DDP's buckets after it, during
         which one has all gradients. `batch_stands`: all micro-batches are the same one, which is there before the first step, and
@@ -343,7 +342,7 @@ class Trace(Ledger):
         passes = range(len(requests), len(requests) + sum(1 for _ in passing.each()))
         requests += map(round_up, passing.each())
         inserted.append((0, [number * 4 + kind for number in passes for kind in (MALLOC, FREE)]))
-        setup = self._set_up(requests, not_yet, placed)
+        setup = self._set_up(requests, not_yet, transfers)
         if batch_stands:
             setup += [number * 4 + MALLOC for number in self._batches[0]]
         if rebuilt.exact:
@@ -382,16 +381,16 @@ class Trace(Ledger):
         self._first_layer, self._first_weight = moved(self._first_layer), moved(self._first_weight)
         self._second_forward = moved(self._second_forward) if self._second_forward >= 0 else -1
 
-    def _set_up(self, requests: list[int], not_yet: set[int], placed: PlacedUnits) -> list[int]:
+    def _set_up(self, requests: list[int], not_yet: set[int], transfers: tuple[WeightTransfer, ...]) -> list[int]:
         """What stands before the first step, after what has passed through while it was loaded."""
         parameters: defaultdict[int, deque[int]] = defaultdict(deque)
         for account, number in self._residents:
             if account == PARAMETERS:
                 parameters[requests[number]].append(number)
         setup: list[int] = []
-        for one in chain.from_iterable(placed):
+        for one in transfers:
             begin = len(requests)
-            requests += map(round_up, one.passing.each())
+            requests += map(round_up, one.temporaries.each())
             passing = range(begin, len(requests))
             kept = [parameters[round_up(n_bytes)].popleft() for n_bytes in one.kept.each()]
             setup += [number * 4 + MALLOC for number in (*passing, *kept)]

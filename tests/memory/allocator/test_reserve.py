@@ -7,7 +7,7 @@ from memory.allocator.test_trace import JOBS, job
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines import states_of
-from fsdp_advisor.engines.loading import loadings
+from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, reserve, traced
 from fsdp_advisor.memory.libraries import allocated
 
@@ -100,7 +100,7 @@ def test_a_job_begins_with_what_loading_leaves(backend: str, offload: str, frame
     profile, tape, plan = job(SMALL, "zero3", backend, offload, framework=framework)
     began = CachingAllocator((bare := traced(profile, tape, plan)).requests)
     began.run(bare.setup)
-    ways = [way for way in loadings(profile, plan) if way.placed]
+    ways = [way for way in load_methods(profile, plan) if way.transfers]
     assert ways
     for way in ways:
         steps = traced(profile, tape, plan, loading=way)
@@ -116,7 +116,7 @@ def test_a_job_begins_with_what_loading_leaves(backend: str, offload: str, frame
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_deepspeed_leaves_the_model_that_it_moved(strategy: str) -> None:
     profile, tape, plan = job(SMALL, strategy, "deepspeed")
-    way = next(way for way in loadings(profile, plan) if way.way == "every_rank")
+    way = next(way for way in load_methods(profile, plan) if way.way == "every_rank")
     steps = traced(profile, tape, plan, loading=way)
     allocator = CachingAllocator(steps.requests)
     allocator.run(steps.setup)
@@ -128,7 +128,7 @@ def test_deepspeed_leaves_the_model_that_it_moved(strategy: str) -> None:
 def test_what_loading_left_is_given_back_where_it_is_in_the_way() -> None:
     """A light step of a model with a large embedding: its own segment is what loading leaves."""
     profile, tape, plan = job(SMALL, "zero3", "fsdp2", gpus=8, activation_checkpointing="full")
-    way = next(way for way in loadings(profile, plan) if way.way == "every_rank")
+    way = next(way for way in load_methods(profile, plan) if way.way == "every_rank")
     alone, after = reserve(profile, tape, plan), reserve(profile, tape, plan, loading=way)
     assert after.requested_peak_bytes == alone.requested_peak_bytes
     assert after.reserved_peak_bytes > alone.reserved_peak_bytes
