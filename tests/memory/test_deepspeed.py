@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_advisor.engines.deepspeed.buffers import buffers, owned_by_rank0
 from fsdp_advisor.engines.deepspeed.coordinator import gathered
-from fsdp_advisor.engines.deepspeed.host import host, not_modelled, page_locked
+from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
     flat_elements,
     optimizer_states,
@@ -24,6 +24,7 @@ from fsdp_advisor.engines.deepspeed.partitions import (
 )
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.memory.storages import States, Storages
 from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
 
@@ -216,14 +217,15 @@ def test_zero3_gathers_up_to_its_limit() -> None:
 
 
 def test_host_memory() -> None:
-    nothing = host(LLAMA_7B, plan(2, 8))
-    assert nothing.bytes_per_node == 0
-    offloaded = host(LLAMA_7B, plan(2, 8, nnodes=2, offload="optimizer"))
-    assert offloaded.ranks_per_node == 4
+    assert host_memory(LLAMA_7B, plan(2, 8)) == HostMemory()
+    job = plan(2, 8, nnodes=2, offload="optimizer")
     n = flat_elements(LLAMA_7B.parameters, 8) // 8
-    assert offloaded.pinned == (4 * n, 4 * n, 2 * n, 2 * 32000 * 4096)
-    assert offloaded.pageable == (4 * n, 4 * n)
-    assert offloaded.bytes_per_node >= offloaded.pinned_bytes_per_node + offloaded.pageable_bytes_per_node
+    tensors = host_tensors(LLAMA_7B, job, DEFAULTS)
+    assert tensors.pinned == (4 * n, 4 * n, 2 * n, 2 * 32000 * 4096)
+    assert tensors.pageable == (4 * n, 4 * n)
+    node = host_memory(LLAMA_7B, job)
+    assert node.pinned == 4 * sum(page_locked(n_bytes) for n_bytes in tensors.pinned)
+    assert node.pageable == 4 * 8 * n
     assert page_locked(3 * 2**30) == 4 * 2**30
     notes = not_modelled(plan(2, offload="parameters", offload_device="nvme", precision="bf16", optim="sgd"))
     assert len(notes) == 5
@@ -312,7 +314,7 @@ def test_against_deepspeed(ranks: int, tmp_path: Path) -> None:
             assert sum(found[name]) == getattr(expected, name).exact, (case, name, found[name])
         assert sum(found["optimizer"]) - steps == expected.optimizer.exact, (case, found["optimizer"])
         if case["offload"] != "none":
-            memory = host(profile, job, settings)
+            memory = host_tensors(profile, job, settings)
             assert found["pinned"] == sorted(memory.pinned), case
             assert found["pageable"] == sorted(memory.pageable), case
         step = buffers(profile, job, settings)
