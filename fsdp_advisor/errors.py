@@ -16,6 +16,8 @@ Every error carries a hint: what the reader can do next.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class AdvisorError(Exception):
     """Base of all errors a user can cause or meet. ``exit_status`` is the command line's, ``http_status`` the server's."""
@@ -104,3 +106,8 @@ def from_payload(kept: ErrorPayload) -> AdvisorError:
     error: AdvisorError = Exception.__new__(kind)
     AdvisorError.__init__(error, kept["message"], hint=kept["hint"])
     return error
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """Fail type checking unless all values are handled before. `typing.assert_never` exists from Python 3.11 on."""
+    raise AssertionError(f"unhandled value: {value!r}")

@@ -11,9 +11,10 @@ from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
+from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
-from fsdp_advisor.engines.transfer import Loading, one_copy_bytes
+from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G
@@ -226,7 +227,7 @@ def _with_step(
         warnings += (f"the model has no {plan.attention} attention; {variant.attention} is used",)
     tensors = peak_of_step(profile, on_gpu, plan)
     job = _job_peaks(profile, plan, gpu, overhead, host_memory_bytes, tensors.phase_peaks)
-    allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.loading)
+    allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
     step = step_of(profile, variant, tape, plan, gpu)
     if step is not None:
         step = step.with_retries(allocator.retries_per_step)
@@ -287,7 +288,7 @@ def allocator_result(
     conf: AllocatorConf | None = None,
     overhead: DeviceOverhead | None = None,
     workspace_bytes: int | None = None,
-    loading: Loading | None = None,
+    loading: LoadMethod | None = None,
 ) -> AllocatorResult:
     """The caching allocator through the plan's steps, within what CUDA and NCCL (`overhead`) leave of the GPU."""
     overhead = overhead or device_overhead(gpu, plan)
@@ -298,7 +299,7 @@ def allocator_result(
         plan.seq_len,
         resident_threads=gpu.resident_threads,
         workspace_bytes=[workspace] * WORKSPACES,
-        loaded=loading.placed if loading else (),
+        loaded=loading.transfers if loading else (),
     )
     return simulate_allocator(
         operations,

@@ -21,7 +21,7 @@ from fsdp_advisor.advice.tree import grow
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, step_seconds
 from fsdp_advisor.job.plan import OFFLOADS, Plan
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.request import Offload, RecommendRequest, Strategy
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
@@ -148,7 +148,7 @@ def _dividing(request: RecommendRequest, whole: int) -> int:
     return whole // fixed if request.micro_batch_size and request.gradient_accumulation_steps and whole >= fixed else 1
 
 
-def _plainly(search: Search, strategy: str, offload: str) -> Candidate | None:
+def _plainly(search: Search, strategy: Strategy, offload: Offload) -> Candidate | None:
     """A strategy as a rule of thumb means it: `auto` backend, the smallest micro-batch, no more tricks than asked for."""
     held = search.families[0].activation_checkpointing
     family = Family(

@@ -12,9 +12,10 @@ from typing import Any
 from fsdp_advisor.advice.families import Family
 from fsdp_advisor.advice.judge import Candidate, Judge
 from fsdp_advisor.job.plan import label
+from fsdp_advisor.job.request import Offload, Strategy
 from fsdp_advisor.units import format_gib, format_speed
 
-Ask = Callable[[str, str], Candidate | None]
+Ask = Callable[[Strategy, Offload], Candidate | None]
 """The candidate of a strategy with an offload at the wanted micro-batch, plain; None where it cannot be looked at."""
 
 BILLION = 10**9
@@ -25,8 +26,8 @@ class RuleOfThumb:
     """What a rule says for this model, as (strategy, offload), and what becomes of it. `would_run` None: not known."""
 
     source: str
-    strategy: str | None
-    offload: str | None
+    strategy: Strategy | None
+    offload: Offload | None
     would_run: bool | None
     because: str
 
@@ -45,7 +46,7 @@ class RuleOfThumb:
         }
 
 
-def decision_tree_by_size(parameters: int, ddp_runs: bool) -> tuple[str, str] | None:
+def decision_tree_by_size(parameters: int, ddp_runs: bool) -> tuple[Strategy, Offload] | None:
     """Up to 3B DDP, up to 13B ZeRO-2, up to 70B ZeRO-3, beyond it ZeRO-3 with offload."""
     if parameters <= 3 * BILLION:
         return "ddp", "none"
@@ -54,7 +55,7 @@ def decision_tree_by_size(parameters: int, ddp_runs: bool) -> tuple[str, str] | 
     return ("zero3", "none") if parameters <= 70 * BILLION else ("zero3", "parameters")
 
 
-def scenario_table(parameters: int, ddp_runs: bool) -> tuple[str, str] | None:
+def scenario_table(parameters: int, ddp_runs: bool) -> tuple[Strategy, Offload] | None:
     """Below 1B DDP; 1 to 7B DDP if it fits, else ZeRO-2; 7 to 30B ZeRO-3; from 70B on offload. Between them it says nothing."""
     if parameters < 1 * BILLION:
         return "ddp", "none"
@@ -65,7 +66,7 @@ def scenario_table(parameters: int, ddp_runs: bool) -> tuple[str, str] | None:
     return ("zero3", "parameters") if parameters >= 70 * BILLION else None
 
 
-RULES: dict[str, Callable[[int, bool], tuple[str, str] | None]] = {
+RULES: dict[str, Callable[[int, bool], tuple[Strategy, Offload] | None]] = {
     "decision tree by size": decision_tree_by_size,
     "scenario table": scenario_table,
 }

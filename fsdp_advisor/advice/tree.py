@@ -18,6 +18,7 @@ from fsdp_advisor.advice.nodes import NO, PERHAPS, YES, Node, Tree
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.settling import Settled
 from fsdp_advisor.job.plan import label
+from fsdp_advisor.job.request import Strategy
 from fsdp_advisor.units import format_gib, format_speed
 
 STATES, ACTIVATIONS = "states", "activations"
@@ -105,9 +106,8 @@ def _rungs(search: Search) -> list[_Rung]:
             and (f.activation_checkpointing, f.offload, f.offload_device) == (checkpointing, offload, device)
         )
 
-    strategies = [
-        s for s in ("ddp", "zero1", "zero2", "hsdp", "zero3") if any(f.strategy == s for f in search.families)
-    ]
+    order: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "hsdp", "zero3")
+    strategies = [s for s in order if any(f.strategy == s for f in search.families)]
     plain = "none" if any(f.activation_checkpointing == "none" for f in search.families) else "full"
     most = strategies[-1]
     recomputed = these(most, "full") if plain == "none" else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.engines.job_peaks import JobPeaks, PhasePeak
-from fsdp_advisor.engines.saving import Files
+from fsdp_advisor.engines.transfer import Files
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.verdict import PHASE_NAMES
 
@@ -25,9 +25,9 @@ def job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
         *beside,
         f"The job on each GPU: {_by_phase(job, sizes)}",
         f"Beside PyTorch's memory: {low} to {high} ({parts})",
-        f"Loading ({job.loading.way}): {_on_host(job.phases['load'], sizes)}; {job.loading.how}",
+        f"Loading ({job.load_method.way}): {_on_host(job.phases['load'], sizes)}; {job.load_method.how}",
         *_other_loadings(job, sizes),
-        f"Saving ({job.saving.way}): {', '.join(_files(f, sizes) for f in job.saving.files)}; "
+        f"Saving ({job.save_method.way}): {', '.join(_files(f, sizes) for f in job.save_method.files)}; "
         f"{_on_host(job.phases['save'], sizes)}",
     ]
 
@@ -63,7 +63,7 @@ def _on_host(peak: PhasePeak, sizes: Sizes) -> str:
 
 
 def _other_loadings(job: JobPeaks, sizes: Sizes) -> list[str]:
-    others = [way for way in job.loadings if way is not job.loading]
+    others = [m for m in job.load_methods if m is not job.load_method]
     if not others:
         return []
     said = (f"{w.way} {sizes.full(w.gpu_bytes)} and {sizes.full(w.host_bytes_per_node)}" for w in others)

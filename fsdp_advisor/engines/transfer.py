@@ -1,39 +1,29 @@
-"""One way of loading, and what it is reckoned with. N = ranks that share one copy; K = bytes per element as it is loaded."""
+"""The methods of loading a model onto the GPUs and of saving a checkpoint: the types, and sums that several engines need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
-from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.program.storages import NO_STORAGES, Storages
-
-S = TypeVar("S")
-T = TypeVar("T")
-W = TypeVar("W", bound="Way")
+from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.program.storages import WeightTransfer
 
 CHECKPOINT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_SHARD_BYTES = 50 * 10**9
+"""Largest file of `save_pretrained` by default (`max_shard_size`). Source: transformers/modeling_utils.py (5.23): "50GB"; 5 GB before
+transformers 5."""
+CPU_RAM_EFFICIENT_LOADING = "fsdp_cpu_ram_efficient_loading: true (with transformers 5 every rank still loads a copy)"
+"""How to set accelerate's flag, which transformers 5 ignores: `from_pretrained` loads a copy on every rank. Both of two ranks
+held the whole converted model in a real run.
+Source: transformers/modeling_utils.py, _load_pretrained_model (5.23); huggingface/transformers#43749."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """What comes onto rank 0's GPU together: `passing` is freed once `kept` has been made of it, and stays in PyTorch's cache."""
+class TransferMethod:
+    """One method of loading or saving, with its peaks in bytes.
 
-    passing: Storages = NO_STORAGES
-    kept: Storages = NO_STORAGES
-
-
-PlacedUnits = tuple[tuple[Placed, ...], ...]
-"""One unit after the other. Those that are alike are one object."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way of loading or saving, at its highest. `gpu_bytes` of one rank; host bytes are private memory of a process, by rank.
-
-    `how` says what to write.
+    `way` names the method, `how` says what to write. `gpu_bytes` are tensors on one rank's GPU. Host bytes are private memory of
+    one process: rank 0, or any other rank.
     """
 
     way: str
@@ -45,88 +35,98 @@ class Way:
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Of the node that holds rank 0."""
+        """Host memory of the node that runs rank 0."""
         return self.first_rank_host_bytes + (self.ranks_per_node - 1) * self.other_ranks_host_bytes
-
-    @classmethod
-    def of(
-        cls: type[W], plan: Plan, way: str, how: str, gpu: int, first: int, others: int | None = None, **more: Any
-    ) -> W:
-        """`first` and `others` are host bytes: of rank 0 and, where they differ, of each other rank."""
-        return cls(
-            way=way,
-            how=how,
-            gpu_bytes=gpu,
-            first_rank_host_bytes=first,
-            other_ranks_host_bytes=first if others is None else others,
-            ranks_per_node=plan.ranks_per_node,
-            **more,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading(Way):
-    """One way of loading.
+class LoadMethod(TransferMethod):
+    """One method of loading.
 
-    `mapped_bytes`: pages of the checkpoint's file, once per node, which the kernel drops when memory is short; None where the
-    checkpoint's dtype is unknown. `placed`: how weights come onto the GPU, in order, by unit; empty where nothing passes
-    through it, and where that is not modelled (DDP's broadcast, the modules of zero.Init).
+    `mapped_bytes`: pages of the checkpoint's file, counted once per node, which the kernel drops when memory is short. None if
+    the checkpoint's dtype is unknown. `transfers`: the allocations on rank 0's GPU, in order. Empty if loading frees nothing
+    there, and where it is not modelled (DDP's broadcast, the modules of zero.Init).
     """
 
-    mapped_bytes: int | None = None
-    placed: PlacedUnits = field(default=(), compare=False, repr=False)
+    mapped_bytes: int | None
+    transfers: tuple[WeightTransfer, ...] = field(default=(), compare=False, repr=False)
 
 
-def loaded_element_bytes(plan: Plan) -> int:
-    """K: what `from_pretrained(dtype=...)` is told. FSDP and DDP keep the masters; DeepSpeed the compute dtype."""
-    return plan.compute_bytes if plan.backend == "deepspeed" else plan.param_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """`count` files of one kind. `tensor_bytes`: tensor data in the largest of them, which is rank 0's.
+
+    Each tensor adds a few hundred bytes of metadata to its file, which are not counted.
+    """
+
+    name: str
+    count: int = 1
+    tensor_bytes: int
 
 
-def one_copy_bytes(profile: Profile, plan: Plan) -> int:
-    """The whole model once, as it is loaded."""
-    return profile.parameters * loaded_element_bytes(plan)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveMethod(TransferMethod):
+    """One method of saving. `gpu_bytes` are on top of the states that a rank keeps between steps."""
+
+    files: tuple[Files, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """Host memory of one process that loads a whole checkpoint in safetensors.
+
+    `private_bytes`: a converted copy of the model. 0 if the weights keep the checkpoint's dtype: they are then views of the
+    mapped file, in page cache that the ranks of a node share. `mapped_bytes`: the file, None if the checkpoint's dtype is
+    unknown; the weights then count as converted.
+    """
+
+    private_bytes: int
+    mapped_bytes: int | None
+
+    @classmethod
+    def of(cls, profile: Profile, element_bytes: int) -> LoadedCheckpoint:
+        """Load all of `profile` as weights of `element_bytes` per element."""
+        stored = checkpoint_element_bytes(profile)
+        mapped = None if stored is None else stored * profile.parameters
+        return cls(0 if stored == element_bytes else element_bytes * profile.parameters, mapped)
 
 
 def checkpoint_element_bytes(profile: Profile) -> int | None:
-    """Bytes per element of the checkpoint, where the model's configuration says so."""
+    """Bytes per element of the published checkpoint. None if the model's configuration does not state its dtype."""
     dtype = profile.config.get("dtype") or profile.config.get("torch_dtype")
     return CHECKPOINT_BYTES.get(str(dtype).removeprefix("torch."))
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The host's side: a private copy of the whole model, or none where the file's pages serve."""
-
-    copy: int
-    mapped: int | None
-
-    @classmethod
-    def of(cls, profile: Profile, plan: Plan) -> Weights:
-        kept, stored = loaded_element_bytes(plan), checkpoint_element_bytes(profile)
-        mapped = None if stored is None else stored * profile.parameters
-        return cls(0 if kept == stored else kept * profile.parameters, mapped)
+def units_in_order(profile: Profile) -> list[Unit]:
+    """Every real layer in the model's order, then the root. Layers of one kind are the same object."""
+    return [*profile.layers(), profile.root]
 
 
-def highest(placed: PlacedUnits) -> int:
-    """The highest point of placing one unit after the other."""
-    kept = high = 0
-    for rise, stays in for_each(placed, _rise):
-        high = max(high, kept + rise)
-        kept += stays
-    return high
+def peak_bytes(transfers: Iterable[WeightTransfer]) -> int:
+    """Peak of the transfers on rank 0's GPU, one after the other."""
+    kept = peak = 0
+    for transfer in transfers:
+        peak = max(peak, kept + transfer.temporaries.rounded + transfer.kept.rounded)
+        kept += transfer.kept.rounded
+    return peak
 
 
-def _rise(unit: tuple[Placed, ...]) -> tuple[int, int]:
-    """How high a unit goes, and what stays of it."""
-    kept = high = 0
-    for one in unit:
-        high = max(high, kept + one.passing.rounded + one.kept.rounded)
-        kept += one.kept.rounded
-    return high, kept
+def pretrained_files(profile: Profile, element_bytes: int) -> Files:
+    """Files of `save_pretrained`: filled in the model's order, a tensor is never split.
 
-
-def for_each(units: Sequence[S], measure: Callable[[S], T]) -> tuple[T, ...]:
-    """`measure` of every unit, taken once of those that are one object."""
-    known = {id(unit): unit for unit in units}
-    measured = {key: measure(unit) for key, unit in known.items()}
-    return tuple([measured[id(unit)] for unit in units])
+    Source: huggingface_hub, split_state_dict_into_shards_factory.
+    """
+    if profile.parameters * element_bytes <= MAX_SHARD_BYTES:
+        return Files(name="model.safetensors", tensor_bytes=profile.parameters * element_bytes)
+    alone, full, filled = [], [], 0
+    for p in profile.in_order():
+        n_bytes = p.elements * element_bytes
+        if n_bytes > MAX_SHARD_BYTES:
+            alone.append(n_bytes)
+            continue
+        if filled + n_bytes > MAX_SHARD_BYTES:
+            full.append(filled)
+            filled = 0
+        filled += n_bytes
+    sizes = [*alone, *full, *([filled] if filled else [])]
+    return Files(name="model-0000i-of-0000n.safetensors", count=len(sizes), tensor_bytes=max(sizes))

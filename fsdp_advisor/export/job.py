@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_advisor.job.plan import Plan, refusal
+from fsdp_advisor.job.request import Framework
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Refusal
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -140,7 +141,7 @@ class Target:
     write: Callable[[Job], tuple[str, tuple[str, ...]]]
     usage: Callable[[Job, str], str]
     backend: str | None = None
-    framework: str = "torch"
+    framework: Framework = "torch"
     command: bool = True
 
     def line(self, job: Job, file: str) -> str:
@@ -206,7 +207,7 @@ def left_out(job: Job) -> list[str]:
 # What several consumers cannot do, for the same reason
 
 
-def refused(job: Job, framework: str) -> str | None:
+def refused(job: Job, framework: Framework) -> str | None:
     """What the framework itself fails at, whichever was estimated."""
     plan = job.plan
     named = optimizer_named(plan.optim).transformers

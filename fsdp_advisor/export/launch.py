@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.job import Job, Target, comments, header
 from fsdp_advisor.export.rendering import render
+from fsdp_advisor.job.request import Framework
 
 SCRIPT = "train.py"
 RENDEZVOUS_PORT = 29400
@@ -41,7 +42,7 @@ def _anything(job: Job) -> None:
 
 def _target(
     name: str, description: str, file_name: str, *packages: str, starts_with: str = "bash",
-    cannot: Callable[[Job], str | None] = _anything, backend: str | None = None, framework: str = "torch",
+    cannot: Callable[[Job], str | None] = _anything, backend: str | None = None, framework: Framework = "torch",
 ) -> Target:  # fmt: skip
     return Target(
         name=name,

@@ -11,30 +11,43 @@ from typing import TYPE_CHECKING
 from fsdp_advisor.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdp_advisor.job.request import EstimateRequest, OptimizerName
+    from fsdp_advisor.job.request import (
+        Attention,
+        Backend,
+        BackwardPrefetch,
+        Checkpointing,
+        EstimateRequest,
+        Framework,
+        Offload,
+        OffloadDevice,
+        OptimizerName,
+        Precision,
+        Strategy,
+        Wrap,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A job on rank 0: `shard_degree` ranks share one copy of the states, `replica_degree` copies exist."""
 
-    strategy: str
-    backend: str
-    offload: str = "none"
-    offload_device: str = "cpu"
+    strategy: Strategy
+    backend: Backend
+    offload: Offload = "none"
+    offload_device: OffloadDevice = "cpu"
     shard_degree: int
     replica_degree: int = 1
     nnodes: int = 1
-    precision: str = "bf16-mixed"
+    precision: Precision = "bf16-mixed"
     optim: OptimizerName = "adamw_torch_fused"
     micro_batch_size: int = 1
     seq_len: int
     gradient_accumulation_steps: int = 1
-    activation_checkpointing: str = "none"
-    attention: str = "sdpa"
-    backward_prefetch: str = "pre"
-    framework: str = "torch"
-    wrap: str = "layer"
+    activation_checkpointing: Checkpointing = "none"
+    attention: Attention = "sdpa"
+    backward_prefetch: BackwardPrefetch = "pre"
+    framework: Framework = "torch"
+    wrap: Wrap = "layer"
 
     @cached_property
     def _hash(self) -> int:
@@ -125,7 +138,7 @@ _any_step = _with(
 )
 
 
-BACKENDS: dict[str, tuple[str, ...]] = {
+BACKENDS: dict[Strategy, tuple[Backend, ...]] = {
     "ddp": ("ddp",),
     "zero1": ("deepspeed",),
     "zero2": ("fsdp2", "fsdp1", "deepspeed"),
@@ -134,14 +147,14 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 """Which backends do a strategy; the first is what `auto` means."""
 
-OFFLOADS: dict[str, dict[str, tuple[str, ...]]] = {
+OFFLOADS: dict[Offload, dict[Strategy, tuple[Backend, ...]]] = {
     "none": {"ddp": BACKENDS["ddp"], **{s: BACKENDS[s] for s in ("zero1", "zero2", "zero3", "hsdp")}},
     "optimizer": {"zero1": ("deepspeed",), "zero2": ("deepspeed",), "zero3": ("deepspeed",)},
     "parameters": {"zero2": ("fsdp2", "fsdp1"), "zero3": ("fsdp2", "fsdp1", "deepspeed"), "hsdp": ("fsdp2", "fsdp1")},
 }
 """Which backends do a strategy with an offload. `optimizer` offload exists in DeepSpeed alone."""
 
-FRAMEWORK_BACKENDS: dict[str, tuple[str, ...]] = {
+FRAMEWORK_BACKENDS: dict[Framework, tuple[Backend, ...]] = {
     "torch": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
     "accelerate": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
     "trainer": ("ddp", "fsdp2", "fsdp1", "deepspeed"),
@@ -149,7 +162,7 @@ FRAMEWORK_BACKENDS: dict[str, tuple[str, ...]] = {
 }
 """What a framework trains with. `torch` is each backend by itself, DeepSpeed's own engine included."""
 
-OVERVIEW = (
+OVERVIEW: tuple[tuple[Strategy, Offload], ...] = (
     ("ddp", "none"),
     ("zero1", "none"),
     ("zero2", "none"),
@@ -160,7 +173,7 @@ OVERVIEW = (
 )
 
 
-def label(strategy: str, offload: str = "none") -> str:
+def label(strategy: Strategy, offload: Offload = "none") -> str:
     """How people name a strategy.
 
     >>> label("zero3", "optimizer")
@@ -170,7 +183,7 @@ def label(strategy: str, offload: str = "none") -> str:
     return name + {"none": "", "optimizer": " + optimizer offload", "parameters": " + full offload"}[offload]
 
 
-def degrees(strategy: str, gpus: int, nnodes: int) -> tuple[int, int]:
+def degrees(strategy: Strategy, gpus: int, nnodes: int) -> tuple[int, int]:
     """Shard degree and replica degree.
 
     >>> degrees("ddp", 16, 2), degrees("zero3", 16, 2), degrees("hsdp", 16, 2)
@@ -204,7 +217,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
 
 
 def refusal(
-    strategy: str, backend: str, *, framework: str, wrap: str, activation_checkpointing: str
+    strategy: Strategy, backend: Backend, *, framework: Framework, wrap: Wrap, activation_checkpointing: Checkpointing
 ) -> UsageError | None:
     """What a framework fails at, and what is not known of a backend."""
     if wrap == "none" and backend == "fsdp1":
@@ -224,7 +237,7 @@ def refusal(
     return None
 
 
-def _plan(request: EstimateRequest, strategy: str, offload: str, seq_len: int) -> Plan:
+def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
     able = OFFLOADS[offload].get(strategy, ())
     if not able:
         with_it = ", ".join(OFFLOADS[offload])

@@ -23,6 +23,9 @@ OptimizerName = Literal[
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
 Framework = Literal["torch", "accelerate", "trainer", "deepspeed"]
+OffloadDevice = Literal["cpu", "nvme"]
+BackwardPrefetch = Literal["pre", "post", "none"]
+Wrap = Literal["layer", "none"]
 Find = Literal["gpus", "batch", "sequence", "gpu-type"]
 
 MAX_GPUS = 65_536
@@ -75,7 +78,7 @@ class EstimateRequest:
     strategy: Literal[Strategy, "all"] = "all"
     backend: Literal[Backend, "auto"] = "auto"
     offload: Offload = "none"
-    offload_device: Literal["cpu", "nvme"] = "cpu"
+    offload_device: OffloadDevice = "cpu"
     precision: Precision = "bf16-mixed"
     optim: OptimizerName = "adamw_torch_fused"
     micro_batch_size: Annotated[int, Rule("sequences per rank per forward", ge=1, le=MAX_BATCH)] = 1
@@ -83,14 +86,14 @@ class EstimateRequest:
     gradient_accumulation_steps: Annotated[int, Rule(ge=1, le=MAX_BATCH)] = 1
     activation_checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
-    backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    backward_prefetch: BackwardPrefetch = "pre"
     reserved: Annotated[bool, Rule("walk the caching allocator through the job's steps")] = False
     allocator_conf: Annotated[str | None, Rule("as in PYTORCH_ALLOC_CONF", max_length=1024)] = None
     host_memory: Annotated[int | None, Rule("of one node, such as 512GiB", ge=2**30, le=2**60, parse=parse_bytes)] = (
         None
     )
     framework: Framework = "torch"
-    wrap: Literal["layer", "none"] = "layer"
+    wrap: Wrap = "layer"
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
@@ -128,7 +131,7 @@ class RecommendRequest(EstimateRequest):
 
     # mypy: wider than in an estimate, where nothing is open
     offload: Literal[Offload, "auto"] = "auto"  # type: ignore[assignment]
-    offload_device: Literal["cpu", "nvme", "auto"] = "auto"  # type: ignore[assignment]
+    offload_device: Literal[OffloadDevice, "auto"] = "auto"  # type: ignore[assignment]
     micro_batch_size: Annotated[int | None, Rule("sequences per rank", ge=1, le=MAX_BATCH)] = None  # type: ignore[assignment]
     gradient_accumulation_steps: Annotated[int | None, Rule(ge=1, le=MAX_BATCH)] = None  # type: ignore[assignment]
     activation_checkpointing: Literal[Checkpointing, "auto"] = "auto"  # type: ignore[assignment]

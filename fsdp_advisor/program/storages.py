@@ -72,3 +72,19 @@ class States:
     optimizer: Storages = NO_STORAGES
     communication: Storages = NO_STORAGES
     buffers: Storages = NO_STORAGES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTransfer:
+    """Tensors that loading allocates together on rank 0's GPU.
+
+    `temporaries` are freed once `kept` is allocated. PyTorch's allocator keeps their memory in its cache.
+    """
+
+    temporaries: Storages = NO_STORAGES
+    kept: Storages = NO_STORAGES
+
+    @classmethod
+    def of_shard(cls, temporaries: Storages, shard: Storages, *, offload: bool) -> WeightTransfer:
+        """Make a shard from `temporaries`. Under `offload` it moves to the host at once and is a temporary too."""
+        return cls(temporaries=temporaries + shard) if offload else cls(temporaries=temporaries, kept=shard)

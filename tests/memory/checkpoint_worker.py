@@ -1,7 +1,7 @@
-"""One rank of real loading and saving over gloo: ``checkpoint_worker.py FOLDER CASE...``; each rank writes what it measured.
+"""One rank of real loading and saving over gloo: ``checkpoint_worker.py FOLDER CASE...``. Each rank writes its measurements.
 
-Private memory is sampled from /proc/PID/status by a second process while a case runs, and is counted from the case's own beginning.
-Each case runs first on a tiny model, so that what is imported and cached on the way is there before.
+A second process samples the private memory in /proc/PID/status while a case runs. Memory from before the case is subtracted.
+Each case runs first on a tiny model, so that imports and caches do not count.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
     ShardedStateDictConfig,
@@ -58,9 +56,9 @@ SMALL = {
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 101, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
 
 LOADINGS = 3
-"""How often each way is tried: on a busy machine a sample may miss the highest moment, and so only be too low."""
+"""Runs of each load case, of which the highest counts: on a busy machine the sampler may miss a peak, but never adds one."""
 DEVICE: dict[str, int] = {}
-"""What a case has found of the bytes that would be on a GPU."""
+"""Peak of the bytes that would be on a GPU, as a case measured it."""
 POLICY = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
 
 
@@ -86,13 +84,13 @@ while True:
         time.sleep(0.0003)
 print(high)
 """
-"""A process of its own, which the measured one's interpreter cannot hold up."""
+"""Runs in its own process, so the measured interpreter cannot delay it."""
 
 
 class Host:
-    """The highest private memory while it is open, and what is left at the end, from the beginning's.
+    """Private memory added since the context was entered: its peak and what is left at exit.
 
-    `mark_bytes` is the kernel's own high-water mark, which misses no moment but counts the mapped pages of files too.
+    `mark_bytes` is the kernel's high-water mark, which misses no peak but also counts mapped pages of files.
     """
 
     def __enter__(self) -> Host:
@@ -102,7 +100,7 @@ class Host:
         assert self._sampler.stdout is not None
         self._sampler.stdout.readline()
         self._start, self._file, self._resident = status("RssAnon"), status("RssFile"), status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +132,7 @@ def to_empty(module: nn.Module) -> None:
 
 
 def fsdp1(model: nn.Module, **options: Any) -> FSDP:
-    """On the CPU, where moving to the device does nothing."""
+    """Wrap on the CPU, where moving to the device does nothing."""
     return FSDP(model, auto_wrap_policy=POLICY, use_orig_params=True, device_id=torch.device("cpu"), **options)
 
 
@@ -145,16 +143,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return model
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(0, 100, (1, 4))
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return optimizer
-
-
-# Loading: each is called with the folder of the checkpoint and returns what it has loaded
+# Loading: each is called with the folder of the checkpoint and returns the loaded model
 
 
 def every_rank(folder: Path) -> nn.Module:
@@ -181,7 +170,7 @@ def fsdp1_without_device_id(folder: Path) -> nn.Module:
 
 
 def fsdp1_rank0(folder: Path) -> nn.Module:
-    """Without the broadcast, which CPU modules are refused; what rank 1 makes out of nothing stands for the GPU's memory."""
+    """Without the broadcast, which FSDP1 refuses for CPU modules. The storages that rank 1 allocates stand for the GPU's memory."""
     model = loaded(folder) if dist.get_rank() == 0 else meta(folder)
     with StorageMeter() as meter:
         meter.begin("load")
@@ -192,7 +181,7 @@ def fsdp1_rank0(folder: Path) -> nn.Module:
 
 def fsdp2_rank0(folder: Path) -> nn.Module:
     full = loaded(folder).state_dict() if dist.get_rank() == 0 else {}
-    whole = list(full.values())  # alive until it is measured: the call below replaces what is in the dictionary
+    whole = list(full.values())  # alive until it is measured: the call below replaces the dictionary's values
     model = fsdp2(meta(folder)).to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
@@ -209,7 +198,7 @@ def fsdp2_sharded(folder: Path) -> nn.Module:
 
 
 def fsdp2_every_rank(folder: Path) -> nn.Module:
-    """Cloning stands for the move to the GPU, and the bytes of what is born from then on for the GPU's memory."""
+    """Cloning stands for the move to the GPU. All storages allocated from then on stand for the GPU's memory."""
     model = loaded(folder)
 
     def move(parameters: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
@@ -230,7 +219,7 @@ def fsdp2_every_rank(folder: Path) -> nn.Module:
 
 
 def fsdp2_scattered(folder: Path) -> nn.Module:
-    """As accelerate does it under `cpu_ram_efficient_loading`. Cloning stands for rank 0's move to the GPU."""
+    """accelerate's code for `cpu_ram_efficient_loading`. Cloning stands for rank 0's move to the GPU."""
     full = loaded(folder).state_dict()
     model = fsdp2(meta(folder))
     accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0)
@@ -248,11 +237,11 @@ def fsdp2_scattered(folder: Path) -> nn.Module:
     return model
 
 
-# Saving: each gets a wrapped model and an empty folder; where it saves an optimizer, the model has made a step
+# Saving: each is called with a wrapped model and an empty folder
 
 
-def fsdp1_full(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
-    """Without `offload_to_cpu`, which frees under its own feet where the model is on the CPU already."""
+def save_fsdp1_full(model: FSDP, out: Path) -> None:
+    """Without `offload_to_cpu`, which frees tensors in use if the model is on the CPU already."""
     config = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         state = model.state_dict()
@@ -260,56 +249,41 @@ def fsdp1_full(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) 
             torch.save(state, out / "model.bin")
 
 
-def fsdp1_optimizer(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
-    config = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
-        states = FSDP.optim_state_dict(model, optimizer)
-        if dist.get_rank() == 0:
-            torch.save(states, out / "optimizer.bin")
-
-
-def fsdp1_full_on_every_rank(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+def save_fsdp1_full_on_every_rank(model: FSDP, out: Path) -> None:
     with FSDP.state_dict_type(
         model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     ):
         torch.save(model.state_dict(), out / f"model_rank{dist.get_rank()}.bin")
 
 
-def fsdp1_sharded(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+def save_fsdp1_sharded(model: FSDP, out: Path) -> None:
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)):
         dcp.save({"model": model.state_dict()}, checkpoint_id=out)
 
 
-def fsdp1_local(model: FSDP, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+def save_fsdp1_local(model: FSDP, out: Path) -> None:
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=False)):
         torch.save(model.state_dict(), out / f"model_rank{dist.get_rank()}.bin")
 
 
-def fsdp2_full(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+def save_fsdp2_full(model: nn.Module, out: Path) -> None:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         torch.save(state, out / "model.pt")
 
 
-def fsdp2_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    states = get_optimizer_state_dict(model, optimizer, options=options)
-    if dist.get_rank() == 0:
-        torch.save(states, out / "optimizer.pt")
-
-
-def fsdp2_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+def save_fsdp2_sharded(model: nn.Module, out: Path) -> None:
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=out)
 
 
-def fsdp2_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
-    states = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"model": get_model_state_dict(model), "optimizer": states}, checkpoint_id=out)
-
-
-def save_pretrained(model: nn.Module, optimizer: torch.optim.Optimizer | None, out: Path) -> None:
+def save_ddp_save_pretrained(model: nn.Module, out: Path) -> None:
     if dist.get_rank() == 0:
-        model.save_pretrained(out, max_shard_size="40MB")  # type: ignore[operator]  # of transformers
+        model.save_pretrained(out)  # type: ignore[operator]  # of transformers
+
+
+def save_ddp_full(model: nn.Module, out: Path) -> None:
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), out / "model.pt")
 
 
 LOADING: dict[str, Callable[[Path], nn.Module]] = {
@@ -319,17 +293,17 @@ LOADING: dict[str, Callable[[Path], nn.Module]] = {
         fsdp2_rank0, fsdp2_sharded, fsdp2_every_rank, fsdp2_scattered,
     )
 }  # fmt: skip
-SAVING: dict[str, Callable[[Any, torch.optim.Optimizer | None, Path], None]] = {
+SAVING: dict[str, Callable[[Any, Path], None]] = {
     f.__name__: f
     for f in (
-        fsdp1_full, fsdp1_full_on_every_rank, fsdp1_optimizer, fsdp1_sharded, fsdp1_local,
-        fsdp2_full, fsdp2_optimizer, fsdp2_model, fsdp2_model_and_optimizer, save_pretrained,
+        save_fsdp1_full, save_fsdp1_full_on_every_rank, save_fsdp1_sharded, save_fsdp1_local,
+        save_fsdp2_full, save_fsdp2_sharded, save_ddp_save_pretrained, save_ddp_full,
     )
 }  # fmt: skip
 
 
 def tensor_bytes(path: Path) -> dict[str, int]:
-    """Bytes of tensors in each file of a folder, by its name."""
+    """Bytes of tensors in each file of a folder, by file name."""
     found = {}
     for file in sorted(path.iterdir()):
         if file.suffix in (".pt", ".bin"):
@@ -367,19 +341,18 @@ def load(name: str, folder: Path) -> dict[str, Any]:
 def save(name: str, folder: Path) -> dict[str, Any]:
     for place in (folder.parent / "tiny", folder):
         model: nn.Module = AutoModelForCausalLM.from_config(config(place))
-        if name.startswith("fsdp1"):
+        if name.startswith("save_fsdp1"):
             model = fsdp1(model)
-        elif name.startswith("fsdp2"):
+        elif name.startswith("save_fsdp2"):
             model = fsdp2(model)
-        optimizer = stepped(model) if name.endswith("optimizer") else None
         out = place / name
         if dist.get_rank() == 0:
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
         dist.barrier()
         with Host() as host:
-            SAVING[name](model, optimizer, out)
-        del model, optimizer
+            SAVING[name](model, out)
+        del model
         dist.barrier()
     files = tensor_bytes(out) if dist.get_rank() == 0 else {}
     if dist.get_rank() == 0:

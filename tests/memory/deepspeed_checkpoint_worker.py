@@ -1,6 +1,7 @@
-"""One process of a real DeepSpeed run on the CPU that saves: ``deepspeed_checkpoint_worker.py FOLDER STAGE...``.
+"""One rank of a real DeepSpeed run on the CPU that saves: ``deepspeed_checkpoint_worker.py FOLDER STAGE...``.
 
-Rank 0 writes the bytes of tensors of every file, and the highest of what `deepspeed.initialize` and ``zero.Init`` make.
+Rank 0 writes the bytes of tensors of every file, and the peaks of the storages that `deepspeed.initialize` and ``zero.Init``
+allocate.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODEL = TINY | {"hidden_size": 64, "intermediate_size": 80, "vocab_size": 1001}
 
 
 def tensor_bytes(file: Path) -> int:
-    """Of the storages in a file that `torch.save` wrote."""
+    """Bytes of the storages in a file that `torch.save` wrote."""
     with zipfile.ZipFile(file) as archive:
         return sum(i.file_size for i in archive.infolist() if "/data/" in i.filename)
 
@@ -80,7 +81,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         (Path(folder) / "files.json").write_text(json.dumps(found))
     dist.barrier()
-    os._exit(0)  # DeepSpeed's threads abort an orderly end now and then
+    os._exit(0)  # at a normal exit DeepSpeed's threads sometimes abort
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "timing"))  # BERT and Lightning's model are recorded there
 
 import published_models
+from fsdp_advisor.memory.allocator.reserve import traced
+from fsdp_advisor.memory.step import replayed
 from record import BertSource, lightning
 
-from fsdp_advisor.engines.job_peaks import loading_of
+from fsdp_advisor.engines.job_peaks import load_method_of
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
 from fsdp_advisor.job.plan import plans
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
-from fsdp_advisor.memory.allocator.reserve import traced
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes, real_attention
-from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
@@ -167,7 +167,7 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
         plan,
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
         resident_threads=gpu.resident_threads,
-        loading=loading_of(model.profile, plan, gpu, device_overhead(gpu, plan)),
+        loading=load_method_of(model.profile, plan, gpu, device_overhead(gpu, plan)),
     )
     allocator = CachingAllocator(asked.requests, AllocatorConf.parse(request.allocator_conf or ""))
     allocator.run(asked.setup)

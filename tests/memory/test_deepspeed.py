@@ -14,17 +14,19 @@ import pytest
 
 from fsdp_advisor.engines.deepspeed.buffers import buffers, owned_by_rank0
 from fsdp_advisor.engines.deepspeed.coordinator import gathered
-from fsdp_advisor.engines.deepspeed.host import host, not_modelled, page_locked
+from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
     flat_elements,
+    optimizer_states,
     shard_elements,
     states,
     sub_groups,
 )
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.program.storages import States, Storages
+from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
+from fsdp_advisor.program.storages import States, Storages
 
 HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3
 SMALL = Settings(
@@ -115,6 +117,24 @@ def test_sub_groups_close_with_the_parameter_that_fills_them() -> None:
     assert sub_groups(odd(), 2) == [(sum(n for n, _ in groups), 1 + 5 * LAYERS)]
 
 
+@pytest.mark.parametrize(
+    ("optim", "n_bytes"),
+    [
+        ("adamw_torch_fused", 8004),
+        ("adamw_torch", 8000),
+        ("sgd", 0),
+        ("sgd_momentum", 4000),
+        ("adafactor", 4004),
+        ("adamw_bnb_8bit", 8000),
+    ],
+)
+def test_optimizer_states(optim: str, n_bytes: int) -> None:
+    assert optimizer_states(optim, 1000, 4).exact == n_bytes
+    assert optimizer_states("adamw_bnb_8bit", 5000, 4).exact == 2 * 5000 + 2 * 4 * 20
+    with pytest.raises(ValueError, match="lion"):
+        optimizer_states("lion", 1000, 4)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_textbook(stage: int) -> None:
     """7B in fp32 on 4 ranks: the master is a second copy of the weights, which the textbook does not know."""
@@ -197,14 +217,15 @@ def test_zero3_gathers_up_to_its_limit() -> None:
 
 
 def test_host_memory() -> None:
-    nothing = host(LLAMA_7B, plan(2, 8))
-    assert nothing.bytes_per_node == 0
-    offloaded = host(LLAMA_7B, plan(2, 8, nnodes=2, offload="optimizer"))
-    assert offloaded.ranks_per_node == 4
+    assert host_memory(LLAMA_7B, plan(2, 8)) == HostMemory()
+    job = plan(2, 8, nnodes=2, offload="optimizer")
     n = flat_elements(LLAMA_7B.parameters, 8) // 8
-    assert offloaded.pinned == (4 * n, 4 * n, 2 * n, 2 * 32000 * 4096)
-    assert offloaded.pageable == (4 * n, 4 * n)
-    assert offloaded.bytes_per_node >= offloaded.pinned_bytes_per_node + offloaded.pageable_bytes_per_node
+    tensors = host_tensors(LLAMA_7B, job, DEFAULTS)
+    assert tensors.pinned == (4 * n, 4 * n, 2 * n, 2 * 32000 * 4096)
+    assert tensors.pageable == (4 * n, 4 * n)
+    node = host_memory(LLAMA_7B, job)
+    assert node.pinned == 4 * sum(page_locked(n_bytes) for n_bytes in tensors.pinned)
+    assert node.pageable == 4 * 8 * n
     assert page_locked(3 * 2**30) == 4 * 2**30
     notes = not_modelled(plan(2, offload="parameters", offload_device="nvme", precision="bf16", optim="sgd"))
     assert len(notes) == 5
@@ -293,7 +314,7 @@ def test_against_deepspeed(ranks: int, tmp_path: Path) -> None:
             assert sum(found[name]) == getattr(expected, name).exact, (case, name, found[name])
         assert sum(found["optimizer"]) - steps == expected.optimizer.exact, (case, found["optimizer"])
         if case["offload"] != "none":
-            memory = host(profile, job, settings)
+            memory = host_tensors(profile, job, settings)
             assert found["pinned"] == sorted(memory.pinned), case
             assert found["pageable"] == sorted(memory.pageable), case
         step = buffers(profile, job, settings)

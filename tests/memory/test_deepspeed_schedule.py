@@ -26,10 +26,10 @@ from fsdp_advisor.engines.deepspeed.settings import Settings
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.live import step_peak
+from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import Alloc, Compute, Free, StepProgram
 from fsdp_advisor.program.storages import round_up
-from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.transformers_models import TransformersSource

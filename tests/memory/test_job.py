@@ -1,4 +1,4 @@
-"""The phases of a job around its steady step."""
+"""The phases of a job: load, first step, steady step, save."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from fsdp_advisor import estimate
-from fsdp_advisor.engines.host import HostMemory
-from fsdp_advisor.engines.job_peaks import PHASES, job_peaks
+from fsdp_advisor.engines.job_peaks import PHASES, JobPeaks, job_peaks
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import Backend, Strategy
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.program.storages import States, Storages
+from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.program.storages import States, Storages
 from fsdp_advisor.report import Report
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
@@ -26,7 +27,7 @@ def report() -> Report:
     return estimate(model=LLAMA, gpus=4, gpu="H100")
 
 
-def test_every_strategy_has_its_phases(report: Report) -> None:
+def test_every_strategy_reports_all_phases(report: Report) -> None:
     for e in report.estimates:
         assert e.job is not None
         assert tuple(e.job.phases) == PHASES
@@ -37,8 +38,8 @@ def test_every_strategy_has_its_phases(report: Report) -> None:
         assert 0 < low < high
 
 
-def test_the_first_step_makes_the_optimizers_state(report: Report) -> None:
-    """Forward and backward pass without it; where they set the peak the first step takes less, never more."""
+def test_the_first_step_has_no_optimizer_states_before_its_optimizer_phase(report: Report) -> None:
+    """So its peak is at most the steady step's."""
     by_name = {(e.plan.strategy, e.plan.offload): e for e in report.estimates}
     for e in report.estimates:
         assert e.job is not None
@@ -51,15 +52,20 @@ def test_the_first_step_makes_the_optimizers_state(report: Report) -> None:
     assert zero3.job.phases["first_step"].gpu_bytes == pytest.approx(expected, rel=1e-3)
 
 
-def test_offload_makes_no_state_on_the_gpu(report: Report) -> None:
+def test_full_offload_keeps_optimizer_states_on_the_host(report: Report) -> None:
     full = next(e for e in report.estimates if e.plan.offload == "parameters")
     assert full.job is not None
     assert full.job.phases["first_step"].gpu_bytes == full.job.phases["steady_step"].gpu_bytes
-    assert full.job.phases["save"].host_bytes_per_node == full.host_bytes_per_node + full.job.saving.host_bytes_per_node
+    assert (
+        full.job.phases["save"].host_bytes_per_node
+        == full.host_bytes_per_node + full.job.save_method.host_bytes_per_node
+    )
 
 
-def job(memory_gib: float, *, strategy: str = "zero3", backend: str = "deepspeed", host: int | None = None):  # type: ignore[no-untyped-def]
-    """A job whose steps take next to nothing."""
+def peaks(
+    memory_gib: float, *, strategy: Strategy = "zero3", backend: Backend = "deepspeed", host: int | None = None
+) -> JobPeaks:
+    """Peaks of a 7B job whose steps need 1 GiB, on 8 GPUs of `memory_gib` in a node with `host` bytes."""
     profile = resolve(LLAMA).profile
     assert profile is not None
     plan = Plan(strategy=strategy, backend=backend, shard_degree=8, seq_len=1)
@@ -76,24 +82,39 @@ def job(memory_gib: float, *, strategy: str = "zero3", backend: str = "deepspeed
     )
 
 
-def test_the_phase_that_fails_is_named() -> None:
-    assert job(80).fails is None
-    assert job(8, strategy="zero2").fails == "load"  # a model of 12.6 GiB is moved whole
-    assert job(1.2).fails == "load"
-    assert job(80, host=2**20).fails == "load"
+def test_a_job_that_fits_has_no_failing_phase() -> None:
+    assert peaks(80).fails is None
 
 
-def test_loading_and_saving_follow_the_nodes_memory() -> None:
-    roomy = job(80, backend="fsdp2", host=2048 * GIB)
-    assert (roomy.loading.way, roomy.saving.way) == ("every_rank", "sharded")
-    tight = job(80, backend="fsdp1", host=40 * GIB)
-    assert (tight.loading.way, tight.saving.way) == ("rank0", "full")
-    tighter = job(80, backend="fsdp1", host=26 * GIB)
-    assert tighter.saving.way == "sharded"
+def test_the_first_phase_that_does_not_fit_is_named() -> None:
+    assert peaks(8, strategy="zero2").fails == "load"  # each GPU first holds the whole model, 12.6 GiB
+    assert peaks(1.2).fails == "load"
+    assert peaks(80, host=2**20).fails == "load"
 
 
-def test_a_job_that_dies_while_loading_does_not_fit() -> None:
-    """ZeRO-2 shards a 7B model's states over 64 GPUs, but every GPU first holds the model whole."""
+def test_load_and_save_methods_depend_on_the_nodes_memory() -> None:
+    roomy = peaks(80, backend="fsdp2", host=2048 * GIB)
+    assert (roomy.load_method.way, roomy.save_method.way) == ("every_rank", "sharded")
+    tight = peaks(80, backend="fsdp1", host=40 * GIB)
+    assert (tight.load_method.way, tight.save_method.way) == ("rank0", "full")
+    tighter = peaks(80, backend="fsdp1", host=26 * GIB)
+    assert tighter.save_method.way == "sharded"
+
+
+def test_unknown_step_peaks_stay_unknown() -> None:
+    profile, gpu = resolve(LLAMA).profile, find_gpu("H100")
+    assert profile is not None
+    plan = Plan(strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=1)
+    job = job_peaks(
+        profile, plan, gpu, states=States(), host=HostMemory(), overhead=device_overhead(gpu, plan), phase_peaks=None
+    )
+    assert job.phases["first_step"].gpu_bytes is None
+    assert job.phases["steady_step"].gpu_bytes is None
+    assert job.fails is None
+
+
+def test_a_job_that_cannot_load_does_not_fit() -> None:
+    """ZeRO-2 shards the optimizer states of a 7B model over 64 GPUs, but every GPU first holds the whole model."""
     report = estimate(
         model=LLAMA, gpus=64, nnodes=8, gpu="11GiB", strategy="zero2", backend="deepspeed", offload="optimizer"
     )
@@ -102,7 +123,7 @@ def test_a_job_that_dies_while_loading_does_not_fit() -> None:
     assert e.job is not None and e.job.fails == "load"
 
 
-def test_a_bare_parameter_count_has_no_phases() -> None:
+def test_a_bare_parameter_count_reports_no_phases() -> None:
     (e, *_) = estimate(model="7e9", gpus=4, gpu="H100").estimates
     assert e.job is None
     document = e.as_dict()

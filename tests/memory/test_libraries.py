@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-
 from jobs import Job, job, operations_of, peak_of
 
 from fsdp_advisor.errors import UsageError

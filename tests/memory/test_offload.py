@@ -1,4 +1,4 @@
-"""Full offload: which bytes come to the GPU. The figures are PyTorch's own, of CUDA's code without kernels (torch 2.13)."""
+"""Peaks on the GPU under full offload. The expected figures are from PyTorch's CUDA code, run without kernels (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def offloaded(backend: str, strategy: str, precision: str, gpus: int = 8) -> Str
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fsdp1_keeps_the_shard_beside_what_it_gathers(precision: str) -> None:
-    """The parameters are views of the shard that `flat_param_to` made, until they are resharded; FSDP2 copies and lets go."""
+def test_fsdp1_keeps_the_uploaded_shard_until_it_reshards(precision: str) -> None:
+    """Until then the parameters are views of the shard that `flat_param_to` made. FSDP2 copies its shard and frees it."""
     by_fsdp1 = offloaded("fsdp1", "zero2", precision)
     by_fsdp2 = offloaded("fsdp2", "zero2", precision)
     shard = 1_235_814_400 * BYTES[precision] // 8
@@ -44,6 +44,6 @@ def test_fsdp1_keeps_the_shard_beside_what_it_gathers(precision: str) -> None:
         ("fsdp2", "zero3", "bf16-mixed", "7116.6MiB"),
     ],
 )
-def test_allocated_is_what_the_allocator_counts(backend: str, strategy: str, precision: str, allocated: str) -> None:
+def test_allocated_bytes_match_the_allocator(backend: str, strategy: str, precision: str, allocated: str) -> None:
     found = parse_bytes(allocated)
     assert offloaded(backend, strategy, precision).peak_allocated_bytes == pytest.approx(found, rel=0.002)

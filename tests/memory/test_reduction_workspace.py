@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from fsdp_advisor.memory.ledger import SCRATCH
+from fsdp_advisor.memory.score import score_of, sized
+from fsdp_advisor.memory.step import replayed
 
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, traced
-from fsdp_advisor.memory.ledger import SCRATCH
-from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
-from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.model.catalog import find
 from fsdp_advisor.model.catalog import profile as catalogued
 from fsdp_advisor.model.profile import Staging, Variant
+from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
 
 ASKED = {
     (1024, 768): (6291456, 6291456),

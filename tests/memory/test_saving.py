@@ -1,4 +1,4 @@
-"""Saving: files weighed to the byte after real runs in two processes, and what the source documents say."""
+"""Save methods: files compared to the byte with those of real runs of two processes, and properties of all methods."""
 
 from __future__ import annotations
 
@@ -9,55 +9,46 @@ from typing import Any
 
 import pytest
 from ranks import RANKS, llama, run_ranks
-from test_loading import LLAMA_7B, SMALL, every_plan, near, plan
+from test_loading import GIB, LLAMA_7B, SMALL, every_plan, near, plan
 
-from fsdp_advisor.engines.loading import loadings
-from fsdp_advisor.engines.saving import Files, Saving, pretrained_files, savings, textbook_files
+from fsdp_advisor.engines.loading import load_methods
+from fsdp_advisor.engines.saving import choose_save_method, save_methods
+from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.program.storages import round_up
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.program.storages import round_up
 
 CASES = (
-    "fsdp1_full", "fsdp1_full_on_every_rank", "fsdp1_optimizer", "fsdp1_sharded", "fsdp1_local",
-    "fsdp2_full", "fsdp2_optimizer", "fsdp2_model", "fsdp2_model_and_optimizer", "save_pretrained",
+    "save_fsdp1_full", "save_fsdp1_full_on_every_rank", "save_fsdp1_sharded", "save_fsdp1_local",
+    "save_fsdp2_full", "save_fsdp2_sharded", "save_ddp_save_pretrained", "save_ddp_full",
 )  # fmt: skip
 PADDING = 2 * SMALL[0] * 4
-"""The embedding and the head have 16001 rows. On the CPU a gathered tensor is still a view of its padded storage, which
-`torch.save` writes whole; from a GPU it comes to the host without the padding."""
+"""The embedding and the head have 16001 rows. On the CPU a gathered tensor is a view of its padded storage, which `torch.save`
+writes whole. From a GPU it is copied to the host without the padding."""
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank: what each case took, and rank 0's files."""
+    """Per rank, the memory that each case needs; for rank 0 also its files."""
     folder = tmp_path_factory.mktemp("saving")
     run_ranks(Path(__file__).parent / "checkpoint_worker.py", str(folder), *CASES)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def way(profile: Profile, job: Plan, name: str, *, optimizer: bool = False) -> Saving:
-    return next(w for w in savings(profile, job, optimizer=optimizer) if w.way == name)
+def save_method(profile: Profile, job: Plan, way: str) -> SaveMethod:
+    return next(m for m in save_methods(profile, job) if m.way == way)
 
 
-def only_file(saving: Saving) -> Files:
-    (file,) = saving.files
-    return file
+def only_files(method: SaveMethod) -> Files:
+    (files,) = method.files
+    return files
 
 
-def test_the_source_documents_example() -> None:
-    """7B in fp32 on 4 GPUs: one file of 28 GB gathered on rank 0, 4 of 7 GB, 4 of 28 GB."""
-    assert textbook_files(7 * 10**9, 4) == {
-        "full": (1, 28 * 10**9),
-        "sharded": (4, 7 * 10**9),
-        "full_on_every_rank": (4, 28 * 10**9),
-    }
-
-
-def test_the_same_of_a_real_7b_model() -> None:
-    """PyTorch's LOCAL_STATE_DICT is each rank's flat shard; whole copies come of saving a full state dict on every rank."""
+def test_fsdp1_files_of_a_7b_model() -> None:
+    """In fp32 on 4 GPUs: one file gathered on rank 0, a whole file per rank, or a quarter per rank."""
     whole = 4 * LLAMA_7B.parameters
-    job = plan("fsdp1", ranks=4, precision="fp32")
-    files = {w.way: only_file(w) for w in savings(LLAMA_7B, job)}
-    assert {name: (f.count, f.tensor_bytes) for name, f in files.items()} == {
+    files = {m.way: only_files(m) for m in save_methods(LLAMA_7B, plan("fsdp1", ranks=4, precision="fp32"))}
+    assert {way: (f.count, f.tensor_bytes) for way, f in files.items()} == {
         "full": (1, whole),
         "full_on_every_rank": (4, whole),
         "sharded": (4, whole // 4),
@@ -65,73 +56,78 @@ def test_the_same_of_a_real_7b_model() -> None:
     }
 
 
-def test_fsdp1_files(measured: list[dict[str, Any]]) -> None:
-    profile, job, found = llama(*SMALL), plan("fsdp1", optim="adamw_torch"), measured[0]
-    assert found["fsdp1_full"]["files"] == {"model.bin": only_file(way(profile, job, "full")).tensor_bytes}
-    states = way(profile, job, "full", optimizer=True).files[1]
-    assert found["fsdp1_optimizer"]["files"] == {"optimizer.bin": states.tensor_bytes}
-    for case in ("full_on_every_rank", "sharded", "local"):
-        predicted, files = only_file(way(profile, job, case)), found[f"fsdp1_{case}"]["files"]
-        assert len(files) == predicted.count
-        assert max(files.values()) == predicted.tensor_bytes
+@pytest.mark.parametrize("way", ["full", "full_on_every_rank", "sharded", "local"])
+def test_fsdp1_files_match_a_real_run(measured: list[dict[str, Any]], way: str) -> None:
+    predicted, files = (
+        only_files(save_method(llama(*SMALL), plan("fsdp1"), way)),
+        measured[0][f"save_fsdp1_{way}"]["files"],
+    )
+    assert len(files) == predicted.count
+    assert max(files.values()) == predicted.tensor_bytes
 
 
-def test_fsdp2_files(measured: list[dict[str, Any]]) -> None:
-    profile, job, found = llama(*SMALL), plan("fsdp2", optim="adamw_torch"), measured[0]
-    weights, states = way(profile, job, "full", optimizer=True).files
-    assert found["fsdp2_full"]["files"] == {"model.pt": weights.tensor_bytes + PADDING}
-    assert found["fsdp2_optimizer"]["files"] == {"optimizer.pt": states.tensor_bytes + 2 * PADDING}
-    for case, optimizer in (("fsdp2_model", False), ("fsdp2_model_and_optimizer", True)):
-        predicted, files = only_file(way(profile, job, "sharded", optimizer=optimizer)), found[case]["files"]
-        assert len(files) == predicted.count
-        assert max(files.values()) == predicted.tensor_bytes
+@pytest.mark.parametrize(("way", "padding"), [("full", PADDING), ("sharded", 0)])
+def test_fsdp2_files_match_a_real_run(measured: list[dict[str, Any]], way: str, padding: int) -> None:
+    predicted, files = (
+        only_files(save_method(llama(*SMALL), plan("fsdp2"), way)),
+        measured[0][f"save_fsdp2_{way}"]["files"],
+    )
+    assert len(files) == predicted.count
+    assert max(files.values()) == predicted.tensor_bytes + padding
 
 
-def test_pretrained_files(measured: list[dict[str, Any]]) -> None:
-    files = measured[0]["save_pretrained"]["files"]
-    assert tuple(files.values()) == pretrained_files(llama(*SMALL), 4, max_shard_bytes=40 * 10**6)
-    assert pretrained_files(llama(*SMALL), 4) == (llama(*SMALL).parameters * 4,)
+@pytest.mark.parametrize("way", ["save_pretrained", "full"])
+def test_ddp_files_match_a_real_run(measured: list[dict[str, Any]], way: str) -> None:
+    predicted = only_files(save_method(llama(*SMALL), plan("ddp", "ddp"), way))
+    assert measured[0][f"save_ddp_{way}"]["files"] == {predicted.name: predicted.tensor_bytes}
 
 
-def test_a_tensor_larger_than_a_file_has_its_own() -> None:
-    sizes = pretrained_files(llama(*SMALL), 4, max_shard_bytes=20 * 10**6)
-    assert sizes[:2] == (16001 * 512 * 4,) * 2
-    assert sum(sizes) == 4 * llama(*SMALL).parameters
+@pytest.mark.parametrize(
+    "profile", [llama(*SMALL), llama(8192, 28672, 80, 32000), llama(8192, 28672, 8, 4_000_000)],
+    ids=["one file", "several files", "tensors larger than a file"],
+)  # fmt: skip
+def test_save_pretrained_splits_files_as_huggingface_hub_does(profile: Profile) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    sizes = {str(i): p.elements * 4 for i, p in enumerate(profile.in_order())}
+    split = hub.split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="{suffix}", max_shard_size="50GB"
+    )
+    expected = [sum(sizes[name] for name in names) for names in split.filename_to_tensors.values()]
+    files = pretrained_files(profile, 4)
+    assert (files.count, files.tensor_bytes) == (len(expected), max(expected))
 
 
-def test_memory_of_a_full_state_dict(measured: list[dict[str, Any]]) -> None:
-    """On the CPU the device's memory is the host's, so rank 0 has both at the end; rank 1 of FSDP1 keeps nothing."""
+def test_full_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[str, Any]]) -> None:
+    """On the CPU device and host memory are the same, so rank 0 holds both at the end."""
     profile = llama(*SMALL)
-    fsdp2 = way(profile, plan("fsdp2"), "full")
-    assert measured[0]["fsdp2_full"]["high_bytes"] == near(fsdp2.first_rank_host_bytes + fsdp2.gpu_bytes)
-    both = way(profile, plan("fsdp2", optim="adamw_torch"), "full", optimizer=True)
-    assert measured[0]["fsdp2_optimizer"]["high_bytes"] == near(both.first_rank_host_bytes + both.gpu_bytes)
-    fsdp1 = way(profile, plan("fsdp1"), "full")
-    assert measured[0]["fsdp1_full"]["high_bytes"] == near(fsdp1.first_rank_host_bytes)
-    every = way(profile, plan("fsdp1"), "full_on_every_rank")
+    fsdp2 = save_method(profile, plan("fsdp2"), "full")
+    assert measured[0]["save_fsdp2_full"]["high_bytes"] == near(fsdp2.first_rank_host_bytes + fsdp2.gpu_bytes)
+    fsdp1 = save_method(profile, plan("fsdp1"), "full")
+    assert measured[0]["save_fsdp1_full"]["high_bytes"] == near(fsdp1.first_rank_host_bytes)
+    every = save_method(profile, plan("fsdp1"), "full_on_every_rank")
     for rank in measured:
-        assert rank["fsdp1_full_on_every_rank"]["high_bytes"] == near(every.first_rank_host_bytes)
+        assert rank["save_fsdp1_full_on_every_rank"]["high_bytes"] == near(every.first_rank_host_bytes)
 
 
-def test_memory_of_sharded_state_dicts(measured: list[dict[str, Any]]) -> None:
-    """FSDP1 gathers each unit even for shards; gloo makes a second copy of a gathered root, which NCCL does not.
+def test_sharded_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[str, Any]]) -> None:
+    """FSDP1 gathers each unit even for shards. gloo makes a second copy of a gathered root, NCCL does not.
 
-    FSDP2's shards are written as they are; on the CPU a last, shorter one is cloned out of its padding.
+    FSDP2 writes its shards as they are. On the CPU the last, shorter shard is cloned out of its padding.
     """
     profile = llama(*SMALL)
     root = 4 * sum(p.elements for p in profile.root.parameters)
-    predicted = way(profile, plan("fsdp1"), "sharded")
+    predicted = save_method(profile, plan("fsdp1"), "sharded")
     for rank in measured:
-        assert rank["fsdp1_sharded"]["high_bytes"] == near(max(predicted.gpu_bytes, 2 * root))
-        assert rank["fsdp1_local"]["high_bytes"] < 0.01 * root
-    assert measured[0]["fsdp2_model"]["high_bytes"] < 0.01 * root
-    assert way(profile, plan("fsdp2"), "sharded").gpu_bytes == 0
+        assert rank["save_fsdp1_sharded"]["high_bytes"] == near(max(predicted.gpu_bytes, 2 * root))
+        assert rank["save_fsdp1_local"]["high_bytes"] < 0.01 * root
+    assert measured[0]["save_fsdp2_sharded"]["high_bytes"] < 0.01 * root
+    assert save_method(profile, plan("fsdp2"), "sharded").gpu_bytes == 0
 
 
-def test_against_deepspeed(tmp_path: Path) -> None:
-    """Names, counts and bytes of what `save_checkpoint` and `save_16bit_model` write; and what is made before the first step.
+def test_deepspeed_files_and_loading_match_a_real_run(tmp_path: Path) -> None:
+    """Names, counts and bytes of the files of `save_checkpoint` and `save_16bit_model`, and peaks before the first step.
 
-    Stages 1, 2: the flat weights, masters and zeros for their gradients. ``zero.Init``: shards, and one module whole.
+    Stages 1, 2: flat weights, masters, and zeros as the masters' gradients. ``zero.Init``: shards, and one module whole.
     """
     if not os.environ.get("CI"):
         pytest.importorskip("deepspeed")
@@ -140,13 +136,13 @@ def test_against_deepspeed(tmp_path: Path) -> None:
     profile = llama(64, 80, 4, 1001)
     for stage in (1, 2, 3):
         job = plan("deepspeed", f"zero{stage}", optim="adamw_torch")
-        files = [f for w in savings(profile, job, optimizer=True) for f in w.files]
+        files = [f for m in save_methods(profile, job) for f in m.files]
         expected = {f.name.format(r=r): f.tensor_bytes for f in files for r in range(f.count)}
         expected.pop("model.safetensors", None)
         assert found[str(stage)]["files"] == expected
-        ways = {w.way: w.gpu_bytes for w in loadings(profile, job)}
+        gpu_bytes = {m.way: m.gpu_bytes for m in load_methods(profile, job)}
         if stage < 3:
-            assert found[str(stage)]["initialize_bytes"] == pytest.approx(ways["every_rank"], abs=2048)
+            assert found[str(stage)]["initialize_bytes"] == pytest.approx(gpu_bytes["every_rank"], abs=2048)
         else:
             shards = sum(round_up(p.elements) for p in profile.in_order())  # bf16, of two ranks
             assert found["3"]["build_bytes"] == pytest.approx(shards + 2 * 1001 * 64, abs=2048)
@@ -154,26 +150,35 @@ def test_against_deepspeed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("job", every_plan(8), ids=lambda p: f"{p.strategy}-{p.backend}-{p.offload}")
 def test_every_plan_can_be_saved(job: Plan) -> None:
-    for optimizer in (False, True):
-        ways = savings(LLAMA_7B, job, optimizer=optimizer)
-        assert len({w.way for w in ways}) == len(ways) > 0
-        for w in ways:
-            assert w.file_count == sum(f.count for f in w.files) > 0
-            assert w.gpu_bytes >= 0 <= w.host_bytes_per_node
-    with_states = sum(f.count * f.tensor_bytes for f in savings(LLAMA_7B, job, optimizer=True)[0].files)
-    assert with_states > sum(f.count * f.tensor_bytes for f in savings(LLAMA_7B, job)[0].files)
+    """Each method writes every weight, in at least two bytes per element."""
+    methods = save_methods(LLAMA_7B, job)
+    assert len({m.way for m in methods}) == len(methods) > 0
+    for method in methods:
+        assert sum(f.count * f.tensor_bytes for f in method.files) >= 2 * LLAMA_7B.parameters
 
 
-def test_tied_weights_are_saved_under_each_name() -> None:
-    """By FSDP, which gathers or shards each entry by itself; not where the two share a storage."""
-    tied, apart = llama(64, 80, 2, 1000, tied=True), llama(64, 80, 2, 1000)
-    assert only_file(way(tied, plan("fsdp2"), "full")) == only_file(way(apart, plan("fsdp2"), "full"))
-    head = 1000 * 64 * 4
-    ddp = plan("ddp", "ddp")
-    assert only_file(way(apart, ddp, "full")).tensor_bytes - only_file(way(tied, ddp, "full")).tensor_bytes == head
+def test_fsdp_saves_tied_weights_once_per_name() -> None:
+    tied, untied = llama(64, 80, 2, 1000, tied=True), llama(64, 80, 2, 1000)
+    assert save_method(tied, plan("fsdp2"), "full").files == save_method(untied, plan("fsdp2"), "full").files
 
 
-def test_replicas_write_once() -> None:
-    sharded = only_file(way(LLAMA_7B, plan("fsdp2", ranks=8), "sharded"))
+def test_ddp_saves_tied_weights_once() -> None:
+    """The two names share a storage."""
+    tied, untied = llama(64, 80, 2, 1000, tied=True), llama(64, 80, 2, 1000)
+    job, head_bytes = plan("ddp", "ddp"), 1000 * 64 * 4
+    sizes = [only_files(save_method(profile, job, "full")).tensor_bytes for profile in (tied, untied)]
+    assert sizes[1] - sizes[0] == head_bytes
+
+
+def test_hsdp_replicas_share_the_writing() -> None:
     hsdp = Plan(strategy="hsdp", backend="fsdp2", shard_degree=4, replica_degree=2, nnodes=2, seq_len=1)
-    assert only_file(way(LLAMA_7B, hsdp, "sharded")) == sharded
+    zero3 = plan("fsdp2", ranks=8)
+    assert save_method(LLAMA_7B, hsdp, "sharded").files == save_method(LLAMA_7B, zero3, "sharded").files
+
+
+def test_the_first_save_method_that_fits_is_chosen() -> None:
+    methods = save_methods(LLAMA_7B, plan("fsdp1", ranks=8))
+    assert choose_save_method(methods, gpu_memory_bytes=80 * GIB).way == "full"
+    assert choose_save_method(methods, gpu_memory_bytes=80 * GIB, host_memory_bytes=8 * GIB).way == "sharded"
+    assert choose_save_method(methods, gpu_memory_bytes=0).way == "local"
+    assert choose_save_method(methods, gpu_memory_bytes=0, host_memory_bytes=0).way == "full"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fsdp_advisor.memory.allocator.reserve import traced
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.deepspeed.settings import settings_of
@@ -15,11 +16,10 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved, make_request, replayed
 from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
-from fsdp_advisor.memory.allocator.reserve import traced
-from fsdp_advisor.memory.ledger import AT_ROOT
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Op, Variant
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.tapes import variant_of
 
 UNTIED, TIED, GPT2, OPT = (

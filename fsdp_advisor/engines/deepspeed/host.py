@@ -1,7 +1,7 @@
-"""What DeepSpeed keeps in host memory when it offloads, and what of a plan this package does not model.
+"""Host memory that DeepSpeed's offload keeps, and what the model of DeepSpeed leaves out.
 
-Read in DeepSpeed 0.19.8: zero/stage_1_and_2.py, zero/stage3.py, ops/adam/cpu_adam.py; torch 2.13:
-CachingHostAllocator.h.
+Read in DeepSpeed 0.19.8: zero/stage_1_and_2.py, zero/stage3.py, ops/adam/cpu_adam.py. c = bytes per element in which the model
+computes; m = bytes per element of the masters.
 """
 
 from __future__ import annotations
@@ -19,80 +19,74 @@ from fsdp_advisor.engines.deepspeed.settings import (
     stage,
 )
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_named
 
 
-def page_locked(n_bytes: int) -> int:
-    """What torch takes from the host for a pinned tensor: the next power of two, unless ``pinned_max_round_threshold``
-    is set.
-
-    >>> page_locked(0), page_locked(1), page_locked(4096), page_locked(4097)
-    (0, 1, 4096, 8192)
-    """
-    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostBytes:
-    """Host memory in the steady state. `pinned` and `pageable` are the tensors of rank 0, one entry each, in bytes."""
+class HostTensors:
+    """Bytes of each tensor that rank 0 keeps in host memory from step to step."""
 
-    ranks_per_node: int
     pinned: tuple[int, ...] = ()
     pageable: tuple[int, ...] = ()
 
-    @property
-    def pinned_bytes_per_node(self) -> int:
-        return self.ranks_per_node * sum(self.pinned)
 
-    @property
-    def pageable_bytes_per_node(self) -> int:
-        return self.ranks_per_node * sum(self.pageable)
-
-    @property
-    def bytes_per_node(self) -> int:
-        """What is taken from the node: pinned tensors with their rounding up to a power of two."""
-        return self.ranks_per_node * sum(map(page_locked, self.pinned)) + self.pageable_bytes_per_node
+def host_memory(profile: Profile, plan: Plan) -> HostMemory:
+    """Host memory of one node. Each pinned tensor is rounded up as torch locks it."""
+    tensors = host_tensors(profile, plan, settings_of(profile, plan))
+    return HostMemory(
+        pinned=plan.ranks_per_node * sum(map(page_locked, tensors.pinned)),
+        pageable=plan.ranks_per_node * sum(tensors.pageable),
+    )
 
 
-def host(profile: Profile, plan: Plan, settings: Settings | None = None) -> HostBytes:
-    """Host memory under ``offload_optimizer`` (and, stage 3, ``offload_param``) to the CPU, ``pin_memory`` true as by
-    default.
+def host_tensors(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
+    """Tensors in host memory under ``offload_optimizer`` and ``offload_param`` (stage 3) to the CPU.
 
-    Stages 1, 2: pinned masters, gradients, the updated weights on their way back, and a buffer of the largest
-    parameter; stage 2 with accumulation keeps every gradient that rank 0 owns any part of. Stage 3: pageable masters;
-    pinned gradients in the masters' dtype per sub-group and, all together, in the model's dtype; the weights' shards,
-    pinned, if they are offloaded.
+    ``pin_memory`` is true, which is the default.
     """
-    settings = settings or settings_of(profile, plan)
-    ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
     if not offloads_optimizer(plan):
-        return HostBytes(ranks_per_node=plan.ranks_per_node)
+        return HostTensors()
+    return _stage_3(profile, plan, settings) if stage(plan) == 3 else _stages_1_and_2(profile, plan)
+
+
+def _stages_1_and_2(profile: Profile, plan: Plan) -> HostTensors:
+    """Pinned: masters, their gradients, the updated weights on their way back, a buffer of the largest parameter.
+
+    Stage 2 with accumulation also keeps every gradient of which rank 0 owns a part. Low-precision masters accumulate in their
+    own gradient instead (async_accumulate_grad_in_cpu_via_gpu).
+    """
+    ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
+    owned = flat_elements(profile.trainable_parameters, ranks) // ranks
+    trainable = [p.elements for p in profile.in_order() if p.trainable]
+    pinned = [m * owned, m * owned, c * owned, c * max(trainable)]
+    if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 and m == 4:
+        pieces = owned_by_rank0(profile, owned)[2]
+        pinned += [c * elements for elements in trainable[:pieces]]
+    return HostTensors(pinned=tuple(pinned), pageable=optimizer_named(plan.optim).deepspeed_host_states(owned, m))
+
+
+def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
+    """Pageable: masters. Pinned: gradients, per sub-group in the masters' dtype and all together in the model's dtype.
+
+    ``offload_param`` adds the shards of the weights, pinned.
+    """
+    ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
+    groups = [elements for elements, _ in sub_groups(profile, ranks, settings)]
+    pinned = [*(m * elements for elements in groups), c * sum(groups)]
+    if offloads_parameters(plan):
+        pinned.append(c * sum(groups))
+        pinned += [c * shard_elements(p.elements, ranks) for p in profile.in_order() if not p.trainable]
     optimizer = optimizer_named(plan.optim)
-    pinned: list[int] = []
-    pageable: list[int] = []
-    if stage(plan) < 3:
-        owned = flat_elements(profile.trainable_parameters, ranks) // ranks
-        largest = max(p.elements for p in profile.in_order() if p.trainable)
-        pinned = [m * owned, m * owned, c * owned, c * largest]
-        # low-precision masters accumulate in their own gradient (async_accumulate_grad_in_cpu_via_gpu)
-        if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 and m == 4:
-            pieces = owned_by_rank0(profile, owned)[2]
-            trainable = (p.elements for p in profile.in_order() if p.trainable)
-            pinned += [c * n for _, n in zip(range(pieces), trainable, strict=False)]
-        pageable = [*optimizer.deepspeed_host_states(owned, m)]
-    else:
-        groups = [elements for elements, _ in sub_groups(profile, ranks, settings)]
-        pinned = [*(m * n for n in groups), c * sum(groups)]
-        pageable = [m * n for n in groups] + [n for g in groups for n in optimizer.deepspeed_host_states(g, m)]
-        if offloads_parameters(plan):
-            pinned.append(c * sum(groups))
-            pinned += [c * shard_elements(p.elements, ranks) for p in profile.in_order() if not p.trainable]
-    return HostBytes(ranks_per_node=plan.ranks_per_node, pinned=tuple(pinned), pageable=tuple(pageable))
+    states = [
+        n_bytes for elements in groups for n_bytes in optimizer.deepspeed_host_states(elements, master_bytes(plan))
+    ]
+    return HostTensors(pinned=tuple(pinned), pageable=(*(m * elements for elements in groups), *states))
 
 
 def not_modelled(plan: Plan) -> list[str]:
-    """What a DeepSpeed estimate leaves out or assumes, for the reader of the result."""
+    """What a DeepSpeed estimate leaves out or assumes, one sentence each."""
     notes = ["modules that the model keeps in fp32 under DeepSpeed (keep_in_fp32_modules) count as bf16"]
     optimizer = optimizer_named(plan.optim)
     notes += optimizer.deepspeed_notes

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from fsdp_advisor.engines.transfer import PlacedUnits
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
 from fsdp_advisor.model.profile import ROOT, Category, Op, Segment, Tape, evaluate
 from fsdp_advisor.program.accounts import Account, Stream
@@ -25,7 +23,7 @@ from fsdp_advisor.program.instructions import (
     Visit,
 )
 from fsdp_advisor.program.spans import Span, stays_near, storage_bytes
-from fsdp_advisor.program.storages import Storages, round_up
+from fsdp_advisor.program.storages import Storages, WeightTransfer, round_up
 
 LAUNCH_QUEUE = 1024
 """How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
@@ -67,7 +65,7 @@ def step_operations(
     *,
     resident_threads: int = 0,
     workspace_bytes: Sequence[int] = (),
-    loaded: PlacedUnits = (),
+    loaded: Sequence[WeightTransfer] = (),
     one_batch: bool = False,
 ) -> StepOperations:
     """The operations of a program's steps at micro-batch `b` and `t` tokens.
@@ -298,7 +296,9 @@ def _sums_gradients(tape: Tape, segment: Segment, at: int) -> bool:
 class _Assembly:
     """Puts setup, the first step and the following ones together."""
 
-    def __init__(self, program: StepProgram, read: _Reader, workspaces: Sequence[int], loaded: PlacedUnits) -> None:
+    def __init__(
+        self, program: StepProgram, read: _Reader, workspaces: Sequence[int], loaded: Sequence[WeightTransfer]
+    ) -> None:
         self._program, self._read, self._workspaces, self._loaded = program, read, workspaces, loaded
         self._requests = list(read.requests)
         self._step = list(read.operations)
@@ -376,11 +376,11 @@ class _Assembly:
             if account == Account.PARAMETERS:
                 parameters[self._requests[number]].append(number)
         setup: list[int] = []
-        for one in chain.from_iterable(self._loaded):
-            passing = [self._new(round_up(n)) for n in one.passing.each()]
+        for one in self._loaded:
+            temporaries = [self._new(round_up(n)) for n in one.temporaries.each()]
             kept = [parameters[round_up(n)].popleft() for n in one.kept.each()]
-            setup += [number * 4 + MALLOC for number in (*passing, *kept)]
-            setup += [number * 4 + FREE for number in passing]
+            setup += [number * 4 + MALLOC for number in (*temporaries, *kept)]
+            setup += [number * 4 + FREE for number in temporaries]
         loaded = {operation >> 2 for operation in setup}
         left = (number for _, number in self._read.residents if number not in not_yet and number not in loaded)
         return setup + [number * 4 + MALLOC for number in (*left, *self._read.batch)]

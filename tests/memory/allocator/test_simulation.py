@@ -9,7 +9,13 @@ from fsdp_advisor import estimate
 from fsdp_advisor.engines.loading import loadings
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, CachingAllocator, StepOperations, simulate_allocator
+from fsdp_advisor.memory.allocator import (
+    AllocatorConf,
+    AllocatorResult,
+    CachingAllocator,
+    StepOperations,
+    simulate_allocator,
+)
 from fsdp_advisor.model.profile import Profile, Tape
 
 MIB = 2**20

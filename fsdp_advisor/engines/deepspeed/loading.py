@@ -1,0 +1,150 @@
+"""Loading a model under DeepSpeed, with and without zero.Init. Read in DeepSpeed 0.19.8 and transformers 5.23.
+
+Without zero.Init `deepspeed.initialize` moves the whole model to the GPU, under stage 3 too, and shards it there. The
+allocator's cache keeps the memory of what was moved and freed, as a log of stage 3 shows (deepspeedai/DeepSpeed#4528: 13.01 GB
+cached, 0.31 in use). c = bytes per element of the weights, which are loaded in the dtype in which the model computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from fsdp_advisor.engines.deepspeed import partitions
+from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, offloads_parameters, stage
+from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
+from fsdp_advisor.engines.units import buffers, total
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer, round_up
+
+
+def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = None) -> tuple[LoadMethod, ...]:
+    """The methods of loading under DeepSpeed, the one with the least to set up first.
+
+    `gpu_memory_bytes`: the GPU's memory, None if unlimited. Stages 1 and 2 flatten the weights on the host of a small GPU.
+    Source: runtime/engine.py, _configure_distributed_model.
+    """
+    return _stage_3(profile, plan) if stage(plan) == 3 else (_stages_1_and_2(profile, plan, gpu_memory_bytes),)
+
+
+def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> LoadMethod:
+    """The whole model and its copy as one flat buffer: on the GPU if both have room there, else in host memory.
+
+    Source: zero/stage_1_and_2.py, __init__.
+    """
+    c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan.compute_bytes)
+    whole, flat = _whole_model_bytes(profile, plan), _flat_buffer_bytes(profile, plan)
+    flattens_on_gpu = gpu_memory_bytes is None or whole + flat <= gpu_memory_bytes
+    initialized_gpu, initialized_host = _bytes_after_initialize(profile, plan)
+    host = max(checkpoint.private_bytes, initialized_host, 0 if flattens_on_gpu else c * profile.parameters + flat)
+    flattening = WeightTransfer(temporaries=_trainable_weights(profile, plan), kept=Storages.of(flat))
+    return LoadMethod(
+        way="every_rank",
+        how="from_pretrained on every rank, then deepspeed.initialize",
+        gpu_bytes=max(whole + (flat if flattens_on_gpu else 0), initialized_gpu),
+        first_rank_host_bytes=host,
+        other_ranks_host_bytes=host,
+        ranks_per_node=plan.ranks_per_node,
+        mapped_bytes=checkpoint.mapped_bytes,
+        transfers=(flattening,) if flattens_on_gpu else (),
+    )
+
+
+def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
+    """zero.Init shards each module as it is built; rank 0 reads the file and the others receive its parameters.
+
+    Source: zero/partition_parameters.py, Init; transformers/integrations/deepspeed.py, _load_state_dict_into_zero3_model.
+    """
+    c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan.compute_bytes)
+    initialized_gpu, initialized_host = _bytes_after_initialize(profile, plan)
+    shards = sum(
+        round_up(c * partitions.shard_elements(p.elements, plan.shard_degree)) * count
+        for unit, count in profile.counted_units()
+        for p in unit.parameters
+    )
+    shards_on_gpu, shards_on_host = (0, shards) if offloads_parameters(plan) else (shards, 0)
+    module = c * max(_largest_module_elements(unit) for unit, _ in profile.counted_units())
+    converted_module = module if checkpoint.private_bytes else 0
+    every_rank_host = max(checkpoint.private_bytes, shards_on_host, initialized_host)
+    return (
+        LoadMethod(
+            way="zero_init",
+            how="from_pretrained after HfDeepSpeedConfig (zero.Init): modules are sharded as they are built, rank 0 reads the file",
+            gpu_bytes=max(shards_on_gpu + module + buffers(profile).rounded, initialized_gpu),
+            first_rank_host_bytes=max(shards_on_host + converted_module, initialized_host),
+            other_ranks_host_bytes=max(shards_on_host, initialized_host),
+            ranks_per_node=plan.ranks_per_node,
+            mapped_bytes=checkpoint.mapped_bytes,
+        ),
+        LoadMethod(
+            way="every_rank",
+            how="from_pretrained on every rank without zero.Init, then deepspeed.initialize",
+            gpu_bytes=max(_whole_model_bytes(profile, plan), initialized_gpu),
+            first_rank_host_bytes=every_rank_host,
+            other_ranks_host_bytes=every_rank_host,
+            ranks_per_node=plan.ranks_per_node,
+            mapped_bytes=checkpoint.mapped_bytes,
+            transfers=(WeightTransfer(temporaries=_trainable_weights(profile, plan)),),
+        ),
+    )
+
+
+def _whole_model_bytes(profile: Profile, plan: Plan) -> int:
+    return plan.compute_bytes * profile.parameters + buffers(profile).rounded
+
+
+def _flat_buffer_bytes(profile: Profile, plan: Plan) -> int:
+    return plan.compute_bytes * partitions.flat_elements(profile.trainable_parameters, plan.shard_degree)
+
+
+def _trainable_weights(profile: Profile, plan: Plan) -> Storages:
+    """One storage per trainable parameter, whole."""
+    return total(
+        profile,
+        lambda unit: sum(
+            (Storages.of(plan.compute_bytes * p.elements) for p in unit.parameters if p.trainable), NO_STORAGES
+        ),
+    )
+
+
+def _largest_module_elements(unit: Unit) -> int:
+    """Elements of the largest module in `unit`, counting its own parameters only (a Linear's weight and bias)."""
+    by_module: defaultdict[str, int] = defaultdict(int)
+    for p in unit.parameters:
+        by_module[p.name.rpartition(".")[0]] += p.elements
+    return max(by_module.values(), default=0)
+
+
+def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
+    """GPU and host bytes of a rank when `deepspeed.initialize` returns.
+
+    It makes all states but the optimizer's moments. It also makes gradients of zeros for the masters, of one sub-group at a
+    time under stage 3, before it allocates the buckets for gradients and communication.
+    """
+    states, moments = partitions.states(profile, plan), optimizer_moment_bytes(profile, plan)
+    m, ranks, optimizer = master_bytes(plan), plan.shard_degree, optimizer_named(plan.optim)
+    if stage(plan) < 3:
+        zeros = m * partitions.flat_elements(profile.trainable_parameters, ranks) // ranks
+    else:
+        zeros = m * max((elements for elements, _ in partitions.sub_groups(profile, ranks)), default=0)
+    weights = states.parameters.rounded + states.buffers.rounded
+    with_buckets = weights + states.communication.rounded + states.gradients.rounded
+    if offloads_optimizer(plan):
+        return with_buckets, 2 * zeros
+    masters = states.optimizer.rounded - moments
+    return masters + max(weights + zeros, with_buckets), 0
+
+
+def optimizer_moment_bytes(profile: Profile, plan: Plan) -> int:
+    """GPU bytes of the optimizer's own states, which the first step makes. `deepspeed.initialize` makes the masters.
+
+    Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states.
+    """
+    if offloads_optimizer(plan):
+        return 0
+    m, ranks, optimizer = master_bytes(plan), plan.shard_degree, optimizer_named(plan.optim)
+    if stage(plan) < 3:
+        owned = partitions.flat_elements(profile.trainable_parameters, ranks) // ranks
+        return optimizer.flat_state_storages(owned, m).rounded
+    return sum(optimizer.flat_state_storages(n, m).rounded for n, _ in partitions.sub_groups(profile, ranks))

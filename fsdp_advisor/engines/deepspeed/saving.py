@@ -1,0 +1,100 @@
+"""Saving a model under DeepSpeed. Read in DeepSpeed 0.19.8 (runtime/engine.py, runtime/zero).
+
+c = bytes per element in which the model computes; m = bytes per element of the masters. Tied weights share a storage, so they
+are saved once.
+"""
+
+from __future__ import annotations
+
+from fsdp_advisor.engines.deepspeed import partitions
+from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, stage
+from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import round_up
+
+
+def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
+    """The methods of saving under DeepSpeed: the weights alone, then a checkpoint from which training can resume."""
+    return _save_weights(profile, plan), _save_checkpoint(profile, plan)
+
+
+def _save_weights(profile: Profile, plan: Plan) -> SaveMethod:
+    """Save the weights in the dtype in which the model computes. Stage 3 gathers them one module at a time.
+
+    Source: runtime/engine.py, _zero3_consolidated_16bit_state_dict.
+    """
+    if stage(plan) < 3:
+        pretrained = pretrained_files(profile, plan.compute_bytes)
+        return SaveMethod(
+            way="save_pretrained",
+            how="rank 0: model.save_pretrained",
+            gpu_bytes=0,
+            first_rank_host_bytes=pretrained.tensor_bytes,
+            other_ranks_host_bytes=0,
+            ranks_per_node=plan.ranks_per_node,
+            files=(pretrained,),
+        )
+    weights = plan.compute_bytes * profile.parameters
+    return SaveMethod(
+        way="gathered_16bit",
+        how="stage3_gather_16bit_weights_on_model_save, then engine.save_16bit_model",
+        gpu_bytes=round_up(plan.compute_bytes * profile.largest_parameter_elements),
+        first_rank_host_bytes=weights,
+        other_ranks_host_bytes=0,
+        ranks_per_node=plan.ranks_per_node,
+        files=(Files(name="pytorch_model.bin", tensor_bytes=weights),),
+    )
+
+
+def _save_checkpoint(profile: Profile, plan: Plan) -> SaveMethod:
+    """`engine.save_checkpoint` always writes the optimizer's masters and states, one storage at a time.
+
+    Stages 1, 2: rank 0 also writes the weights. Stage 3: the masters contain the weights; each rank's model file holds only
+    shards of frozen parameters and buffers.
+    Source: runtime/engine.py, save_checkpoint, _save_zero_checkpoint.
+    """
+    m, parts = master_bytes(plan), _saved_partitions(profile, plan)
+    states = sum(m * elements + optimizer_named(plan.optim).saved_flat_bytes(elements, m) for elements in parts)
+    prefix = "" if plan.precision in ("fp32", "fp16-mixed") else "bf16_"
+    optimizer_files = Files(
+        name=prefix + "zero_pp_rank_{r}_mp_rank_00_optim_states.pt", count=plan.shard_degree, tensor_bytes=states
+    )
+    model_files = _model_files(profile, plan)
+    master = 0 if offloads_optimizer(plan) else m * max(parts, default=0)
+    weights = model_files.tensor_bytes if stage(plan) < 3 else 0
+    return SaveMethod(
+        way="save_checkpoint",
+        how="engine.save_checkpoint",
+        gpu_bytes=0,
+        first_rank_host_bytes=max(master, weights),
+        other_ranks_host_bytes=master,
+        ranks_per_node=plan.ranks_per_node,
+        files=(model_files, optimizer_files),
+    )
+
+
+def _saved_partitions(profile: Profile, plan: Plan) -> list[int]:
+    """Elements of each partition that rank 0 saves. The padding at the end of the last rank's is not saved."""
+    if stage(plan) == 3:
+        return [elements for elements, _ in partitions.sub_groups(profile, plan.shard_degree)]
+    owned = partitions.flat_elements(profile.trainable_parameters, plan.shard_degree) // plan.shard_degree
+    return [min(owned, profile.trainable_parameters)]
+
+
+def _model_files(profile: Profile, plan: Plan) -> Files:
+    """Files of the weights: all of them from rank 0, or under stage 3 each rank's shards of frozen parameters."""
+    if stage(plan) < 3:
+        return Files(name="mp_rank_00_model_states.pt", tensor_bytes=plan.compute_bytes * profile.parameters)
+    frozen = sum(
+        partitions.shard_elements(p.elements, plan.shard_degree) * count
+        for unit, count in profile.counted_units()
+        for p in unit.parameters
+        if not p.trainable
+    )
+    return Files(
+        name="zero_pp_rank_{r}_mp_rank_00_model_states.pt",
+        count=plan.shard_degree,
+        tensor_bytes=plan.compute_bytes * frozen,
+    )

@@ -1,0 +1,111 @@
+"""Loading a model under FSDP1, in plain PyTorch or through accelerate, which always passes a device_id.
+
+Read in torch 2.13, transformers 5.23 and accelerate 1.15. Host bytes and those of the CPU backend were measured in real runs
+over gloo; copies to a GPU were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from fsdp_advisor.engines.fsdp1.units import flat_elements
+from fsdp_advisor.engines.transfer import (
+    CPU_RAM_EFFICIENT_LOADING,
+    LoadedCheckpoint,
+    LoadMethod,
+    peak_bytes,
+    units_in_order,
+)
+from fsdp_advisor.engines.units import buffers
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedUnit:
+    """One unit's storages: its own parameters, its flat parameter, rank 0's shard."""
+
+    parameters: Storages
+    flat: Storages
+    shard: Storages
+
+
+def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
+    """The methods of loading under FSDP1, the one with the least to set up first.
+
+    `FSDP(model)` flattens a unit with `torch.cat` while its parameters are alive, and clones its shard while both are.
+    Source: fsdp/_init_utils.py, _init_param_handle_from_module; fsdp/_flat_param.py, flatten_tensors, shard.
+    """
+    checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
+    offload = plan.offload == "parameters"
+    units = _flattened_units(profile, plan)
+    transfers = tuple(
+        [WeightTransfer.of_shard(unit.parameters + unit.flat, unit.shard, offload=offload) for unit in units]
+    )
+    shards = sum(unit.shard.rounded for unit in units)
+    gpu = peak_bytes(transfers) + buffers(profile).rounded
+    shards_on_host, shards_on_gpu = (shards, 0) if offload else (0, shards)
+    loaded = max(checkpoint.private_bytes, shards_on_host)
+
+    def unit_by_unit(way: str, how: str, other_ranks_host_bytes: int) -> LoadMethod:
+        return LoadMethod(
+            way=way,
+            how=how,
+            gpu_bytes=gpu,
+            first_rank_host_bytes=loaded,
+            other_ranks_host_bytes=other_ranks_host_bytes,
+            ranks_per_node=plan.ranks_per_node,
+            mapped_bytes=checkpoint.mapped_bytes,
+            transfers=transfers,
+        )
+
+    methods = (
+        unit_by_unit(
+            "every_rank", "from_pretrained on every rank; FSDP(model, device_id=...) moves one unit at a time", loaded
+        ),
+        unit_by_unit(
+            "rank0",
+            "rank 0 alone loads, the others build on the meta device; FSDP(model, device_id=..., sync_module_states=True, "
+            "param_init_fn=lambda m: m.to_empty(device=..., recurse=False))",
+            shards_on_host,
+        ),
+        unit_by_unit("cpu_ram_efficient_loading", CPU_RAM_EFFICIENT_LOADING, loaded),
+    )
+    if plan.prepared:
+        return methods
+    host = _host_peak_without_device_id(units, checkpoint.private_bytes)
+    without_device_id = LoadMethod(
+        way="every_rank_without_device_id",
+        how="from_pretrained on every rank; FSDP(model) without device_id shards on the CPU, then .to(device)",
+        gpu_bytes=shards_on_gpu + buffers(profile).rounded,
+        first_rank_host_bytes=host,
+        other_ranks_host_bytes=host,
+        ranks_per_node=plan.ranks_per_node,
+        mapped_bytes=checkpoint.mapped_bytes,
+    )
+    return (*methods, without_device_id)
+
+
+def _flattened_units(profile: Profile, plan: Plan) -> list[FlattenedUnit]:
+    k, n = plan.param_bytes, plan.shard_degree
+
+    @cache
+    def flattened(unit: Unit) -> FlattenedUnit:
+        elements = flat_elements([p.elements for p in unit.parameters], plan.compute_bytes, n)
+        parameters = sum((Storages.of(p.elements * k) for p in unit.parameters), NO_STORAGES)
+        return FlattenedUnit(parameters, Storages.of(elements * k), Storages.of(elements // n * k))
+
+    return [flattened(unit) for unit in units_in_order(profile)]
+
+
+def _host_peak_without_device_id(units: Sequence[FlattenedUnit], loaded: int) -> int:
+    """Host peak while units are flattened and sharded on the CPU. `loaded`: the private copy of the whole model."""
+    remaining, shards, peak = loaded, 0, 0
+    for unit in units:
+        peak = max(peak, remaining + shards + unit.flat.rounded + unit.shard.rounded)
+        remaining = max(0, remaining - unit.parameters.rounded)
+        shards += unit.shard.rounded
+    return peak

@@ -1,0 +1,70 @@
+"""Saving a model under FSDP1: full, sharded and local state dicts. Read in torch 2.13 (distributed/fsdp/_state_dict_utils.py)."""
+
+from __future__ import annotations
+
+from fsdp_advisor.engines.fsdp1.units import flat_elements
+from fsdp_advisor.engines.fsdp_state_dict import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_bytes
+from fsdp_advisor.engines.transfer import Files, SaveMethod
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile, Unit
+
+
+def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
+    """The methods of saving the weights under FSDP1, the usual one first.
+
+    Full and sharded state dicts gather a unit at a time in the masters' dtype; the root stays gathered while its layers are.
+    FULL with `offload_to_cpu` moves each gathered unit to the host before its tensors are cloned there. SHARDED leaves the root
+    on the GPU and clones each rank's rows. LOCAL is the flat shard itself.
+    Source: fsdp/_state_dict_utils.py, _common_unshard_pre_state_dict_hook, _full_post_state_dict_hook,
+    _sharded_post_state_dict_hook, _local_post_state_dict_hook.
+    """
+    state_dict, n = StateDictBytes.of(profile, plan), plan.shard_degree
+    root = _flat_bytes(profile.root, plan)
+    layer = max((_flat_bytes(unit, plan) for stack in profile.stacks for unit in stack.units), default=0)
+    largest_unit = max(root, layer)
+    root_rows = sum(shard_bytes(p, plan) * (1 + len(p.tied)) for p in profile.root.parameters)
+    flat_shards = sum(_flat_bytes(unit, plan) // n * count for unit, count in profile.counted_units())
+    return (
+        SaveMethod(
+            way="full",
+            how="FULL_STATE_DICT with offload_to_cpu and rank0_only",
+            gpu_bytes=largest_unit,
+            first_rank_host_bytes=state_dict.full + largest_unit,
+            other_ranks_host_bytes=0,
+            ranks_per_node=plan.ranks_per_node,
+            files=(Files(name="pytorch_model_fsdp.bin", tensor_bytes=state_dict.full),),
+        ),
+        SaveMethod(
+            way="full_on_every_rank",
+            how="FULL_STATE_DICT without rank0_only: every rank gathers and writes everything",
+            gpu_bytes=largest_unit,
+            first_rank_host_bytes=state_dict.full + largest_unit,
+            other_ranks_host_bytes=state_dict.full + largest_unit,
+            ranks_per_node=plan.ranks_per_node,
+            files=(Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=state_dict.full),),
+        ),
+        SaveMethod(
+            way="sharded",
+            how="SHARDED_STATE_DICT, written by torch.distributed.checkpoint",
+            gpu_bytes=max(root + state_dict.sharded, root + layer + state_dict.sharded - root_rows),
+            first_rank_host_bytes=DCP_IN_FLIGHT_BYTES + state_dict.largest_shard,
+            other_ranks_host_bytes=DCP_IN_FLIGHT_BYTES + state_dict.largest_shard,
+            ranks_per_node=plan.ranks_per_node,
+            files=(dcp_files(plan, state_dict.sharded),),
+        ),
+        SaveMethod(
+            way="local",
+            how="LOCAL_STATE_DICT: each rank's flat shard, which only the same number of ranks can load",
+            gpu_bytes=0,
+            first_rank_host_bytes=largest_unit // n,
+            other_ranks_host_bytes=largest_unit // n,
+            ranks_per_node=plan.ranks_per_node,
+            files=(Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=flat_shards),),
+        ),
+    )
+
+
+def _flat_bytes(unit: Unit, plan: Plan) -> int:
+    """Bytes of a unit's flat parameter, gathered in the masters' dtype."""
+    elements = flat_elements([p.elements for p in unit.parameters], plan.compute_bytes, plan.shard_degree)
+    return elements * plan.param_bytes

@@ -1,0 +1,29 @@
+"""Host memory under PyTorch's own offload: `CPUOffloadPolicy` (FSDP2) and `CPUOffload` (FSDP1)."""
+
+from __future__ import annotations
+
+from fsdp_advisor.engines.fsdp2.units import shard_shape
+from fsdp_advisor.engines.fsdp_state_dict import shard_bytes
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.host import HostMemory
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
+
+
+def host_memory(profile: Profile, plan: Plan) -> HostMemory:
+    """Host memory of one node. Each rank keeps its shard there: parameters and gradients pinned, optimizer states pageable.
+
+    FSDP1 shards a unit's flat parameter instead of each parameter's rows; its padding is not counted.
+    """
+    if plan.offload == "none":
+        return HostMemory()
+    optimizer = optimizer_named(plan.optim)
+    pinned = pageable = 0
+    for unit, count in profile.counted_units():
+        for p in unit.parameters:
+            shard = shard_bytes(p, plan) * count
+            pinned += 2 * shard if p.trainable else shard
+            if p.trainable:
+                local = shard_shape(p.shape, plan.shard_degree)
+                pageable += optimizer.state_storages(p, local, plan.param_bytes).exact * count
+    return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)

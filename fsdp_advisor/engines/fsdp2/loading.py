@@ -1,0 +1,201 @@
+"""Loading a model under FSDP2, in plain PyTorch or through accelerate, which leaves fewer methods.
+
+Read in torch 2.13, transformers 5.23 and accelerate 1.15. Host bytes and those of the CPU backend were measured in real runs
+over gloo; copies to a GPU were not. N = ranks that share one copy of the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from fsdp_advisor.engines.fsdp_state_dict import shard_bytes
+from fsdp_advisor.engines.transfer import (
+    CPU_RAM_EFFICIENT_LOADING,
+    LoadedCheckpoint,
+    LoadMethod,
+    peak_bytes,
+    units_in_order,
+)
+from fsdp_advisor.engines.units import buffers
+from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, wrapping_for
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
+
+Transfers = tuple[WeightTransfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameter:
+    """One parameter's storage, and rank 0's shard of it."""
+
+    parameter: Parameter
+    whole: Storages
+    shard: Storages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedUnit:
+    """One unit's parameters. Layers of one kind share one object, which is why it compares by identity."""
+
+    parameters: tuple[ShardedParameter, ...]
+
+    @property
+    def whole(self) -> Storages:
+        return sum((p.whole for p in self.parameters), NO_STORAGES)
+
+    @property
+    def shard(self) -> Storages:
+        return sum((p.shard for p in self.parameters), NO_STORAGES)
+
+
+def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
+    """The methods of loading under FSDP2, the one with the least to set up first.
+
+    accelerate prepares a model that is loaded already, so it excludes `sharded` and `rank0`. It also maps parameters by their
+    addresses, which tensors on the meta device do not have.
+    """
+    checkpoint, offload = LoadedCheckpoint.of(profile, plan.param_bytes), plan.offload == "parameters"
+    units = [*map(_sharding(plan), units_in_order(profile))]
+    parameters = [p for unit in units for p in unit.parameters]
+    shards = sum(p.shard.rounded for p in parameters)
+    shards_on_host, shards_on_gpu = (shards, 0) if offload else (0, shards)
+    loaded = max(checkpoint.private_bytes, shards_on_host)
+    read_rows = max(p.shard.rounded for p in parameters) if checkpoint.private_bytes and not offload else 0
+    broadcast = _broadcast_transfers(units, offload=offload)
+    broadcast_on_host = peak_bytes(broadcast) if offload else 0
+
+    def method(way: str, how: str, gpu: int, first: int, others: int, transfers: Transfers = ()) -> LoadMethod:
+        return LoadMethod(
+            way=way,
+            how=how,
+            gpu_bytes=gpu + buffers(profile).rounded,
+            first_rank_host_bytes=first,
+            other_ranks_host_bytes=others,
+            ranks_per_node=plan.ranks_per_node,
+            mapped_bytes=checkpoint.mapped_bytes,
+            transfers=transfers,
+        )
+
+    by_unit = _unit_transfers(profile, plan)
+    every_rank = method(
+        "every_rank",
+        "from_pretrained on every rank; fully_shard moves one unit at a time",
+        peak_bytes(by_unit),
+        loaded,
+        loaded,
+        by_unit,
+    )
+    scattered = _scatter_transfers(units, plan)
+    efficient = method(
+        "cpu_ram_efficient_loading", CPU_RAM_EFFICIENT_LOADING, peak_bytes(scattered), loaded, loaded, scattered
+    )
+    if plan.prepared:
+        return every_rank, efficient
+    sharded = method(
+        "sharded",
+        "build on the meta device, fully_shard, to_empty; dcp.load with HuggingFaceStorageReader: each rank reads its own rows",
+        shards_on_gpu,
+        shards_on_host + read_rows,
+        shards_on_host + read_rows,
+    )
+    rank0 = method(
+        "rank0",
+        "rank 0 alone loads, all build on the meta device, fully_shard, to_empty; "
+        "set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True)",
+        peak_bytes(broadcast),
+        checkpoint.private_bytes + shards_on_host + broadcast_on_host,
+        shards_on_host + broadcast_on_host,
+        broadcast,
+    )
+    return every_rank, sharded, rank0, efficient
+
+
+def _sharding(plan: Plan) -> Callable[[Unit], ShardedUnit]:
+    """A function that shards a unit's parameters, and each kind of unit only once."""
+
+    @cache
+    def sharded(unit: Unit) -> ShardedUnit:
+        return ShardedUnit(
+            tuple(
+                ShardedParameter(p, Storages.of(p.elements * plan.param_bytes), Storages.of(shard_bytes(p, plan)))
+                for p in unit.parameters
+            )
+        )
+
+    return sharded
+
+
+def _unit_transfers(profile: Profile, plan: Plan) -> Transfers:
+    """`fully_shard` moves a unit to the GPU and copies its shards out.
+
+    Source: fsdp/_fully_shard/_fsdp_init.py, _move_states_to_device; _fsdp_param.py, _init_sharded_param.
+    """
+    sharded, offload = _sharding(plan), plan.offload == "parameters"
+
+    @cache
+    def moved(unit: Unit) -> WeightTransfer:
+        return WeightTransfer.of_shard(sharded(unit).whole, sharded(unit).shard, offload=offload)
+
+    return tuple([moved(unit) for unit in _wrapped_units(profile, plan)])
+
+
+def _wrapped_units(profile: Profile, plan: Plan) -> list[Unit]:
+    """The FSDP units in the order in which `fully_shard` wraps them: layers, the parts of the root, the root itself."""
+    wrapping = wrapping_for(profile, plan)
+    parts = [wrapping.parts[place].unit for place in (EMBEDDING, HEAD, AT_ROOT) if place in wrapping.parts]
+    return parts if wrapping.whole else [*profile.layers(), *parts]
+
+
+def _broadcast_transfers(units: Sequence[ShardedUnit], *, offload: bool) -> Transfers:
+    """Every rank allocates its shards, then rank 0 broadcasts one whole tensor at a time.
+
+    Source: distributed/_state_dict_utils.py, _broadcast_state_dict.
+    """
+
+    @cache
+    def shard(unit: ShardedUnit) -> WeightTransfer:
+        return WeightTransfer(kept=unit.shard)
+
+    @cache
+    def broadcast(unit: ShardedUnit) -> Transfers:
+        return tuple(WeightTransfer(temporaries=p.whole) for p in unit.parameters)
+
+    shards = () if offload else [shard(unit) for unit in units]
+    return (*shards, *[transfer for unit in units for transfer in broadcast(unit)])
+
+
+def _scatter_transfers(units: Sequence[ShardedUnit], plan: Plan) -> Transfers:
+    """accelerate moves each tensor whole to rank 0's GPU and scatters it in N chunks; chunks that are too short are padded.
+
+    A tied tensor is scattered once more for each of its other names; that shard is dropped when the model is tied again.
+    Source: accelerate/utils/fsdp_utils.py, fsdp2_load_full_state_dict; torch/distributed/tensor/placement_types.py,
+    Shard._shard_tensor.
+    """
+    offload = plan.offload == "parameters"
+
+    @cache
+    def scattered(unit: ShardedUnit) -> Transfers:
+        return tuple(
+            WeightTransfer.of_shard(p.whole + _padded_chunks(p, plan.shard_degree), p.shard, offload=offload)
+            for p in unit.parameters
+        )
+
+    first = [transfer for unit in units for transfer in scattered(unit)]
+    again = [
+        WeightTransfer(temporaries=transfer.temporaries + transfer.kept)
+        for unit in units
+        for p, transfer in zip(unit.parameters, scattered(unit), strict=True)
+        for _ in p.parameter.tied
+    ]
+    return (*first, *again)
+
+
+def _padded_chunks(p: ShardedParameter, ranks: int) -> Storages:
+    """Copies of the chunks that have fewer rows than rank 0's, each as large as rank 0's."""
+    rows = p.parameter.shape[0] if p.parameter.shape else 1
+    full_chunks = rows // -(-rows // ranks)
+    return p.shard * (ranks - full_chunks)

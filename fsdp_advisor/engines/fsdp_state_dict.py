@@ -1,0 +1,61 @@
+"""Sizes of FSDP's state dicts and of the files of torch.distributed.checkpoint (DCP). FSDP1 and FSDP2 share them.
+
+Read in torch 2.13 (distributed/_state_dict_utils.py, distributed/checkpoint). The sizes of the files were compared with real
+checkpoints of two ranks over gloo on the CPU. FSDP saves the masters, so a bf16-mixed checkpoint is in fp32.
+N = ranks that share one copy of the states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_advisor.engines.fsdp2.units import shard_shape
+from fsdp_advisor.engines.transfer import Files
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Parameter, Profile
+
+DCP_IN_FLIGHT_BYTES = 10_000_000
+"""Bytes that `dcp.save` copies from the GPU ahead of writing. Source: distributed/checkpoint/filesystem.py, FileSystemWriter,
+per_thread_copy_ahead."""
+
+
+def shard_bytes(parameter: Parameter, plan: Plan) -> int:
+    """Bytes of rank 0's rows of a parameter: the largest chunk of dim 0."""
+    return prod(shard_shape(parameter.shape, plan.shard_degree)) * plan.param_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictBytes:
+    """Bytes of a model's state dict. FSDP gathers or shards each entry by itself, so a tied tensor counts once per name.
+
+    `full`: all tensors whole. `sharded`: rank 0's rows of all tensors. `largest`: the largest tensor whole;
+    `largest_gathered`: the same, padded to N equal shards; `largest_shard`: rank 0's rows of it.
+    """
+
+    full: int
+    sharded: int
+    largest: int
+    largest_gathered: int
+    largest_shard: int
+
+    @classmethod
+    def of(cls, profile: Profile, plan: Plan) -> StateDictBytes:
+        full = sharded = largest = largest_shard = 0
+        for unit, count in profile.counted_units():
+            for p in unit.parameters:
+                entries = count * (1 + len(p.tied))
+                whole, shard = p.elements * plan.param_bytes, shard_bytes(p, plan)
+                full += whole * entries
+                sharded += shard * entries
+                largest, largest_shard = max(largest, whole), max(largest_shard, shard)
+        return cls(full, sharded, largest, largest_shard * plan.shard_degree, largest_shard)
+
+
+def dcp_files(plan: Plan, sharded_bytes: int) -> Files:
+    """DCP's files, one per rank. Each part that several replicas hold is written by one of them, balanced by size.
+
+    `sharded_bytes`: state dict of one rank.
+    Source: distributed/checkpoint/_dedup_save_plans.py, dedup_save_plans; filesystem.py, single_file_per_rank.
+    """
+    return Files(name="__{r}_0.distcp", count=plan.world_size, tensor_bytes=-(-sharded_bytes // plan.replica_degree))
