@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from memory.allocator.test_trace import JOBS, job
+from test_trace import JOBS, job
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines import states_of
