@@ -1,73 +1,53 @@
-"""The waist: a request and a profile become a report. Everything below computes, everything above asks."""
+"""From a request and a model to a report: the waist of the package. Everything below computes, everything above asks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, overload
 
-from fsdp_advisor.engines import not_modelled, states_of
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
-from fsdp_advisor.engines.fsdp2.schedule import padding_warnings
+from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.job_peaks import job_peaks, loading_of
+from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
+from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
+from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import Loading, one_copy_bytes
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
-from fsdp_advisor.hardware.links import ETHERNET_100G, Link
+from fsdp_advisor.hardware.links import ETHERNET_100G
 from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest, plainly
-from fsdp_advisor.memory.device import DeviceOverhead, Verdict, device_overhead, verdict
-from fsdp_advisor.memory.ledger import ACCOUNTS, Point
-from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
-from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.memory.step import timeline as timeline_of
-from fsdp_advisor.memory.textbook import textbook_states
+from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
+from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
+from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
+from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
 from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.tapes import difference_on_gpu, real_tape, real_variant, taped, variant_of
+from fsdp_advisor.tapes import real_tape, real_variant, taped, variant_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
-
-if TYPE_CHECKING:  # the allocator is imported where it is walked
-    from fsdp_advisor.memory.allocator import AllocatorConf, Reserved
 
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
 PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
-NOT_WALKED = (
-    "peak_reserved_bytes, peak_device_bytes: the caching allocator's fragmentation, which is computed with --reserved"
+NO_AUTOCAST = (
+    "the casts of autocast, under which accelerate runs FSDP1: they are not recorded here; recording needs torch"
 )
-NO_AUTOCAST = "what autocast casts, under which accelerate runs FSDP1 as well: it is not recorded here, and needs torch"
-NO_SCRATCH = "peak_allocated_bytes: what the attention kernel takes for itself"
-
-Walk = Literal["never", "if open", "if it may fit", "always"]
-"""Whether the caching allocator is walked through the job's steps: if the cheaper figures leave the verdict open, if they do not
-rule the job out, or always."""
-_WALKED_AFTER: dict[Walk, tuple[bool | None, ...]] = {
-    "never": (),
-    "if open": (None,),
-    "if it may fit": (None, True),
-    "always": (None, True, False),
-}
-"""The cheaper figures' word on whether it fits."""
+NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 
-def estimate(
-    request: EstimateRequest | None = None, /, *, explain: bool = False, walk: Walk = "never", **options: Any
-) -> Report:
+def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
     """The report of one job under one strategy or all of them.
 
     Takes an `EstimateRequest`, or its fields as keywords. `explain` adds what only an explanation needs: the peak with a
-    fused loss. `walk` says of which rows the caching allocator is walked, which takes a part of a second; of all where
-    reserved memory is asked for.
-    Raises AdvisorError with a hint.
+    fused loss. Raises AdvisorError with a hint.
     """
     request = request or make_request(options)
-    return estimate_resolved(request, resolve(request.model), explain=explain, walk=walk)
+    return estimate_resolved(request, resolve(request.model), explain=explain)
 
 
 @overload
@@ -84,19 +64,12 @@ def make_request(given: Mapping[str, Any], kind: type[EstimateRequest] = Estimat
     return read(given, kind)
 
 
-def estimate_resolved(
-    request: EstimateRequest, model: Resolved, *, explain: bool = False, walk: Walk = "never"
-) -> Report:
-    """As `estimate`, for a model that is at hand."""
+def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
+    """The report of a request for a model that is already resolved. As `estimate`."""
     gpu, notes = gpu_of(request)
-    conf = _allocator_conf(request)
-    if request.reserved:
-        walk = "always"
-    elif request.allocator_conf:
-        walk = "if it may fit"
-    seq_len, said = _seq_len(request, model.profile)
-    notes += said
-    rows = plans(request, seq_len=seq_len)
+    conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
+    seq_len, length_notes = _seq_len(request, model.profile)
+    profile = model.profile
     return Report(
         request=request,
         seq_len=seq_len,
@@ -107,16 +80,14 @@ def estimate_resolved(
         gpu_name=gpu.name,
         gpu_memory_bytes=gpu.memory_bytes,
         estimates=tuple(
-            estimate_plan(
-                model, plan, gpu, explain=explain, walk=walk, conf=conf, host_memory_bytes=request.host_memory
-            )
-            for plan in rows
+            estimate_plan(model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory)
+            for plan in plans(request, seq_len=seq_len)
         ),
-        task=model.profile.task if model.profile else None,
-        layer_classes=model.profile.layer_classes if model.profile else (),
-        largest_parameter_elements=model.profile.largest_parameter_elements if model.profile else None,
-        hidden_size=hidden_size(model.profile) if model.profile else None,
-        notes=(*model.notes, *notes),
+        task=profile.task if profile else None,
+        layer_classes=profile.layer_classes if profile else (),
+        largest_parameter_elements=profile.largest_parameter_elements if profile else None,
+        hidden_size=hidden_size(profile) if profile else None,
+        notes=(*model.notes, *notes, *length_notes),
     )
 
 
@@ -126,104 +97,50 @@ def estimate_plan(
     gpu: Gpu,
     *,
     explain: bool = False,
-    walk: Walk = "never",
     conf: AllocatorConf | None = None,
     host_memory_bytes: int | None = None,
 ) -> StrategyEstimate:
-    """One row of a report. Without `host_memory_bytes`, a node's, its host has room for everything."""
+    """One row of a report. `conf` are the allocator's settings; without `host_memory_bytes` (of one node) the host has room
+    for everything.
+    """
     if model.profile is None:
         return _count_estimate(model.parameters, plan, gpu)
-    return _estimate(model, model.profile, plan, gpu, explain, walk, conf, host_memory_bytes)
+    base = _without_step(model.profile, plan, gpu, host_memory_bytes)
+    try:
+        variant, tape = taped(model, model.profile, plan)
+    except AdvisorError as error:
+        if isinstance(error, MissingExtra) and model.source != "catalog":
+            raise  # nothing can be said; for a catalogued model the other strategies can be estimated
+        time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
+        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error}", *base.not_modelled))
+    return _with_step(base, model.profile, variant, tape, gpu, explain, conf, host_memory_bytes)
 
 
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
-    """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
+    """Peak tensor bytes of a plan's step on a GPU: a lower bound of what it needs. Raises AdvisorError without a tape."""
     assert model.profile is not None
     tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
-    return replayed(model.profile, tape, plan, scratch_on=0).peak
+    return peak_of_step(model.profile, tape, plan).peak
 
 
-def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf, *, available_bytes: int) -> Reserved:
-    """A plan through the caching allocator on its GPU, and whether what it then holds, beside what CUDA and NCCL take, is
-    within `available_bytes`. Cheaper than a whole row.
-
-    Its verdict is `fits` or `does_not_fit`: steps that run only once cached memory of theirs is given back count as the latter.
-    """
-    from fsdp_advisor.memory.allocator import reserve
-
-    assert model.profile is not None
-    overhead = device_overhead(gpu, plan)
-    room = gpu.memory_bytes - overhead.middle_bytes
-    collects = conf.collects_garbage  # what it reserves hangs on the limit
-    walk = partial(
-        reserve,
-        model.profile,
-        real_tape(model.profile, taped(model, model.profile, plan), plan, gpu),
-        plan,
-        conf=conf,
-        limit_bytes=room if collects else None,
-        device_bytes=gpu.memory_bytes,
-        workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
-        resident_threads=gpu.resident_threads,
-    )
-    loading = loading_of(model.profile, plan, gpu, overhead)
-    found = walk(loading=loading)
-    refused_at = min(room, int(conf.per_process_memory_fraction * gpu.memory_bytes))
-    most = min(refused_at, available_bytes - overhead.middle_bytes)
-    runs = found.verdict == "fits" if collects else found.reserved_peak_bytes <= refused_at
-    if not runs and not collects and loading.placed and walk().reserved_peak_bytes <= most:
-        within = walk(loading=loading, limit_bytes=room)  # what loading left is given back
-        if within.verdict == "fits":
-            found, runs = within, True
-    return replace(found, verdict="fits" if runs and found.reserved_peak_bytes <= most else "does_not_fit")
+def peak_of_step(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> StepPeak:
+    """The peak of a plan's step over a tape."""
+    program = step_program(profile, tape, plan)
+    return step_peak(program, plan.micro_batch_size, plan.seq_len, fused_loss=fused_loss)
 
 
-def reserved_beside(
-    overhead: DeviceOverhead,
-    profile: Profile,
-    tape: Tape,
-    plan: Plan,
-    gpu: Gpu,
-    *,
-    conf: AllocatorConf | None,
-    workspace_bytes: int,
-    loading: Loading | None = None,
-) -> tuple[Reserved, Verdict]:
-    """A plan through the caching allocator in what `overhead` leaves of the GPU, and the verdict on both together."""
-    from fsdp_advisor.memory.allocator import reserve
-
-    reserved = reserve(
-        profile,
-        tape,
-        plan,
-        conf=conf,
-        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
-        device_bytes=gpu.memory_bytes,
-        workspace_bytes=workspace_bytes,
-        resident_threads=gpu.resident_threads,
-        loading=loading,
-    )
-    judged = verdict(
-        overhead, gpu, allocated_bytes=reserved.allocated_peak_bytes, reserved_bytes=reserved.reserved_peak_bytes
-    )
-    return reserved, judged
+def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
+    """Live memory through a plan's step over a tape."""
+    return step_timeline(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len)
 
 
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
-    """The time of a plan's step alone; None where it is not known."""
+    """Seconds of a plan's step, without allocator retries; None if unknown."""
     if model.profile is None:
         return None
     variant, tape = taped(model, model.profile, plan)
     step = step_of(model.profile, variant, tape, plan, gpu)
     return None if step is None else step.seconds
-
-
-def _allocator_conf(request: EstimateRequest) -> AllocatorConf | None:
-    if request.allocator_conf is None:
-        return None
-    from fsdp_advisor.memory.allocator import AllocatorConf
-
-    return AllocatorConf.parse(request.allocator_conf)
 
 
 def _seq_len(request: EstimateRequest, profile: Profile | None) -> tuple[int, list[str]]:
@@ -255,142 +172,165 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
     return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; say --gpu for another"]
 
 
-def _estimate(
-    model: Resolved,
-    profile: Profile,
-    plan: Plan,
-    gpu: Gpu,
-    explain: bool,
-    walk: Walk,
-    conf: AllocatorConf | None,
-    host_memory_bytes: int | None,
-) -> StrategyEstimate:
+def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int | None) -> StrategyEstimate:
+    """The row without what a tape adds: states, host memory, loading and saving."""
     states = states_of(profile, plan)
-    kept = {
-        "parameters": states.parameters.exact,
-        "gradients": states.gradients.exact,
-        "optimizer": states.optimizer.exact,
-        "communication": states.communication.exact,
-        "buffers": states.buffers.exact,
-    }
     host = host_memory(profile, plan)
-    warnings = tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else ()
     unknown = not_modelled(profile, plan)
     if (why := why_unknown(plan, gpu)) is not None:
         unknown.append(f"{TIME_UNKNOWN}: {why}")
     copy = one_copy_bytes(profile, plan)
-    loading = {"one_copy": copy, "every_rank": copy * plan.ranks_per_node}
     overhead = device_overhead(gpu, plan)
-    job_of = partial(
-        job_peaks, profile, plan, gpu, states=states, host=host, overhead=overhead, host_memory_bytes=host_memory_bytes
-    )
-    try:
-        variant, tape = taped(model, profile, plan)
-    except AdvisorError as error:
-        if isinstance(error, MissingExtra) and model.source != "catalog":
-            raise  # nothing can be said; of a catalogued model the other strategies can
-        total = sum(h.rounded for h in (states.parameters, states.gradients, states.optimizer, states.communication))
-        job = job_of(phase_peaks=None)
-        return StrategyEstimate(
-            plan=plan,
-            fits=False if total + overhead.low_bytes > gpu.memory_bytes or job.fails else None,
-            fits_by="states",
-            needed_bytes=None,
-            headroom_bytes=None,
-            peak_tensor_bytes=None,
-            peak_phase=None,
-            peak_where=None,
-            phase_peaks=None,
-            states=kept,
-            at_peak=None,
-            host_bytes_per_node=host.steady,
-            host_loading_bytes_per_node=loading,
-            fused_loss_peak_bytes=None,
-            overhead=overhead,
-            job=job,
-            warnings=warnings,
-            not_modelled=(f"{PEAKS_UNKNOWN if why else f'{PEAKS_UNKNOWN}, {TIME_UNKNOWN}'}: {error}", *unknown),
-        )
-    if variant.engine != variant_of(plan).engine:
-        unknown.append(NO_AUTOCAST)
-    if variant.attention != plan.attention:
-        warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
-    ledger = replayed(profile, tape, plan)
-    real = real_variant(profile, variant, plan, gpu)
-    on_gpu = profile.tapes.get(real.key) or tape
-    if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
-        unknown.append(NO_SCRATCH)
-    workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
-    taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes, resident_threads=gpu.resident_threads)
-    judged = verdict(overhead, gpu, allocated_bytes=taken.peak_bytes)
-    job = job_of(phase_peaks=taken.step.phase_peaks)
-    reserved = None
-    if judged.certain in _WALKED_AFTER[walk]:
-        reserved, judged = reserved_beside(
-            overhead, profile, on_gpu, plan, gpu, conf=conf, workspace_bytes=workspace_bytes, loading=job.loading
-        )
-        warnings += _allocator_warnings(reserved)
-    runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
-    step = step_of(profile, variant, tape, plan, gpu)
-    warnings += difference_on_gpu(real, ledger.peak, taken.tensor_bytes)
+    job = _job_peaks(profile, plan, gpu, overhead, host_memory_bytes, None)
+    kept = sum(s.rounded for s in (states.parameters, states.gradients, states.optimizer, states.communication))
     return StrategyEstimate(
         plan=plan,
-        fits=runs and job.fails is None,
-        fits_by="peak_device_bytes" if reserved is not None else judged.by,
-        needed_bytes=judged.needed_bytes,
-        headroom_bytes=gpu.memory_bytes - judged.needed_bytes,
-        peak_tensor_bytes=ledger.peak,
-        peak_phase=ledger.peak_phase,
-        peak_where=ledger.peak_where,
-        phase_peaks=ledger.phase_peaks,
-        states=kept,
-        at_peak=dict(zip(ACCOUNTS, ledger.at_peak, strict=False)),
+        fits=False if kept + overhead.low_bytes > gpu.memory_bytes or job.fails else None,
+        states={
+            "parameters": states.parameters.exact,
+            "gradients": states.gradients.exact,
+            "optimizer": states.optimizer.exact,
+            "communication": states.communication.exact,
+            "buffers": states.buffers.exact,
+        },
         host_bytes_per_node=host.steady,
-        host_loading_bytes_per_node=loading,
-        fused_loss_peak_bytes=replayed(profile, tape, plan, fused_loss=True).peak if explain else None,
-        allocated=taken,
-        reserved=reserved,
-        verdict=judged,
-        step=step,
+        host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
         job=job,
-        warnings=warnings + (step.warnings if step else ()),
-        not_modelled=tuple(unknown if reserved is not None else [NOT_WALKED, *unknown]),
-        replay_timeline=partial(_timeline, profile, tape, on_gpu, plan, gpu),
+        warnings=tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else (),
+        not_modelled=tuple(unknown),
     )
 
 
-def _timeline(profile: Profile, tape: Tape, on_gpu: Tape, plan: Plan, gpu: Gpu, there: bool) -> tuple[Point, ...]:
-    if there:
-        return timeline_of(profile, on_gpu, plan, scratch_on=gpu.resident_threads)
-    return timeline_of(profile, tape, plan)
+def _with_step(
+    base: StrategyEstimate,
+    profile: Profile,
+    variant: Variant,
+    tape: Tape,
+    gpu: Gpu,
+    explain: bool,
+    conf: AllocatorConf | None,
+    host_memory_bytes: int | None,
+) -> StrategyEstimate:
+    """The row with its step: tensors, the allocator, the verdict and time."""
+    plan, overhead, unknown = base.plan, base.overhead, list(base.not_modelled)
+    assert overhead is not None
+    real = real_variant(profile, variant, plan, gpu)
+    on_gpu = profile.tapes.get(real.key) or tape
+    if variant.engine != variant_of(plan).engine:
+        unknown.append(NO_AUTOCAST)
+    if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
+        unknown.append(NO_SCRATCH)
+    warnings = base.warnings
+    if variant.attention != plan.attention:
+        warnings += (f"the model has no {plan.attention} attention; {variant.attention} is used",)
+    tensors = peak_of_step(profile, on_gpu, plan)
+    job = _job_peaks(profile, plan, gpu, overhead, host_memory_bytes, tensors.phase_peaks)
+    allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.loading)
+    step = step_of(profile, variant, tape, plan, gpu)
+    if step is not None:
+        step = step.with_retries(allocator.retries_per_step)
+    needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, job.phases["load"].gpu_bytes or 0, job.phases["save"].gpu_bytes or 0)  # fmt: skip
+    available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
+    return replace(
+        base,
+        fits=needed <= available and job.fails is None,
+        needed_bytes=needed,
+        headroom_bytes=available - needed,
+        peak_tensor_bytes=tensors.peak,
+        simulated_peak_bytes=peak_of_step(profile, tape, plan).peak,
+        peak_phase=tensors.phase,
+        peak_where=tensors.where,
+        phase_peaks=tensors.phase_peaks,
+        at_peak=tensors.at_peak,
+        fused_loss_peak_bytes=peak_of_step(profile, on_gpu, plan, fused_loss=True).peak if explain else None,
+        allocator=allocator,
+        step=step,
+        job=job,
+        warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
+        not_modelled=tuple(unknown),
+        replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
+    )
 
 
-def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
-    """What a walk through the allocator found that the figures do not tell."""
-    if reserved.verdict in (None, "fits"):
+def _job_peaks(
+    profile: Profile,
+    plan: Plan,
+    gpu: Gpu,
+    overhead: DeviceOverhead,
+    host_memory_bytes: int | None,
+    phase_peaks: Mapping[str, int] | None,
+) -> JobPeaks:
+    return job_peaks(
+        profile,
+        plan,
+        gpu,
+        states=states_of(profile, plan),
+        host=host_memory(profile, plan),
+        overhead=overhead,
+        phase_peaks=phase_peaks,
+        host_memory_bytes=host_memory_bytes,
+    )
+
+
+def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
+    """What the allocator's settings let PyTorch reserve of the GPU."""
+    return gpu.memory_bytes if conf is None else int(conf.per_process_memory_fraction * gpu.memory_bytes)
+
+
+def allocator_result(
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    conf: AllocatorConf | None = None,
+    overhead: DeviceOverhead | None = None,
+    workspace_bytes: int | None = None,
+    loading: Loading | None = None,
+) -> AllocatorResult:
+    """The caching allocator through the plan's steps, within what CUDA and NCCL (`overhead`) leave of the GPU."""
+    overhead = overhead or device_overhead(gpu, plan)
+    workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
+    operations = step_operations(
+        step_program(profile, tape, plan),
+        plan.micro_batch_size,
+        plan.seq_len,
+        resident_threads=gpu.resident_threads,
+        workspace_bytes=[workspace] * WORKSPACES,
+        loaded=loading.placed if loading else (),
+    )
+    return simulate_allocator(
+        operations,
+        conf=conf,
+        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=gpu.memory_bytes,
+    )
+
+
+def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
+    """What the simulation of the allocator found that the figures do not show."""
+    if allocator.verdict == "fits":
         return ()
-    helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True would help" if reserved.expandable_segments_help else ""
-    if reserved.verdict == "fits_with_retries":
-        often = {0: "in some steps", 1: "once a step"}.get(n := reserved.retries_per_step, f"{n} times a step")
-        return (
-            f"it fits only while the allocator gives cached memory back to the driver and asks again, {often}, which is slow{helps}",
-        )
-    return (f"fragmentation included it does not fit{helps}",) if helps else ()
+    helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True avoids it" if allocator.expandable_segments_help else ""
+    if allocator.verdict == "fits_with_retries":
+        times = "once" if allocator.retries_per_step == 1 else f"{allocator.retries_per_step} times"
+        return (f"the allocator frees its cache and asks the driver again {times} per step, which is slow{helps}",)
+    return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
 
 
 def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
-    """The time of a plan's step on a GPU, where sdpa runs its kernels; between nodes its `inter_node` link."""
-    between: Link = gpu.inter_node or ETHERNET_100G
-    return step_time(profile, real_tape(profile, (variant, tape), plan), plan, gpu, between)
+    """The time of a plan's step on a GPU; between nodes over its `inter_node` link."""
+    program = step_program(profile, real_tape(profile, (variant, tape), plan), plan)
+    return step_time(profile, program, plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
-    """What computes and what is sent through the plan's last micro-batch and step; empty where the time is not known."""
+    """Compute and communication of the plan's last micro-batch and optimizer step; empty where the time is unknown."""
     if model.profile is None:
         return ()
     tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
-    return timeline(model.profile, tape, plan, gpu, gpu.inter_node or ETHERNET_100G)
+    return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
@@ -398,18 +338,8 @@ def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
     return StrategyEstimate(
         plan=plan,
         fits=False if states.total > gpu.memory_bytes else None,
-        fits_by="states",
-        needed_bytes=None,
-        headroom_bytes=None,
-        peak_tensor_bytes=None,
-        peak_phase=None,
-        peak_where=None,
-        phase_peaks=None,
         states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
-        at_peak=None,
         host_bytes_per_node=states.host_per_node,
-        host_loading_bytes_per_node=None,
-        fused_loss_peak_bytes=None,
         not_modelled=(
             f"{PEAKS_UNKNOWN}: a bare parameter count says nothing of activations, logits, gathered units and buckets",
             f"{TIME_UNKNOWN}: a bare parameter count has no operators to time",

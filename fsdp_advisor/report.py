@@ -9,92 +9,107 @@ from typing import TYPE_CHECKING, Any
 from fsdp_advisor.engines.job_peaks import JobPeaks
 from fsdp_advisor.job.plan import Plan, label
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.memory.device import BESIDE, DeviceOverhead, Verdict
-from fsdp_advisor.memory.ledger import ACCOUNTS, Point
-from fsdp_advisor.memory.libraries import Allocated
+from fsdp_advisor.memory.device import DeviceOverhead
+from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.timing import StepTime
 
 if TYPE_CHECKING:
-    from fsdp_advisor.memory.allocator import Reserved
+    from fsdp_advisor.memory.allocator import AllocatorResult
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEstimate:
-    """One strategy's figures on rank 0, which holds the largest shard.
+    """One strategy's figures on rank 0, which holds the largest shard. Bytes; None where unknown, with a reason in `not_modelled`.
 
-    `fits` compares `needed_bytes` with the GPU's memory: the best known figure, which `fits_by` names, and the middle of what
-    CUDA and NCCL take beside it. Both are None where nothing known decides it.
-    `states` are the bytes kept from step to step; `at_peak` the bytes alive at the highest moment, by account.
+    `needed_bytes` is the device memory at the worst moment of the job: reserved by the caching allocator, plus CUDA and NCCL.
+    If the job completes on this GPU, it is the peak on this GPU; if not, the peak on a GPU that is large enough. So the GPU's
+    side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, `fits` is False too,
+    and `fails_in` names the phase.
+    `states` are kept from step to step; `at_peak` is what is alive at the tensors' peak, by account.
+    `simulated_peak_bytes` is the tensors' peak of PyTorch's own code under fake tensors on a CPU.
     """
 
     plan: Plan
     fits: bool | None
-    fits_by: str
-    needed_bytes: int | None
-    headroom_bytes: int | None
-    peak_tensor_bytes: int | None
-    peak_phase: str | None
-    peak_where: str | None
-    phase_peaks: dict[str, int] | None
+    needed_bytes: int | None = None
+    headroom_bytes: int | None = None
+    peak_tensor_bytes: int | None = None
+    simulated_peak_bytes: int | None = None
+    peak_phase: str | None = None
+    peak_where: str | None = None
+    phase_peaks: dict[str, int] | None = None
     states: dict[str, int]
-    at_peak: dict[str, int] | None
+    at_peak: dict[str, int] | None = None
     host_bytes_per_node: int
-    host_loading_bytes_per_node: dict[str, int] | None
-    fused_loss_peak_bytes: int | None
-    allocated: Allocated | None = None
-    reserved: Reserved | None = None
-    verdict: Verdict | None = None
+    host_loading_bytes_per_node: dict[str, int] | None = None
+    fused_loss_peak_bytes: int | None = None
+    allocator: AllocatorResult | None = None
     step: StepTime | None = None
     overhead: DeviceOverhead | None = None
     job: JobPeaks | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
-    replay_timeline: Callable[[bool], tuple[Point, ...]] | None = field(default=None, repr=False, compare=False)
+    replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
 
     @property
-    def timeline(self) -> tuple[Point, ...]:
-        """The step's tensors, stretch by stretch; empty where their peak is not known. Made when asked for, which few do."""
-        return () if self.replay_timeline is None else self.replay_timeline(False)
-
-    @property
-    def timeline_on_gpu(self) -> tuple[Point, ...]:
-        """The same of a GPU's step, with kernels' scratch."""
-        return () if self.replay_timeline is None else self.replay_timeline(True)
+    def timeline(self) -> tuple[TimelinePoint, ...]:
+        """Live tensor bytes through the step; empty if the peak is unknown. Computed when asked for."""
+        return () if self.replay_timeline is None else self.replay_timeline()
 
     @property
     def peak_allocated_bytes(self) -> int | None:
-        """`max_memory_allocated`: of whole blocks where the allocator was walked, else of each storage rounded up to 512."""
-        if self.reserved is not None:
-            return self.reserved.allocated_peak_bytes
-        return None if self.allocated is None else self.allocated.peak_bytes
+        """`torch.cuda.max_memory_allocated`: whole blocks of the caching allocator."""
+        return None if self.allocator is None else self.allocator.allocated_peak_bytes
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """`max_memory_reserved`, None where the allocator was not walked."""
-        return None if self.reserved is None else self.reserved.reserved_peak_bytes
+        """`torch.cuda.max_memory_reserved`."""
+        return None if self.allocator is None else self.allocator.reserved_peak_bytes
 
     @property
     def peak_device_bytes(self) -> int | None:
-        """What nvidia-smi shows: reserved, and the middle of what CUDA and NCCL take."""
-        return None if self.reserved is None else self.needed_bytes
+        """What nvidia-smi shows during training: reserved, plus the middle of what CUDA and NCCL take."""
+        if self.allocator is None or self.overhead is None:
+            return None
+        return self.allocator.reserved_peak_bytes + self.overhead.middle_bytes
+
+    @property
+    def peak_device_bytes_range(self) -> tuple[int, int] | None:
+        """The same with the least and the most that CUDA and NCCL take."""
+        if self.allocator is None or self.overhead is None:
+            return None
+        reserved = self.allocator.reserved_peak_bytes
+        return reserved + self.overhead.low_bytes, reserved + self.overhead.high_bytes
+
+    @property
+    def fails_in(self) -> str | None:
+        """The first phase of the job that does not fit, on the GPU or on the host; None if all fit or it is unknown."""
+        return None if self.job is None else self.job.fails
+
+    @property
+    def allocator_retries_per_step(self) -> int | None:
+        """How often a steady step frees the cache and asks the driver again (`num_alloc_retries`)."""
+        return None if self.allocator is None else self.allocator.retries_per_step
 
     @property
     def needed_breakdown(self) -> dict[str, int] | None:
-        """What `needed_bytes` is made of: by account the tensors alive at a GPU's peak, then what lies beside them (BESIDE).
+        """The parts of `needed_bytes`: tensors alive at the peak by account, then NON_TENSOR_PARTS. None if no peak is known.
 
-        `fragmentation` stands there only where the allocator was walked. None where no peak is known.
+        `loading_or_saving` is what loading or saving needs beyond the step.
         """
-        taken, overhead = self.allocated, self.overhead
-        if taken is None or overhead is None:
+        if self.at_peak is None or self.allocator is None or self.overhead is None or self.needed_bytes is None:
             return None
-        parts = dict(zip(ACCOUNTS, taken.step.at_peak, strict=False))
-        parts["libraries"] = taken.scratch_bytes + taken.workspace_bytes
-        if self.reserved is not None:
-            parts["fragmentation"] = self.reserved.reserved_peak_bytes - taken.peak_bytes
-        parts["cuda_and_nccl"] = overhead.middle_bytes
-        return parts
+        tensors = sum(self.at_peak.values())
+        device = self.allocator.reserved_peak_bytes + self.overhead.middle_bytes
+        return {
+            **self.at_peak,
+            "libraries": self.allocator.allocated_peak_bytes - tensors,
+            "fragmentation": self.allocator.reserved_peak_bytes - self.allocator.allocated_peak_bytes,
+            "cuda_and_nccl": self.overhead.middle_bytes,
+            "loading_or_saving": self.needed_bytes - device,
+        }
 
     @property
     def kept_bytes(self) -> int:
@@ -113,17 +128,15 @@ class StrategyEstimate:
             "backend": self.plan.backend,
             "offload": self.plan.offload,
             "fits": self.fits,
-            "fits_by": self.fits_by,
             "needed_bytes": self.needed_bytes,
-            "needed_breakdown": None
-            if (parts := self.needed_breakdown) is None
-            else dict.fromkeys((*ACCOUNTS, *BESIDE)) | parts,
+            "needed_breakdown": self.needed_breakdown,
             "headroom_bytes": self.headroom_bytes,
             "peak_tensor_bytes": self.peak_tensor_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "peak_device_bytes": self.peak_device_bytes,
-            **_device(self),
+            "simulated_peak_bytes": self.simulated_peak_bytes,
+            **_allocator(self),
             "peak_phase": self.peak_phase,
             "peak_where": self.peak_where,
             "phase_peaks": self.phase_peaks,
@@ -134,7 +147,7 @@ class StrategyEstimate:
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
             **_speed(self.step),
             "job_peaks": None if self.job is None else self.job.as_dict(),
-            "fails_in": None if self.job is None else self.job.fails,
+            "fails_in": self.fails_in,
             "warnings": list(self.warnings),
             "not_modelled": list(self.not_modelled),
         }
@@ -152,31 +165,19 @@ class StrategyEstimate:
         return result
 
 
-def _device(estimate: StrategyEstimate) -> dict[str, Any]:
-    """What lies between tensors and the device's memory; null where it is not known."""
-    allocated, reserved, overhead = estimate.allocated, estimate.reserved, estimate.overhead
-    ends = None
-    if reserved is not None and estimate.verdict is not None:
-        ends = [estimate.verdict.least_bytes, estimate.verdict.most_bytes]
-    parts = None
-    if allocated is not None:
-        parts = {
-            "tensors": allocated.tensor_bytes,
-            "kernel_scratch": allocated.scratch_bytes,
-            "cublas_workspaces": allocated.workspace_bytes,
-        }
-    walked = None
-    if reserved is not None:
-        walked = {
-            "verdict": reserved.verdict,
-            "retries_per_step": reserved.retries_per_step,
-            "expandable_segments_help": reserved.expandable_segments_help,
-            "steps_until_steady": reserved.steps_until_steady,
-        }
+def _allocator(estimate: StrategyEstimate) -> dict[str, Any]:
+    """The keys on the caching allocator, CUDA and NCCL; null where unknown."""
+    result, overhead = estimate.allocator, estimate.overhead
     return {
-        "peak_device_bytes_range": ends,
-        "allocated_breakdown": parts,
-        "allocator": walked,
+        "peak_device_bytes_range": None if (ends := estimate.peak_device_bytes_range) is None else list(ends),
+        "allocator_retries_per_step": estimate.allocator_retries_per_step,
+        "allocator": None
+        if result is None
+        else {
+            "verdict": result.verdict,
+            "expandable_segments_help": result.expandable_segments_help,
+            "steps_until_steady": result.steps_until_steady,
+        },
         "device_overhead_bytes_range": None if overhead is None else [overhead.low_bytes, overhead.high_bytes],
     }
 

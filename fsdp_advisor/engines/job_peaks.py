@@ -17,8 +17,8 @@ from fsdp_advisor.engines.transfer import Loading
 from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import DeviceOverhead
-from fsdp_advisor.memory.storages import States
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.program.storages import States
 
 PHASES = ("load", "first_step", "steady_step", "save")
 
@@ -80,7 +80,7 @@ def job_peaks(
     The optimizer's state is made by the first optimizer step, so that step's forward and backward passes run without it.
     Saving comes between two steps, on top of what is kept.
     """
-    room = gpu.memory_bytes - overhead.low_bytes
+    room = gpu.memory_bytes - overhead.middle_bytes
     ways = _ways(profile, plan, gpu)
     saves = _savings(profile, plan.any_step)
     loading = advised(ways, gpu_memory_bytes=room, host_memory_bytes=host_memory_bytes)
@@ -109,7 +109,7 @@ def job_peaks(
 
 def loading_of(profile: Profile, plan: Plan, gpu: Gpu, overhead: DeviceOverhead) -> Loading:
     """The way of loading that the job is taken to have, where its nodes have room for everything."""
-    return advised(_ways(profile, plan, gpu), gpu_memory_bytes=gpu.memory_bytes - overhead.low_bytes)
+    return advised(_ways(profile, plan, gpu), gpu_memory_bytes=gpu.memory_bytes - overhead.middle_bytes)
 
 
 def _ways(profile: Profile, plan: Plan, gpu: Gpu) -> tuple[Loading, ...]:

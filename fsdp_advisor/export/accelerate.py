@@ -24,9 +24,10 @@ from fsdp_advisor.export.constants import (
 )
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import bitsandbytes_limit, framework_limit
+from fsdp_advisor.export.limits import framework_limit, fsdp2_optimizer_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}
 
@@ -35,7 +36,7 @@ def unsupported(job: Job, framework: str = "accelerate") -> str | None:
     """Why `framework`, which trains through accelerate, cannot train the job; None if it can."""
     return (
         framework_limit(job, framework)
-        or bitsandbytes_limit(job.plan)
+        or fsdp2_optimizer_limit(job.plan)
         or _unsharded_replicas(job.plan)
         or deepspeed.host_optimizer_limit(job.plan)
     )
@@ -136,7 +137,7 @@ def _needs_a_file(plan: Plan) -> bool:
     """
     if plan.precision == "bf16" or plan.prepared:
         return True
-    return plan.offload != "none" and (plan.offload_device == "nvme" or not plan.optim.startswith("adamw"))
+    return plan.offload != "none" and (plan.offload_device == "nvme" or not optimizer_named(plan.optim).is_cpu_adam)
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_advisor.export import accelerate, deepspeed
+from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.constants import LEARNING_RATE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -69,9 +69,8 @@ def _config(job: Job) -> dict[str, Any]:
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:
-    if plan.optim == "sgd_momentum":
-        return {"optimizer": "sgd", "optim_args": {"momentum": 0.9}}
-    return {"optimizer": plan.optim}
+    named = trainer.optimizer_of(plan)
+    return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {})}
 
 
 def _engine(job: Job) -> dict[str, Any]:

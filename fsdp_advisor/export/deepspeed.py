@@ -17,6 +17,8 @@ from fsdp_advisor.export.constants import DEEPSPEED_FILE, LEARNING_RATE, NVME_NO
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import OFFLOADS, Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 
 SWAP_BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default of `offload_param.buffer_size`, in elements. The shard of every parameter must fit into it."""
@@ -37,21 +39,23 @@ def host_optimizer_limit(plan: Plan) -> str | None:
     Source: deepspeed/runtime/base_optimizer.py (0.19.8), ZeROOptimizer._configure_master_weights.
     """
     on_host = plan.backend == "deepspeed" and plan.offload != "none"
-    if on_host and plan.precision == "bf16" and not plan.optim.startswith("adamw"):
+    if on_host and plan.precision == "bf16" and not optimizer_named(plan.optim).is_cpu_adam:
         return "DeepSpeed offloads bf16 master weights only with AdamW"
     return None
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    config = {**_batch(job), **engine(job), **_optimizer(job.plan)}
+    optimizer = _optimizer(job.plan)
+    section = {} if isinstance(optimizer, Refusal) else optimizer
+    config = {**_batch(job), **engine(job), **section}
     notes: list[str] = []
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
-    if "optimizer" not in config and job.plan.prepared:
+    if isinstance(optimizer, Refusal):
+        notes.append(optimizer.reason)
+    elif not section:
         notes.append("the training loop creates the optimizer, and accelerate passes it to DeepSpeed")
-    elif "optimizer" not in config:
-        notes.append("DeepSpeed cannot create the 8-bit optimizer: pass bitsandbytes.optim.AdamW8bit to initialize()")
     else:
         notes.append(
             "a training loop with accelerate needs accelerate.utils.DummyOptim, because this file names the optimizer"
@@ -84,7 +88,7 @@ def engine(job: Job) -> dict[str, Any]:
     """The sections for precision, ZeRO and offload, which are the same for every training loop."""
     plan = job.plan
     config: dict[str, Any] = {"zero_optimization": _zero(job), "zero_allow_untested_optimizer": True}
-    if plan.offload != "none" and not plan.optim.startswith("adamw"):
+    if plan.offload != "none" and not optimizer_named(plan.optim).is_cpu_adam:
         config["zero_force_ds_cpu_optimizer"] = False
     match plan.precision:
         case "bf16":
@@ -126,8 +130,8 @@ def _place(plan: Plan) -> dict[str, Any]:
     return place
 
 
-def _optimizer(plan: Plan) -> dict[str, Any]:
-    """The optimizer section; empty if the training loop creates the optimizer.
+def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
+    """The optimizer section; empty if the training loop creates the optimizer, a Refusal if DeepSpeed cannot create it.
 
     AdamW on the host is DeepSpeedCPUAdam. accelerate and the Trainer create the optimizer, except for bf16 master weights on
     the host. Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes
@@ -135,23 +139,11 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     """
     if plan.prepared and not (plan.precision == "bf16" and plan.offload != "none"):
         return {}
-    name, parameters = "AdamW", {"lr": LEARNING_RATE}
-    match plan.optim:
-        case "sgd":
-            name = "SGD"
-        case "sgd_momentum":
-            name, parameters = "SGD", {**parameters, "momentum": 0.9}
-        case "adafactor":
-            name = "Adafactor"
-        case _ if plan.offload != "none":
-            pass
-        case "adamw_torch_fused":
-            parameters |= {"torch_adam": True, "fused": True}
-        case "adamw_torch":
-            parameters |= {"torch_adam": True, "foreach": True}
-        case _:
-            return {}
-    return {"optimizer": {"type": name, "params": parameters}}
+    optimizer = optimizer_named(plan.optim)
+    named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded
+    if isinstance(named, Refusal):
+        return named
+    return {"optimizer": {"type": named.name, "params": {"lr": LEARNING_RATE, **named.options}}}
 
 
 TARGET = Target(

@@ -1,17 +1,22 @@
 """Limits that several targets share because they use the same framework or library.
 
-A limit is a function that returns why a job cannot be trained, or None. Limits of a single consumer are in its own module.
+A limit is a function that returns why a job cannot be trained, or None if it can. Limits of a single consumer are in its own module.
 """
 
 from __future__ import annotations
 
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.plan import Plan, refusal
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 
 
 def framework_limit(job: Job, framework: str) -> str | None:
     """Why `framework` cannot train the job, whichever framework was estimated."""
     plan = job.plan
+    optimizer = optimizer_named(plan.optim).transformers
+    if framework == "trainer" and isinstance(optimizer, Refusal):
+        return optimizer.reason
     error = refusal(
         plan.strategy,
         plan.backend,
@@ -22,11 +27,7 @@ def framework_limit(job: Job, framework: str) -> str | None:
     return str(error) if error is not None else None
 
 
-def bitsandbytes_limit(plan: Plan) -> str | None:
-    """bitsandbytes' optimizers treat FSDP2's DTensors as plain tensors.
-
-    Source: bitsandbytes issue 1633. axolotl refuses the combination as well.
-    """
-    if plan.backend == "fsdp2" and plan.optim == "adamw_bnb_8bit":
-        return "bitsandbytes' 8-bit AdamW cannot step FSDP2's parameters (try another --optim, or --backend fsdp1)"
-    return None
+def fsdp2_optimizer_limit(plan: Plan) -> str | None:
+    """Why the optimizer cannot step FSDP2's parameters."""
+    limit = optimizer_named(plan.optim).fsdp2
+    return limit.reason if limit is not None and plan.backend == "fsdp2" else None

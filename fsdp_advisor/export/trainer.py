@@ -15,6 +15,8 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Refusal
 
 
 def unsupported(job: Job) -> str | None:
@@ -43,6 +45,14 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     return text, tuple(notes)
 
 
+def optimizer_of(plan: Plan) -> NamedOptimizer:
+    """The optimizer as transformers names it. Raises ValueError for an optimizer that `unsupported` reports."""
+    named = optimizer_named(plan.optim).transformers
+    if isinstance(named, Refusal):
+        raise ValueError(named.reason)
+    return named
+
+
 def _replicated(plan: Plan) -> bool:
     return plan.backend == "fsdp2" and plan.strategy == "hsdp" and plan.replica_degree > 1
 
@@ -57,15 +67,15 @@ def _model_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    plan = job.plan
+    plan, optimizer = job.plan, optimizer_of(job.plan)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "learning_rate": LEARNING_RATE,
-        "optim": "sgd" if plan.optim == "sgd_momentum" else plan.optim,
+        "optim": optimizer.name,
     }
-    if plan.optim == "sgd_momentum":
-        arguments["optim_args"] = "momentum=0.9"
+    if optimizer.options:
+        arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in optimizer.options.items())
     if plan.precision == "fp16-mixed":
         arguments["fp16"] = True
     elif plan.precision == "bf16-mixed" or (plan.precision == "bf16" and plan.backend == "deepspeed"):

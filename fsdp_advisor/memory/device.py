@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
 from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.job.plan import Plan
@@ -83,10 +82,6 @@ seen to take, and the 688 MB of a larger one (NVIDIA/nccl#964)."""
 RCCL_FIRST_BYTES = (512 * _MIB, 1280 * _MIB)
 RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
 """Context and first communicator on AMD: about 1 GiB; each further one about 0.65 GiB (Lumi-supercomputer/LUMI-AI-Guide#111)."""
-
-RESERVED_PER_ALLOCATED = 1.39
-"""The most that PyTorch was seen to reserve per byte in use without being asked to share the GPU: 9.18 GiB for 6.61 (FSDP on
-RTX 3080, huggingface/trl#3436), 82 GB for 60 (FSDP2 on H100, pytorch/pytorch#147179)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,55 +179,10 @@ def _part(name: str, ends: tuple[int, int]) -> Part:
     return Part(name=name, low_bytes=ends[0], high_bytes=ends[1])
 
 
-# What fits
-
-BESIDE = {
-    "libraries": "cuBLAS workspaces, kernels' scratch",
-    "fragmentation": "held by the caching allocator, in no tensor",
+NON_TENSOR_PARTS = {
+    "libraries": "cuBLAS workspaces, kernels' workspace, rounding to blocks",
+    "fragmentation": "reserved by the caching allocator, in no tensor",
     "cuda_and_nccl": "CUDA context, kernels, NCCL's buffers",
+    "loading_or_saving": "what loading or saving needs beyond the step",
 }
-"""What a GPU holds beside tensors, and what that is."""
-
-Figure = Literal["peak_allocated_bytes", "peak_reserved_bytes"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Whether a job fits, by the best figure known. `certain` is None where that figure leaves it open.
-
-    `least_bytes` and `most_bytes` are what nvidia-smi would show; where only allocated bytes are known the upper end allows
-    for the worst reserved memory seen. `needed_bytes` is the figure known, with the middle of what CUDA and NCCL take.
-    """
-
-    by: Figure
-    certain: bool | None
-    needed_bytes: int
-    least_bytes: int
-    most_bytes: int
-
-
-def verdict(overhead: DeviceOverhead, gpu: Gpu, *, allocated_bytes: int, reserved_bytes: int | None = None) -> Verdict:
-    """The device figure against what the driver offers.
-
-    Certainly no: the least that is needed is more than there is. Certainly yes: the most is less. Between them it is open,
-    and replaying the allocator narrows it.
-
-    >>> from fsdp_advisor.hardware import find_gpu
-    >>> from fsdp_advisor.job.plan import Plan
-    >>> gpu = find_gpu("H100")
-    >>> overhead = device_overhead(gpu, Plan(strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=1))
-    >>> [verdict(overhead, gpu, allocated_bytes=n * 2**30).certain for n in (40, 70, 79)]
-    [True, None, False]
-    """
-    figure: Figure = "peak_allocated_bytes" if reserved_bytes is None else "peak_reserved_bytes"
-    known = allocated_bytes if reserved_bytes is None else reserved_bytes
-    most = int(allocated_bytes * RESERVED_PER_ALLOCATED) if reserved_bytes is None else reserved_bytes
-    least, most = known + overhead.low_bytes, most + overhead.high_bytes
-    certain = False if least > gpu.memory_bytes else True if most <= gpu.memory_bytes else None
-    return Verdict(
-        by=figure,
-        certain=certain,
-        needed_bytes=known + overhead.middle_bytes,
-        least_bytes=least,
-        most_bytes=most,
-    )
+"""The parts of `needed_bytes` that are no tensors of the step."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, Link, LinkKind
+from fsdp_advisor.program.instructions import HostKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,12 @@ STOLEN_BY_NCCL = 0.15
 `processor_usage` of NVLink in systems/a100_80g.json and h100_80g_nvl8.json. NCCL's 24 channels on A100 and 32 on H100 hold more,
 0.22 and 0.24 of the multiprocessors, as long as they run."""
 
+RETRY_S = 0.07
+"""One retry of the caching allocator: it waits for the GPU, frees its cached segments and allocates again. Source: a step of
+Llama-2-13B on 8 H100 with cudaMalloc and cudaFree in it takes 867.6 ms, without them 729.4 ms (Lightning-AI/lightning-thunder
+issue 420); the number of retries is not stated, two are assumed. A step of torchtitan on a B200 that followed retries was 0.18 s
+faster than the one before (pytorch/torchtitan pull 2389: 16,384 tokens at 10,917 and at 12,401 tokens per second)."""
+
 HOOKS_S: dict[str, float] = {"ddp": 0.0, "fsdp1": 0.8e-3, "fsdp2": 0.8e-3, "deepspeed": 3.5e-3}
 """The CPU's work around one unit in one direction (unshard, reshard, reduce), in Python. Chosen on the fitted rows: FSDP1 on
 Lightning's against DDP's, DeepSpeed on Qwen's at 256 to 1024 tokens (its hooks run per submodule). FSDP2 is taken as FSDP1."""
@@ -130,6 +137,9 @@ Source: ZeRO-Offload (arXiv:2101.06840), table 4: CPU-Adam takes 2.57 s for 10 b
 
 HOST_PLAIN_ADAM_PER_S = 0.68e9
 """The same of PyTorch's unfused Adam on the CPU: 14.76 s for 10 billion parameters (PT-CPU). Source: the same table."""
+
+HOST_UPDATES_PER_S: dict[HostKernel, float] = {"one_pass": HOST_ADAM_PER_S, "many_passes": HOST_PLAIN_ADAM_PER_S}
+"""Elements per second and node that an optimizer updates on the host."""
 
 HOST_LINK: dict[str, Link] = {
     "volta": PCIE_3_X16, "turing": PCIE_3_X16, "ampere": PCIE_4_X16, "ada": PCIE_4_X16, "hopper": PCIE_5_X16,

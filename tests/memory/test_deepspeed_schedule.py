@@ -1,4 +1,4 @@
-"""DeepSpeed's timeline: against itself walked step by step, and against real steps of DeepSpeed in two processes on the CPU.
+"""DeepSpeed's step program: its invariants, and its peaks against real steps of DeepSpeed in two processes on the CPU.
 
 Run as a program (``test_deepspeed_schedule.py CASES OUT``), this file is one of those processes.
 """
@@ -22,15 +22,13 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from fsdp_advisor.engines.deepspeed.buffers import Filled, buffers
-from fsdp_advisor.engines.deepspeed.schedule import DeepspeedSchedule
 from fsdp_advisor.engines.deepspeed.settings import Settings
+from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import replay as replaying
-from fsdp_advisor.memory.course import Course, Followed
-from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Live, Place
-from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.memory.live import step_peak
+from fsdp_advisor.program.builder import build_program
+from fsdp_advisor.program.instructions import Alloc, Compute, Free, StepProgram
+from fsdp_advisor.program.storages import round_up
 from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.storages import StorageWatch
@@ -49,7 +47,6 @@ REAL: dict[str, Any] = {
 }  # fmt: skip
 STEPS = 8
 """Of a real run. The first two make the optimizer's states and record the trace of modules; what gloo lets go of late only adds."""
-KEPT = [n for n, account in enumerate(ACCOUNTS) if account not in ("activations", "loss", "other")]
 
 
 class Recorded:
@@ -63,35 +60,14 @@ class Recorded:
             for checkpointing in ("none", "full")
         }
 
-    def replay(
-        self, schedule: type[DeepspeedSchedule], plan: Plan, settings: Settings, *, whole: bool = False
-    ) -> tuple[Followed, Live, Ledger]:
-        """The step, what is alive when it is over, and the ledger as it was at its beginning."""
+    def program(self, plan: Plan, settings: Settings) -> StepProgram:
+        hooks = DeepspeedStep(self.profile, plan, settings)
         tape = self.tapes[plan.activation_checkpointing]
-        score = score_of(self.profile, tape, grad_marks=True)
-        begin = Ledger()
-        schedule(self.profile, plan, settings).begin_step(begin)
-        ledger = Ledger(whole=whole)
-        step = schedule(self.profile, plan, settings)
-        replay(self.profile, score.shape, step, plan.gradient_accumulation_steps, ledger)
-        course = Course.of(ledger, score.shape.stretches)
-        at = sized(score, plan.micro_batch_size, plan.seq_len)
-        return course.follow(at), course.live_after(at), begin
+        return build_program(self.profile, tape, hooks, plan.gradient_accumulation_steps)
 
 
-class Watched(DeepspeedSchedule):
-    """Sees that no gradient dies that has not been born."""
-
-    def gradient_ready(self, ledger: Ledger, place: Place, parameter: int) -> None:
-        super().gradient_ready(ledger, place, parameter)
-        assert ledger.all_gradients()[1] >= 0
-
-    def end_backward(self, ledger: Ledger) -> None:
-        if self._stage == 2:
-            self._bucket.reduce(ledger)
-            offloads = self._known.buffers.offload_cast_bytes and self._last and not self._accumulating
-            assert ledger.all_gradients()[1] == 0 or offloads
-        super().end_backward(ledger)
+def state_bytes(program: StepProgram) -> int:
+    return sum(alloc.storages.rounded for alloc in program.states)
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -122,23 +98,29 @@ JOBS = [
 ]  # fmt: skip
 
 
-def test_no_peak_is_lost_in_a_run(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is left out or jumped over hides a peak: as if every moment of every layer were looked at."""
+def test_every_buffer_is_freed_once_and_after_it_was_allocated(recorded: Recorded) -> None:
+    """What replaces a state that was freed during the step has its size."""
     for job, bucket in JOBS:
-        corners, left, _ = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
-        with monkeypatch.context() as patched:
-            patched.setattr(replaying, "WALKED_AT_EACH_END", 10**6)
-            all_of_them, left_of_all, _ = recorded.replay(Watched, job, zero_settings(bucket), whole=True)
-        assert (corners, left) == (all_of_them, left_of_all), (job, bucket)
+        program = recorded.program(job, zero_settings(bucket))
+        alive = {alloc.buffer: alloc.storages.rounded for alloc in program.states}
+        before = sum(alive.values())
+        for visit in program.visits():
+            for instruction in visit.instructions:
+                if isinstance(instruction, Alloc):
+                    alive[instruction.buffer] = instruction.storages.rounded
+                elif isinstance(instruction, Compute):
+                    sizes = {birth: n_bytes for birth, _, n_bytes in instruction.span.gradients}
+                    alive |= {buffer: sizes[birth] for birth, buffer in instruction.gradients}
+                elif isinstance(instruction, Free):
+                    assert alive.pop(instruction.buffer) == instruction.n_bytes, (job, bucket)
+        assert sum(alive.values()) == before, (job, bucket)
 
 
-def test_a_step_leaves_nothing_behind(recorded: Recorded) -> None:
-    """But for the batch and the loss, which the next forward replaces."""
+def test_accounts_sum_to_the_peak(recorded: Recorded) -> None:
     for job, bucket in JOBS:
-        step, left, begin = recorded.replay(DeepspeedSchedule, job, zero_settings(bucket))
-        assert [left[n] for n in KEPT] == [begin.live[n] for n in KEPT], (job, bucket)
-        assert sum(step.at_peak) == step.peak == max(step.phase_peaks.values())
-        assert min(step.at_peak) >= 0
+        peak = step_peak(recorded.program(job, zero_settings(bucket)), job.micro_batch_size, job.seq_len)
+        assert sum(peak.at_peak.values()) == peak.peak == max(peak.phase_peaks.values())
+        assert min(peak.at_peak.values()) >= 0
 
 
 def test_an_oversized_gradient_is_cut_where_ranks_meet() -> None:
@@ -209,8 +191,9 @@ def test_against_deepspeed(tmp_path: Path) -> None:
             gradient_accumulation_steps=case["accumulation"],
             activation_checkpointing="full" if case["again"] else "none",
         )  # fmt: skip
-        step, _, begin = recorded.replay(DeepspeedSchedule, job, case_settings(case))
-        expected = {phase: high - begin.total for phase, high in step.phase_peaks.items()}
+        program = recorded.program(job, case_settings(case))
+        peaks = step_peak(program, job.micro_batch_size, job.seq_len).phase_peaks
+        expected = {phase: high - state_bytes(program) for phase, high in peaks.items()}
         assert found["left"] == 0, case
         phases = ("backward", "optimizer") if case["offload"] == "none" else ("backward",)  # it steps on the host
         for phase in phases:

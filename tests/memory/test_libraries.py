@@ -7,25 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_advisor.engines import schedule_for
+from jobs import Job, job, operations_of, peak_of
+
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import replayed
-from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.allocator import traced
-from fsdp_advisor.memory.allocator.trace import Trace
-from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes, real_attention
-from fsdp_advisor.memory.replay import replay
-from fsdp_advisor.memory.score import score_of, sized
+from fsdp_advisor.memory.allocator import simulate_allocator
+from fsdp_advisor.memory.libraries import cublas_workspace_bytes, real_attention
 from fsdp_advisor.model.profile import (
     EAGER_ON_GPU,
     SDPA_BY_CUDNN,
     SDPA_ON_GPU,
     SDPA_ON_GPU_WINDOWED,
-    Profile,
-    Tape,
+    Category,
     Variant,
 )
-from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.program.spans import storage_bytes
 
 
 @pytest.mark.parametrize(
@@ -89,35 +84,26 @@ def test_real_attention_where_it_is_recorded_by_kinds(
     assert real_attention(variant, capability, recorded=keys).attention == becomes
 
 
-def flash_job() -> tuple[Profile, Tape, Plan]:
-    profile = resolve("meta-llama/Llama-3.2-1B").profile
-    assert profile is not None
-    plan = Plan(
-        strategy="zero3",
-        backend="fsdp2",
-        shard_degree=4,
-        seq_len=2048,
-        micro_batch_size=1,
-        attention="flash_attention_2",
+def flash_job() -> Job:
+    """One sequence of 2,048 tokens on each of four ranks, with flash attention."""
+    return job(
+        "meta-llama/Llama-3.2-1B", "zero3", "fsdp2", attention="flash_attention_2", micro_batch_size=1, seq_len=2048
     )
-    return profile, profile.tapes[Variant("fsdp2", "bf16-mixed", "flash_attention_2", "none", False).key], plan
 
 
-def test_scratch_is_walked_and_is_no_tensor() -> None:
+def test_attention_workspace_is_allocated_but_is_no_tensor() -> None:
     """Per layer, with shared keys: the fp32 accumulator of dq, one fp32 per row and head, dk and dv of every query head."""
     profile, tape, plan = flash_job()
-    schedule = schedule_for(profile, plan)
-    score = score_of(profile, tape)
-    bare = Trace(profile, tape, sized(score, 1, 2048))
-    replay(profile, score.shape, schedule, 1, bare)
-    tensors = Counter(bare.steps(schedule.made_by_first_step).requests)
-    more = Counter(traced(profile, tape, plan).requests) - tensors
+    sizes = storage_bytes(tape, 1, 2048)
+    workspace = Counter(
+        sizes[size]
+        for segment, born in zip(tape.segments, tape.births, strict=True)
+        for size, category in born
+        if category == Category.SCRATCH
+        for _ in range(profile.stacks[segment.stack].counts[segment.layer])
+    )
     elements = 2048 * 32 * 64
-    assert more == {elements * 4: 16, 2048 * 32 * 4: 16, elements * 2: 32}
-
-
-def test_allocated_is_tensors_scratch_and_two_workspaces() -> None:
-    profile, tape, plan = flash_job()
-    result = allocated(profile, tape, plan, workspace_bytes=cublas_workspace_bytes((9, 0)))
-    assert result.tensor_bytes == replayed(profile, tape, plan).peak
-    assert result.peak_bytes == result.tensor_bytes + result.scratch_bytes + 2 * 32 * 2**20
+    assert workspace == {elements * 4: 16, 2048 * 32 * 4: 16, elements * 2: 32}
+    requested = Counter(operations_of(profile, tape, plan).requests)
+    assert all(requested[size] >= count for size, count in workspace.items())
+    assert simulate_allocator(operations_of(profile, tape, plan)).requested_peak_bytes >= peak_of(profile, tape, plan).peak
