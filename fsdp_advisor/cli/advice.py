@@ -272,7 +272,7 @@ def _launch(advice: Advice, screen: Screen) -> str:
     r = advice.recommendation
     assert r.estimate is not None
     job = Job.of(advice.report, r.estimate, environment=r.winner.environment if r.winner else None)
-    able = [target for target in TARGETS.values() if target.cannot(job) is None]
+    able = [target for target in TARGETS.values() if target.unsupported(job) is None]
     able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # what was estimated comes first
     if not able:
         return wrap("No consumer that can be exported to does this plan.", screen)

@@ -145,7 +145,7 @@ class Answers:
         except UnknownModel:
             if not self._settings.allow_hub or not hub.can_be_repo_id(name):
                 raise
-        data, _ = await asyncio.to_thread(hub.download, name, for_strangers=True)
+        data, _ = await asyncio.to_thread(hub.download, name, anonymous=True)
         model = await self._recordings.resolved(data, name, "hub", question.variants())
         return await self._apart(lambda: work(model), slow=question.slow)
 

@@ -35,7 +35,7 @@ def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> lis
     query = pinned(report, chosen.plan)
     found = []
     for name, target in TARGETS.items():
-        if target.cannot(job) is not None:
+        if target.unsupported(job) is not None:
             continue
         made = export(name, job)
         found.append(

@@ -93,7 +93,7 @@ class Recordings:
             profile.parameters,
             profile.trainable_parameters,
             known.notes,
-            may_record=False,
+            recording_allowed=False,
         )
 
     async def close(self) -> None:

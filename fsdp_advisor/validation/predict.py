@@ -146,7 +146,7 @@ def resolve_here(name: str) -> Resolved:
         from fsdp_advisor.recording import Recorder, TransformersSource
 
         kept = Recorder(TransformersSource(profile.config, name=model.name, task=task)).profile
-    return replace(model, profile=kept, recorded_here=True)
+    return replace(model, profile=kept, recorded_locally=True)
 
 
 def _time(one: StrategyEstimate) -> dict[str, float]:

@@ -69,8 +69,8 @@ def test_the_margin_is_left_free() -> None:
         recommendation = advise(model=LLAMA, gpus=8, gpu="80GiB", margin=margin)
         share = float(str(margin).rstrip("%")) / (100 if "%" in str(margin) else 1)
         assert recommendation.available_bytes == int(80 * 2**30 * (1 - share))
-        assert recommendation.winner is not None
-        assert (recommendation.winner.needed_bytes or 0) <= recommendation.available_bytes
+        assert recommendation.winner is not None and recommendation.winner.needed_bytes is not None
+        assert recommendation.winner.needed_bytes <= recommendation.available_bytes
 
 
 def test_days_hours_and_cost() -> None:

@@ -119,7 +119,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("estimate", *MODEL, "--gpu", "voodoo"),
         "unknown GPU 'voodoo'",
-        "`fsdp-advisor gpus` lists them all; a size such as 24GiB does too",
+        "`fsdp-advisor gpus` lists all GPUs; a memory size such as 24GiB also works",
     ),
     (
         ("estimate", "--model", "./no/such/config.json"),
