@@ -36,7 +36,7 @@ def estimate(
 
     records = None
     if validate:
-        from fsdp_advisor.cli.beside import apart, run_beside
+        from fsdp_advisor.cli.measured import apart, run_beside
 
         report = apart(asked)
     else:
@@ -58,13 +58,13 @@ def _render(
     if form is Format.json:
         document = report.as_dict(timeline=chosen is not None)
         if records is not None:
-            from fsdp_advisor.cli.beside import into_json
+            from fsdp_advisor.cli.measured import into_json
 
             into_json(document, records)
         return as_json(document)
     beside = ""
     if records is not None:
-        from fsdp_advisor.cli.beside import as_lines
+        from fsdp_advisor.cli.measured import as_lines
 
         beside = "\n".join(["", *as_lines(report, records)])
     if form is Format.markdown:

@@ -26,7 +26,7 @@ from fsdp_advisor.job.request import EstimateRequest, fields_of
 
 if TYPE_CHECKING:
     from fsdp_advisor.validation.case import Case, Device
-    from fsdp_advisor.validation.launch import Ended
+    from fsdp_advisor.validation.child_process import Ended
     from fsdp_advisor.validation.records import Record, Rung
 
 FAILED = 3
@@ -204,7 +204,7 @@ def _cases(
     """One case per strategy of each request, on the rung asked for or the best; notes say which."""
     from fsdp_advisor.job.plan import plans
     from fsdp_advisor.model.resolve import is_count
-    from fsdp_advisor.validation import ladder, machine
+    from fsdp_advisor.validation import machine, modes
     from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case
 
     for request in requests:
@@ -220,9 +220,9 @@ def _cases(
     cases: list[Case] = []
     reported: set[str] = set()
     for request in requests:
-        for one in ladder.single(request, request.seq_len or 1):
+        for one in modes.single(request, request.seq_len or 1):
             (plan,) = plans(one, seq_len=1)
-            choice = ladder.choose(plan, wanted, where, ranks=ranks)
+            choice = modes.choose(plan, wanted, where, ranks=ranks)
             if choice.why not in reported and len(reported) < 3:
                 reported.add(choice.why)
                 note(f"rung: {choice.why}", quiet=quiet or bool(rank))
@@ -233,7 +233,7 @@ def _cases(
 
 def _started_rank(endpoint: str | None) -> int | None:
     """This process's rank where the user has started several; with a place to meet, srun starts one process per node."""
-    from fsdp_advisor.validation.started import started_rank
+    from fsdp_advisor.validation.external_launcher import started_rank
 
     started = started_rank()
     if started is not None and endpoint is not None and "RANK" in os.environ:
@@ -266,7 +266,7 @@ def _run(cases: list[Case], path: Path | None, destination: Destination, form: s
 def _as_rank(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
     """One case on ranks that the user has started, of which this process is one: rank 0 keeps and shows it."""
     from fsdp_advisor.cli import complain
-    from fsdp_advisor.validation.started import as_rank
+    from fsdp_advisor.validation.external_launcher import as_rank
 
     if len(cases) > 1:
         raise UsageError(
@@ -320,14 +320,14 @@ def _show(found: list[tuple[Record, Ended]], destination: Destination, form: str
 
 def _one(case: Case, *, alone: bool) -> tuple[Record, Ended]:
     """A case's record; among several, one that this machine cannot run says why in its place."""
-    from fsdp_advisor.validation import launch, worker
+    from fsdp_advisor.validation import child_process, worker
 
     try:
         return worker.run(case)
     except AdvisorError as error:
         if alone:
             raise
-        ended = launch.Ended(**launch.failure_of(error))
+        ended = child_process.Ended(**child_process.failure_of(error))
         return worker.record_of(case, ended), ended
 
 

@@ -16,7 +16,7 @@ from fsdp_advisor.errors import MeasurementError, MissingExtra
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.lookup import lookup
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.validation.launch import forked
+from fsdp_advisor.validation.child_process import forked
 
 _ASKED = "torch.cuda.get_device_properties on this machine"
 _COUNT_SECONDS = 120

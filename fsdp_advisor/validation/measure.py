@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.validation import launch, machine
-from fsdp_advisor.validation.alarm import ELSEWHERE, MEET_SECONDS
+from fsdp_advisor.validation import child_process, machine
 from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.child_process import Ended, Tell
+from fsdp_advisor.validation.failure_broadcast import ELSEWHERE, MEET_SECONDS
 from fsdp_advisor.validation.failures import NotHere, describe_exit
-from fsdp_advisor.validation.launch import Ended, Tell
 from fsdp_advisor.validation.predict import predict
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
@@ -41,9 +41,9 @@ def launch_ranks(case: Case) -> Ended:
     check(case)
     if case.rdzv_endpoint is not None:
         check_endpoint(case.rdzv_endpoint)
-    launch.warm_up()
+    child_process.warm_up()
     began = time.monotonic()
-    predicted = launch.forked(lambda tell: _predict(case, tell), timeout_seconds=case.timeout_seconds)
+    predicted = child_process.forked(lambda tell: _predict(case, tell), timeout_seconds=case.timeout_seconds)
     if predicted.outcome != "ok":
         return predicted
     folder = Path(tempfile.mkdtemp(prefix="fsdp-advisor-"))
@@ -153,17 +153,17 @@ def _watch(folder: Path, arguments: list[str], timeout_seconds: float) -> Ended:
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
-            preexec_fn=lambda: launch.die_with_parent(own),  # its ranks go with it
+            preexec_fn=lambda: child_process.die_with_parent(own),  # its ranks go with it
         )  # fmt: skip
         try:
             status = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            launch.kill_tree(process.pid)
+            child_process.kill_tree(process.pid)
             process.wait()
             return Ended(outcome="timeout", message=f"no end after {timeout_seconds:.0f} s; all ranks were ended")
         except KeyboardInterrupt:
-            with launch.undisturbed():
-                launch.kill_tree(process.pid)
+            with child_process.undisturbed():
+                child_process.kill_tree(process.pid)
                 process.wait()
             return Ended(outcome="interrupted", message="interrupted; all ranks were ended")
     return ended_with(folder, status, log.read_text(errors="replace"))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.validation import machine
-from fsdp_advisor.validation.alarm import Alarm
+from fsdp_advisor.validation.child_process import die_with_parent
+from fsdp_advisor.validation.failure_broadcast import Alarm
 from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.launch import die_with_parent
 from fsdp_advisor.validation.on_gpu import STEADY
 from fsdp_advisor.validation.predict import Prediction
 

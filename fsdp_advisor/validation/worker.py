@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_advisor.validation import launch, machine
+from fsdp_advisor.validation import child_process, machine
 from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.child_process import Ended, Tell
 from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.launch import Ended, Tell
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record, thinned
 
@@ -25,8 +25,8 @@ def run(case: Case) -> tuple[Record, Ended]:
 
         ended = launch_ranks(case)
     else:
-        launch.warm_up()
-        ended = launch.forked(lambda tell: work(case, tell), timeout_seconds=case.timeout_seconds)
+        child_process.warm_up()
+        ended = child_process.forked(lambda tell: work(case, tell), timeout_seconds=case.timeout_seconds)
     return record_of(case, ended), ended
 
 

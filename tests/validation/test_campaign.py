@@ -15,7 +15,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import GPUS, find_gpu
 from fsdp_advisor.model.catalog import find, profile
-from fsdp_advisor.validation import campaign, ladder, records
+from fsdp_advisor.validation import campaign, modes, records
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record
@@ -155,11 +155,11 @@ def test_the_quick_campaign_is_for_any_24_gb_gpu(gpu: str) -> None:
 
 
 def test_the_best_rung_of_a_machine() -> None:
-    assert ladder.best_rung(8, "fsdp2", gpus_here=0).rung == "simulate"
-    assert ladder.best_rung(8, "fsdp2", gpus_here=4).rung == "stand-in"
-    assert ladder.best_rung(8, "deepspeed", gpus_here=4).rung == "measure"
-    assert ladder.best_rung(4, "fsdp2", gpus_here=4).rung == "measure"
-    assert all(ladder.best_rung(2, "ddp", gpus_here=n).why for n in (0, 1, 2))
+    assert modes.best_rung(8, "fsdp2", gpus_here=0).rung == "simulate"
+    assert modes.best_rung(8, "fsdp2", gpus_here=4).rung == "stand-in"
+    assert modes.best_rung(8, "deepspeed", gpus_here=4).rung == "measure"
+    assert modes.best_rung(4, "fsdp2", gpus_here=4).rung == "measure"
+    assert all(modes.best_rung(2, "ddp", gpus_here=n).why for n in (0, 1, 2))
 
 
 # The command

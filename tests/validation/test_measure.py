@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
 from fsdp_advisor.estimator import make_request  # noqa: E402
 from fsdp_advisor.memory.storages import round_up  # noqa: E402
-from fsdp_advisor.validation import measure, started  # noqa: E402
+from fsdp_advisor.validation import external_launcher, measure  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
 from fsdp_advisor.validation.predict import predict  # noqa: E402
@@ -240,11 +240,13 @@ def test_too_few_gpus_offer_a_stand_in_and_nodes_a_meeting_place(model: str, mon
 
 
 def test_started_by_torchrun_by_srun_or_by_hand() -> None:
-    assert started.started_rank({}) is None
-    assert started.started_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) is None  # the batch script itself
+    assert external_launcher.started_rank({}) is None
+    assert (
+        external_launcher.started_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) is None
+    )  # the batch script itself
     step = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "1234567"}
-    assert started.started_rank(step) == (9, 16)
-    adopted = started.adopt_slurm({**step, "SLURM_STEP_NODELIST": "node7,node9"})
+    assert external_launcher.started_rank(step) == (9, 16)
+    adopted = external_launcher.adopt_slurm({**step, "SLURM_STEP_NODELIST": "node7,node9"})
     assert adopted == {
         "RANK": "9",
         "WORLD_SIZE": "16",
@@ -252,7 +254,7 @@ def test_started_by_torchrun_by_srun_or_by_hand() -> None:
         "MASTER_ADDR": "node7",
         "MASTER_PORT": "24567",
     }
-    assert started.adopt_slurm({"RANK": "0"}) == {}
+    assert external_launcher.adopt_slurm({"RANK": "0"}) == {}
 
 
 def test_the_sbatch_example_asks_for_what_the_request_says(model: str) -> None:

@@ -19,10 +19,10 @@ pytest.importorskip("torch")
 from fsdp_advisor.errors import UsageError  # after the check for torch
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.plan import plans
-from fsdp_advisor.validation import ladder, measure, rank
+from fsdp_advisor.validation import measure, modes, rank
+from fsdp_advisor.validation.child_process import descendants
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of
 from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.launch import descendants
 from fsdp_advisor.validation.records import Record, read
 
 CONFIG = {
@@ -281,7 +281,7 @@ def test_a_rank_s_node_and_gpu() -> None:
 
 def test_ranks_that_are_there_are_measured() -> None:
     (plan,) = plans(make_request({"model": "gpt2", "strategy": "zero3", "gpus": 16}), seq_len=64)
-    assert ladder.choose(plan, ranks=True).rung == "measure"
-    assert ladder.choose(plan, None, "cpu", ranks=True).device == "cpu"
+    assert modes.choose(plan, ranks=True).rung == "measure"
+    assert modes.choose(plan, None, "cpu", ranks=True).device == "cpu"
     with pytest.raises(UsageError, match="one process"):
-        ladder.choose(plan, "stand-in", ranks=True)
+        modes.choose(plan, "stand-in", ranks=True)

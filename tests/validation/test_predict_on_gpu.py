@@ -17,7 +17,7 @@ from fsdp_advisor.hardware import Gpu, find_gpu  # noqa: E402
 from fsdp_advisor.model import cache  # noqa: E402
 from fsdp_advisor.validation import machine, stand_in, worker  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
-from fsdp_advisor.validation.launch import Ended  # noqa: E402
+from fsdp_advisor.validation.child_process import Ended  # noqa: E402
 from fsdp_advisor.validation.on_gpu import CONF_VARIABLES  # noqa: E402
 from fsdp_advisor.validation.predict import Prediction, predict  # noqa: E402
 from fsdp_advisor.validation.snapshots import compare_snapshot  # noqa: E402

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.validation.child_process import failure_of
 from fsdp_advisor.validation.failures import (
     describe_exit,
     is_lost_rank,
@@ -18,7 +19,6 @@ from fsdp_advisor.validation.failures import (
     is_out_of_memory,
     read_out_of_memory,
 )
-from fsdp_advisor.validation.launch import failure_of
 from fsdp_advisor.validation.records import Record, append, case_key, check, read
 
 REQUEST: dict[str, Any] = {

@@ -149,7 +149,7 @@ def test_one_case_is_shown_figure_by_figure(form: str) -> None:
 
 def test_records_are_read_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from fsdp_advisor.validation import campaign, case, drawing, failures, ladder, records, report;"
+        "import sys; from fsdp_advisor.validation import campaign, case, drawing, failures, modes, records, report;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -24,7 +24,7 @@ from fsdp_advisor.recording import TransformersSource  # noqa: E402
 from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the checks
 from fsdp_advisor.validation import frameworks  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
-from fsdp_advisor.validation.ladder import choose  # noqa: E402
+from fsdp_advisor.validation.modes import choose  # noqa: E402
 from fsdp_advisor.validation.real import check  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 

@@ -12,9 +12,9 @@ from fsdp_advisor.report import Report
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.campaign import case_of
 from fsdp_advisor.validation.case import Device
-from fsdp_advisor.validation.launch import Ended
+from fsdp_advisor.validation.child_process import Ended
+from fsdp_advisor.validation.external_launcher import started_rank
 from fsdp_advisor.validation.records import Record, Rung
-from fsdp_advisor.validation.started import started_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def beside(
     `began(index, total, choice)` is called before each. Raises MissingExtra without torch. A record's `measured` and `errors`
     are what `estimate --validate` shows beside the estimate.
     """
-    from fsdp_advisor.validation import launch, worker
+    from fsdp_advisor.validation import child_process, worker
 
     machine.require_torch()
     if started_rank() is not None:
@@ -100,7 +100,7 @@ def beside(
         try:
             found = worker.run(case)
         except AdvisorError as error:
-            ended = Ended(**launch.failure_of(error))
+            ended = Ended(**child_process.failure_of(error))
             found = worker.record_of(case, ended), ended
         yield found
         if found[0].outcome == "interrupted":

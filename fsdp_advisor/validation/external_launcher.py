@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.validation import machine, rank
-from fsdp_advisor.validation.alarm import Alarm
 from fsdp_advisor.validation.case import Case
-from fsdp_advisor.validation.launch import Ended
+from fsdp_advisor.validation.child_process import Ended
+from fsdp_advisor.validation.failure_broadcast import Alarm
 from fsdp_advisor.validation.measure import check, ended_as
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record

@@ -11,7 +11,7 @@ from fsdp_advisor.units import format_gib
 
 if TYPE_CHECKING:
     from fsdp_advisor.report import Report
-    from fsdp_advisor.validation.ladder import Choice
+    from fsdp_advisor.validation.modes import Choice
     from fsdp_advisor.validation.records import Record
 
 SHOWN = (
@@ -25,7 +25,7 @@ SHOWN = (
 
 def apart(answer: Callable[[], Report]) -> Report:
     """A report made in a process of its own: what has recorded a model has run autograd, and forks no worker that uses a GPU."""
-    from fsdp_advisor.validation.launch import forked
+    from fsdp_advisor.validation.child_process import forked
 
     ended = forked(lambda tell: tell("report", answer()), timeout_seconds=math.inf)
     if ended.outcome == "interrupted":
@@ -38,7 +38,7 @@ def apart(answer: Callable[[], Report]) -> Report:
 
 def run_beside(report: Report, *, quiet: bool) -> list[Record]:
     """One record per estimate of the report, in its order. Raises MissingExtra without torch."""
-    from fsdp_advisor.validation.ladder import beside
+    from fsdp_advisor.validation.modes import beside
 
     def began(index: int, total: int, choice: Choice) -> None:
         note(f"run {index + 1} of {total}: {choice.why}", quiet=quiet)

@@ -15,8 +15,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from fsdp_advisor.validation.child_process import failure_of
 from fsdp_advisor.validation.failures import is_lost_rank
-from fsdp_advisor.validation.launch import failure_of
 
 _KEY = "fsdp-advisor/failure"
 _LOOK_SECONDS = 1.0

@@ -20,7 +20,7 @@ from fsdp_advisor.estimator import make_request  # noqa: E402
 from fsdp_advisor.job.plan import Plan, plans  # noqa: E402
 from fsdp_advisor.recording import TransformersSource  # noqa: E402
 from fsdp_advisor.recording.modules import ModuleSource  # noqa: E402
-from fsdp_advisor.validation import launch, weights  # noqa: E402
+from fsdp_advisor.validation import child_process, weights  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
 from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
@@ -218,26 +218,28 @@ def alive(pid: int) -> bool:
 
 
 def test_a_crash_ends_the_case_alone_and_what_it_had_started() -> None:
-    def crash(tell: launch.Tell) -> None:
+    def crash(tell: child_process.Tell) -> None:
         child = os.fork()
         if child == 0:
             time.sleep(600)
         tell("child", child)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ended = launch.forked(crash, timeout_seconds=30)
+    ended = child_process.forked(crash, timeout_seconds=30)
     assert ended.outcome == "crash" and "SIGKILL" in ended.message
     time.sleep(0.1)
     assert not alive(ended.reported["child"])
 
 
 def test_what_was_told_outlives_a_crash() -> None:
-    ended = launch.forked(lambda tell: (tell("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=30)  # type: ignore[func-returns-value]
+    ended = child_process.forked(
+        lambda tell: (tell("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=30
+    )  # type: ignore[func-returns-value]
     assert ended.outcome == "crash" and "SIGKILL" in ended.message and ended.reported == {"seen": 1}
 
 
 def test_a_hang_is_ended_with_all_that_it_started() -> None:
-    def hang(tell: launch.Tell) -> None:
+    def hang(tell: child_process.Tell) -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
@@ -245,36 +247,36 @@ def test_a_hang_is_ended_with_all_that_it_started() -> None:
         tell("pids", [os.getpid(), child])
         time.sleep(600)
 
-    ended = launch.forked(hang, timeout_seconds=1)
+    ended = child_process.forked(hang, timeout_seconds=1)
     assert ended.outcome == "timeout" and ended.seconds < 10
     assert not any(alive(pid) for pid in ended.reported["pids"])
 
 
 def test_out_of_memory_carries_what_was_asked_and_what_was_free() -> None:
-    def out_of_memory(tell: launch.Tell) -> None:
+    def out_of_memory(tell: child_process.Tell) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
         )
 
-    ended = launch.forked(out_of_memory, timeout_seconds=30)
+    ended = child_process.forked(out_of_memory, timeout_seconds=30)
     assert ended.outcome == "oom"
     assert ended.detail["asked_bytes"] == 2 * 2**30 and ended.detail["free_bytes"] == 3 * 2**29
 
-    def on_the_host(tell: launch.Tell) -> None:
+    def on_the_host(tell: child_process.Tell) -> None:
         torch.empty(2**60, dtype=torch.uint8)
 
-    ended = launch.forked(on_the_host, timeout_seconds=30)
+    ended = child_process.forked(on_the_host, timeout_seconds=30)
     assert ended.outcome == "oom" and ended.detail["asked_bytes"] == 2**60
 
 
 def test_an_error_is_told_with_its_traceback_and_a_refusal_with_its_hint() -> None:
-    ended = launch.forked(lambda tell: 1 / 0, timeout_seconds=30)  # type: ignore[arg-type, return-value]
+    ended = child_process.forked(lambda tell: 1 / 0, timeout_seconds=30)  # type: ignore[arg-type, return-value]
     assert ended.outcome == "error" and "ZeroDivisionError" in ended.message and "1 / 0" in ended.detail["traceback"]
 
-    def refuse(tell: launch.Tell) -> None:
+    def refuse(tell: child_process.Tell) -> None:
         raise NotHere("no", hint="yes")
 
-    ended = launch.forked(refuse, timeout_seconds=30)
+    ended = child_process.forked(refuse, timeout_seconds=30)
     assert (ended.message, ended.hint, ended.exit_status) == ("no", "yes", 2)
 
 
@@ -282,17 +284,17 @@ def test_an_interrupt_ends_the_case_and_is_recorded() -> None:
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     pids: list[int] = []
 
-    def sleep(tell: launch.Tell) -> None:
+    def sleep(tell: child_process.Tell) -> None:
         tell("pid", os.getpid())
         time.sleep(600)
 
-    ended = launch.forked(sleep, timeout_seconds=60)
+    ended = child_process.forked(sleep, timeout_seconds=60)
     pids.append(ended.reported["pid"])
     assert ended.outcome == "interrupted" and not any(alive(pid) for pid in pids)
 
 
 def test_a_case_starts_at_once() -> None:
-    launch.warm_up()
+    child_process.warm_up()
     began = time.monotonic()
-    assert launch.forked(lambda tell: None, timeout_seconds=30).outcome == "ok"
+    assert child_process.forked(lambda tell: None, timeout_seconds=30).outcome == "ok"
     assert time.monotonic() - began < 1

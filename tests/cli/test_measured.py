@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_advisor import estimate
-from fsdp_advisor.cli import beside
+from fsdp_advisor.cli import measured as comparison
 from fsdp_advisor.validation.records import Record
 
 pytest.importorskip("torch")
@@ -55,11 +55,11 @@ def test_what_a_gpu_found_stands_beside_what_is_predicted_of_it() -> None:
         request={**report.request.as_dict(), "backend": "fsdp2", "seq_len": 1024},
         rung="stand-in", device="cuda", outcome="ok", measured=measured, predicted=predicted,
     )  # fmt: skip
-    lines = beside.as_lines(report, [record])
+    lines = comparison.as_lines(report, [record])
     assert [line.split()[3] for line in lines[2:]] == ["allocated", "reserved", "device"]
     assert lines[3].split()[-1] == "-25.000%" and "3.00 GiB" in lines[3] and "4.00 GiB" in lines[3]
     document = report.as_dict()
-    beside.into_json(document, [record])
+    comparison.into_json(document, [record])
     shown = document["estimates"][0]["measured"]
     assert shown["predicted"] == predicted and shown["errors"]["peak_reserved_bytes"] == -0.25
 
@@ -68,5 +68,5 @@ def test_a_run_out_of_memory_says_so() -> None:
     report = estimate(model="openai-community/gpt2", gpus=8, strategy="zero3", gpu="H100-80GB")
     request = {**report.request.as_dict(), "backend": "fsdp2", "seq_len": 1024}
     record = Record(request=request, rung="stand-in", device="cuda", outcome="oom", message="CUDA out of memory.")
-    lines = beside.as_lines(report, [record])
+    lines = comparison.as_lines(report, [record])
     assert "oom" in lines[2] and lines[-1].endswith("ZeRO-3: CUDA out of memory.")
