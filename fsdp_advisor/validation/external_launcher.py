@@ -1,4 +1,4 @@
-"""Ranks that the user has started, by torchrun or by srun: this process is one of them, and rank 0 has the record."""
+"""Ranks that the user has started with torchrun or srun. This process is one of them; rank 0 makes the record."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.validation import machine, rank
+from fsdp_advisor.validation import rank, worker
 from fsdp_advisor.validation.case import Case
-from fsdp_advisor.validation.child_process import Ended
-from fsdp_advisor.validation.failure_broadcast import Alarm
-from fsdp_advisor.validation.measure import check, ended_as
+from fsdp_advisor.validation.failure_broadcast import FailureBroadcaster
+from fsdp_advisor.validation.measure import check, with_context
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record
+from fsdp_advisor.validation.run_result import RunResult
 
 
-def started_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(rank, world size) where the user has started this process as one of several ranks, by torchrun or by srun.
+def external_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """(rank, world size) if torchrun or srun has started this process as one of several, else None.
 
-    A batch script is no rank, although Slurm gives it SLURM_PROCID: only a step of several tasks has them.
-    >>> started_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}), started_rank({"SLURM_PROCID": "0"})
+    Slurm sets SLURM_PROCID in batch scripts too; only a step of several tasks has ranks.
+    >>> external_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}), external_rank({"SLURM_PROCID": "0"})
     ((1, 4), None)
     """
     if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
@@ -34,10 +34,10 @@ def started_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int]
     return None
 
 
-def adopt_slurm(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that PyTorch reads, from those that srun sets; those of torchrun as they are.
+def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torch.distributed reads, from those that srun sets. Empty under torchrun, which sets them itself.
 
-    The first node of the step is where ranks meet. Source: Slurm's srun manual, "output environment variables".
+    The ranks meet on the first node of the step. Source: Slurm's srun manual, "output environment variables".
     """
     if "RANK" in environment:
         return {}
@@ -56,61 +56,63 @@ def _first_host(environment: Mapping[str, str]) -> str:
     if "[" not in nodes:
         return nodes.split(",")[0]
     try:
-        reported = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
-        return reported.stdout.split()[0]
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        return listed.stdout.split()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
         match = re.match(r"([^\[,]+)\[(\d+)", nodes)
         return f"{match[1]}{match[2]}" if match else nodes
 
 
-def as_rank(case: Case, leave: Callable[[Record | None, Ended], int]) -> tuple[Record, Ended] | None:
-    """The case on ranks that the user has started; a record on rank 0, nothing on the others.
+def run_as_rank(case: Case, on_failure: Callable[[Record | None, RunResult], int]) -> tuple[Record, RunResult] | None:
+    """Run the case as one of the started ranks. Returns the record on rank 0, None on the others.
 
-    Rank 0 predicts and tells the others. Whatever fails, in whichever rank, ends this process with the status that `leave`
-    returns: on rank 0 it gets a record, on the first rank of each other node none, and elsewhere it is not called.
+    Rank 0 predicts and shares the prediction. The failure of any rank ends every rank's process. `on_failure` returns the exit
+    status; it is called on rank 0, with a record if a prediction exists, and on the first rank of each other node, without one.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its stack of a lost connection is many times our line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides long C++ stack traces of lost connections
+    began = time.monotonic()
+    own, world_size = external_rank() or (0, 1)
+    os.environ.update(torch_variables(os.environ))
+    reported: dict[str, Any] = {}
+
+    def result(of: RunResult) -> RunResult:
+        return replace(of, reported=reported, seconds=round(time.monotonic() - began, 3))
+
+    def failed(failure: RunResult) -> int:
+        failure = result(with_context(failure))
+        if own == 0:
+            return on_failure(worker.record_of(case, failure) if reported else None, failure)
+        return on_failure(None, failure) if os.environ.get("LOCAL_RANK", "0") == "0" else failure.exit_status
+
+    with FailureBroadcaster(
+        own, failed, keep_alive_after_failure=True, timeout_seconds=case.time_limit_seconds
+    ) as broadcaster:
+        if world_size != case.request.gpus:
+            raise UsageError(
+                f"gpus {case.request.gpus}, but {world_size} ranks were started", hint=f"--gpus {world_size}"
+            )
+        if case.device == "cpu":  # on GPUs, each rank checks its own GPU
+            check(case)
+        rank.run_rank(
+            rank.RankSettings.of_case(case),
+            broadcaster,
+            lambda: _shared_prediction(case, own, reported),
+            lambda name, value: reported.update({name: value}),
+        )
+    if own != 0:
+        return None
+    ended = result(RunResult(outcome="ok"))
+    return worker.record_of(case, ended), ended
+
+
+def _shared_prediction(case: Case, own: int, reported: dict[str, Any]) -> Prediction:
+    """The prediction of rank 0, on every rank."""
     import torch
     import torch.distributed as dist
 
-    from fsdp_advisor.validation import worker
-
-    began = time.monotonic()
-    own, world = started_rank() or (0, 1)
-    os.environ.update(adopt_slurm(dict(os.environ)))
-    reported: dict[str, Any] = {}
-
-    def failed(failure: dict[str, Any]) -> int:
-        ended = replace(ended_as(failure), reported=reported, seconds=round(time.monotonic() - began, 3))
-        if own == 0:
-            return leave(worker.record_of(case, ended) if reported else None, ended)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            return leave(None, ended)
-        return ended.exit_status
-
-    with Alarm(own, failed, lingers=True, timeout_seconds=case.timeout_seconds) as alarm:
-        if world != case.request.gpus:
-            raise UsageError(
-                f"gpus {case.request.gpus}, not the {world} ranks that were started", hint=f"--gpus {world}"
-            )
-        if case.device == "cpu":  # of its GPUs each rank says itself what it lacks
-            check(case)
-        machine.set_allocator(case.request.allocator_conf)
-        base = rank.with_group(case.device)
-        alarm.connect()
-        shared: list[Any] = [None]
-        if own == 0:
-            shared = [predict(case.request, "measure", case.device).as_dict()]
-            reported["prediction"] = shared[0]
-        dist.broadcast_object_list(shared, group=rank.gossip(), device=torch.device("cpu"))
-        prediction = Prediction.from_dict(shared[0])
-        if own == 0:
-            reported["versions"] = rank.versions(prediction, case.device, case.zero1)
-        snapshot = case.snapshot if own == 0 else None
-        reported |= rank.measure(prediction, case.device, zero1=case.zero1, snapshot=snapshot, base=base)
-        alarm.stop()
-        rank.end_group()
-    if own != 0:
-        return None
-    ended = Ended(outcome="ok", reported=reported, seconds=round(time.monotonic() - began, 3))
-    return worker.record_of(case, ended), ended
+    shared: list[Any] = [None]
+    if own == 0:
+        shared = [predict(case.request, "measure", case.device).as_dict()]
+        reported["prediction"] = shared[0]
+    dist.broadcast_object_list(shared, group=rank.host_group(), device=torch.device("cpu"))
+    return Prediction.from_dict(shared[0])

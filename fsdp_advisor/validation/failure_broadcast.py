@@ -1,6 +1,6 @@
-"""The first failure of any rank, on whichever node, is told to all of them: it is kept where they met, and each looks there.
+"""Broadcast the first failure of any rank to all ranks, through a key of the TCPStore where they met.
 
-Without it a rank that waits for one that has gone waits until its library gives up, and never learns why.
+Without it, a rank that waits for a failed one waits until its library's timeout and never learns the reason.
 """
 
 from __future__ import annotations
@@ -11,45 +11,51 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from fsdp_advisor.validation.child_process import failure_of
-from fsdp_advisor.validation.failures import is_lost_rank
+from fsdp_advisor.validation.failures import is_lost_connection
+from fsdp_advisor.validation.run_result import FAILED, RunResult
+
+JOIN_SECONDS = 600.0
+"""How long ranks wait for each other at the start, as torchrun's agents do."""
+SEE_OTHER_NODE = "the reason is in the output of its own node, or in the log named there"
 
 _KEY = "fsdp-advisor/failure"
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _CAUSE_SECONDS = 3.0
-"""How long a rank that has lost another one waits to hear why."""
-_LINGER_SECONDS = 3.0
-"""How long a rank that has failed stays, so that those of its node hear of it before their launcher ends them."""
-MEET_SECONDS = 600.0
-"""How long ranks wait for each other to come, as torchrun's own agents do."""
-ELSEWHERE = "why it ended stands in the output of its own node, or in the log named there"
-
-Failure = dict[str, Any]
-"""Fields of `Ended`, and the rank that they are of."""
+"""How long a rank that has lost a connection waits for the other rank's failure."""
+_KEEP_ALIVE_SECONDS = 3.0
+"""How long a failed rank stays alive, so that the others of its node read the failure before the launcher ends them."""
 
 
-class Alarm:
-    """Around all that a rank does: whatever ends it, or another rank, or time running out, ends this process by `leave`.
+class FailureBroadcaster:
+    """Context manager around everything that a rank does.
 
-    `leave(failure)` is called once, from any thread, and returns the process's exit status. `lingers` says that ranks are
-    elsewhere, or that a launcher we know nothing of ends them all when one ends.
+    An exception here, a failure of another rank or the end of the time limit ends this process. `on_failure(result)` is called
+    once, from any thread, and returns the process's exit status. `keep_alive_after_failure`: ranks run on other nodes, or under a
+    launcher that ends all of them as soon as one ends.
     """
 
     def __init__(
-        self, rank: int, leave: Callable[[Failure], int], *, lingers: bool, timeout_seconds: float | None = None
+        self,
+        rank: int,
+        on_failure: Callable[[RunResult], int],
+        *,
+        keep_alive_after_failure: bool,
+        timeout_seconds: float | None = None,
     ) -> None:
-        self._rank, self._leave, self._lingers = rank, leave, lingers
+        self._rank, self._on_failure = rank, on_failure
+        self._keep_alive = keep_alive_after_failure
         self._began, self._timeout_seconds = time.monotonic(), timeout_seconds
         self._store: Any = None
-        self._over = threading.Event()
-        self._leaving = threading.RLock()
+        self._stopped = threading.Event()
+        self._exiting = threading.RLock()
 
-    def __enter__(self) -> Alarm:
-        threading.Thread(target=self._listen, daemon=True).start()
+    def __enter__(self) -> FailureBroadcaster:
+        threading.Thread(target=self._poll, daemon=True).start()
         return self
 
     def __exit__(
@@ -57,80 +63,89 @@ class Alarm:
     ) -> None:
         self.stop()
         if error is not None:
-            with self._leaving:  # unless it is the listening thread that leaves, which closes what this one waits for
-                self._end(self._cause(error))
+            with (
+                self._exiting
+            ):  # waits if the polling thread is exiting: that breaks the connections this thread waits on
+                self._exit(self._cause(error))
 
     def connect(self) -> None:
-        """To be called once the ranks have met: by a connection of its own, which a collective's waiting does not block."""
+        """Connect to the store, once the ranks have met. A second connection is not blocked by a waiting collective."""
         import torch.distributed as dist
 
-        at, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = dist.TCPStore(at, port, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]  # documented, but not in __all__
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]  # documented, but not in __all__
 
     def stop(self) -> None:
-        """To be called before the ranks part, for they take the store with them."""
-        self._over.set()
+        """Stop polling. To be called before the ranks leave, because the store ends with rank 0."""
+        self._stopped.set()
 
-    def _listen(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            if (late := self._late()) is not None:
-                self._end(self._tell(late))
-            elif (heard := self._heard()) is not None and not self._over.is_set():
-                self._end(heard)
+    def _poll(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            if (late := self._timed_out()) is not None:
+                self._exit(self._publish(late))
+            elif (failure := self._published()) is not None and not self._stopped.is_set():
+                self._exit(failure)
 
-    def _late(self) -> Failure | None:
-        """Time is up for the whole, or for the others to come."""
+    def _timed_out(self) -> RunResult | None:
+        """A failure if the time for the run, or for the ranks to meet, is over."""
         if self._timeout_seconds is None:
             return None
-        seconds = self._timeout_seconds if self._store is not None else min(self._timeout_seconds, MEET_SECONDS)
+        met = self._store is not None
+        seconds = self._timeout_seconds if met else min(self._timeout_seconds, JOIN_SECONDS)
         if time.monotonic() < self._began + seconds:
             return None
-        if self._store is not None:
-            return {"outcome": "timeout", "message": f"no end after {seconds:g} s"}
-        return {
-            "outcome": "error",
-            "message": f"the ranks did not meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} in {seconds:g} s",
-            "hint": "are all of them started, and is that port rank 0's alone? MASTER_ADDR and MASTER_PORT name another",
-        }
+        if met:
+            return RunResult(outcome="timeout", message=f"it did not end within {seconds:g} s")
+        endpoint = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return RunResult(
+            outcome="error",
+            message=f"the ranks did not meet at {endpoint} within {seconds:g} s",
+            hint="check that all ranks were started and that no other program uses this port; MASTER_ADDR and MASTER_PORT set another",
+        )
 
-    def _heard(self) -> Failure | None:
-        """The first failure that any rank has told."""
+    def _published(self) -> RunResult | None:
+        """The first failure of any rank, if there is one."""
         if self._store is None:
             return None
         try:
-            return dict(json.loads(self._store.get(_KEY))) if self._store.check([_KEY]) else None
-        except Exception:  # the store went with whom it lived with
-            return {"outcome": "crash", "message": "rank 0 has ended, or its node is out of reach", "hint": ELSEWHERE}
+            return RunResult(**json.loads(self._store.get(_KEY))) if self._store.check([_KEY]) else None
+        except Exception:  # the store ended with rank 0
+            return RunResult(
+                outcome="crash", message="rank 0 has ended, or its node is unreachable", hint=SEE_OTHER_NODE
+            )
 
-    def _tell(self, failure: Failure) -> Failure:
-        """Keep a failure of this rank for all to see; the one that was first."""
-        failure = {"rank": self._rank, **failure}
+    def _publish(self, failure: RunResult) -> RunResult:
+        """Publish this rank's failure unless there is one already. Returns the one that was first."""
+        failure = replace(failure, rank=self._rank)
         if self._store is None:
             return failure
         try:
-            return dict(json.loads(self._store.compare_set(_KEY, "", json.dumps(failure))))
-        except Exception:  # nobody is left to be told
+            return RunResult(**json.loads(self._store.compare_set(_KEY, "", json.dumps(failure.as_dict()))))
+        except Exception:  # the store ended with rank 0
             return failure
 
-    def _cause(self, error: BaseException) -> Failure:
-        """Why this rank fails: for having lost another one, what that one told, if it could."""
-        if not is_lost_rank(error):
-            return self._tell(failure_of(error))
-        until = time.monotonic() + _CAUSE_SECONDS
-        while (heard := self._heard()) is None and self._store is not None and time.monotonic() < until:
+    def _cause(self, error: BaseException) -> RunResult:
+        """The failure behind this rank's exception: another rank's if this one lost a connection."""
+        failure = RunResult.of_exception(error)
+        if not is_lost_connection(error):
+            return self._publish(failure)
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        while (published := self._published()) is None and self._store is not None and time.monotonic() < deadline:
             time.sleep(0.1)
-        lost = {"outcome": "crash", "message": "lost the connection to another rank", "hint": ELSEWHERE}
-        return heard or self._tell({**lost, "detail": failure_of(error)["detail"]})
+        lost = RunResult(
+            outcome="crash", message="lost the connection to another rank", hint=SEE_OTHER_NODE, detail=failure.detail
+        )
+        return published or self._publish(lost)
 
-    def _end(self, failure: Failure) -> None:
-        with self._leaving:  # for good: the process ends in here
-            status = 3
+    def _exit(self, failure: RunResult) -> None:
+        with self._exiting:  # never released: the process ends here
+            status = FAILED
             try:
-                status = self._leave(failure)
+                status = self._on_failure(failure)
             finally:
                 for stream in (sys.stdout, sys.stderr):
                     if stream is not None:
                         stream.flush()
-                if self._lingers and self._store is not None:
-                    time.sleep(_LINGER_SECONDS)
+                if self._keep_alive and self._store is not None:
+                    time.sleep(_KEEP_ALIVE_SECONDS)
                 os._exit(status)
