@@ -12,6 +12,7 @@ from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.schedule import padding_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import job_peaks, loading_of
+from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import Loading, one_copy_bytes
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
@@ -23,7 +24,6 @@ from fsdp_advisor.memory.ledger import ACCOUNTS, Point
 from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.step import timeline as timeline_of
-from fsdp_advisor.memory.textbook import textbook_states
 from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.model.tasks import task_of

@@ -15,6 +15,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.replay import Schedule
 from fsdp_advisor.memory.storages import States
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 _SCHEDULES: dict[str, Callable[[Profile, Plan], Schedule]] = {
     "ddp": DdpSchedule,
@@ -42,6 +43,7 @@ def _states(profile: Profile, plan: Plan) -> States:
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """What the plan's schedule leaves out or assumes."""
     notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
-    if plan.backend == "fsdp2" and plan.optim == "adafactor" and plan.framework != "trainer":
-        notes.append("torch.optim.Adafactor, as of torch 2.13, does not run on FSDP2's shards")
+    failure = optimizer_named(plan.optim).fsdp2_step_failure
+    if failure and plan.backend == "fsdp2" and plan.framework != "trainer":
+        notes.append(failure)
     return notes + wrapping.not_modelled(profile, plan)

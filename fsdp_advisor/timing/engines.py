@@ -7,7 +7,10 @@ from functools import lru_cache
 
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import HostKernel
 from fsdp_advisor.timing.achieved import (
     HOOKS_S,
     HOST_ADAM_PER_S,
@@ -17,14 +20,8 @@ from fsdp_advisor.timing.achieved import (
 from fsdp_advisor.timing.collectives import Group, all_gather_s, all_reduce_s
 
 DDP_BUCKET_BYTES = 25 * 2**20
-_OPTIMIZER_BYTES: dict[str, tuple[float, float]] = {  # in elements of the parameters' dtype, and in bytes
-    "adamw_torch_fused": (7, 0),  # reads p, g, m, v; writes p, m, v
-    "adamw_torch": (19, 0),  # foreach: eight passes over lists of tensors
-    "sgd": (3, 0),
-    "sgd_momentum": (5, 0),
-    "adafactor": (9, 0),  # p, g, and the update several times over
-    "adamw_bnb_8bit": (3, 4),  # p, g, p; two moments of a byte read and written
-}
+HOST_UPDATES_PER_S: dict[HostKernel, float] = {"one_pass": HOST_ADAM_PER_S, "many_passes": HOST_PLAIN_ADAM_PER_S}
+"""Elements per second and node that an optimizer updates on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +136,13 @@ def engine_of(profile: Profile, plan: Plan, gpu: Gpu, ranks: Groups, memory_byte
     if plan.offload == "optimizer":
         host_late = own * gather_bytes(plan) / host_bytes_per_s(gpu)
     masters = deepspeed and plan.mixed
-    elements, rest = _OPTIMIZER_BYTES[plan.optim]
-    step_bytes = own * (elements * plan.param_bytes + rest + (16 if masters else 0))  # 16: norm, cast in, cast out
+    update_bytes = _update_bytes_per_element(profile, plan.optim, plan.param_bytes)
+    step_bytes = own * (update_bytes + (16 if masters else 0))  # 16: norm, cast in, cast out
     optimizer, host_optimizer = step_bytes / memory_bytes_per_s, 0.0
     if plan.offload != "none":
-        rate = HOST_ADAM_PER_S if deepspeed or plan.optim == "adamw_torch_fused" else HOST_PLAIN_ADAM_PER_S
-        optimizer, host_optimizer = 0.0, own * plan.ranks_per_node / rate
+        stepping = optimizer_named(plan.optim)
+        kernel = stepping.deepspeed_host_kernel if deepspeed else stepping.host_kernel
+        optimizer, host_optimizer = 0.0, own * plan.ranks_per_node / HOST_UPDATES_PER_S[kernel]
     sharded = not (plan.strategy == "ddp" or bulk)
     return Engine(
         gathers_forward=sharded,
@@ -160,3 +158,19 @@ def engine_of(profile: Profile, plan: Plan, gpu: Gpu, ranks: Groups, memory_byte
         host_reduce=host_reduce,
         host_late=host_late,
     )
+
+
+@lru_cache(maxsize=1024)
+def _update_bytes_per_element(profile: Profile, optim: OptimizerName, element_bytes: int) -> float:
+    """Bytes of memory traffic of the update, the mean over all trainable elements.
+
+    NotImplementedError for an optimizer whose update needs matrix products or collectives, which have no time model.
+    """
+    optimizer, n_bytes = optimizer_named(optim), 0
+    for unit, count in profile.counted_units():
+        for parameter in unit.parameters:
+            if parameter.trainable:
+                if optimizer.step_flops(parameter) or optimizer.step_collectives(parameter):
+                    raise NotImplementedError(f"no time model for the FLOPs and collectives of {optim}")
+                n_bytes += optimizer.step_bytes(parameter, element_bytes) * count
+    return n_bytes / max(1, profile.trainable_parameters)

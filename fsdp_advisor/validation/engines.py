@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,16 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Constructor, Refusal
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.records import Mode
 
 _LEARNING_RATE = 1e-6
-_OPTIMIZERS: dict[str, tuple[type[torch.optim.AdamW | torch.optim.SGD], dict[str, Any]]] = {
-    "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
-    "adamw_torch": (torch.optim.AdamW, {"foreach": True}),
-    "sgd": (torch.optim.SGD, {"foreach": True}),
-    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
-}
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
@@ -186,31 +183,34 @@ def _is_unit(units: set[int], module: nn.Module) -> bool:
 
 
 def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """The plan's optimizer over the wrapped model's parameters. Raises MeasurementError for optimizers outside torch."""
-    if plan.optim == "adafactor":
-        if plan.backend == "fsdp2":
-            raise ModeUnavailable(
-                "torch.optim.Adafactor does not run on FSDP2's shards", hint="--backend fsdp1, or another --optim"
-            )
-        return torch.optim.Adafactor(_trainable(model), lr=_LEARNING_RATE, foreach=True)
-    if plan.optim not in _OPTIMIZERS:
-        raise MeasurementError(
-            f"optimizer {plan.optim} cannot be measured: it needs another package", hint="--optim adamw_torch"
-        )
-    optimizer, options = _OPTIMIZERS[plan.optim]
-    return optimizer(_trainable(model), lr=_LEARNING_RATE, **options)
+    """The plan's optimizer over the wrapped model's parameters. Raises MeasurementError if it cannot be measured."""
+    optimizer = optimizer_named(plan.optim)
+    if plan.backend == "fsdp2" and optimizer.fsdp2_step_failure:
+        raise ModeUnavailable(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
+    constructor = optimizer.measured
+    if isinstance(constructor, Refusal):
+        raise MeasurementError(constructor.reason, hint="try another --optim")
+    made: torch.optim.Optimizer = optimizer_class(constructor)(
+        _trainable(model), lr=_LEARNING_RATE, **constructor.options
+    )
+    return made
 
 
 def zero_redundancy_optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """The plan's optimizer under torch's ZeroRedundancyOptimizer, which keeps each parameter's whole state on one rank."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    if plan.optim not in _OPTIMIZERS:
-        raise ModeUnavailable(
-            f"ZeroRedundancyOptimizer cannot be measured with {plan.optim}", hint="--optim adamw_torch or sgd"
-        )
-    optimizer, options = _OPTIMIZERS[plan.optim]
-    return ZeroRedundancyOptimizer(_trainable(model), optimizer, lr=_LEARNING_RATE, **options)
+    constructor = optimizer_named(plan.optim).measured_zero1
+    if isinstance(constructor, Refusal):
+        raise ModeUnavailable(constructor.reason, hint="--optim adamw_torch or sgd")
+    options: dict[str, Any] = {"lr": _LEARNING_RATE, **constructor.options}
+    return ZeroRedundancyOptimizer(_trainable(model), optimizer_class(constructor), **options)
+
+
+def optimizer_class(constructor: Constructor) -> type[Any]:
+    """The class that `constructor` names."""
+    found: type[Any] = getattr(importlib.import_module(constructor.module), constructor.name)
+    return found
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -21,7 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import engines
 from fsdp_advisor.validation.failures import ModeUnavailable
@@ -255,6 +258,9 @@ def transformers_trainer(
 ) -> TransformersTrainer:
     """The model and its optimizer as the Trainer prepares them. `parallel` is what `as_launched` gives."""
     transformers: Any = importlib.import_module("transformers")
+    optimizer = optimizer_named(plan.optim).transformers
+    if isinstance(optimizer, Refusal):
+        raise MeasurementError(optimizer.reason, hint="try another --optim")
     fsdp = _fsdp_config(plan, _layer_classes(source, model))
     checkpointing = plan.activation_checkpointing == "full"
     with tempfile.TemporaryDirectory() as scratch:  # the Trainer creates its output directory, but writes nothing
@@ -263,7 +269,8 @@ def transformers_trainer(
             accelerator_config={"use_configured_state": True},
             use_cpu=True,
             bf16=plan.mixed,
-            optim=plan.optim,
+            optim=optimizer.name,
+            optim_args=",".join(f"{name}={value}" for name, value in optimizer.options.items()) or None,
             learning_rate=1e-6,
             per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,

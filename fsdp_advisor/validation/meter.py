@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -32,24 +32,6 @@ class Phase:
         """Both phases as one: the higher peaks, the sum of the durations."""
         peaks = {k: max(v, other.peaks.get(k, 0)) for k, v in self.peaks.items()}
         return Phase(peaks, self.seconds + other.seconds)
-
-
-class Meter(Protocol):
-    """A context around everything that allocates. Phases follow each other: `begin`, `end`, `begin`, ..."""
-
-    def __enter__(self) -> Meter: ...
-
-    def __exit__(self, *exception: Any) -> None: ...
-
-    def begin(self, phase: str) -> None: ...
-
-    def end(self) -> Phase: ...
-
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor's storage, because it is on the host in a real run too."""
-
-    def settle(self) -> None:
-        """Free what building the model has left behind."""
 
 
 class _Watch(StorageWatch):
@@ -147,6 +129,7 @@ class StorageMeter:
         return self._watch.gloo_bytes
 
     def ignore(self, tensor: torch.Tensor) -> None:
+        """Do not count a tensor's storage, because it is on the host in a real run too."""
         self._watch.ignore(tensor)
 
     def begin(self, phase: str) -> None:
@@ -156,6 +139,7 @@ class StorageMeter:
         return Phase({"tensor_bytes": self.high}, time.perf_counter() - self._began)
 
     def settle(self) -> None:
+        """Free what building the model has left behind."""
         gc.collect()
 
     def begin_step(self) -> None:
@@ -223,3 +207,7 @@ class CudaMeter:
         gc.collect()
         torch.cuda.synchronize(self._index)
         torch.cuda.empty_cache()
+
+
+Meter = StorageMeter | CudaMeter
+"""A context around everything that allocates. Phases follow each other: `begin`, `end`, `begin`, ..."""

@@ -87,7 +87,7 @@ def run_steady_step(run: RealRun) -> dict[str, Any]:
     """This rank's figures of a steady-state step, under the names of the JSON interface. Needs a process group."""
     cuda = run.device == "cuda"
     index = torch.cuda.current_device() if cuda else 0
-    meter: CudaMeter | StorageMeter = CudaMeter(index) if cuda else StorageMeter()
+    meter: Meter = CudaMeter(index) if cuda else StorageMeter()
     with memory_history(run.snapshot):
         mesh = mesh_for(run.plan, run.device, meter)
         with meter:

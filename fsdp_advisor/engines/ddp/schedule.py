@@ -13,7 +13,6 @@ from fsdp_advisor.engines.fsdp2.schedule import gradient_norms, optimizer_tempor
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.engines.wrapping import OUTPUTS, clones_outputs, encoded_elements, logits_elements
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
     COMMUNICATION,
@@ -28,6 +27,7 @@ from fsdp_advisor.memory.ledger import (
 )
 from fsdp_advisor.memory.storages import NO_STORAGES, States, Storages, round_up
 from fsdp_advisor.model.profile import ROOT, Op, Parameter, Profile, Segment, Tape, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
@@ -96,8 +96,10 @@ def _states(profile: Profile, plan: Plan) -> States:
     def gradients(unit: Unit) -> Storages:
         return sum((Storages.of(p.elements * element) for p in unit.parameters if p.trainable), NO_STORAGES)
 
+    stepping = optimizer_named(plan.optim)
+
     def optimizer(unit: Unit) -> Storages:
-        return sum((optimizers.kept(plan.optim, p.shape, element) for p in unit.parameters if p.trainable), NO_STORAGES)
+        return sum((stepping.state_storages(p, p.shape, element) for p in unit.parameters if p.trainable), NO_STORAGES)
 
     return States(
         parameters=total(profile, parameters),

@@ -15,7 +15,6 @@ from functools import lru_cache
 
 from fsdp_advisor.engines.units import buffers, per_unit, summed
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.ledger import (
     ALL_GATHER,
     AT_ROOT,
@@ -36,6 +35,8 @@ from fsdp_advisor.memory.ledger import (
 )
 from fsdp_advisor.memory.storages import NO_STORAGES, States, Storages
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 ALIGNMENT_BYTES = 16
 MAX_INFLIGHT_ALL_GATHERS = 2
@@ -92,12 +93,13 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     local = elements // plan.shard_degree
     pieces = first_shard(numels, plan.compute_bytes, local)
     optimizer = temporaries = norms = NO_STORAGES
+    stepping = optimizer_named(plan.optim)
     for parameter, piece in zip(unit.parameters, pieces, strict=True):
         if parameter.trainable and piece:
-            norms += Storages.of(optimizers.NORM_BYTES)
-            optimizer += optimizers.kept(plan.optim, (piece,), plan.param_bytes)
-            if not optimizers.one_by_one(plan):
-                temporaries += optimizers.step_temporaries(plan.optim, [(piece,)], plan.param_bytes)
+            norms += Storages.of(CLIP_NORM_BYTES)
+            optimizer += stepping.state_storages(parameter, (piece,), plan.param_bytes)
+            if not stepping.steps_one_by_one(plan.framework):
+                temporaries += stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
     casts = plan.reduce_bytes != plan.compute_bytes and not alone
     reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
     initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES

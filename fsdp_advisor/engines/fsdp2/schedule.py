@@ -17,7 +17,6 @@ from math import prod
 from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed, total
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, Part, Wrapping, wrapping_for
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
 from fsdp_advisor.memory.ledger import (
     AT_ROOT,
     COMMUNICATION,
@@ -37,6 +36,8 @@ from fsdp_advisor.memory.ledger import (
 )
 from fsdp_advisor.memory.storages import ALIGNMENT, NO_STORAGES, States, Storages, round_up
 from fsdp_advisor.model.profile import ROOT, Parameter, Profile, Unit
+from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 
 def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
@@ -73,11 +74,12 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     elements = sum(locals_)
     reduced = 0
     parameters = optimizer = unsharded = NO_STORAGES
+    stepping = optimizer_named(plan.optim)
     for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
         parameters += Storages.of(e * plan.param_bytes)
         unsharded += Storages.of(e * n * plan.compute_bytes)
         if parameter.trainable:
-            optimizer += optimizers.kept(plan.optim, shape, plan.param_bytes)
+            optimizer += stepping.state_storages(parameter, shape, plan.param_bytes)
             reduced += e
     return UnitBytes(
         parameters=parameters,
@@ -382,25 +384,23 @@ class Fsdp2Schedule:
 
 
 def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Storages:
-    """What the optimizer's step allocates over all trainable parameters, `shape_of` each on this rank."""
-    if optimizers.one_by_one(plan):
-        largest = max(
-            (shape_of(p) for _, u, _ in places(profile) for p in u.parameters if p.trainable), key=prod, default=(0,)
-        )
-        return optimizers.one_update(largest)
+    """The optimizer's temporaries at the highest point of its step. `shape_of` gives the shape of a parameter on this rank."""
+    optimizer = optimizer_named(plan.optim)
 
-    def of(unit: Unit) -> Storages:
-        shapes = [shape_of(p) for p in unit.parameters if p.trainable]
-        return optimizers.step_temporaries(plan.optim, shapes, plan.param_bytes)
+    def of_one(parameter: Parameter) -> Storages:
+        return optimizer.step_temporaries(parameter, shape_of(parameter), plan.param_bytes, plan.framework)
 
-    return total(profile, of)
+    if optimizer.steps_one_by_one(plan.framework):
+        each = (of_one(p) for _, unit, _ in places(profile) for p in unit.parameters if p.trainable)
+        return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
+    return total(profile, lambda unit: sum((of_one(p) for p in unit.parameters if p.trainable), NO_STORAGES))
 
 
 def gradient_norms(profile: Profile, plan: Plan) -> Storages:
     """What clipping allocates, where there is any: a scalar for each trainable parameter."""
     if not plan.clips:
         return NO_STORAGES
-    return total(profile, lambda unit: Storages.of(optimizers.NORM_BYTES, sum(p.trainable for p in unit.parameters)))
+    return total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))
 
 
 def padding_warnings(profile: Profile, plan: Plan) -> list[str]:

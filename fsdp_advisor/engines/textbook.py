@@ -8,15 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.job.plan import Plan
-
-OPTIMIZER_BYTES = {
-    "adamw_torch_fused": 2,
-    "adamw_torch": 2,
-    "sgd": 0,
-    "sgd_momentum": 1,
-    "adafactor": 0,
-}
-"""State tensors per parameter, each in the parameters' dtype; Adafactor's factored moments vanish beside them."""
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +36,7 @@ def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
     shards = plan.shard_degree
     masters = plan.backend == "deepspeed" and plan.mixed
     weight = 2 if masters else plan.param_bytes
-    per_state = plan.param_bytes
-    if plan.optim == "adamw_bnb_8bit":
-        optimizer = 2 * parameters
-    else:
-        optimizer = OPTIMIZER_BYTES[plan.optim] * per_state * parameters
+    optimizer = optimizer_named(plan.optim).textbook_bytes(plan.param_bytes) * parameters
     if masters:
         optimizer += 4 * parameters
     sharded = {"ddp": (1, 1, 1), "zero1": (1, 1, shards), "zero2": (1, shards, shards)}
