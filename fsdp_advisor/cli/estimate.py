@@ -36,15 +36,15 @@ def estimate(
 
     records = None
     if validate:
-        from fsdp_advisor.cli.beside import apart, run_beside
+        from fsdp_advisor.cli.measured import estimate_in_subprocess, run_validation
 
-        report = apart(asked)
+        report = estimate_in_subprocess(asked)
     else:
         report = asked()
     for remark in report.notes:
         note(remark, quiet=quiet)
     if validate:
-        records = run_beside(report, quiet=quiet)
+        records = run_validation(report, quiet=quiet)
     destination.write(_render(report, form, explain, destination, records))
     return FITS if report.any_fits else NONE_FITS
 
@@ -58,15 +58,15 @@ def _render(
     if form is Format.json:
         document = report.as_dict(timeline=chosen is not None)
         if records is not None:
-            from fsdp_advisor.cli.beside import into_json
+            from fsdp_advisor.cli.measured import add_to_json
 
-            into_json(document, records)
+            add_to_json(document, records)
         return as_json(document)
     beside = ""
     if records is not None:
-        from fsdp_advisor.cli.beside import as_lines
+        from fsdp_advisor.cli.measured import comparison_lines
 
-        beside = "\n".join(["", *as_lines(report, records)])
+        beside = "\n".join(["", *comparison_lines(report, records)])
     if form is Format.markdown:
         from fsdp_advisor.cli.markdown import markdown
 

@@ -27,12 +27,13 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import framework_limit, fsdp2_optimizer_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import Framework
 from fsdp_advisor.policies.optimizers import optimizer_named
 
 FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}
 
 
-def unsupported(job: Job, framework: str = "accelerate") -> str | None:
+def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
     """Why `framework`, which trains through accelerate, cannot train the job; None if it can."""
     return (
         framework_limit(job, framework)

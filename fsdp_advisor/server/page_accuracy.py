@@ -31,7 +31,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
     known = [(record, figure) for record in found if (figure := report.main_figure(record)) and figure in record.errors]
     points = [
         AccuracyPoint(
-            group=report.place(record),
+            group=report.mode_and_device(record),
             measured_bytes=record.measured[figure],
             predicted_bytes=record.predicted[figure],
         )
@@ -43,7 +43,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "cases": [
             {
                 "case": record.label,
-                "rung": report.place(record),
+                "rung": report.mode_and_device(record),
                 "figure": figure,
                 "predicted": format_gib(record.predicted[figure]),
                 "measured": format_gib(record.measured[figure]),
@@ -55,7 +55,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "without_kernels": sum(record.device == records.WITHOUT_KERNELS for record, _ in known),
         "spreads": [
             {
-                "rung": s.rung,
+                "rung": s.mode,
                 "strategy": s.strategy,
                 "figure": s.figure,
                 "cases": s.cases,

@@ -1,16 +1,16 @@
-"""The stand-in's logic on the CPU: real tensors, the fake process group, live bytes counted; and what happens to a case's process."""
+"""The stand-in on the CPU: real tensors and the fake process group; live bytes are counted. And child processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import CONFIG, JOB
 
 torch = pytest.importorskip("torch")
 
@@ -20,35 +20,15 @@ from fsdp_advisor.estimator import make_request  # noqa: E402
 from fsdp_advisor.job.plan import Plan, plans  # noqa: E402
 from fsdp_advisor.recording import TransformersSource  # noqa: E402
 from fsdp_advisor.recording.modules import ModuleSource  # noqa: E402
-from fsdp_advisor.validation import launch, weights  # noqa: E402
+from fsdp_advisor.validation import child_process, weights  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
-from fsdp_advisor.validation.failures import NotHere  # noqa: E402
+from fsdp_advisor.validation.failures import ModeUnavailable  # noqa: E402
 from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
 from fsdp_advisor.validation.predict import predict  # noqa: E402
+from fsdp_advisor.validation.process_tree import is_alive  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 from fsdp_advisor.validation.stand_in import stand_in  # noqa: E402
 from fsdp_advisor.validation.worker import run  # noqa: E402
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 1000,
-    "tie_word_embeddings": True,
-}
-JOB: dict[str, Any] = {"micro_batch_size": 2, "seq_len": 64, "attention": "eager"}
-"""Eager attention, for transformers builds the mask that sdpa takes under fake tensors only."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return str(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -74,19 +54,19 @@ def plan_of(**options: Any) -> Plan:
     ],
     ids=str,
 )
-def test_real_tensors_take_what_is_predicted(model: str, options: dict[str, Any]) -> None:
+def test_real_tensors_need_what_is_predicted(model: str, options: dict[str, Any]) -> None:
     prediction = predict(make_request({"model": model, **JOB, **options}))
-    found = stand_in(prediction.source(), prediction.plan, device="cpu", meter=StorageMeter())
+    found = stand_in(prediction.source(), prediction.plan, device="cpu")
     assert found["phase_peaks"] == prediction.predicted["phase_peaks"]
     assert found["peak_tensor_bytes"] == prediction.predicted["peak_tensor_bytes"]
     assert ("step_seconds" in found) == (options["gpus"] == 1)
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
-def test_no_more_than_one_unit_is_ever_whole_while_weights_are_made(backend: str) -> None:
-    """The largest unit, whole and once more while it is sharded, beside the shards of all: far less than the model."""
+def test_sharded_weights_are_made_one_unit_at_a_time(backend: str) -> None:
+    """The peak is the shards of all units and two copies of the largest unit, far less than the model."""
     from fsdp_advisor.validation.engines import fake_process_group
-    from fsdp_advisor.validation.real import assemble, mesh_for
+    from fsdp_advisor.validation.real import RealRun, assemble, mesh_for
 
     source = TransformersSource({**CONFIG, "num_hidden_layers": 16, "vocab_size": 64}, name="deep")
     plan = plan_of(strategy="zero3", gpus=8, backend=backend)
@@ -94,25 +74,25 @@ def test_no_more_than_one_unit_is_ever_whole_while_weights_are_made(backend: str
     with fake_process_group(8):
         mesh = mesh_for(plan, "cpu", meter)
         with meter:
-            trainer = assemble(source, plan, "cpu", mesh, rung="stand-in")
+            trainer = assemble(RealRun(source=source, plan=plan, mode="stand-in", device="cpu"), mesh)
     whole = sum(p.numel() * p.element_size() for p in source.build(torch.float32).parameters())
     layer = whole // 16
     assert meter.high < whole // 8 + 3 * layer
-    assert trainer is not None
+    del trainer
 
 
-def test_ties_are_kept_on_the_meta_device_and_off_it() -> None:
+def test_tied_weights_stay_tied_when_they_are_made() -> None:
     source = TransformersSource(CONFIG, name="tied")
     model: Any = source.build(torch.float32)
-    weights.Materialiser("cpu").whole(model)
+    weights.Materialiser("cpu").model(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight and not model.lm_head.weight.is_meta
     model = source.build(torch.float32)
-    weights.shards(model, "cpu")
+    weights.materialise_shards(model, "cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight and not model.lm_head.weight.is_meta
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(weights.STANDARD_DEVIATION, rel=0.1)
 
 
-def test_simulation_tells_whose_the_bytes_at_the_peak_are(model: str) -> None:
+def test_simulated_bytes_at_the_peak_are_split_by_account(model: str) -> None:
     for options in (
         {"strategy": "zero3", "gpus": 4},
         {"strategy": "ddp", "gpus": 2},
@@ -128,14 +108,14 @@ def test_simulation_tells_whose_the_bytes_at_the_peak_are(model: str) -> None:
         assert found.at_peak["gradients"] == expected["gradients"] > 0
 
 
-def test_ranks_wait_between_the_warm_up_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For NCCL's watchdog, which holds the tensors of the first step's collectives for a while."""
+def test_steady_step_pauses_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog keeps the tensors of the first step's collectives for a while."""
     from fsdp_advisor.validation import real
 
     done: list[object] = []
     monkeypatch.setattr(real.time, "sleep", done.append)
 
-    class Counts:
+    class CountingTrainer:
         def forward(self) -> Any:
             return torch.zeros(())
 
@@ -146,11 +126,12 @@ def test_ranks_wait_between_the_warm_up_steps(monkeypatch: pytest.MonkeyPatch) -
 
         def zero_grad(self) -> None: ...
 
-    real.steady_step(Counts(), StorageMeter(), 1, steady=2, pause_seconds=real.WATCHDOG_SECONDS)
+    sampling = real.Sampling(counted_steps=2, pause_seconds=real.WATCHDOG_SECONDS)
+    real.steady_step(CountingTrainer(), StorageMeter(), 1, sampling)
     assert done == ["step", real.WATCHDOG_SECONDS, "step", "step", "step"]
 
 
-def test_any_module_can_be_simulated_and_stood_in_for() -> None:
+def test_any_module_can_be_simulated_and_stood_in() -> None:
     source = ModuleSource(
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3))),
         lambda b, t: {"x": torch.zeros(b, 32)},
@@ -160,139 +141,137 @@ def test_any_module_can_be_simulated_and_stood_in_for() -> None:
     )
     plan = plan_of(strategy="zero3", gpus=4)
     simulated = simulate(source, plan)
-    stood_in = stand_in(source, plan, device="cpu", meter=StorageMeter())
+    stood_in = stand_in(source, plan, device="cpu")
     assert stood_in["phase_peaks"] == simulated.phase_peaks
 
 
-def test_what_cannot_be_told_apart_is_refused() -> None:
+def test_unsupported_plans_are_refused_with_a_hint() -> None:
     source = TransformersSource(CONFIG, name="tiny")
     offloaded = plan_of(strategy="zero3", gpus=4, offload="parameters")
     for refused in (
         lambda: simulate(source, offloaded),
         lambda: simulate(source, plan_of(strategy="zero1", gpus=4)),
         lambda: simulate(source, plan_of(strategy="zero3", gpus=4, optim="adafactor")),
-        lambda: stand_in(source, offloaded, device="cpu", meter=StorageMeter()),
-        lambda: stand_in(source, plan_of(strategy="zero1", gpus=4), device="cpu", meter=StorageMeter()),
-        lambda: stand_in(
-            source, plan_of(strategy="zero3", gpus=4), device="cpu", meter=StorageMeter(), snapshot=Path("x")
-        ),
+        lambda: stand_in(source, offloaded, device="cpu"),
+        lambda: stand_in(source, plan_of(strategy="zero1", gpus=4), device="cpu"),
+        lambda: stand_in(source, plan_of(strategy="zero3", gpus=4), device="cpu", snapshot=Path("x")),
     ):
-        with pytest.raises(NotHere) as caught:
+        with pytest.raises(ModeUnavailable) as caught:
             refused()
         assert caught.value.exit_status == 2 and caught.value.hint
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so nothing is to refuse")
-def test_without_a_gpu_a_stand_in_says_so(model: str) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_stand_in_without_a_gpu_is_refused(model: str) -> None:
     request = make_request({"model": model, **JOB, "strategy": "zero3", "gpus": 4})
-    record, ended = run(Case(request=request, rung="stand-in", device="cuda", timeout_seconds=60))
+    record, ended = run(Case(request=request, mode="stand-in", device="cuda", timeout_seconds=300))
     assert record.outcome == "error" and "no GPU" in record.message and ended.exit_status == 2
 
 
-def test_a_simulation_keeps_no_memory_history(model: str, tmp_path: Path) -> None:
+def test_simulation_has_no_memory_history(model: str, tmp_path: Path) -> None:
     request = make_request({"model": model, **JOB, "strategy": "zero3", "gpus": 4})
     record, ended = run(
-        Case(request=request, rung="simulate", device="cpu", timeout_seconds=60, snapshot=tmp_path / "x")
+        Case(request=request, mode="simulate", device="cpu", timeout_seconds=300, snapshot=tmp_path / "x")
     )
     assert record.outcome == "error" and "memory history" in record.message and ended.exit_status == 2
 
 
-def test_a_case_in_a_process_of_its_own_becomes_a_record(model: str) -> None:
+def test_case_in_a_child_process_becomes_a_record(model: str) -> None:
     request = make_request({"model": model, **JOB, "strategy": "zero3", "gpus": 4, "gpu": "24GiB"})
-    for rung in ("simulate", "stand-in"):
-        record, _ = run(Case(request=request, rung=rung, device="cpu", timeout_seconds=120))  # type: ignore[arg-type]
+    for mode in ("simulate", "stand-in"):
+        record, _ = run(Case(request=request, mode=mode, device="cpu", timeout_seconds=300))  # type: ignore[arg-type]
         assert record.outcome == "ok", record
         assert record.errors["peak_tensor_bytes"] == 0 and record.errors["phase_peaks.backward"] == 0
         assert record.fits_predicted is True and record.fits_really is True
         assert record.request["backend"] == "fsdp2" and {"torch", "transformers"} <= set(record.versions)
 
 
-# What happens to processes
+# Child processes
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still alive"
+        time.sleep(0.05)
 
 
-def test_a_crash_ends_the_case_alone_and_what_it_had_started() -> None:
-    def crash(tell: launch.Tell) -> None:
+def test_crash_of_a_child_ends_its_own_children() -> None:
+    def crash(send: child_process.Send) -> None:
         child = os.fork()
         if child == 0:
             time.sleep(600)
-        tell("child", child)
+        send("child", child)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ended = launch.forked(crash, timeout_seconds=30)
+    ended = child_process.run_in_child(crash, timeout_seconds=300)
     assert ended.outcome == "crash" and "SIGKILL" in ended.message
-    time.sleep(0.1)
-    assert not alive(ended.reported["child"])
+    wait_for_end(ended.reported["child"])
 
 
-def test_what_was_told_outlives_a_crash() -> None:
-    ended = launch.forked(lambda tell: (tell("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=30)  # type: ignore[func-returns-value]
+def test_sent_values_survive_a_crash() -> None:
+    ended = child_process.run_in_child(
+        lambda send: (send("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=30
+    )  # type: ignore[func-returns-value]
     assert ended.outcome == "crash" and "SIGKILL" in ended.message and ended.reported == {"seen": 1}
 
 
-def test_a_hang_is_ended_with_all_that_it_started() -> None:
-    def hang(tell: launch.Tell) -> None:
+def test_timeout_ends_a_child_and_its_descendants() -> None:
+    def hang(send: child_process.Send) -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
             time.sleep(600)
-        tell("pids", [os.getpid(), child])
+        send("pids", [os.getpid(), child])
         time.sleep(600)
 
-    ended = launch.forked(hang, timeout_seconds=1)
-    assert ended.outcome == "timeout" and ended.seconds < 10
-    assert not any(alive(pid) for pid in ended.reported["pids"])
+    ended = child_process.run_in_child(hang, timeout_seconds=5)
+    assert ended.outcome == "timeout" and ended.seconds < 120
+    assert not any(is_alive(pid) for pid in ended.reported["pids"])
 
 
-def test_out_of_memory_carries_what_was_asked_and_what_was_free() -> None:
-    def out_of_memory(tell: launch.Tell) -> None:
+def test_out_of_memory_has_its_sizes() -> None:
+    def out_of_memory(send: child_process.Send) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
         )
 
-    ended = launch.forked(out_of_memory, timeout_seconds=30)
+    ended = child_process.run_in_child(out_of_memory, timeout_seconds=300)
     assert ended.outcome == "oom"
     assert ended.detail["asked_bytes"] == 2 * 2**30 and ended.detail["free_bytes"] == 3 * 2**29
 
-    def on_the_host(tell: launch.Tell) -> None:
+    def on_the_host(send: child_process.Send) -> None:
         torch.empty(2**60, dtype=torch.uint8)
 
-    ended = launch.forked(on_the_host, timeout_seconds=30)
+    ended = child_process.run_in_child(on_the_host, timeout_seconds=300)
     assert ended.outcome == "oom" and ended.detail["asked_bytes"] == 2**60
 
 
-def test_an_error_is_told_with_its_traceback_and_a_refusal_with_its_hint() -> None:
-    ended = launch.forked(lambda tell: 1 / 0, timeout_seconds=30)  # type: ignore[arg-type, return-value]
+def test_errors_have_a_traceback_and_refusals_a_hint() -> None:
+    ended = child_process.run_in_child(lambda send: 1 / 0, timeout_seconds=300)  # type: ignore[arg-type, return-value]
     assert ended.outcome == "error" and "ZeroDivisionError" in ended.message and "1 / 0" in ended.detail["traceback"]
 
-    def refuse(tell: launch.Tell) -> None:
-        raise NotHere("no", hint="yes")
+    def refuse(send: child_process.Send) -> None:
+        raise ModeUnavailable("no", hint="yes")
 
-    ended = launch.forked(refuse, timeout_seconds=30)
+    ended = child_process.run_in_child(refuse, timeout_seconds=300)
     assert (ended.message, ended.hint, ended.exit_status) == ("no", "yes", 2)
 
 
-def test_an_interrupt_ends_the_case_and_is_recorded() -> None:
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    pids: list[int] = []
-
-    def sleep(tell: launch.Tell) -> None:
-        tell("pid", os.getpid())
+@pytest.mark.usefixtures("ctrl_c_raises")
+def test_ctrl_c_ends_the_child(tmp_path: Path) -> None:
+    def interrupt_parent(send: child_process.Send) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGINT)
         time.sleep(600)
 
-    ended = launch.forked(sleep, timeout_seconds=60)
-    pids.append(ended.reported["pid"])
-    assert ended.outcome == "interrupted" and not any(alive(pid) for pid in pids)
+    ended = child_process.run_in_child(interrupt_parent, timeout_seconds=300)
+    assert ended.outcome == "interrupted" and not is_alive(int((tmp_path / "pid").read_text()))
 
 
-def test_a_case_starts_at_once() -> None:
-    launch.warm_up()
-    began = time.monotonic()
-    assert launch.forked(lambda tell: None, timeout_seconds=30).outcome == "ok"
-    assert time.monotonic() - began < 1
+def test_preloaded_modules_are_not_imported_again_in_a_child() -> None:
+    child_process.preload()
+    ended = child_process.run_in_child(
+        lambda send: send("loaded", "transformers.modeling_utils" in sys.modules), timeout_seconds=300
+    )
+    assert ended.outcome == "ok" and ended.reported == {"loaded": True}
