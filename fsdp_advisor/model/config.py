@@ -63,11 +63,8 @@ def parse_config(data: bytes, name: str) -> Config:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         refuse(f"not UTF-8 text (byte {error.start})")
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
-        if depth > MAX_DEPTH:
-            refuse(f"nested deeper than {MAX_DEPTH} levels")
+    if nests_deeper(text, MAX_DEPTH):
+        refuse(f"nested deeper than {MAX_DEPTH} levels")
     try:
         config = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
     except (ValueError, RecursionError) as error:
@@ -78,6 +75,20 @@ def parse_config(data: bytes, name: str) -> Config:
     for keys, problem in _problems(config, ()):
         refuse(f"{'.'.join(map(_shown, keys))} {problem}")
     return config
+
+
+def nests_deeper(text: str, levels: int) -> bool:
+    """Whether JSON text nests objects and lists deeper than `levels`. It is not parsed: parsers recurse.
+
+    >>> nests_deeper('[[1], "[[["]', 2), nests_deeper("[[[", 2)
+    (False, True)
+    """
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+        if depth > levels:
+            return True
+    return False
 
 
 def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:

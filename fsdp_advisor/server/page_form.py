@@ -72,11 +72,11 @@ class Control:
     invalid: bool = False
 
 
-def given(query: Mapping[str, str], *, extra: tuple[str, ...] = ("config",)) -> tuple[dict[str, str], list[str]]:
-    """The options that a query string gives, blank ones left out, and the names that are no options (a link's tracking)."""
-    known = {*fields_of(RecommendRequest), *extra}
-    said = {name: value for name, value in query.items() if name in known and value.strip()}
-    return said, [name for name in query if name not in known]
+def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The options that a query string gives, without blank ones, and names that are no options (a link's tracking)."""
+    known = {*fields_of(RecommendRequest), "config"}
+    options = {name: value for name, value in query.items() if name in known and value.strip()}
+    return options, [name for name in query if name not in known]
 
 
 def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], list[Control]]:
