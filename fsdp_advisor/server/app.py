@@ -25,7 +25,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.state.service = AnswerService(settings)
         app.state.service.start()
         yield
-        app.state.service.stop()
+        app.state.service.close()
 
     app = FastAPI(
         title="fsdp-advisor",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 import uvicorn
 
@@ -37,10 +36,11 @@ def run(settings: Settings, announce: Callable[[str], None]) -> None:
     server = uvicorn.Server(config)
     # After its shutdown uvicorn raises the signal again. With this handler both signals end in a KeyboardInterrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    announce(_url(settings, listener))  # the socket listens: connections wait until the event loop runs
     try:
-        with suppress(KeyboardInterrupt):
-            server.run(sockets=[listener])
+        announce(_url(settings, listener))  # the socket listens: connections wait until the event loop runs
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return
     finally:
         listener.close()
     if not server.started:

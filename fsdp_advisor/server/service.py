@@ -39,10 +39,10 @@ class AnswerService:
         """Start the workers. The recording process starts with the first configuration."""
         self._pool.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End all processes."""
-        self._pool.stop()
-        self._recorder.stop()
+        self._pool.close()
+        self._recorder.close()
 
     async def answer(
         self, source: ModelSource, make: Callable[..., Document], request: EstimateRequest, *options: Hashable

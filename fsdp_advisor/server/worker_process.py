@@ -1,7 +1,7 @@
 """The child process of `workers.Worker`: `python -m fsdp_advisor.server.worker_process [MEMORY_BYTES]`.
 
 It reads pickled calls `(function, arguments)` from standard input and writes a pickled reply for each to standard output.
-It ends when standard input closes, so it never outlives the server by more than one call.
+It ends when standard input closes, also during a call, so it does not outlive the server.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import contextlib
 import os
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from fsdp_advisor.errors import AdvisorError, ErrorPayload, to_payload
@@ -22,19 +24,26 @@ Reply = tuple[Literal["result"], Any] | tuple[Literal["error"], ErrorPayload] | 
 
 def main() -> None:
     """Answer calls until standard input closes."""
-    calls, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get into the replies
     if len(sys.argv) > 1:
         limit_memory(int(sys.argv[1]))
     import fsdp_advisor.server.page_home  # noqa: F401  # import before the first call: most of what calls need
 
+    calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+    threading.Thread(target=_read, args=(calls,), daemon=True).start()
     while True:
-        try:
-            function, arguments = pickle.load(calls)
-        except EOFError:
-            return
+        function, arguments = calls.get()
         pickle.dump(call(function, *arguments), replies)
         replies.flush()
+
+
+def _read(calls: SimpleQueue[Any]) -> None:
+    """Read calls until standard input closes, then end the process."""
+    with contextlib.suppress(EOFError):
+        while True:
+            calls.put(pickle.load(sys.stdin.buffer))
+    os._exit(0)
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Reply:

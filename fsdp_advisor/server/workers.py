@@ -36,20 +36,25 @@ class Worker:
         if memory_bytes is not None:
             self._command.append(str(memory_bytes))
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The running process, started if there is none."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=environment(),
-                start_new_session=True,  # Ctrl-C in a terminal goes to the server alone, which ends its workers
-            )
-        return self._process
+        """The running process, started if there is none. Raises ServerBusy after `close`."""
+        with self._lock:
+            if self._closed:
+                raise ServerBusy("the server is stopping", hint="try again later")
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    env=environment(),
+                    start_new_session=True,  # Ctrl-C in a terminal goes to the server alone, which ends its workers
+                )
+            return self._process
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
         """The value of `function(*arguments)`, computed in the process.
@@ -66,7 +71,8 @@ class Worker:
             process.stdin.flush()
             reply: Reply = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
-            self.stop()
+            process.kill()
+            process.wait()
             late = time.monotonic() - begun >= self._seconds
             why = f"took longer than {self._seconds:g} s" if late else "ended early, perhaps for want of memory"
             _LOG.warning("worker process ended", extra={"reason": why})
@@ -80,11 +86,13 @@ class Worker:
         result: T = reply[1]
         return result
 
-    def stop(self) -> None:
-        """End the process, whatever it is doing."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+    def close(self) -> None:
+        """End the process, whatever it is doing, and start no other."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
 
 class WorkerPool:
@@ -121,11 +129,11 @@ class WorkerPool:
         finally:
             self._idle.put(worker)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End every process; calls under way fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.stop()
+            worker.close()
 
 
 def environment() -> dict[str, str]:
