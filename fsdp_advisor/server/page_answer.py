@@ -13,7 +13,7 @@ from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server import page_drawings as drawings
-from fsdp_advisor.server.answers import advised
+from fsdp_advisor.server.answers import advise
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import alive, figures, left_out, warnings
 from fsdp_advisor.server.page_words import TIMES, job
@@ -34,7 +34,7 @@ class Answer:
 
 def answer(model: Resolved, request: RecommendRequest) -> Answer:
     """The recommendation and its rows; where nothing fits, the rows as asked, and the one that needs least."""
-    advice = advised(model, request)
+    advice = advise(model, request)
     recommendation, winner = advice.recommendation, advice.recommendation.winner
     asked = advice.report.request if winner is None else _like(advice.report, winner)
     report = _asked_for(estimate_resolved(asked, model, explain=True, walk="if it may fit"), request)

@@ -1,8 +1,7 @@
-"""How an estimate is made, with an example computed when the page is, and what rules of thumb make of the same jobs."""
+"""The page that explains estimates by a worked example, and compares them with rules of thumb."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from fsdp_advisor.advice.rules import decision_tree_by_size
@@ -24,15 +23,14 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"model": "meta-llama/Llama-2-13b-hf", "gpus": 8, "gpu": "A100-40GB"},
     {"model": "meta-llama/Llama-2-70b-hf", "gpus": 8, "gpu": "H100-80GB"},
 )
-"""Jobs on which the rules are tried."""
+"""Jobs for the comparison with rules of thumb."""
 
 _BYTES_PER_PARAMETER = 16
 """fp32 weights, gradients and Adam's two moments: 4 + 4 + 8."""
 
 
-@lru_cache(maxsize=1)
 def view() -> dict[str, Any]:
-    """The page's numbers."""
+    """The page's values."""
     example = estimate(**EXAMPLE, walk="always")
     (row,) = example.estimates
     return {
