@@ -80,7 +80,7 @@ class AnswerService:
             except UnknownModel:
                 if not self._settings.allow_hub or not hub.can_be_repo_id(source.name):
                     raise
-            config, _ = await asyncio.to_thread(hub.download, source.name, for_strangers=True)
+            config, _ = await asyncio.to_thread(hub.download, source.name, anonymous=True)
             source = ModelSource(source.name, config, "hub")
         if cache.installed_versions() is None:
             raise MissingExtra(f"{source.name} has to be recorded; this server lacks torch and transformers")
