@@ -14,7 +14,6 @@ from itertools import accumulate, groupby
 from operator import itemgetter, mul
 from typing import cast
 
-from fsdp_advisor.engines.wrapping import Marks, marked
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.memory.ledger import (
     ACTIVATIONS,
@@ -31,6 +30,7 @@ from fsdp_advisor.memory.storages import round_up
 from fsdp_advisor.model.profile import (
     ROOT,
     Category,
+    MarkedUnit,
     Op,
     Polynomial,
     Profile,
@@ -192,17 +192,17 @@ def picker(indices: Sequence[int]) -> Pick:
 def score_of(
     profile: Profile,
     tape: Tape,
-    marks: Marks = "none",
+    units: frozenset[int] = frozenset(),
     *,
     grad_marks: bool = False,
     fused_loss: bool = False,
     scratch: bool = False,
 ) -> Score:
-    """`grad_marks` keeps the marks at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes;
-    `scratch` counts kernels' own working memory.
+    """`units` are those (`MarkedUnit`) whose marks are kept, in addition to those of layers and root. `grad_marks` keeps the marks
+    at which a parameter's gradient is ready; `fused_loss` leaves out what the loss makes; `scratch` counts kernels' own working memory.
     """
     left_out = frozenset({_LOSS} if fused_loss else ()) | frozenset(() if scratch else {_SCRATCH})
-    return _Reader(profile, marked(profile, tape, marks), left_out, grad_marks).score()
+    return _Reader(profile, tape, left_out, grad_marks, units | {MarkedUnit.LAYER, MarkedUnit.ROOT}).score()
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
@@ -247,8 +247,11 @@ def between_heights(changes: Iterable[Change]) -> list[Change]:
 class _Reader:
     """Reads a tape once, from end to end."""
 
-    def __init__(self, profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool) -> None:
+    def __init__(
+        self, profile: Profile, tape: Tape, left_out: frozenset[int], grad_marks: bool, units: frozenset[int]
+    ) -> None:
         self._profile, self._left_out, self._grad_marks = profile, left_out, grad_marks
+        self._units = units
         self._tape = tape.read()
         self._sizes: dict[int, int] = {}  # the tape's: its number in the score
         self._moves: dict[tuple[int, int], int] = {}  # (size, times): its number
@@ -319,7 +322,7 @@ class _Reader:
                     deaths[a] = self._deaths(self._tape.segments[a], segment, last)
                 times = -deaths[a]
             else:
-                if op != _GRAD_READY or self._grad_marks:
+                if self._grad_marks if op == _GRAD_READY else a in self._units:
                     yield from close(at)
                     yield op, a, b
                     start = at + 1

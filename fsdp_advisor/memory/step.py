@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fsdp_advisor.engines import schedule_for
-from fsdp_advisor.engines.wrapping import Marks, marks_for
+from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.course import Course, Followed
 from fsdp_advisor.memory.ledger import Ledger, Point
@@ -42,13 +42,13 @@ def composed(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = Fal
 
     `fused_loss`: as if nothing of the loss were ever whole. `scratch`: with what kernels take for themselves.
     """
-    marks, grad_marks = _marks(profile, plan)
-    return score_of(profile, tape, marks, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
+    units, grad_marks = _marks(profile, plan)
+    return score_of(profile, tape, units, grad_marks=grad_marks, fused_loss=fused_loss, scratch=scratch)
 
 
 @lru_cache(maxsize=2048)
-def _marks(profile: Profile, plan: Plan) -> tuple[Marks, bool]:
-    return marks_for(profile, plan), schedule_for(profile, plan).grad_marks
+def _marks(profile: Profile, plan: Plan) -> tuple[frozenset[int], bool]:
+    return marked_units(profile, plan), schedule_for(profile, plan).grad_marks
 
 
 @lru_cache(maxsize=1600)

@@ -15,6 +15,8 @@ class Task:
     """What people count a step's speed in."""
     one: str = "{} tokens"
     """One of a micro-batch, of so many tokens."""
+    has_root_units: bool = False
+    """Whether accelerate's FSDP2 makes units of its models' embedding and head. Of an image model the embedding is that of patches."""
     takes_any_length: bool = True
     """Whether a sequence may be of any length; else every one has the model's own, as an image has."""
 
@@ -31,12 +33,16 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "causal-lm": Task(words=("decoder", "text")),
+    "causal-lm": Task(words=("decoder", "text"), has_root_units=True),
     "masked-lm": Task(words=("encoder", "text")),
     "seq2seq-lm": Task(words=("encoder-decoder", "text"), one="{} tokens in and out"),
-    "speech-seq2seq": Task(words=("encoder-decoder", "speech", "audio"), one="{} tokens of text"),
+    "speech-seq2seq": Task(words=("encoder-decoder", "speech", "audio"), one="{} tokens of text", has_root_units=True),
     "image-classification": Task(
-        words=("encoder", "vision", "image"), counted="images", one="images of {} tokens", takes_any_length=False
+        words=("encoder", "vision", "image"),
+        counted="images",
+        one="images of {} tokens",
+        has_root_units=True,
+        takes_any_length=False,
     ),
 }
 _OF_MODULES = Task(words=())

@@ -18,7 +18,6 @@ from fsdp_advisor.engines import schedule_for
 from fsdp_advisor.engines.ddp.schedule import rebuilt_buckets
 from fsdp_advisor.engines.fsdp1.schedule import tried
 from fsdp_advisor.engines.transfer import Loading
-from fsdp_advisor.engines.wrapping import marked, marks_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
@@ -162,7 +161,7 @@ def traced(
     `batch_stands`: see `Trace.steps`.
     """
     schedule, score = schedule_for(profile, plan), composed(profile, tape, plan, scratch=True)
-    played = marked(profile, tape, marks_for(profile, plan)).read()
+    played = tape.read()
     # FSDP1 takes a unit's parameters out of its flat one on the all-gather's stream, so autograd puts their gradients together there
     made_on = ALL_GATHER if plan.backend == "fsdp1" else COMPUTE
     at = sized(score, plan.micro_batch_size, plan.seq_len, resident_threads)
