@@ -15,6 +15,8 @@ class Task:
     """The unit of throughput."""
     sample: str = "{} tokens"
     """How messages describe one sample; {} is its length in tokens."""
+    has_root_units: bool = False
+    """Whether accelerate's FSDP2 makes separate units of the embedding and the head. An image model's embedding is that of patches."""
     takes_any_length: bool = True
     """Whether the sequence length is free. If not, every sample has the length that the model fixes, as an image has."""
 
@@ -31,12 +33,18 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "causal-lm": Task(words=("decoder", "text")),
+    "causal-lm": Task(words=("decoder", "text"), has_root_units=True),
     "masked-lm": Task(words=("encoder", "text")),
     "seq2seq-lm": Task(words=("encoder-decoder", "text"), sample="{} tokens in and out"),
-    "speech-seq2seq": Task(words=("encoder-decoder", "speech", "audio"), sample="{} tokens of text"),
+    "speech-seq2seq": Task(
+        words=("encoder-decoder", "speech", "audio"), sample="{} tokens of text", has_root_units=True
+    ),
     "image-classification": Task(
-        words=("encoder", "vision", "image"), counted="images", sample="images of {} tokens", takes_any_length=False
+        words=("encoder", "vision", "image"),
+        counted="images",
+        sample="images of {} tokens",
+        has_root_units=True,
+        takes_any_length=False,
     ),
 }
 """Every task, by the name that profiles use."""
