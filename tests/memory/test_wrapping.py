@@ -1,4 +1,4 @@
-"""How frameworks wrap the root, on catalogued models; and their schedules against themselves, storage by storage."""
+"""How frameworks wrap the root, on catalogued models; and the peaks of their programs, storage by storage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fsdp_advisor.memory.allocator.reserve import traced
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.deepspeed.settings import settings_of
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, marked_units, wrapping_of
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import estimate_resolved, make_request, replayed
+from fsdp_advisor.estimator import estimate_resolved, make_request, peak_of_step
 from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.memory.allocator import step_operations
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import MarkedUnit, Op, Variant
@@ -135,7 +136,7 @@ def played(requests: tuple[int, ...], operations: tuple[int, ...], alive: dict[i
     ],
 )
 @pytest.mark.parametrize("model", [UNTIED, GPT2])
-def test_sums_and_single_storages_agree(
+def test_allocator_operations_reach_the_live_peak(
     model: str, backend: str, strategy: str, framework: str, accumulation: int, wrap: str
 ) -> None:
     plan = plan_of(
@@ -143,16 +144,15 @@ def test_sums_and_single_storages_agree(
         nnodes=2, wrap=wrap,
     )  # fmt: skip
     profile, tape = profile_of(model), resolve(model).tape(variant_of(plan))
-    ledger = replayed(profile, tape, plan)
-    steps = traced(profile, tape, plan)
+    steps = step_operations(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len)
     alive: dict[int, int] = {}
     highest = 0
     for operations in (steps.setup, steps.first):
         highest = played(steps.requests, operations, alive)
-    for ours, next_ones in steps.handed_on:
+    for ours, next_ones in steps.carried_over:
         alive[next_ones] = alive.pop(ours)
     highest = played(steps.requests, steps.following, alive)
-    assert highest == ledger.peak
+    assert highest == peak_of_step(profile, tape, plan).peak
 
 
 @pytest.mark.parametrize("stage", [2, 3])
