@@ -10,7 +10,7 @@ from fsdp_advisor.engines.job_peaks import JobPeaks
 from fsdp_advisor.job.plan import Plan, label
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.device import DeviceOverhead
-from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.timing import StepTime
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class StrategyEstimate:
     job: JobPeaks | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
-    replay_timeline: Callable[[], tuple[Point, ...]] | None = field(default=None, repr=False, compare=False)
+    replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
 
     @property
-    def timeline(self) -> tuple[Point, ...]:
+    def timeline(self) -> tuple[TimelinePoint, ...]:
         """Live tensor bytes through the step; empty if the peak is unknown. Computed when asked for."""
         return () if self.replay_timeline is None else self.replay_timeline()
 

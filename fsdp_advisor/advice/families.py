@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, degrees, label, refusal
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.request import OptimizerName, RecommendRequest
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 CHECKPOINTING = ("none", "full")
@@ -21,7 +21,7 @@ class Job:
     nnodes: int
     seq_len: int
     precision: str
-    optim: str
+    optim: OptimizerName
     attention: str
     backward_prefetch: str = "pre"
     framework: str = "torch"
