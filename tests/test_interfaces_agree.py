@@ -40,7 +40,9 @@ def test_interfaces_agree(
     for job in jobs:
         report = estimate(**job)
         expected = figures(report.as_dict())
-        main(["estimate", "--json", "-q", *(word for name, value in job.items() for word in (dashed(name), str(value)))])
+        main(
+            ["estimate", "--json", "-q", *(word for name, value in job.items() for word in (dashed(name), str(value)))]
+        )
         assert figures(json.loads(capsys.readouterr().out)) == expected, job
         assert figures(client.get("/api/v1/estimate", params=job).json()) == expected, job
         for row, shown in zip(expected, report_view(report).rows, strict=True):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from fsdp_advisor.engines.job_peaks import JobPeaks, PhasePeak
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
-from fsdp_advisor.memory.ledger import ACCOUNTS, Point
+from fsdp_advisor.memory.live import TimelinePoint
+from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.render.parts import PARTS, MemoryPart
 from fsdp_advisor.render.sizes import Sizes, format_seconds
 from fsdp_advisor.render.view import ReportView, RowView
@@ -41,7 +42,7 @@ class ExplanationView:
     components: tuple[Component, ...]
     total_text: str
     lines: tuple[str, ...]
-    timeline: tuple[Point, ...]
+    timeline: tuple[TimelinePoint, ...]
     gpu_memory_bytes: int
     sizes: Sizes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
-from fsdp_advisor.memory.ledger import GROUPS
+from fsdp_advisor.program.accounts import GROUPS
 from fsdp_advisor.report import StrategyEstimate
 
 

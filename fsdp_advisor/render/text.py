@@ -6,7 +6,7 @@ import textwrap
 
 from rich.text import Text
 
-from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.render.explanation import ExplanationView, share_text
 from fsdp_advisor.render.parts import PARTS, STATES
 from fsdp_advisor.render.sizes import UNKNOWN
@@ -164,7 +164,7 @@ def _timeline(explained: ExplanationView, screen: Screen) -> str:
     return wrap(caption, screen) + "\n" + draw(columns, screen)
 
 
-def _timeline_bar(point: Point, explained: ExplanationView, width: int, screen: Screen) -> Text:
+def _timeline_bar(point: TimelinePoint, explained: ExplanationView, width: int, screen: Screen) -> Text:
     if point.repeats > 1:
         return Text("")
     return bar([(STATES, point.high_bytes)], explained.gpu_memory_bytes, width, screen)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.render import charts, svg
 from fsdp_advisor.render.advice_view import AdviceView
 from fsdp_advisor.render.view import ReportView, RowView
@@ -49,7 +49,7 @@ def bars(view: ReportView, chosen: RowView) -> Drawing:
     return drawing(svg.stacked_bars, rows, view.gpu_memory_bytes, view.gpu_name, key="bars-chart")
 
 
-def step(view: ReportView, estimate: StrategyEstimate, points: Sequence[Point]) -> Drawing | None:
+def step(view: ReportView, estimate: StrategyEstimate, points: Sequence[TimelinePoint]) -> Drawing | None:
     """Tensor memory through one step; None if the peak is unknown."""
     if not points:
         return None

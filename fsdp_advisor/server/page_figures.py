@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
-from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.render.sizes import UNKNOWN
 from fsdp_advisor.render.view import ReportView
 from fsdp_advisor.report import Report

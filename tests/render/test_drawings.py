@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_advisor import estimate
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
-from fsdp_advisor.memory.ledger import ACCOUNTS
+from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.render.parts import PARTS, PartBytes, bar_parts
 from fsdp_advisor.render.svg import (
     AccuracyPoint,

@@ -38,7 +38,7 @@ _APART, _ASIDE = 7.0, 14
 """Least distance of two marks in pixels, and the most that a mark is moved for it."""
 _UNSEEN = Fill(
     key="unseen",
-    name="larger than every published run: the estimate warns",
+    name="larger than every published run",
     colour=OVERHEAD.colour,
     weave=OVERHEAD.weave,
     css=OVERHEAD.key,
