@@ -141,8 +141,8 @@ def step(report: Report, estimate: StrategyEstimate, points: Sequence[Point]) ->
 
 
 def speed(recommendation: Recommendation, capacity_bytes: int) -> Drawing | None:
-    """Memory against speed of the best of each family that fits; None for fewer than two."""
-    leaders = ([recommendation.winner] if recommendation.winner else []) + list(recommendation.rivals)
+    """Memory against speed of the best plans that fit, one per strategy choice; None for fewer than two."""
+    feasible = ([recommendation.winner] if recommendation.winner else []) + list(recommendation.runners_up)
     points = [
         FrontierPoint(
             label=f"{c.label}, {c.plan.micro_batch_size}",
@@ -151,7 +151,7 @@ def speed(recommendation: Recommendation, capacity_bytes: int) -> Drawing | None
             fits=c.fits,
             chosen=c is recommendation.winner,
         )
-        for c in leaders[:MOST_POINTS]
+        for c in feasible[:MOST_POINTS]
         if c.needed_bytes is not None and c.tokens_per_second_per_gpu is not None
     ]
     if len(points) < 2:
