@@ -202,6 +202,12 @@ class Search:
         """The same plan as `result.winner`, with fewer evaluations."""
         return self._search(1).winner
 
+    @cached_property
+    def first_fit(self) -> Candidate | None:
+        """The most promising choice that fits, at a micro-batch that fits but need not be its fastest; None if none does."""
+        found = (self.fastest(prospect, refine=False) for prospect in self.prospects)
+        return next((candidate for candidate in found if candidate.fits is not False), None)
+
     def _search(self, evaluated_choices: int) -> SearchResult:
         """Evaluate choices whole, the most promising first, until no other can be chosen."""
         feasible: list[Candidate] = []
@@ -277,6 +283,8 @@ class Search:
 
     def _index_within(self, choice: StrategyChoice, sizes: Sequence[int], limit_bytes: int) -> int:
         """Index of the largest of `sizes` whose lower bound is at most the limit; 0 if none is."""
+        if len(sizes) == 1:
+            return 0
         size = self.evaluator.max_micro_batch(self.plan(choice, sizes[0]), sizes, limit_bytes)
         return 0 if size is None else sizes.index(size)
 
@@ -327,7 +335,7 @@ class Search:
                 points.append((least, prospect.rates[prospect.sizes.index(size)], prospect.choice, size))
         points.sort(key=lambda point: (point[0], -point[1], point[2].preference_rank, point[3]))
         front = pareto_front(points, lambda point: point[1])
-        chosen = [front[i] for i in log_spaced(range(len(front)), FRONTIER_POINTS)] if front else []
+        chosen = [front[i - 1] for i in log_spaced(range(1, len(front) + 1), FRONTIER_POINTS)]
         found = [self.candidate(choice, size) for _, _, choice, size in chosen]
         found = sorted((c for c in found if c.fits), key=lambda c: (c.known_bytes, c.order))
         return tuple(pareto_front(found, lambda c: c.tokens_per_second_per_gpu or 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 from fsdp_advisor.advice.batches import Batches, batches
 from fsdp_advisor.advice.curves import PeakVsSize, log_spaced
 from fsdp_advisor.advice.evaluator import Candidate
-from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
+from fsdp_advisor.advice.search import FRONTIER_POINTS, USUAL_FRAGMENTATION, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import gpu_of
@@ -83,9 +84,8 @@ class Sweep:
     def largest_batch(self) -> SweepResult:
         """The largest micro-batch that fits with any choice."""
         search = self.search
-        found = _largest(
-            search, search.max_micro_batches, search.batches.sizes, search.plan, self._lower_bound_of(search.plan)
-        )
+        sizes = _Sizes(search, search.batches.sizes, search.plan, self._lower_bound_of(search.plan))
+        found = _largest(sizes, search.max_micro_batches)
         return SweepResult(
             what="batch",
             answer=found.winner.plan.micro_batch_size if found.winner else None,
@@ -134,7 +134,7 @@ class Sweep:
             tokens = lower_bound(choice).largest_within(sizes, search.evaluator.available_bytes)
             if tokens is not None:
                 bounds[choice] = tokens
-        return _largest(search, bounds, sizes, self._plan_of_length, lower_bound)
+        return _largest(_Sizes(search, sizes, self._plan_of_length, lower_bound), bounds)
 
     def _plan_of_length(self, choice: StrategyChoice, tokens: int) -> Plan:
         return replace(self.search.plan(choice, self.search.batches.smallest), seq_len=tokens)
@@ -306,17 +306,22 @@ class Sweep:
     # GPU type
 
     def smallest_gpu_type(self) -> SweepResult:
-        """Every GPU of the table with its fastest plan; the answer is the one with the least memory that fits."""
-        rows = [(gpu, self.on_gpu(gpu.name)) for gpu in self._able_gpus()]
-        found = [(gpu.memory_bytes, search.winner or search.smallest_footprint()) for gpu, search in rows]
+        """Every GPU of the table with a fast plan; the answer is the one with the least memory that fits, with its fastest."""
+        found = []
+        for gpu in self._able_gpus():
+            search = self.on_gpu(gpu.name)
+            found.append((gpu.memory_bytes, search.first_fit or search.smallest_footprint()))
         found.sort(key=lambda row: (row[1].fits is False, row[0], row[1].order))
-        winner = found[0][1] if found and found[0][1].fits is not False else None
+        rows = [candidate for _, candidate in found]
+        winner = self.on_gpu(rows[0].gpu).winner if rows and rows[0].fits is not False else None
+        if winner is not None:
+            rows[0] = winner
         return SweepResult(
             what="gpu-type",
             answer=winner.gpu if winner else None,
             because=f"the GPU with the least memory of which {self.search.base.world_size} leave the margin",
             winner=winner,
-            rows=tuple(candidate for _, candidate in found),
+            rows=tuple(rows),
             frontier=_frontier(self.on_gpu(winner.gpu), winner) if winner else (),
         )
 
@@ -351,56 +356,69 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class _Largest:
-    """The plan with the largest size that fits, and the best evaluated plan of each choice that was tried."""
+    """The plan with the largest size that fits, and the last plan of each choice that was evaluated."""
 
     winner: Candidate | None
     rows: tuple[Candidate, ...]
 
 
-def _largest(
-    search: Search,
-    bounds: dict[StrategyChoice, int],
-    sizes: Sequence[int],
-    plan: Callable[[StrategyChoice, int], Plan],
-    lower_bound: Callable[[StrategyChoice], PeakVsSize],
-) -> _Largest:
-    """The largest of `sizes` that fits with any choice, to SEARCH_RESOLUTION.
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What `_largest` varies: `sizes` ascending, the plan of a choice at a size, and a choice's lower bound over sizes."""
 
-    `bounds` are the largest sizes by the lower bound. The choice that promises the largest size is evaluated next, of several
-    the fastest. A size that does not fit is scaled by what its estimate needs beyond the lower bound.
+    search: Search
+    sizes: Sequence[int]
+    plan: Callable[[StrategyChoice, int], Plan]
+    lower_bound: Callable[[StrategyChoice], PeakVsSize]
+
+    def after(self, index: int) -> int:
+        """Index of the next size that is larger by SEARCH_RESOLUTION; 0 after -1."""
+        if index < 0:
+            return 0
+        least = max(self.sizes[index] + 1, int(self.sizes[index] * (1 + SEARCH_RESOLUTION)))
+        return bisect_left(self.sizes, least)
+
+    def expected(self, choice: StrategyChoice, beyond_bytes: int, end: int) -> int:
+        """Index before `end` of the largest size that fits if it needs so much more than its lower bound; -1 if none."""
+        limit = self.search.evaluator.available_bytes - beyond_bytes
+        size = self.lower_bound(choice).largest_within(self.sizes[:end], limit) if end > 0 else None
+        return -1 if size is None else bisect_left(self.sizes, size)
+
+
+def _largest(sizes: _Sizes, bounds: dict[StrategyChoice, int]) -> _Largest:
+    """The largest size that fits with any choice, to SEARCH_RESOLUTION. `bounds` are the largest by the lower bound.
+
+    The choice that promises most is searched first, of several the fastest. Each other one is then asked only whether it fits
+    a size that is larger by the resolution.
     """
-    low = -1
-    over = {c: sizes.index(size) + 1 for c, size in bounds.items()}  # index of the smallest size known not to fit
-    promised = {c: index - 1 for c, index in over.items()}
-    preference = {c: _speed_order(search, plan(c, size)) for c, size in bounds.items()}
     best: Candidate | None = None
-    tried: dict[StrategyChoice, Candidate] = {}
-
-    def is_open(choice: StrategyChoice) -> bool:
-        """Whether the choice may fit a size that is larger by more than the resolution; by anything if it is untried."""
-        largest = over[choice] - 1
-        if low < 0 or choice not in tried:
-            return largest > low
-        return sizes[largest] - sizes[low] > SEARCH_RESOLUTION * sizes[largest]
-
-    while able := [c for c in bounds if is_open(c)]:
-        choice = min(able, key=lambda c: (-max(promised[c], low + 1), preference[c]))
-        at = max(promised[choice], low + 1)
-        found = search.evaluator.candidate(plan(choice, sizes[at]))
-        if found.fits:
-            low, best, tried[choice] = at, found, found
-            promised[choice] = (low + over[choice]) // 2
-            continue
-        if choice not in tried or not tried[choice].fits:
-            tried[choice] = found
-        over[choice] = at
-        curve = lower_bound(choice)
-        ratio = found.available_bytes / max(found.known_bytes, 1)
-        wanted = int((1 - SEARCH_RESOLUTION / 2) * curve(sizes[at]) * min(ratio, 1.0))
-        guess = curve.largest_within(sizes[:at], wanted) if at else None
-        promised[choice] = sizes.index(guess) if guess is not None else (low + at) // 2
-    rows = sorted(tried.values(), key=lambda c: (not c.fits, -c.plan.micro_batch_size * c.plan.seq_len, c.order))
-    return _Largest(best, tuple(rows))
+    low = -1
+    rows: dict[StrategyChoice, Candidate] = {}
+    usual = int(USUAL_FRAGMENTATION * sizes.search.evaluator.available_bytes)
+    promised = {c: sizes.expected(c, usual, bisect_right(sizes.sizes, bound)) for c, bound in bounds.items()}
+    order = {c: _speed_order(sizes.search, sizes.plan(c, bound)) for c, bound in bounds.items()}
+    for choice in sorted(bounds, key=lambda c: (-promised[c], order[c])):
+        over = bisect_right(sizes.sizes, bounds[choice])  # index of the smallest size known not to fit
+        at = max(promised[choice], 0) if low < 0 else sizes.after(low)
+        while at < over:
+            found = rows[choice] = sizes.search.evaluator.candidate(sizes.plan(choice, sizes.sizes[at]))
+            beyond = found.known_bytes - sizes.lower_bound(choice)(sizes.sizes[at])
+            if found.fits:
+                best, low = found, at
+            else:
+                over = at
+            expected = sizes.expected(choice, beyond, over)
+            if low < 0:
+                at = max(expected, 0) if expected < over - 1 else (over - 1) // 2
+            else:
+                first = sizes.after(low)
+                at = min(expected, over - 1) if expected >= first else (first + over) // 2
+    if best is not None:
+        rows[best.choice] = best
+    order_of_rows = sorted(
+        rows.values(), key=lambda c: (not c.fits, -c.plan.micro_batch_size * c.plan.seq_len, c.order)
+    )
+    return _Largest(best, tuple(order_of_rows))
 
 
 def _speed_order(search: Search, plan: Plan) -> tuple[float, tuple[int, ...]]:
