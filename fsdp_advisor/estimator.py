@@ -7,24 +7,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
-from fsdp_advisor.engines import not_modelled, states_of
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
-from fsdp_advisor.engines.fsdp2.schedule import padding_warnings
+from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
+from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
+from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import Loading, one_copy_bytes
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
-from fsdp_advisor.hardware.links import ETHERNET_100G, Link
+from fsdp_advisor.hardware.links import ETHERNET_100G
 from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest, plainly
-from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator
+from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
-from fsdp_advisor.memory.ledger import ACCOUNTS
-from fsdp_advisor.memory.libraries import cublas_workspace_bytes
-from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.memory.step import timeline as timeline_of
-from fsdp_advisor.memory.textbook import textbook_states
+from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
+from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
 from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.model.tasks import task_of
@@ -122,7 +120,18 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """Peak tensor bytes of a plan's step on a GPU: a lower bound of what it needs. Raises AdvisorError without a tape."""
     assert model.profile is not None
     tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
-    return replayed(model.profile, tape, plan).peak
+    return peak_of_step(model.profile, tape, plan).peak
+
+
+def peak_of_step(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> StepPeak:
+    """The peak of a plan's step over a tape."""
+    program = step_program(profile, tape, plan)
+    return step_peak(program, plan.micro_batch_size, plan.seq_len, fused_loss=fused_loss)
+
+
+def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
+    """Live memory through a plan's step over a tape."""
+    return step_timeline(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len)
 
 
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
@@ -215,7 +224,7 @@ def _with_step(
     warnings = base.warnings
     if variant.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {variant.attention} is used",)
-    tensors = replayed(profile, on_gpu, plan)
+    tensors = peak_of_step(profile, on_gpu, plan)
     job = _job_peaks(profile, plan, gpu, overhead, host_memory_bytes, tensors.phase_peaks)
     allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.loading)
     step = step_of(profile, variant, tape, plan, gpu)
@@ -229,18 +238,18 @@ def _with_step(
         needed_bytes=needed,
         headroom_bytes=available - needed,
         peak_tensor_bytes=tensors.peak,
-        simulated_peak_bytes=replayed(profile, tape, plan).peak,
-        peak_phase=tensors.peak_phase,
-        peak_where=tensors.peak_where,
+        simulated_peak_bytes=peak_of_step(profile, tape, plan).peak,
+        peak_phase=tensors.phase,
+        peak_where=tensors.where,
         phase_peaks=tensors.phase_peaks,
-        at_peak=dict(zip(ACCOUNTS, tensors.at_peak, strict=False)),
-        fused_loss_peak_bytes=replayed(profile, on_gpu, plan, fused_loss=True).peak if explain else None,
+        at_peak=tensors.at_peak,
+        fused_loss_peak_bytes=peak_of_step(profile, on_gpu, plan, fused_loss=True).peak if explain else None,
         allocator=allocator,
         step=step,
         job=job,
         warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
         not_modelled=tuple(unknown),
-        replay_timeline=partial(timeline_of, profile, on_gpu, plan),
+        replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
 
 
@@ -282,16 +291,20 @@ def allocator_result(
 ) -> AllocatorResult:
     """The caching allocator through the plan's steps, within what CUDA and NCCL (`overhead`) leave of the GPU."""
     overhead = overhead or device_overhead(gpu, plan)
+    workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
+    operations = step_operations(
+        step_program(profile, tape, plan),
+        plan.micro_batch_size,
+        plan.seq_len,
+        resident_threads=gpu.resident_threads,
+        workspace_bytes=[workspace] * WORKSPACES,
+        loaded=loading.placed if loading else (),
+    )
     return simulate_allocator(
-        profile,
-        tape,
-        plan,
+        operations,
         conf=conf,
         limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
         device_bytes=gpu.memory_bytes,
-        workspace_bytes=cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes,
-        resident_threads=gpu.resident_threads,
-        loading=loading,
     )
 
 
@@ -307,17 +320,17 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
 
 
 def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
-    """The time of a plan's step on a GPU, where sdpa runs its kernels; between nodes its `inter_node` link."""
-    between: Link = gpu.inter_node or ETHERNET_100G
-    return step_time(profile, real_tape(profile, (variant, tape), plan), plan, gpu, between)
+    """The time of a plan's step on a GPU; between nodes over its `inter_node` link."""
+    program = step_program(profile, real_tape(profile, (variant, tape), plan), plan)
+    return step_time(profile, program, plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
-    """What computes and what is sent through the plan's last micro-batch and step; empty where the time is not known."""
+    """Compute and communication of the plan's last micro-batch and optimizer step; empty where the time is unknown."""
     if model.profile is None:
         return ()
     tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
-    return timeline(model.profile, tape, plan, gpu, gpu.inter_node or ETHERNET_100G)
+    return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:

@@ -20,6 +20,7 @@ ROOMS = (
     "model",
     "recording",
     "memory",
+    "policies",
     "engines",
     "tapes",
     "timing",
@@ -37,7 +38,7 @@ ROOMS = (
 
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed"}
 MAY_BE_HEAVY = {"recording", "validation"}
-PURE = {"memory", "engines", "timing", "advice", "render"}
+PURE = {"memory", "policies", "engines", "timing", "advice", "render"}
 IO_MODULES = {"os", "pathlib", "socket", "subprocess", "urllib", "zipfile", "shutil", "tempfile", "http"}
 ROOT = Path(fsdp_advisor.__file__).parent
 
@@ -80,3 +81,11 @@ def test_an_estimate_of_a_catalogued_model_imports_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "policies").rglob("*.py")), ids=lambda p: p.stem)
+def test_policies_know_no_engine(path: Path) -> None:
+    allowed = {"units", "errors", "job", "model", "memory", "policies"}
+    rooms = {name.split(".")[1] for name in _imports(path) if name.startswith("fsdp_advisor.")}
+    assert rooms <= allowed
+    assert not any(name.startswith("fsdp_advisor.memory") and "storages" not in name for name in _imports(path))

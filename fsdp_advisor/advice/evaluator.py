@@ -9,8 +9,8 @@ from typing import Any
 
 from fsdp_advisor.advice.curves import PeakVsSize
 from fsdp_advisor.advice.search_space import StrategyChoice
-from fsdp_advisor.engines import states_of
 from fsdp_advisor.engines.host import host_memory
+from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.estimator import estimate_plan, step_seconds, tensor_bytes
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
@@ -148,7 +148,7 @@ class Candidate:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        plan = self.plan
+        plan, seconds, speed = self.plan, self.step_seconds, self.tokens_per_second_per_gpu
         return {
             "strategy": plan.strategy,
             "backend": plan.backend,
@@ -169,8 +169,8 @@ class Candidate:
             "peak_device_bytes": self.estimate.peak_device_bytes,
             "environment": self.environment,
             "host_bytes_per_node": self.host_bytes_per_node,
-            "step_seconds": self.step_seconds,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "step_seconds": None if seconds is None else float(f"{seconds:.6g}"),  # as in a report
+            "tokens_per_second_per_gpu": None if speed is None else round(speed, 1),
         }
 
 

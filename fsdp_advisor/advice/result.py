@@ -84,8 +84,11 @@ class Recommendation:
         return options_of(self.winner, self.request) if self.winner else ()
 
     def why_not(self, other: Candidate) -> str:
-        """Why another plan that fits is not the winner."""
-        assert self.winner is not None
+        """Why another plan is not the winner."""
+        if other.fits is False:
+            return f"{other.memory_text}, at micro-batch {other.plan.micro_batch_size}"
+        if self.winner is None:
+            return "it fits another job than the one asked for"
         if other.fits is None:
             return "its states fit too, but it is less simple"
         if other.host_unusual and not self.winner.host_unusual:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_advisor.cli.drawing import Column, draw, fitting
-from fsdp_advisor.cli.figures import NONE
-from fsdp_advisor.cli.output import Screen
+from fsdp_advisor.render.sizes import NONE
+from fsdp_advisor.render.terminal import Column, Screen, draw, fitting
 from fsdp_advisor.units import format_count, format_gib
 
 if TYPE_CHECKING:

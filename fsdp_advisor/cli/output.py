@@ -8,14 +8,15 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.errors import UsageError
 
+if TYPE_CHECKING:
+    from fsdp_advisor.render.terminal import Screen
+
 FITS, NONE_FITS = 0, 1
 """Exit statuses."""
-PIPE_WIDTH = 120
-"""Columns where there is no terminal to ask and COLUMNS is not set."""
 
 
 class Format(str, Enum):
@@ -31,15 +32,6 @@ def form_of(format: Format, json: bool) -> Format:
     if json and format is Format.markdown:
         raise UsageError("--json contradicts --format markdown", hint="give one of them")
     return Format.json if json else format
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Screen:
-    """What a text view is drawn for."""
-
-    width: int = PIPE_WIDTH
-    colour: bool = False
-    unicode: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +54,17 @@ class Destination:
             raise UsageError(f"{path} exists", hint="--force overwrites it")
 
     def screen(self) -> Screen:
-        columns = shutil.get_terminal_size(fallback=(PIPE_WIDTH, 50)).columns
+        """The width, colours and characters of the destination."""
+        from fsdp_advisor.render.terminal import DEFAULT_WIDTH, Screen  # JSON needs no rich
+
+        columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 50)).columns
         if self.path is not None:
-            return Screen(width=columns if "COLUMNS" in os.environ else PIPE_WIDTH)
+            return Screen(width=columns if "COLUMNS" in os.environ else DEFAULT_WIDTH)
         stream = sys.stdout
         terminal = stream is not None and stream.isatty()
         colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         if not terminal and "COLUMNS" not in os.environ:
-            columns = PIPE_WIDTH
+            columns = DEFAULT_WIDTH
         return Screen(width=max(columns, 20), colour=colour, unicode=_takes_unicode())
 
     def write(self, text: str) -> None:

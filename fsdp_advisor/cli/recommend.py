@@ -15,7 +15,7 @@ from fsdp_advisor.cli.options import (
     QuietOption,
     takes_request,
 )
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, Screen, as_json, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
 from fsdp_advisor.job.request import RecommendRequest
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def recommend(
     """The fastest configuration that fits with the margin, how it was decided, and what to type to launch it.
 
     Options that are given are fixed, the others are searched. Exit status: 0 if something fits; 1 if nothing does (what would
-    fit is shown) or it is unknown (a bare parameter count); 2 for bad usage, an unknown model, an unreadable config or no
+    fit is shown) or if it is unknown (a bare parameter count); 2 for bad usage, an unknown model, an unreadable config or no
     network.
     """
     from fsdp_advisor.advice import recommend as answer
@@ -66,29 +66,23 @@ def recommend(
 def _render(advice: Advice, form: Format, destination: Destination) -> str:
     if form is Format.json:
         return as_json(advice.as_dict())
-    from fsdp_advisor.cli.advice import text
+    from fsdp_advisor.render.advice_text import advice_text
+    from fsdp_advisor.render.advice_view import advice_view
+    from fsdp_advisor.render.terminal import Screen
 
+    view = advice_view(advice)
     if form is Format.markdown:
-        return f"```text\n{text(advice, Screen())}\n```"
-    return text(advice, destination.screen())
+        return f"```text\n{advice_text(view, Screen())}\n```"
+    return advice_text(view, destination.screen())
 
 
 def _plot(advice: Advice) -> str:
-    """The plans that fit and the frontier, as points."""
-    from fsdp_advisor.render import FrontierPoint, frontier
+    """Memory against throughput of the winner, the runners-up and the frontier, as SVG."""
+    from fsdp_advisor.render.advice_view import advice_view
+    from fsdp_advisor.render.charts import frontier_points
+    from fsdp_advisor.render.svg import frontier
 
-    recommendation = advice.recommendation
-    winner = recommendation.winner
-    shown = [*([winner] if winner else []), *recommendation.frontier, *recommendation.runners_up]
-    points = {
-        (c.label, c.plan): FrontierPoint(
-            label=f"{c.label}, {c.plan.micro_batch_size} x {c.plan.seq_len}",
-            memory_bytes=c.needed_bytes,
-            tokens_per_second=c.tokens_per_second_per_gpu,
-            fits=c.fits,
-            chosen=winner is not None and c.plan == winner.plan,
-        )
-        for c in shown
-        if c.needed_bytes is not None and c.tokens_per_second_per_gpu is not None
-    }
-    return frontier(tuple(points.values()), capacity_bytes=advice.report.gpu_memory_bytes)
+    view = advice_view(advice)
+    frontier_rows = view.found.frontier if view.found else ()
+    rows = [*([view.winner] if view.winner else []), *frontier_rows, *view.runners_up]
+    return frontier(frontier_points(rows), capacity_bytes=view.gpu_memory_bytes)

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from fsdp_advisor.engines.fsdp1.schedule import flat_elements
-from fsdp_advisor.engines.fsdp2.schedule import shard_shape
+from fsdp_advisor.engines.fsdp1.units import flat_elements
+from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.transfer import Loading, Placed, PlacedUnits, Weights, for_each, highest
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, wrapping_for
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.ledger import AT_ROOT
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 
 def _units(profile: Profile) -> list[Unit]:

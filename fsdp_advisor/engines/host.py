@@ -11,12 +11,12 @@ from functools import lru_cache
 from math import prod
 
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
-from fsdp_advisor.engines.fsdp2.schedule import shard_shape
+from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.units import total
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,13 @@ def _host_memory(profile: Profile, plan: Plan) -> HostMemory:
             result += n * 2 if p.trainable else n
         return result
 
+    optimizer = optimizer_named(plan.optim)
+
     def states(unit: Unit) -> Storages:
         result = NO_STORAGES
         for p in unit.parameters:
             if p.trainable:
-                result += optimizers.kept(plan.optim, shard_shape(p.shape, plan.shard_degree), plan.param_bytes)
+                result += optimizer.state_storages(p, shard_shape(p.shape, plan.shard_degree), plan.param_bytes)
         return result
 
     return HostMemory(

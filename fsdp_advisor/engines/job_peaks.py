@@ -17,8 +17,8 @@ from fsdp_advisor.engines.transfer import Loading
 from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import DeviceOverhead
-from fsdp_advisor.memory.storages import States
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.program.storages import States
 
 PHASES = ("load", "first_step", "steady_step", "save")
 

@@ -20,8 +20,9 @@ from fsdp_advisor.engines.fsdp_loading import fsdp1_loadings, fsdp2_loadings
 from fsdp_advisor.engines.transfer import Loading, Placed, Weights
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages, round_up
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import NO_STORAGES, Storages, round_up
 
 WORKERS = 4
 """Threads that read and convert tensors. Source: transformers/core_model_loading.py, GLOBAL_WORKERS."""
@@ -202,8 +203,8 @@ def deepspeed_moments(profile: Profile, plan: Plan) -> int:
     """
     if offloads_optimizer(plan):
         return 0
-    m, ranks = master_bytes(plan), plan.shard_degree
+    m, ranks, optimizer = master_bytes(plan), plan.shard_degree, optimizer_named(plan.optim)
     if stage(plan) < 3:
         owned = deepspeed.flat_elements(profile.trainable_parameters, ranks) // ranks
-        return deepspeed.optimizer_states(plan.optim, owned, m).rounded
-    return sum(deepspeed.optimizer_states(plan.optim, n, m).rounded for n, _ in deepspeed.sub_groups(profile, ranks))
+        return optimizer.flat_state_storages(owned, m).rounded
+    return sum(optimizer.flat_state_storages(n, m).rounded for n, _ in deepspeed.sub_groups(profile, ranks))

@@ -16,15 +16,15 @@ from math import prod
 
 from fsdp_advisor.engines.deepspeed import partitions as deepspeed
 from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, stage
-from fsdp_advisor.engines.fsdp1.schedule import flat_elements
-from fsdp_advisor.engines.fsdp2.schedule import shard_shape
+from fsdp_advisor.engines.fsdp1.units import flat_elements
+from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.transfer import Way
 from fsdp_advisor.engines.units import per_unit, places
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory import optimizers
-from fsdp_advisor.memory.ledger import AT_ROOT
-from fsdp_advisor.memory.storages import round_up
-from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.storages import round_up
 
 MAX_SHARD_BYTES = 50 * 10**9
 """`save_pretrained(max_shard_size=...)` unless told otherwise. Source: transformers/modeling_utils.py (5.23): "50GB"; 5 GB
@@ -113,7 +113,7 @@ class _Sums:
 
 
 def _sums(profile: Profile, plan: Plan) -> _Sums:
-    n, k = plan.shard_degree, plan.param_bytes
+    n, k, optimizer = plan.shard_degree, plan.param_bytes, optimizer_named(plan.optim)
     once = named = shard_named = states = shard_states = largest = padded = largest_shard = 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:
@@ -124,15 +124,9 @@ def _sums(profile: Profile, plan: Plan) -> _Sums:
             shard_named += shard * names * count
             largest, padded, largest_shard = max(largest, whole), max(padded, shard * n), max(largest_shard, shard)
             if p.trainable:
-                states += _state_bytes(plan, p.shape) * count
-                shard_states += optimizers.kept(plan.optim, local, plan.param_bytes).exact * count
+                states += optimizer.saved_bytes(p, p.shape, k) * count
+                shard_states += optimizer.state_storages(p, local, k).exact * count
     return _Sums(once, named, shard_named, states, shard_states, largest, padded, largest_shard)
-
-
-def _state_bytes(plan: Plan, shape: tuple[int, ...]) -> int:
-    """The optimizer's state of one parameter as it is saved: a step count of 4 bytes is written wherever AdamW keeps it."""
-    step = 4 if plan.optim == "adamw_torch" else 0
-    return optimizers.kept(plan.optim, shape, plan.param_bytes).exact + step
 
 
 def pretrained_files(
@@ -259,9 +253,10 @@ def _fsdp1(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving]:
 
 def _flat_states(profile: Profile, plan: Plan) -> int:
     """The optimizer's states of rank 0's flat shards: those of its parameters' pieces, together as many elements."""
-    kept = 0
+    kept, optimizer = 0, optimizer_named(plan.optim)
     for unit, count in profile.counted_units():
-        kept += _state_bytes(plan, (-(-unit.trainable_elements // plan.shard_degree),)) * count
+        flat = Parameter(name="_flat_param", shape=(-(-unit.trainable_elements // plan.shard_degree),))
+        kept += optimizer.saved_bytes(flat, flat.shape, plan.param_bytes) * count
     return kept
 
 
@@ -325,7 +320,8 @@ def _deepspeed(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving
     else:
         owned = deepspeed.flat_elements(profile.trainable_parameters, n) // n
         parts = [min(owned, profile.trainable_parameters)]  # the padding at the last rank's end is not written
-    states = sum(m * part + _flat_state_bytes(plan, part, m) for part in parts)
+    stepping = optimizer_named(plan.optim)
+    states = sum(m * part + stepping.saved_flat_bytes(part, m) for part in parts)
     optimizer_file = _file(prefix + "zero_pp_rank_{r}_mp_rank_00_optim_states.pt", states, n)
     frozen = [
         (p.elements, count) for unit, count in profile.counted_units() for p in unit.parameters if not p.trainable
@@ -363,9 +359,3 @@ def _deepspeed(profile: Profile, plan: Plan, optimizer: bool) -> Iterator[Saving
             files=_file("pytorch_model.bin", weights),
         )
     yield from (checkpoint, only) if optimizer else (only, checkpoint)
-
-
-def _flat_state_bytes(plan: Plan, elements: int, element_bytes: int) -> int:
-    """The optimizer's own states of a flat partition as they are saved; AdamW's step count is a tensor of 4 bytes."""
-    step = 4 if plan.optim == "adamw_torch" else 0
-    return deepspeed.optimizer_states(plan.optim, elements, element_bytes).exact + step

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 S = TypeVar("S")
 T = TypeVar("T")

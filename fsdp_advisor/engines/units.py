@@ -8,9 +8,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
-from fsdp_advisor.memory.ledger import AT_ROOT, Place
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.instructions import UnitId as Place
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 T = TypeVar("T")
 

@@ -18,13 +18,16 @@ from functools import lru_cache
 from typing import Literal, cast
 
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.ledger import AT_ROOT, Place
 from fsdp_advisor.model.profile import ROOT, Category, Op, Parameter, Polynomial, Profile, Tape, Unit, evaluate
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.instructions import UnitId as Place
 
 EMBEDDING: Place = (ROOT, 1)
 HEAD: Place = (ROOT, 2)
 OUTPUTS: Place = (ROOT, 3)
 """Where DDP gives out what the model gave it."""
+
+NO_BYTES: Polynomial = (0, 0, 0, 0, 0, 0)
 
 TAKEN_APART = ("causal-lm", "speech-seq2seq", "image-classification")
 """Tasks whose models' root is known to be taken apart as is said here. Of an image model the embedding is that of its patches."""
@@ -108,21 +111,23 @@ def clones_outputs(plan: Plan) -> bool:
     return plan.framework == "trainer" and plan.world_size > 1 and plan.activation_checkpointing == "none"
 
 
-def logits_elements(profile: Profile, plan: Plan) -> int:
-    """A row of the vocabulary for each token; other tasks' logits are few."""
+def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
+    """Bytes of the logits: a row of the vocabulary for each token. Other tasks' logits are small and not counted."""
     embedding = _embedding(profile)
     if embedding is None or not profile.task.endswith(("-lm", "-seq2seq")):
-        return 0
-    return plan.micro_batch_size * plan.seq_len * profile.root.parameters[embedding].shape[0]
+        return NO_BYTES
+    return (0, 0, 0, element_bytes * profile.root.parameters[embedding].shape[0], 0, 0)
 
 
-def encoded_elements(profile: Profile, plan: Plan) -> int:
-    """What an encoder gives its decoder, `encoder_last_hidden_state`: a model with both gives it out beside the logits."""
+def encoded_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
+    """Bytes of `encoder_last_hidden_state`, which a model with encoder and decoder returns with the logits."""
     width = profile.config.get("d_model")
     if "seq2seq" not in profile.task or not isinstance(width, int):
-        return 0
-    frames = profile.config.get("max_source_positions") if profile.task == "speech-seq2seq" else plan.seq_len
-    return plan.micro_batch_size * width * frames if isinstance(frames, int) else 0
+        return NO_BYTES
+    if profile.task != "speech-seq2seq":
+        return (0, 0, 0, element_bytes * width, 0, 0)
+    frames = profile.config.get("max_source_positions")
+    return (0, element_bytes * width * frames, 0, 0, 0, 0) if isinstance(frames, int) else NO_BYTES
 
 
 def _embedding(profile: Profile) -> int | None:

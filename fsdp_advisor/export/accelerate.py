@@ -24,6 +24,7 @@ from fsdp_advisor.export.job import (
     refused,
 )
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 HEAD_NODE = "HEAD_NODE"
 PORT = 29500
@@ -130,7 +131,7 @@ def _needs_a_file(plan: Plan) -> bool:
     """
     if plan.precision == "bf16" or plan.prepared:
         return True
-    return plan.offload != "none" and (plan.offload_device == "nvme" or not plan.optim.startswith("adamw"))
+    return plan.offload != "none" and (plan.offload_device == "nvme" or not optimizer_named(plan.optim).is_cpu_adam)
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:

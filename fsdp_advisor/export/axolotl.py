@@ -20,6 +20,7 @@ from fsdp_advisor.export.job import (
     no_bf16_masters_on_the_host,
     no_single_shard,
     refused,
+    transformers_optimizer,
 )
 from fsdp_advisor.job.plan import Plan
 
@@ -75,9 +76,8 @@ def _config(job: Job) -> dict[str, Any]:
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:
-    if plan.optim == "sgd_momentum":
-        return {"optimizer": "sgd", "optim_args": {"momentum": 0.9}}
-    return {"optimizer": plan.optim}
+    named = transformers_optimizer(plan)
+    return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {})}
 
 
 def _engine(job: Job) -> dict[str, Any]:

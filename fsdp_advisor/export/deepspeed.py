@@ -14,6 +14,8 @@ from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
 from fsdp_advisor.export.job import Job, Target, global_batch_size, no_bf16_masters_on_the_host
 from fsdp_advisor.job.plan import OFFLOADS, Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 
 FILE = "ds_config.json"
 NVME_PATH = "/local_nvme"
@@ -33,14 +35,16 @@ def cannot(job: Job) -> str | None:
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
-    config = {**_batch(job.plan), **engine(job), **_optimizer(job.plan)}
+    optimizer = _optimizer(job.plan)
+    section = {} if isinstance(optimizer, Refusal) else optimizer
+    config = {**_batch(job.plan), **engine(job), **section}
     notes: list[str] = []
     if job.plan.offload_device == "nvme" and job.plan.offload != "none":
         notes.append(NVME_NOTE)
-    if "optimizer" not in config and job.plan.prepared:
+    if isinstance(optimizer, Refusal):
+        notes.append(optimizer.reason)
+    elif not section:
         notes.append("the optimizer is the training loop's own, as accelerate hands it to DeepSpeed")
-    elif "optimizer" not in config:
-        notes.append("DeepSpeed cannot make the 8-bit optimizer: pass bitsandbytes.optim.AdamW8bit to initialize()")
     else:
         notes.append(
             "a training loop of accelerate needs accelerate.utils.DummyOptim, for the optimizer is named in this file"
@@ -72,7 +76,7 @@ def engine(job: Job) -> dict[str, Any]:
     """Precision, ZeRO and offload: what every way into DeepSpeed takes in the same words."""
     plan = job.plan
     config: dict[str, Any] = {"zero_optimization": _zero(job), "zero_allow_untested_optimizer": True}
-    if plan.offload != "none" and not plan.optim.startswith("adamw"):
+    if plan.offload != "none" and not optimizer_named(plan.optim).is_cpu_adam:
         config["zero_force_ds_cpu_optimizer"] = False
     match plan.precision:
         case "bf16":
@@ -114,7 +118,7 @@ def _place(plan: Plan) -> dict[str, Any]:
     return place
 
 
-def _optimizer(plan: Plan) -> dict[str, Any]:
+def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
     """The plan's optimizer; AdamW on the host is DeepSpeedCPUAdam.
 
     Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes its arguments,
@@ -123,23 +127,11 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     """
     if plan.prepared and not (plan.precision == "bf16" and plan.offload != "none"):
         return {}
-    name, parameters = "AdamW", {"lr": LEARNING_RATE}
-    match plan.optim:
-        case "sgd":
-            name = "SGD"
-        case "sgd_momentum":
-            name, parameters = "SGD", {**parameters, "momentum": 0.9}
-        case "adafactor":
-            name = "Adafactor"
-        case _ if plan.offload != "none":
-            pass
-        case "adamw_torch_fused":
-            parameters |= {"torch_adam": True, "fused": True}
-        case "adamw_torch":
-            parameters |= {"torch_adam": True, "foreach": True}
-        case _:
-            return {}
-    return {"optimizer": {"type": name, "params": parameters}}
+    optimizer = optimizer_named(plan.optim)
+    named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded
+    if isinstance(named, Refusal):
+        return named
+    return {"optimizer": {"type": named.name, "params": {"lr": LEARNING_RATE, **named.options}}}
 
 
 TARGET = Target(

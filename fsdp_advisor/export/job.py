@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_advisor.job.plan import Plan, refusal
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Refusal
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib, format_tokens
 
@@ -207,6 +209,9 @@ def left_out(job: Job) -> list[str]:
 def refused(job: Job, framework: str) -> str | None:
     """What the framework itself fails at, whichever was estimated."""
     plan = job.plan
+    named = optimizer_named(plan.optim).transformers
+    if framework == "trainer" and isinstance(named, Refusal):
+        return named.reason
     error = refusal(
         plan.strategy,
         plan.backend,
@@ -218,16 +223,23 @@ def refused(job: Job, framework: str) -> str | None:
 
 
 def no_8bit_on_fsdp2(plan: Plan) -> str | None:
-    """bitsandbytes' optimizers take FSDP2's DTensors for plain ones. Source: bitsandbytes issue 1633; axolotl refuses it too."""
-    if plan.backend == "fsdp2" and plan.optim == "adamw_bnb_8bit":
-        return "bitsandbytes' 8-bit AdamW cannot step FSDP2's parameters (try another --optim, or --backend fsdp1)"
-    return None
+    """Why the optimizer cannot step FSDP2's parameters, None if it can."""
+    refusal_of_optimizer = optimizer_named(plan.optim).fsdp2
+    return refusal_of_optimizer.reason if refusal_of_optimizer and plan.backend == "fsdp2" else None
+
+
+def transformers_optimizer(plan: Plan) -> NamedOptimizer:
+    """The optimizer under transformers' name. ValueError where `refused` gives a reason."""
+    named = optimizer_named(plan.optim).transformers
+    if isinstance(named, Refusal):
+        raise ValueError(named.reason)
+    return named
 
 
 def no_bf16_masters_on_the_host(plan: Plan) -> str | None:
     """Source: deepspeed/runtime/base_optimizer.py (0.19.8), ZeROOptimizer._configure_master_weights."""
     on_the_host = plan.backend == "deepspeed" and plan.offload != "none"
-    if on_the_host and plan.precision == "bf16" and not plan.optim.startswith("adamw"):
+    if on_the_host and plan.precision == "bf16" and not optimizer_named(plan.optim).is_cpu_adam:
         return "DeepSpeed offloads bf16 master weights with AdamW alone"
     return None
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from fsdp_advisor.export.job import WEIGHTS, Job, Target, comments, header, no_8bit_on_fsdp2, with_environment
 from fsdp_advisor.export.launch import RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.rendering import render
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 
 AUTO = {
     "causal-lm": "AutoModelForCausalLM",
@@ -20,27 +22,22 @@ AUTO = {
 
 COMPUTE = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 
-OPTIMIZERS = {
-    "adamw_torch_fused": "torch.optim.AdamW(parameters, lr=lr, fused=True)",
-    "adamw_torch": "torch.optim.AdamW(parameters, lr=lr, foreach=True)",
-    "sgd": "torch.optim.SGD(parameters, lr=lr, foreach=True)",
-    "sgd_momentum": "torch.optim.SGD(parameters, lr=lr, momentum=0.9, foreach=True)",
-    "adafactor": "torch.optim.Adafactor(parameters, lr=lr, foreach=True)",
-    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit(parameters, lr=lr)",
-}
-
 
 def _cannot(job: Job, backend: str) -> str | None:
     if job.plan.backend != backend:
         return f"it trains with {'FSDP2' if backend == 'fsdp2' else 'DDP'}"
     if job.task is None:
         return "a bare parameter count is no model"
+    optimizer = optimizer_named(job.plan.optim)
+    if isinstance(optimizer.script, Refusal):
+        return optimizer.script.reason
     return no_8bit_on_fsdp2(job.plan)
 
 
 def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
-    assert job.task is not None
+    optimizer = optimizer_named(plan.optim).script
+    assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(
         "train.py.jinja",
         header=comments(header(job, *checked)),
@@ -59,8 +56,8 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         compute=COMPUTE.get(plan.precision),
         scaled=plan.precision == "fp16-mixed",
         checkpointing=plan.activation_checkpointing == "full",
-        optimizer=OPTIMIZERS[plan.optim],
-        bitsandbytes=plan.optim == "adamw_bnb_8bit",
+        optimizer=optimizer.call(),
+        bitsandbytes=optimizer.module.startswith("bitsandbytes"),
     )
     return text, ()
 

@@ -19,6 +19,7 @@ from fsdp_advisor.export.job import (
     no_bf16_masters_on_the_host,
     no_single_shard,
     refused,
+    transformers_optimizer,
 )
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import AUTO
@@ -63,15 +64,15 @@ def _model_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    plan = job.plan
+    plan, optimizer = job.plan, transformers_optimizer(job.plan)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "learning_rate": deepspeed.LEARNING_RATE,
-        "optim": "sgd" if plan.optim == "sgd_momentum" else plan.optim,
+        "optim": optimizer.name,
     }
-    if plan.optim == "sgd_momentum":
-        arguments["optim_args"] = "momentum=0.9"
+    if optimizer.options:
+        arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in optimizer.options.items())
     if plan.precision == "fp16-mixed":
         arguments["fp16"] = True
     elif plan.precision == "bf16-mixed" or (plan.precision == "bf16" and plan.backend == "deepspeed"):

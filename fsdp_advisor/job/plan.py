@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fsdp_advisor.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdp_advisor.job.request import EstimateRequest
+    from fsdp_advisor.job.request import EstimateRequest, OptimizerName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Plan:
     replica_degree: int = 1
     nnodes: int = 1
     precision: str = "bf16-mixed"
-    optim: str = "adamw_torch_fused"
+    optim: OptimizerName = "adamw_torch_fused"
     micro_batch_size: int = 1
     seq_len: int
     gradient_accumulation_steps: int = 1

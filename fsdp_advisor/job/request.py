@@ -17,7 +17,7 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
-Optimizer = Literal[
+OptimizerName = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
@@ -77,7 +77,7 @@ class EstimateRequest:
     offload: Offload = "none"
     offload_device: Literal["cpu", "nvme"] = "cpu"
     precision: Precision = "bf16-mixed"
-    optim: Optimizer = "adamw_torch_fused"
+    optim: OptimizerName = "adamw_torch_fused"
     micro_batch_size: Annotated[int, Rule("sequences per rank per forward", ge=1, le=MAX_BATCH)] = 1
     seq_len: Annotated[int | None, Rule("tokens per sequence", ge=1, le=MAX_SEQ_LEN)] = None
     gradient_accumulation_steps: Annotated[int, Rule(ge=1, le=MAX_BATCH)] = 1

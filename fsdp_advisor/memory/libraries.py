@@ -17,23 +17,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.course import Followed
-from fsdp_advisor.memory.ledger import SCRATCH
-from fsdp_advisor.memory.step import replayed
-from fsdp_advisor.memory.storages import round_up
 from fsdp_advisor.model.profile import (
     EAGER_ON_GPU,
     SDPA_BY_CUDNN,
     SDPA_BY_CUDNN_WINDOWED,
     SDPA_ON_GPU,
     SDPA_ON_GPU_WINDOWED,
-    Profile,
-    Tape,
     Variant,
 )
 
@@ -111,37 +104,3 @@ def to_record(variant: Variant, *, windowed: bool) -> tuple[Variant, ...]:
 def _with(variant: Variant, attention: str) -> Variant:
     """The flash kernel treats any B alike."""
     return replace(variant, attention=attention, single=variant.single and attention != "flash_attention_2")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocated:
-    """The highest of a step on a GPU: `step` with kernels' own scratch among its accounts, and cuBLAS's workspaces."""
-
-    step: Followed
-    workspace_bytes: int
-
-    @property
-    def tensor_bytes(self) -> int:
-        return self.step.peak - self.scratch_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self.step.at_peak[SCRATCH]
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.step.peak + self.workspace_bytes
-
-
-def allocated(
-    profile: Profile, tape: Tape, plan: Plan, *, workspace_bytes: int, resident_threads: int = 0
-) -> Allocated:
-    """What is allocated at the highest, each storage rounded up to 512; `workspace_bytes` is that of one workspace, and
-    `resident_threads` the GPU's, for what sums over rows stage.
-
-    `max_memory_allocated` counts whole blocks, which may exceed this by up to 1 MiB each where the large pool leaves a block
-    unsplit: `allocator.reserve` has that figure.
-    """
-    # what stages nothing is the same on every GPU, and remembered for all
-    step = replayed(profile, tape, plan, scratch_on=resident_threads if tape.stages else 0)
-    return Allocated(step=step, workspace_bytes=WORKSPACES * round_up(workspace_bytes))

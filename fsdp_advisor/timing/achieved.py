@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, Link, LinkKind
+from fsdp_advisor.program.instructions import HostKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,9 @@ Source: ZeRO-Offload (arXiv:2101.06840), table 4: CPU-Adam takes 2.57 s for 10 b
 
 HOST_PLAIN_ADAM_PER_S = 0.68e9
 """The same of PyTorch's unfused Adam on the CPU: 14.76 s for 10 billion parameters (PT-CPU). Source: the same table."""
+
+HOST_UPDATES_PER_S: dict[HostKernel, float] = {"one_pass": HOST_ADAM_PER_S, "many_passes": HOST_PLAIN_ADAM_PER_S}
+"""Elements per second and node that an optimizer updates on the host."""
 
 HOST_LINK: dict[str, Link] = {
     "volta": PCIE_3_X16, "turing": PCIE_3_X16, "ampere": PCIE_4_X16, "ada": PCIE_4_X16, "hopper": PCIE_5_X16,

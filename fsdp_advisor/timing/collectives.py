@@ -61,7 +61,7 @@ def all_gather_s(n_bytes: float, group: Group) -> float:
     return COLLECTIVE_START_S + n_bytes * (n - 1) / n * group.seconds_per_byte + group.hop_s
 
 
-def all_reduce_s(n_bytes: float, group: Group, *, messages: int = 1) -> float:
+def all_reduce_s(n_bytes: float, group: Group, *, messages: float = 1) -> float:
     """All-reduce of `n_bytes` in `messages`: a reduce-scatter and an all-gather; between many nodes NCCL's trees save hops."""
     n = group.ranks
     if n == 1 or not n_bytes:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import ROOT, Profile, Tape
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.program.instructions import MicroBatch, StepProgram
 from fsdp_advisor.timing.achieved import RETRY_S, STOLEN_BY_NCCL
-from fsdp_advisor.timing.engines import Engine, UnitCosts, engine_of, groups, unit_costs
+from fsdp_advisor.timing.caveats import Caveat, caveats_of
 from fsdp_advisor.timing.operators import Device, device_of
-from fsdp_advisor.timing.pace import Pace, Place, pace_of
-from fsdp_advisor.timing.streams import MicroBatch, Streams
-from fsdp_advisor.timing.trust import Doubt, doubts_of
-from fsdp_advisor.timing.work import Compute, compute_of
+from fsdp_advisor.timing.timeline import (
+    Interval,
+    MicroBatchTime,
+    micro_batch_time,
+    optimizer_time,
+    rates_of,
+    step_intervals,
+)
+from fsdp_advisor.timing.work import COMPUTE_CLASSES, TapeWork, Work, tape_work
 
 UNCERTAINTY: dict[str, float] = {
     "matmul": 0.15, "attention": 0.25, "pointwise": 0.25, "loss": 0.25, "recomputation": 0.15, "launch": 0.50,
@@ -43,7 +49,7 @@ class StepTime:
     communication_seconds: float
     low_seconds: float
     high_seconds: float
-    doubts: tuple[Doubt, ...] = ()
+    caveats: tuple[Caveat, ...] = ()
 
     def with_retries(self, retries: int) -> StepTime:
         """The step with the time that so many allocator retries take."""
@@ -60,8 +66,8 @@ class StepTime:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Where the model stops being trustworthy, in words."""
-        return tuple(f"step time: {doubt.text}" for doubt in self.doubts)
+        """Where the time model is less reliable, in words."""
+        return tuple(f"step time: {caveat.text}" for caveat in self.caveats)
 
     @property
     def seconds(self) -> float:
@@ -117,90 +123,67 @@ def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
     return None
 
 
-def step_time(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link) -> StepTime | None:
+def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> StepTime | None:
     """The time of a step of `plan` on GPUs that reach other nodes over `between`; None where `why_unknown` has a reason.
 
-    `tape` is the step that runs on the GPU: where the model has a tape with flash attention, that one stands for sdpa too.
+    `program` is the step over the tape that the GPU runs.
     """
     device = device_of(gpu, plan.precision)
     if device is None or why_unknown(plan, gpu) is not None:
         return None
-    compute, engine, costs, pace = parts(profile, tape, plan, gpu, between, device)
-    last = MicroBatch(profile, pace, engine, costs, reduces=True).walk()
-    others = plan.gradient_accumulation_steps - 1
-    first = last
-    if others and not engine.reduces_early:
-        first = MicroBatch(profile, pace, engine, costs, reduces=False).walk()
-    breakdown = compute.seconds | {"launch": pace.launch, "sharding": pace.sharding}
-    breakdown = {name: value * plan.gradient_accumulation_steps for name, value in breakdown.items()}
-    reductions = plan.gradient_accumulation_steps if engine.reduces_early else 1
-    late = engine.reduce_late * reductions
-    host_share = 0.0 if plan.offload == "none" else _host_share(profile, engine, costs)
-    exposed = _exposed(last) + others * _exposed(first)
-    hidden = _hidden(last) + others * _hidden(first)
-    breakdown |= {
-        "communication": exposed * (1 - host_share) + late + engine.gather_updated,
-        "contention": hidden * (1 - host_share) * STOLEN_BY_NCCL,
-        "optimizer": engine.optimizer,
-        "host": exposed * host_share + engine.host_optimizer + engine.host_reduce * reductions + engine.host_late,
-        "allocator": 0.0,
-    }
+    rates, work = rates_of(plan, gpu, between, device), work_of(profile, program, plan, device)
+    breakdown: dict[str, float] = dict.fromkeys(UNCERTAINTY, 0.0)
+    sent = 0.0
+    for micro_batch in program.micro_batches:
+        time = micro_batch_time(micro_batch, rates, work.by_segment)
+        for name, seconds in _micro_batch_parts(micro_batch, time, work.by_segment).items():
+            breakdown[name] += micro_batch.times * seconds
+        sent += micro_batch.times * (time.sent + time.late)
+    optimizer = optimizer_time(program, rates)
+    breakdown["communication"] += optimizer.gather
+    breakdown["optimizer"] += optimizer.update
+    breakdown["host"] += optimizer.host_update + optimizer.host_transfer
     seconds = sum(breakdown.values())
-    doubts = doubts_of(profile, plan, gpu, breakdown, seconds)
+    caveats = caveats_of(profile, plan, gpu, breakdown, seconds)
     unsure = sum(value * UNCERTAINTY[name] for name, value in breakdown.items())
-    unsure += seconds * sum(doubt.wider for doubt in doubts)
+    unsure += seconds * sum(caveat.extra_uncertainty for caveat in caveats)
+    micro_batches = plan.gradient_accumulation_steps
     return StepTime(
         breakdown=breakdown,
-        tokens=plan.micro_batch_size * plan.seq_len * plan.gradient_accumulation_steps,
-        model_flops=compute.model_flops * plan.gradient_accumulation_steps,
+        tokens=plan.micro_batch_size * plan.seq_len * micro_batches,
+        model_flops=work.model_flops * micro_batches,
         peak_flops=device.peak_flops,
-        communication_seconds=last.sent + others * first.sent + late + engine.gather_updated,
+        communication_seconds=sent + optimizer.gather,
         low_seconds=max(seconds - unsure, 0.0),
         high_seconds=seconds + SLOWER * unsure,
-        doubts=doubts,
+        caveats=caveats,
     )
 
 
-def parts(
-    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link, device: Device
-) -> tuple[Compute, Engine, dict[Place, UnitCosts], Pace]:
-    """A step's compute, its engine, every unit's costs on it, and how long each computes there."""
+def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device) -> TapeWork:
+    """The compute of the tape's segments at the plan's batch."""
     checkpointing = plan.activation_checkpointing == "full"
-    compute = compute_of(profile, tape, plan.micro_batch_size, plan.seq_len, device, checkpointing)
-    engine, costs = _engine_and_costs(profile, plan.any_step, gpu, between, device.memory_bytes_per_s)
-    return compute, engine, costs, pace_of(compute, engine, costs)
+    return tape_work(profile, program.layout.tape, plan.micro_batch_size, plan.seq_len, device, checkpointing)
 
 
-@lru_cache(maxsize=1024)
-def _engine_and_costs(
-    profile: Profile, plan: Plan, gpu: Gpu, between: Link, memory_bytes_per_s: float
-) -> tuple[Engine, dict[Place, UnitCosts]]:
-    ranks = groups(plan, gpu, between)
-    engine = engine_of(profile, plan, gpu, ranks, memory_bytes_per_s)
-    costs = {(ROOT, 0): unit_costs(profile.root, plan, gpu, ranks, memory_bytes_per_s)}
-    known: dict[int, UnitCosts] = {}
-    for number, stack in enumerate(profile.stacks):
-        for layer, unit in enumerate(stack.units):
-            if id(unit) not in known:
-                known[id(unit)] = unit_costs(unit, plan, gpu, ranks, memory_bytes_per_s)
-            costs[number, layer] = known[id(unit)]
-    return engine, costs
+def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> tuple[Interval, ...]:
+    """Both streams through the last micro-batch and the optimizer's step; empty where `why_unknown` has a reason."""
+    device = device_of(gpu, plan.precision)
+    if device is None or why_unknown(plan, gpu) is not None:
+        return ()
+    rates = rates_of(plan, gpu, between, device)
+    return step_intervals(program, rates, work_of(profile, program, plan, device).by_segment)
 
 
-def _exposed(streams: Streams) -> float:
-    return max(streams.compute - streams.computed, 0.0)
-
-
-def _hidden(streams: Streams) -> float:
-    return max(streams.sent - _exposed(streams), 0.0)
-
-
-def _host_share(profile: Profile, engine: Engine, costs: dict[Place, UnitCosts]) -> float:
-    """Of everything on the link, PCIe's part."""
-    sent = host = 0.0
-    for place, unit in costs.items():
-        times = 1 if place[0] == ROOT else profile.stacks[place[0]].counts[place[1]]
-        gathers = engine.gathers_forward + engine.gathers_backward
-        sent += times * (gathers * unit.gather + unit.reduce)
-        host += times * (gathers * unit.host_gather + unit.host_reduce)
-    return host / sent if sent else 0.0
+def _micro_batch_parts(micro_batch: MicroBatch, time: MicroBatchTime, work: tuple[Work, ...]) -> dict[str, float]:
+    """A micro-batch's seconds by cause."""
+    runs = Counter(visit.segment for visit in micro_batch.visits if visit.segment is not None)
+    share = time.host_share
+    return {
+        **{name: sum(n * getattr(work[segment], name) for segment, n in runs.items()) for name in COMPUTE_CLASSES},
+        "launch": time.launch,
+        "sharding": time.copies,
+        "communication": time.exposed * (1 - share) + time.late,
+        "contention": time.hidden * (1 - share) * STOLEN_BY_NCCL,
+        "host": time.exposed * share + time.late_host,
+    }

@@ -1,39 +1,303 @@
-"""The two streams of one step as data, for a chart: what computes and what is sent, unit by unit."""
+"""The timeline of a step: when its compute and its communication run. A reader of the step program.
+
+Two streams are modelled, compute and the link (collectives and host transfers, one after the other). The host issues an
+instruction when the program says so (`Start`) and runs ahead of the GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from typing_extensions import assert_never
+
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Profile, Tape
-from fsdp_advisor.timing.operators import device_of
-from fsdp_advisor.timing.step import parts, why_unknown
-from fsdp_advisor.timing.streams import Interval, MicroBatch, Streams
+from fsdp_advisor.program.instructions import (
+    AllGather,
+    AllReduce,
+    Axis,
+    Compute,
+    Copy,
+    HostKernel,
+    HostTransfer,
+    MicroBatch,
+    OptimizerStep,
+    PythonHooks,
+    ReduceScatter,
+    Start,
+    StepProgram,
+    UnitId,
+    Visit,
+    WaitFor,
+)
+from fsdp_advisor.timing.achieved import HOOKS_S, HOST_UPDATES_PER_S, host_bytes_per_s
+from fsdp_advisor.timing.collectives import Group, all_gather_s, all_reduce_s
+from fsdp_advisor.timing.operators import Device
+from fsdp_advisor.timing.work import Work
 
-__all__ = ["Interval", "timeline"]
+Timed = AllGather | AllReduce | Compute | Copy | HostTransfer | OptimizerStep | PythonHooks | ReduceScatter | WaitFor
+"""The instructions that take time."""
 
 
-def timeline(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, between: Link) -> tuple[Interval, ...]:
-    """The last micro-batch and the optimizer's step, in the order in which things are issued; empty where `why_unknown`.
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What one stream does from `begin_seconds` to `end_seconds`, counted from the beginning of the micro-batch."""
 
-    Hidden collectives slow compute down a little (`contention` of the breakdown); that is not drawn.
+    stream: str  # "compute" or "communication"
+    name: str
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the timeline needs to know of the hardware and the engine."""
+
+    device: Device
+    groups: Mapping[Axis, Group]
+    host_bytes_per_s: float
+    host_updates_per_s: Mapping[HostKernel, float]
+    hooks_s: float
+
+
+def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
+    """The rates of a plan's ranks on GPUs that reach other nodes over `between`."""
+    return Rates(
+        device=device,
+        groups=_groups(plan, gpu, between),
+        host_bytes_per_s=host_bytes_per_s(gpu),
+        host_updates_per_s=HOST_UPDATES_PER_S,
+        hooks_s=HOOKS_S[plan.backend],
+    )
+
+
+def _groups(plan: Plan, gpu: Gpu, between: Link) -> dict[Axis, Group]:
+    """The ranks of each axis. HSDP's replicas lie on different nodes; a rank's own adapter serves it alone."""
+    inside = gpu.intra_node
+    if plan.strategy == "hsdp":
+        replicas = plan.replica_degree
+        return {
+            "shard": Group(plan.shard_degree, 1, inside, between),
+            "replica": Group(replicas, replicas, inside, between),
+        }
+    all_ranks, one = Group(plan.world_size, plan.nnodes, inside, between), Group(1, 1, inside, between)
+    return {"shard": one, "replica": all_ranks} if plan.strategy == "ddp" else {"shard": all_ranks, "replica": one}
+
+
+@dataclass(slots=True)
+class MicroBatchTime:
+    """One micro-batch's forward and backward. Seconds; `intervals` are kept if it is a list.
+
+    `sent` is all communication, of which `host` over PCIe; `late` and `late_host` run after backward with nothing in parallel.
+    `copies` go into and out of communication buffers; `launch` is the time the GPU waits for the CPU.
     """
-    device = device_of(gpu, plan.precision)
-    if device is None or why_unknown(plan, gpu) is not None:
-        return ()
-    _, engine, costs, pace = parts(profile, tape, plan, gpu, between, device)
-    streams = MicroBatch(profile, pace, engine, costs, reduces=True, streams=Streams(intervals=[])).walk()
-    assert streams.intervals is not None
-    now = streams.compute
+
+    compute: float = 0.0  # when the compute stream is done
+    link: float = 0.0  # when the link is done
+    begun: float = 0.0  # when the last compute began
+    computed: float = 0.0
+    sent: float = 0.0
+    host: float = 0.0
+    late: float = 0.0
+    late_host: float = 0.0
+    copies: float = 0.0
+    launch: float = 0.0
+    intervals: list[Interval] | None = None
+
+    @property
+    def exposed(self) -> float:
+        """Communication that no compute hides."""
+        return max(self.compute - self.computed, 0.0)
+
+    @property
+    def hidden(self) -> float:
+        return max(self.sent - self.exposed, 0.0)
+
+    @property
+    def host_share(self) -> float:
+        """PCIe's part of everything on the link."""
+        return self.host / self.sent if self.sent else 0.0
+
+    def send(self, seconds: float, not_before: float, name: str) -> float:
+        """Put a transfer on the link; returns when it is done."""
+        begin = max(self.link, not_before)
+        self.link = begin + seconds
+        self.sent += seconds
+        if self.intervals is not None and seconds:
+            self.intervals.append(Interval("communication", name, begin, self.link))
+        return self.link
+
+    def work(self, seconds: float, ready: float, name: str) -> None:
+        """Run compute once `ready`."""
+        self.begun = max(self.compute, ready)
+        self.compute = self.begun + seconds
+        self.computed += seconds
+        if self.intervals is not None and seconds:
+            self.intervals.append(Interval("compute", name, self.begun, self.compute))
+
+
+def micro_batch_time(
+    micro_batch: MicroBatch, rates: Rates, work: tuple[Work, ...], *, keep_intervals: bool = False
+) -> MicroBatchTime:
+    """Walk both streams through one micro-batch; at its end they join."""
+    time = MicroBatchTime(intervals=[] if keep_intervals else None)
+    walk = _Walk(time, rates, work)
+    for visit, instructions in timed_visits(micro_batch):
+        walk.visit(visit, instructions)
+    if time.sent:
+        time.compute = max(time.compute, time.link)
+    return time
+
+
+@lru_cache(maxsize=128)
+def timed_visits(micro_batch: MicroBatch) -> tuple[tuple[Visit, tuple[Timed, ...]], ...]:
+    """Each visit with those of its instructions that take time."""
+    return tuple((visit, tuple(i for i in visit.instructions if isinstance(i, Timed))) for visit in micro_batch.visits)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Where the walk through a micro-batch stands. `ready`: when each unit's parameters have arrived."""
+
+    time: MicroBatchTime
+    rates: Rates
+    work: tuple[Work, ...]
+    ready: dict[UnitId, float] = field(default_factory=dict)
+    needed: float = 0.0  # when everything the visit's compute waits for has arrived
+    prefetched: list[tuple[AllGather | HostTransfer, str]] = field(default_factory=list)  # sent with the next compute
+
+    def visit(self, visit: Visit, instructions: tuple[Timed, ...]) -> None:
+        time, computes = self.time, False
+        for instruction in instructions:
+            match instruction:
+                case WaitFor(unit=unit):
+                    self.needed = max(self.needed, self.ready.get(unit, 0.0))
+                case AllGather(start=start) | HostTransfer(start=start, exposed=False):
+                    self._issue(instruction, start, visit.name)
+                case Compute() if not computes:
+                    self._run(visit, instructions)
+                    computes = True
+                case ReduceScatter() | AllReduce(exposed=False):
+                    if not computes:  # only copies
+                        self._run(visit, instructions)
+                        computes = True
+                    time.send(self._collective_s(instruction), time.compute, f"{_kind(instruction)} {visit.name}")
+                case AllReduce():
+                    time.late += self._collective_s(instruction)
+                case HostTransfer():
+                    time.late_host += instruction.n_bytes / self.rates.host_bytes_per_s
+                case Compute() | Copy() | PythonHooks() | OptimizerStep():
+                    pass
+                case _:
+                    assert_never(instruction)
+        if not computes:
+            self._run(visit, instructions)
+
+    def _run(self, visit: Visit, instructions: tuple[Timed, ...]) -> None:
+        """The visit's compute and copies; the GPU waits if the CPU takes longer to launch them."""
+        work = Work() if visit.segment is None else self.work[visit.segment]
+        copied = sum(i.n_bytes for i in instructions if isinstance(i, Copy))
+        copies = copied / self.rates.device.memory_bytes_per_s
+        hooks = sum(isinstance(i, PythonHooks) for i in instructions)
+        on_gpu, on_cpu = work.gpu + copies, work.cpu + hooks * self.rates.hooks_s
+        self.time.copies += copies
+        self.time.launch += max(on_cpu - on_gpu, 0.0)
+        self.time.work(max(on_gpu, on_cpu), self.needed, f"{visit.phase} {visit.name}")
+        self.needed = 0.0
+        for instruction, name in self.prefetched:
+            self._send(instruction, self.time.begun, name)
+        self.prefetched.clear()
+
+    def _issue(self, instruction: AllGather | HostTransfer, start: Start, name: str) -> None:
+        match start:
+            case "with previous compute":
+                self._send(instruction, self.time.begun, name)
+            case "after compute":
+                self._send(instruction, self.time.compute, name)
+            case "with next compute":
+                self.prefetched.append((instruction, name))
+            case _:
+                assert_never(start)
+
+    def _send(self, instruction: AllGather | HostTransfer, not_before: float, name: str) -> None:
+        if isinstance(instruction, AllGather):
+            seconds = self._collective_s(instruction)
+        else:
+            seconds = instruction.n_bytes / self.rates.host_bytes_per_s
+            self.time.host += seconds
+        done = self.time.send(seconds, not_before, f"{_kind(instruction)} {name}")
+        if isinstance(instruction, AllGather) or instruction.what == "parameters":
+            self.ready[instruction.unit] = done
+
+    def _collective_s(self, instruction: AllGather | ReduceScatter | AllReduce) -> float:
+        return collective_s(instruction, self.rates.groups)
+
+
+def collective_s(instruction: AllGather | ReduceScatter | AllReduce, groups: Mapping[Axis, Group]) -> float:
+    """Seconds of one collective on an idle link."""
+    if isinstance(instruction, AllReduce):
+        return all_reduce_s(instruction.n_bytes, groups[instruction.axis], messages=instruction.messages)
+    return all_gather_s(instruction.n_bytes, groups["shard"])
+
+
+def _kind(instruction: AllGather | ReduceScatter | AllReduce | HostTransfer) -> str:
+    match instruction:
+        case AllGather():
+            return "all-gather"
+        case ReduceScatter():
+            return "reduce-scatter"
+        case AllReduce():
+            return "all-reduce"
+        case HostTransfer(what=what):
+            return f"{what} {'from' if what == 'parameters' else 'to'} the host"
+        case _:
+            assert_never(instruction)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTime:
+    """What happens after the last backward. Seconds: the update on the GPU, on the host, PCIe, and gathering what was updated."""
+
+    update: float
+    host_update: float
+    host_transfer: float
+    gather: float
+
+
+def optimizer_time(program: StepProgram, rates: Rates) -> OptimizerTime:
+    """The time of the optimizer's visit."""
+    update = host_update = host_transfer = gather = 0.0
+    for instruction in program.optimizer.instructions:
+        if isinstance(instruction, OptimizerStep):
+            update += instruction.n_bytes / rates.device.memory_bytes_per_s
+            host_update += instruction.host_elements / rates.host_updates_per_s[instruction.host_kernel]
+        elif isinstance(instruction, HostTransfer):
+            host_transfer += instruction.n_bytes / rates.host_bytes_per_s
+        elif isinstance(instruction, AllGather):
+            gather += collective_s(instruction, rates.groups)
+    return OptimizerTime(update, host_update, host_transfer, gather)
+
+
+def step_intervals(program: StepProgram, rates: Rates, work: tuple[Work, ...]) -> tuple[Interval, ...]:
+    """The last micro-batch and the optimizer's step, in the order in which they are issued.
+
+    Hidden collectives slow compute down a little (`contention` of the breakdown); that is not shown.
+    """
+    last = micro_batch_time(program.micro_batches[-1], rates, work, keep_intervals=True)
+    optimizer = optimizer_time(program, rates)
+    intervals, now = list(last.intervals or ()), last.compute
     after = (
-        ("communication", "reduce gradients", engine.reduce_late),
-        ("communication", "gradients to the host", engine.host_reduce),
-        ("compute", "optimizer", engine.optimizer),
-        ("compute", "optimizer on the host", engine.host_optimizer),
-        ("communication", "parameters from the host", engine.host_late),
-        ("communication", "all-gather parameters", engine.gather_updated),
+        ("communication", "reduce gradients", last.late),
+        ("communication", "gradients to the host", last.late_host),
+        ("compute", "optimizer", optimizer.update),
+        ("compute", "optimizer on the host", optimizer.host_update),
+        ("communication", "parameters from the host", optimizer.host_transfer),
+        ("communication", "all-gather parameters", optimizer.gather),
     )
     for stream, name, seconds in after:
         if seconds:
-            streams.intervals.append(Interval(stream, name, now, now + seconds))
+            intervals.append(Interval(stream, name, now, now + seconds))
             now += seconds
-    return tuple(streams.intervals)
+    return tuple(intervals)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Constructor, Refusal
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.records import Rung
 
@@ -181,19 +184,17 @@ def _is_unit(units: set[int], module: nn.Module) -> bool:
 def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """The plan's optimizer over the wrapped model's parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    match plan.optim:
-        case "adamw_torch_fused":
-            return torch.optim.AdamW(parameters, lr=1e-6, fused=True)
-        case "adamw_torch":
-            return torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
-        case "sgd":
-            return torch.optim.SGD(parameters, lr=1e-6, foreach=True)
-        case "sgd_momentum":
-            return torch.optim.SGD(parameters, lr=1e-6, momentum=0.9, foreach=True)
-        case "adafactor" if plan.backend == "fsdp2":
-            raise NotHere(
-                "torch.optim.Adafactor does not run on FSDP2's shards", hint="--backend fsdp1, or another --optim"
-            )
-        case "adafactor":
-            return torch.optim.Adafactor(parameters, lr=1e-6, foreach=True)
-    raise MeasurementError(f"optimizer {plan.optim} cannot be measured here", hint="it needs a package of its own")
+    optimizer = optimizer_named(plan.optim)
+    if plan.backend == "fsdp2" and optimizer.fsdp2_step_failure:
+        raise NotHere(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
+    constructor = optimizer.measured
+    if isinstance(constructor, Refusal):
+        raise MeasurementError(constructor.reason, hint="try another --optim")
+    made: torch.optim.Optimizer = optimizer_class(constructor)(parameters, lr=1e-6, **constructor.options)
+    return made
+
+
+def optimizer_class(constructor: Constructor) -> type[Any]:
+    """The class that `constructor` names."""
+    found: type[Any] = getattr(importlib.import_module(constructor.module), constructor.name)
+    return found

@@ -21,7 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import engines
 from fsdp_advisor.validation.failures import NotHere
@@ -230,6 +233,9 @@ def transformers_trainer(
     source: Source, model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
 ) -> TransformersTrainer:
     transformers: Any = importlib.import_module("transformers")
+    optimizer = optimizer_named(plan.optim).transformers
+    if isinstance(optimizer, Refusal):
+        raise MeasurementError(optimizer.reason, hint="try another --optim")
     fsdp: dict[str, Any] = {}
     checkpointing = plan.activation_checkpointing == "full"
     if plan.backend == "fsdp2":
@@ -252,7 +258,8 @@ def transformers_trainer(
             accelerator_config={"use_configured_state": True},
             use_cpu=True,
             bf16=plan.mixed,
-            optim=plan.optim,
+            optim=optimizer.name,
+            optim_args=",".join(f"{name}={value}" for name, value in optimizer.options.items()) or None,
             learning_rate=1e-6,
             per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.program.storages import round_up
 from fsdp_advisor.recording.storages import StorageWatch, local_tensor
 
 CUDA_FIGURES = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")

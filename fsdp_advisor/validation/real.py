@@ -8,16 +8,18 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
-from fsdp_advisor.validation.engines import mesh_of, optimizer_for, weight_dtype, wrap
+from fsdp_advisor.validation.engines import mesh_of, optimizer_class, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import NotHere
 from fsdp_advisor.validation.meter import Meter, Phase
 from fsdp_advisor.validation.on_gpu import WARM_UP
@@ -109,16 +111,11 @@ def _zero1(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    match plan.optim:
-        case "adamw_torch_fused":
-            return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-6, fused=True)
-        case "adamw_torch":
-            return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-6, foreach=True)
-        case "sgd":
-            return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=1e-6, foreach=True)
-        case "sgd_momentum":
-            return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=1e-6, momentum=0.9, foreach=True)
-    raise NotHere(f"ZeroRedundancyOptimizer is not measured around {plan.optim}", hint="an AdamW or SGD can be")
+    constructor = optimizer_named(plan.optim).measured_zero1
+    if isinstance(constructor, Refusal):
+        raise NotHere(constructor.reason, hint="an AdamW or SGD can be")
+    options: dict[str, Any] = {"lr": 1e-6, **constructor.options}
+    return ZeroRedundancyOptimizer(parameters, optimizer_class(constructor), **options)
 
 
 def steady_step(

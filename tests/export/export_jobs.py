@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.job.plan import OFFLOADS, Plan, degrees, label
-from fsdp_advisor.job.request import Optimizer, Precision
+from fsdp_advisor.job.request import OptimizerName, Precision
 
 RANKS = 8
 VOCABULARY, HIDDEN = 32_000, 4096
@@ -39,7 +39,7 @@ def job(of: Plan, **changes: Any) -> Job:
 
 def plans() -> Iterator[Plan]:
     """Strategy x backend x offload x device x precision x checkpointing x nodes; the rest goes round beside them."""
-    optimizers, steps, prefetches = cycle(get_args(Optimizer)), cycle((1, 4)), cycle(("pre", "post", "none"))
+    optimizers, steps, prefetches = cycle(get_args(OptimizerName)), cycle((1, 4)), cycle(("pre", "post", "none"))
     attentions = cycle(("sdpa", "eager", "flash_attention_2"))
     for offload, able in OFFLOADS.items():
         for strategy, backends in able.items():

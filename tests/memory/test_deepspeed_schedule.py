@@ -30,7 +30,7 @@ from fsdp_advisor.memory.course import Course, Followed
 from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Live, Place
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.program.storages import round_up
 from fsdp_advisor.model.profile import Profile, Tape, Variant
 from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.storages import StorageWatch

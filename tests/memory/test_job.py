@@ -13,7 +13,7 @@ from fsdp_advisor.engines.job_peaks import PHASES, job_peaks
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.memory.storages import States, Storages
+from fsdp_advisor.program.storages import States, Storages
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.report import Report
 

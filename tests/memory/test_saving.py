@@ -14,7 +14,7 @@ from test_loading import LLAMA_7B, SMALL, every_plan, near, plan
 from fsdp_advisor.engines.loading import loadings
 from fsdp_advisor.engines.saving import Files, Saving, pretrained_files, savings, textbook_files
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import round_up
+from fsdp_advisor.program.storages import round_up
 from fsdp_advisor.model.profile import Profile
 
 CASES = (

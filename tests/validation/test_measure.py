@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
 from fsdp_advisor.estimator import make_request  # noqa: E402
-from fsdp_advisor.memory.storages import round_up  # noqa: E402
+from fsdp_advisor.program.storages import round_up  # noqa: E402
 from fsdp_advisor.validation import measure, started  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.engines.deepspeed.partitions import (
-    NORM_BYTES,
+    FP64_NORM_BYTES,
     flat_elements,
     largest_parameter,
     persistent,
@@ -19,8 +19,9 @@ from fsdp_advisor.engines.deepspeed.partitions import (
 )
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, master_bytes, offloads_optimizer, stage
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, Storages
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 NORM_ELEMENTS = 250_000_000
 """Stage 3 with offload copies at most this many at a time. Source: zero/stage3.py, _constant_buffered_norm2."""
@@ -162,23 +163,8 @@ class Buffers:
             return NO_STORAGES
         counted = min(elements, NORM_ELEMENTS) if self.sharded else elements
         cast = 0 if self.offload_cast_bytes == self.gradient_bytes else self.offload_cast_bytes * elements
-        held = Storages.of(max(NORM_BYTES * counted, cast))
+        held = Storages.of(max(FP64_NORM_BYTES * counted, cast))
         return held + Storages.of(self.gradient_bytes * elements) if self.sharded else held
-
-
-def update_temporaries(optim: str, elements: int, bytes_per_element: int) -> Storages:
-    """What the optimizer's own step allocates at its highest, beside the gradient. fp32 copies of bf16 tensors
-    included.
-
-    foreach AdamW: the root of the second moment (torch/optim/adam.py, _multi_tensor_adam). Adafactor: ``grad**2`` and
-    the update made of it (transformers/optimization.py, Adafactor.step). Fused, SGD and 8-bit kernels: nothing.
-    """
-    match optim:
-        case "adamw_torch":
-            return Storages.of(bytes_per_element * elements)
-        case "adafactor":
-            return Storages.of(4 * elements, 2 if bytes_per_element == 4 else 4)
-    return NO_STORAGES
 
 
 def _moments(
@@ -195,11 +181,12 @@ def _moments(
     cast = Storages.of(m * elements) if m != c else NO_STORAGES
     stepped = cast if m != c else flattened
     kept = gradients if not stepped.exact else NO_STORAGES
+    update = optimizer_named(plan.optim).flat_step_temporaries(elements, m)
     return (
         Moment(name="overflow", gradients=gradients, temporaries=overflow),
-        Moment(name="norm", gradients=gradients, temporaries=Storages.of(NORM_BYTES * largest)),
+        Moment(name="norm", gradients=gradients, temporaries=Storages.of(FP64_NORM_BYTES * largest)),
         Moment(name="cast", gradients=gradients, temporaries=flattened + cast),
-        Moment(name="update", gradients=kept, temporaries=stepped + update_temporaries(plan.optim, elements, m)),
+        Moment(name="update", gradients=kept, temporaries=stepped + update),
     )
 
 

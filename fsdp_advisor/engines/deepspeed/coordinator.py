@@ -20,24 +20,24 @@ from dataclasses import dataclass, field
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, offloads_parameters
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.ledger import Changes, Place
-from fsdp_advisor.memory.storages import round_up
 from fsdp_advisor.model.profile import ROOT, Parameter, Profile
+from fsdp_advisor.program.instructions import UnitId
+from fsdp_advisor.program.storages import round_up
+
+Change = tuple[int, int]
+"""(storage, its bytes) for an allocation, (storage, 0) for a free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A unit's turn: `high_bytes` of gathered parameters at the highest within it, `after_bytes` when it is over.
+    """A unit's turn. `unit` is (stack, recorded layer), or (ROOT, n) for the root's modules before the n-th stack.
 
-    `place` is (stack, recorded layer), or (ROOT, n) for the root's modules before the n-th stack. `rising` are the births
-    and deaths until the highest, `falling` those after it.
+    `rising` are the allocations and frees until gathered parameters are at their highest, `falling` those after it.
     """
 
-    place: Place
-    high_bytes: int
-    after_bytes: int
-    rising: Changes = ()
-    falling: Changes = ()
+    unit: UnitId
+    rising: tuple[Change, ...] = ()
+    falling: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +48,7 @@ class Gathered:
 
     forward: tuple[Visit, ...]
     backward: tuple[Visit, ...]
-    end: Changes = ()
-
-    @property
-    def high_bytes(self) -> int:
-        return max(visit.high_bytes for visit in self.forward + self.backward)
-
-    @property
-    def levels(self) -> Gathered:
-        """Without the births and deaths, which are most of it and only the allocator follows."""
-
-        def levels(visits: tuple[Visit, ...]) -> tuple[Visit, ...]:
-            return tuple(Visit(v.place, v.high_bytes, v.after_bytes) for v in visits)
-
-        return Gathered(levels(self.forward), levels(self.backward))
+    end: tuple[Change, ...] = ()
 
 
 @dataclass(slots=True)
@@ -208,10 +195,10 @@ def gathered(
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # one rank uses its shards themselves
     elements: list[int] = []
-    units: list[tuple[Place, list[tuple[int, ...]]]] = []
+    units: list[tuple[UnitId, list[tuple[int, ...]]]] = []
     named: dict[str, int] = {}
 
-    def add(place: Place, parameters: tuple[Parameter, ...]) -> None:
+    def add(place: UnitId, parameters: tuple[Parameter, ...]) -> None:
         units.append((place, _modules(parameters, len(elements))))
         elements.extend(p.elements for p in parameters)
 
@@ -262,7 +249,7 @@ def gathered(
             if turn < first_root:  # the embedding's backward hook never fires: given back when backward has ended
                 fetcher.release(own)
         rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
-        visits.append(Visit(place, fetcher.high, fetcher.live, rising, falling))
+        visits.append(Visit(place, rising, falling))
     left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
     end = tuple((storage, 0) for storage, _ in left)
     return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]), end)

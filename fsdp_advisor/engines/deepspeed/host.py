@@ -20,6 +20,7 @@ from fsdp_advisor.engines.deepspeed.settings import (
 )
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 
 def page_locked(n_bytes: int) -> int:
@@ -54,20 +55,6 @@ class HostBytes:
         return self.ranks_per_node * sum(map(page_locked, self.pinned)) + self.pageable_bytes_per_node
 
 
-def _cpu_states(plan: Plan, elements: int) -> tuple[int, ...]:
-    """The optimizer's own states on the host, never pinned. AdamW becomes DeepSpeedCPUAdam, whose moments have the
-    masters' dtype.
-    """
-    match plan.optim:
-        case "adamw_torch" | "adamw_torch_fused" | "adamw_bnb_8bit":
-            return (master_bytes(plan) * elements,) * 2
-        case "sgd_momentum":
-            return (master_bytes(plan) * elements,)
-        case "adafactor":
-            return (4 * elements, 4)
-    return ()
-
-
 def host(profile: Profile, plan: Plan, settings: Settings | None = None) -> HostBytes:
     """Host memory under ``offload_optimizer`` (and, stage 3, ``offload_param``) to the CPU, ``pin_memory`` true as by
     default.
@@ -81,6 +68,7 @@ def host(profile: Profile, plan: Plan, settings: Settings | None = None) -> Host
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
     if not offloads_optimizer(plan):
         return HostBytes(ranks_per_node=plan.ranks_per_node)
+    optimizer = optimizer_named(plan.optim)
     pinned: list[int] = []
     pageable: list[int] = []
     if stage(plan) < 3:
@@ -92,11 +80,11 @@ def host(profile: Profile, plan: Plan, settings: Settings | None = None) -> Host
             pieces = owned_by_rank0(profile, owned)[2]
             trainable = (p.elements for p in profile.in_order() if p.trainable)
             pinned += [c * n for _, n in zip(range(pieces), trainable, strict=False)]
-        pageable = [*_cpu_states(plan, owned)]
+        pageable = [*optimizer.deepspeed_host_states(owned, m)]
     else:
         groups = [elements for elements, _ in sub_groups(profile, ranks, settings)]
         pinned = [*(m * n for n in groups), c * sum(groups)]
-        pageable = [m * n for n in groups] + [n for g in groups for n in _cpu_states(plan, g)]
+        pageable = [m * n for n in groups] + [n for g in groups for n in optimizer.deepspeed_host_states(g, m)]
         if offloads_parameters(plan):
             pinned.append(c * sum(groups))
             pinned += [c * shard_elements(p.elements, ranks) for p in profile.in_order() if not p.trainable]
@@ -106,8 +94,8 @@ def host(profile: Profile, plan: Plan, settings: Settings | None = None) -> Host
 def not_modelled(plan: Plan) -> list[str]:
     """What a DeepSpeed estimate leaves out or assumes, for the reader of the result."""
     notes = ["modules that the model keeps in fp32 under DeepSpeed (keep_in_fp32_modules) count as bf16"]
-    if plan.optim == "adamw_bnb_8bit":
-        notes.append("8-bit states under DeepSpeed are counted from bitsandbytes' layout and have not been run")
+    optimizer = optimizer_named(plan.optim)
+    notes += optimizer.deepspeed_notes
     if stage(plan) == 2:
         notes.append(
             "rank 0 owns the model's first parameters; the last rank holds its gradients from the start of backward"
@@ -120,6 +108,6 @@ def not_modelled(plan: Plan) -> list[str]:
         )
     if plan.offload == "parameters" and stage(plan) < 3:
         notes.append("DeepSpeed offloads parameters under ZeRO-3 only; here the optimizer alone is offloaded")
-    if plan.precision == "bf16" and offloads_optimizer(plan) and not plan.optim.startswith("adamw"):
+    if plan.precision == "bf16" and offloads_optimizer(plan) and not optimizer.is_cpu_adam:
         notes.append("DeepSpeed refuses bf16 masters with offload unless the optimizer is DeepSpeedCPUAdam")
     return notes

@@ -19,14 +19,12 @@ from fsdp_advisor.engines.deepspeed.settings import (
     stage,
 )
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.storages import NO_STORAGES, States, Storages
 from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
-NORM_BYTES = 8
+FP64_NORM_BYTES = 8
 """Gradient norms are taken in fp64, of a copy. Source: zero/utils.py, get_norm_dtype."""
-BNB_BLOCK = 256
-BNB_MIN_ELEMENTS = 4096
-"""bitsandbytes (optim/optimizer.py): one fp32 absmax per 256 elements; tensors under 4096 elements keep fp32 states."""
 
 
 def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
@@ -82,33 +80,6 @@ def sub_groups(profile: Profile, ranks: int, settings: Settings = DEFAULTS) -> l
     return [*groups, (elements, count)] if count else groups
 
 
-def optimizer_states(optim: str, elements: int, bytes_per_element: int) -> Storages:
-    """What the optimizer keeps on the GPU for one flat partition, the masters not included.
-
-    torch's fused AdamW keeps its step count beside the moments, the others on the host or as a number. Adafactor (of
-    transformers) does not factor a 1-D tensor: its second moment is fp32 and whole, with the RMS as a scalar.
-
-    >>> optimizer_states("adamw_torch_fused", 662, 4).exact
-    5300
-    """
-    match optim:
-        case "adamw_torch_fused":
-            return Storages.of(bytes_per_element * elements, 2) + Storages.of(4)
-        case "adamw_torch":
-            return Storages.of(bytes_per_element * elements, 2)
-        case "sgd":
-            return NO_STORAGES
-        case "sgd_momentum":
-            return Storages.of(bytes_per_element * elements)
-        case "adafactor":
-            return Storages.of(4 * elements) + Storages.of(4)
-        case "adamw_bnb_8bit":
-            if elements < BNB_MIN_ELEMENTS:
-                return Storages.of(4 * elements, 2)
-            return Storages.of(elements, 2) + Storages.of(4 * -(-elements // BNB_BLOCK), 2)
-    raise ValueError(f"no DeepSpeed state count for optimizer {optim!r}")
-
-
 def shards(profile: Profile, plan: Plan) -> Storages:
     """What rank 0 of stage 3 keeps of the parameters, persistent ones included."""
     if offloads_parameters(plan):
@@ -150,21 +121,23 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
     offloaded = offloads_optimizer(plan)
     buffers = sum((Storages.of(b.n_bytes, n) for unit, n in profile.counted_units() for b in unit.buffers), NO_STORAGES)
-    tables = Storages.of(1024, 2) if plan.optim == "adamw_bnb_8bit" and not offloaded else NO_STORAGES
+    optimizer = optimizer_named(plan.optim)
     if stage(plan) < 3:
         flat = flat_elements(profile.trainable_parameters, ranks)
         owned = flat // ranks
         whole = (Storages.of(c * p.elements, n) for p, n in each_parameter(profile) if not p.trainable)
-        kept = Storages.of(m * owned) + optimizer_states(plan.optim, owned, m) + Storages.of(4) + tables
+        kept = (
+            Storages.of(m * owned) + optimizer.flat_state_storages(owned, m) + Storages.of(4) + optimizer.shared_state
+        )
         return States(
             parameters=sum(whole, Storages.of(c * flat)),
             optimizer=NO_STORAGES if offloaded else kept,
             communication=Storages.of(c * largest_parameter(profile)) if offloaded else NO_STORAGES,
             buffers=buffers,
         )
-    kept = Storages.of(NORM_BYTES) + Storages.of(1) + tables
+    kept = Storages.of(FP64_NORM_BYTES) + Storages.of(1) + optimizer.shared_state
     for elements, _ in sub_groups(profile, ranks, settings):
-        kept += Storages.of(m * elements) + optimizer_states(plan.optim, elements, m)
+        kept += Storages.of(m * elements) + optimizer.flat_state_storages(elements, m)
     return States(
         parameters=shards(profile, plan) + persistent(profile, plan, settings),
         gradients=NO_STORAGES if offloaded else Storages.of(c * shard_total(profile, ranks)),

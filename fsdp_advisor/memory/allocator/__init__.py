@@ -2,7 +2,8 @@
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
-from fsdp_advisor.memory.allocator.reserve import AllocatorResult, Refused, Verdict, simulate_allocator, traced
+from fsdp_advisor.memory.allocator.operations import StepOperations, step_operations
+from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Refused, Verdict, simulate_allocator
 
 __all__ = [
     "AllocatorConf",
@@ -11,7 +12,8 @@ __all__ = [
     "OutOfMemory",
     "Refused",
     "Segment",
+    "StepOperations",
     "Verdict",
     "simulate_allocator",
-    "traced",
+    "step_operations",
 ]

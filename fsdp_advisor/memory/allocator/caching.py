@@ -24,7 +24,7 @@ from fsdp_advisor.memory.allocator.conf import (
     AllocatorConf,
 )
 from fsdp_advisor.memory.allocator.expandable import ExpandableSegments
-from fsdp_advisor.memory.storages import ALIGNMENT, round_up
+from fsdp_advisor.program.storages import ALIGNMENT, round_up
 
 MALLOC, FREE, FREE_LATER, WAIT = range(4)
 """The kinds of operation: one is ``storage * 4 + kind``, or for WAIT the number of late frees that are over by then."""

@@ -1,0 +1,190 @@
+"""A step of PyTorch DistributedDataParallel with its defaults, and of one GPU alone.
+
+Source: torch.nn.parallel.distributed and torch/csrc/distributed/c10d/reducer.cpp (torch 2.13): buckets of 1 MiB, then 25 MiB,
+over the parameters in reverse order, allocated once; `gradient_as_bucket_view=False` makes them a second copy of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes, optimizer_temporaries
+from fsdp_advisor.engines.units import buffers, total
+from fsdp_advisor.engines.wrapping import OUTPUTS, clones_outputs, encoded_per_batch, logits_per_batch
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import ROOT, Op, Parameter, Profile, Segment, Tape, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.accounts import Account
+from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.instructions import AllReduce, Buffer, Copy, OptimizerStep, UnitId
+from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
+
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
+
+
+@lru_cache(maxsize=64)
+def buckets(profile: Profile, element_bytes: int) -> Storages:
+    """DDP's buckets: parameters in reverse order; a bucket closes as soon as it has reached its limit.
+
+    Source: `compute_bucket_assignment_by_size` in reducer.cpp.
+    """
+    return _assigned(reversed([p for p in profile.in_order() if p.trainable]), element_bytes)
+
+
+def _assigned(parameters: Iterable[Parameter], element_bytes: int) -> Storages:
+    result, filled, limit = NO_STORAGES, 0, FIRST_BUCKET_BYTES
+    for parameter in parameters:
+        filled += parameter.elements * element_bytes
+        if filled >= limit:
+            result += Storages.of(filled)
+            filled, limit = 0, BUCKET_BYTES
+    return result + Storages.of(filled)
+
+
+def _ready_order(profile: Profile, tape: Tape) -> Iterator[Parameter]:
+    """Parameters in the order in which backward completes their gradients."""
+    backward = [segment for segment in tape.segments if segment.phase == "backward"]
+    stacks: set[int] = set()
+    for segment in backward:
+        if segment.stack == ROOT:
+            yield from _ready(profile, segment)
+        elif segment.stack not in stacks:
+            stacks.add(segment.stack)
+            layers = {other.layer: other for other in backward if other.stack == segment.stack}
+            for run in reversed(profile.stacks[segment.stack].runs):
+                for layer in run.pattern[::-1] * run.repeats:
+                    yield from _ready(profile, layers[layer])
+
+
+def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
+    for op, index, at_root in segment.events:
+        if op == Op.GRAD_READY:
+            unit = profile.root if at_root else profile.stacks[segment.stack].units[segment.layer]
+            yield unit.parameters[index]
+
+
+@lru_cache(maxsize=64)
+def ddp_states(profile: Profile, plan: Plan) -> States:
+    """What every rank keeps: all parameters, gradients and optimizer state, and the buckets."""
+    element, stepping = plan.param_bytes, optimizer_named(plan.optim)
+
+    def parameters(unit: Unit) -> Storages:
+        return sum((Storages.of(p.elements * element) for p in unit.parameters), NO_STORAGES)
+
+    def gradients(unit: Unit) -> Storages:
+        return sum((Storages.of(p.elements * element) for p in unit.parameters if p.trainable), NO_STORAGES)
+
+    def optimizer(unit: Unit) -> Storages:
+        return sum((stepping.state_storages(p, p.shape, element) for p in unit.parameters if p.trainable), NO_STORAGES)
+
+    return States(
+        parameters=total(profile, parameters),
+        gradients=total(profile, gradients),
+        optimizer=total(profile, optimizer),
+        communication=buckets(profile, element) if plan.world_size > 1 else NO_STORAGES,
+        buffers=buffers(profile),
+    )
+
+
+class DdpStep(StepHooks):
+    """DDP's hooks. Gradients are all-reduced in the last micro-batch alone (`no_sync`)."""
+
+    lazily_created = frozenset({Account.OPTIMIZER})
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile, self._plan = profile, plan
+        self.gradient_hooks = plan.gradient_accumulation_steps > 1
+        self.states = ddp_states(profile, plan.any_step)
+
+    def begin_step(self, step: StepBuilder) -> None:
+        step.alloc(Account.PARAMETERS, self.states.parameters)
+        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc(Account.OTHER, self.states.buffers)
+        step.alloc(Account.COMMUNICATION, self.states.communication)
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        self._is_first, self._is_last = is_first, is_last
+        self._reduced_tail = False
+        self._outputs: list[Buffer] = []
+
+    def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        """accelerate returns the logits in fp32; if DDP searches for unused parameters, it returns clones.
+
+        The encoder's output is fp32 already, but under autocast nothing else keeps it alive.
+        """
+        converts, clones = self._plan.prepared and self._plan.mixed, clones_outputs(self._plan)
+        element = 2 if self._plan.precision == "bf16" else 4
+        logits = logits_per_batch(self._profile, element)
+        encoded = encoded_per_batch(self._profile, element)
+        if unit == AT_ROOT and (converts or clones):
+            self._outputs = [step.alloc(Account.LOSS, per_batch=logits)]
+            self._outputs += [step.alloc(Account.LOSS, per_batch=encoded)] if clones else []
+        elif unit == OUTPUTS:
+            cloned = [logits, encoded] if converts and clones else []
+            copies = [step.alloc(Account.LOSS, per_batch=each) for each in cloned]
+            step.free(*self._outputs)
+            step.free(*copies)
+
+    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+        if unit != AT_ROOT:
+            self._reduce_tail(step)
+
+    def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
+        self._reduce(step, unit, self._unit(unit))
+
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
+        """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and freed."""
+        gradient = step.gradient(parameter, at_root=unit == AT_ROOT)
+        if self._is_first:
+            step.reclassify(Account.GRADIENTS, gradient)
+        else:
+            step.free(gradient)
+
+    def end_backward(self, step: StepBuilder) -> None:
+        self._reduce_tail(step)
+        self._reduce(step, AT_ROOT, self._profile.root, 1 - self._tail_share())
+        step.reclassify(Account.GRADIENTS, *step.whole_gradients())
+
+    def optimizer_step(self, step: StepBuilder) -> None:
+        step.transient(Account.TEMPORARIES, gradient_norms(self._profile, self._plan))
+        step.transient(
+            Account.TEMPORARIES, optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
+        )
+        step.add(OptimizerStep(optimizer_bytes(self._profile, self._plan, self._profile.trainable_parameters)))
+
+    def rebuilt_buckets(self, tape: Tape) -> Storages:
+        """The buckets from the second step on, in the order in which the first step's gradients were ready. None if DDP
+        searches for unused parameters. During the first step one bucket has all gradients.
+
+        Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, as the second forward begins.
+        """
+        if self._plan.world_size == 1 or clones_outputs(self._plan):
+            return NO_STORAGES
+        return _assigned(_ready_order(self._profile, tape.read()), self._plan.param_bytes)
+
+    def _unit(self, unit: UnitId) -> Unit:
+        return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
+
+    def _reduce_tail(self, step: StepBuilder) -> None:
+        """The root's parameters behind the last stack (the head's) are reduced first."""
+        if not self._reduced_tail:
+            self._reduced_tail = True
+            self._reduce(step, AT_ROOT, self._profile.root, self._tail_share())
+
+    def _reduce(self, step: StepBuilder, unit: UnitId, parameters: Unit, share: float = 1.0) -> None:
+        """Copies into and out of the buckets, and their all-reduce in the last micro-batch."""
+        if self._plan.world_size == 1 or not share:
+            return
+        trainable = parameters.trainable_elements
+        reduced = trainable * self._plan.param_bytes
+        step.add(Copy(unit, 4 * share * reduced))
+        if self._is_last:
+            step.add(AllReduce(unit, share * reduced, "replica", messages=share * -(-reduced // BUCKET_BYTES)))
+
+    def _tail_share(self) -> float:
+        """The share of the root's parameters that stand behind the last stack."""
+        order, root = self._profile.order, self._profile.root
+        after = order[-1] if order else 0
+        return sum(p.elements for p in root.parameters[after:]) / root.elements if root.elements else 0.0

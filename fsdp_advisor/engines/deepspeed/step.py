@@ -1,0 +1,300 @@
+"""A step of DeepSpeed ZeRO-1, 2 and 3, over the tape of the plain model.
+
+Stages 1 and 2 leave forward alone. Gradients are copied, as they become ready, into one bucket, which is reduced when the next
+gradient does not fit. Stage 3 does the same, and gathers parameters module by module (`coordinator`).
+The arithmetic, with its sources, is in `partitions` and `buffers`; the order of events was read in zero/stage_1_and_2.py
+(`reduce_independent_p_g_buckets_and_remove_grads`, `reduce_ipg_grads`, `copy_grads_in_partition`,
+`independent_gradient_partition_epilogue`) and zero/stage3.py (`__add_grad_to_ipg_bucket`, `partition_grads`, `step`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fsdp_advisor.engines.deepspeed import buffers as step_buffers
+from fsdp_advisor.engines.deepspeed import partitions
+from fsdp_advisor.engines.deepspeed.bucket import Bucket
+from fsdp_advisor.engines.deepspeed.buffers import Buffers
+from fsdp_advisor.engines.deepspeed.coordinator import Gathered, gathered
+from fsdp_advisor.engines.deepspeed.gathering import Gathering
+from fsdp_advisor.engines.deepspeed.partitions import shard_elements
+from fsdp_advisor.engines.deepspeed.settings import Settings, settings_of, stage
+from fsdp_advisor.engines.optimizer_work import optimizer_bytes
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.accounts import Account, Stream
+from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.instructions import (
+    NO_BUFFER,
+    AllGather,
+    AllReduce,
+    Buffer,
+    Copy,
+    HostTransfer,
+    OptimizerStep,
+    PythonHooks,
+    ReduceScatter,
+    Start,
+    UnitId,
+    WaitFor,
+)
+from fsdp_advisor.program.storages import States, Storages, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A parameter's gradient: `start` is its place in the flat buffer, from its unit's beginning (the root's: from 0)."""
+
+    start: int
+    elements: int
+    padded: int  # to the ranks
+    n_bytes: int
+    oversized: bool  # larger than the bucket: it is reduced where autograd put it
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """What a plan keeps and where its gradients lie in the flat buffer. Independent of B, T and the tape."""
+
+    states: States
+    parameters: Storages  # of the states, without what is released during the optimizer step
+    buffers: Buffers
+    gradients: dict[UnitId, tuple[Gradient, ...]]  # by parameter of the unit
+    starts: tuple[tuple[int, ...], ...]  # by stack and real layer: where it begins in the flat buffer
+
+
+@lru_cache(maxsize=64)
+def _layout_of(profile: Profile, plan: Plan, settings: Settings) -> _Layout:
+    buffers = step_buffers.buffers(profile, plan, settings)
+    gradients, starts = _gradient_places(profile, plan, buffers)
+    states = partitions.states(profile, plan, settings)
+    return _Layout(
+        states=states,
+        parameters=partitions.shards(profile, plan) if buffers.sharded else states.parameters,
+        buffers=buffers,
+        gradients=gradients,
+        starts=starts,
+    )
+
+
+def _gradient_places(
+    profile: Profile, plan: Plan, buffers: Buffers
+) -> tuple[dict[UnitId, tuple[Gradient, ...]], tuple[tuple[int, ...], ...]]:
+    """The gradients of each unit, and where in the flat buffer each real layer begins."""
+
+    def measure(parameters: tuple[Parameter, ...], at: int) -> tuple[Gradient, ...]:
+        result = []
+        for p in parameters:
+            padded = plan.shard_degree * shard_elements(p.elements, plan.shard_degree)
+            n_bytes = round_up(buffers.gradient_bytes * p.elements)
+            result.append(Gradient(at, p.elements, padded, n_bytes, p.elements > buffers.bucket_elements))
+            at += p.elements if p.trainable else 0
+        return tuple(result)
+
+    gradients: dict[UnitId, tuple[Gradient, ...]] = {}
+    root: tuple[Gradient, ...] = ()
+    starts = []
+    at = done = 0
+    for s, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=True)):
+        root += measure(profile.root.parameters[done:before], at)
+        at += sum(p.elements for p in profile.root.parameters[done:before] if p.trainable)
+        done = before
+        for n, unit in enumerate(stack.units):
+            gradients[s, n] = measure(unit.parameters, 0)
+        begins = []
+        for run in stack.runs:
+            for recorded in run.pattern * run.repeats:
+                begins.append(at)
+                at += stack.units[recorded].trainable_elements
+        starts.append(tuple(begins))
+    gradients[AT_ROOT] = root + measure(profile.root.parameters[done:], at)
+    return gradients, tuple(starts)
+
+
+class DeepspeedStep(StepHooks):
+    """DeepSpeed's hooks. Masters and moments are created with the engine, before the first step."""
+
+    gradient_hooks = True
+
+    def __init__(self, profile: Profile, plan: Plan, settings: Settings | None = None) -> None:
+        self._profile, self._plan = profile, plan
+        self._stage = stage(plan)
+        self._settings = settings or settings_of(profile, plan)
+        self._layout = _layout_of(profile, plan.any_step, self._settings)
+        self.states = self._layout.states
+        self._bucket = Bucket(self._layout.buffers, plan.shard_degree)
+        self._gathering = Gathering(Gathered((), ()))
+        # of one step
+        self._persistent = NO_BUFFER
+        self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their place in the flat buffer
+        self._averaged = NO_BUFFER
+
+    # The step
+
+    def begin_step(self, step: StepBuilder) -> None:
+        if self._stage == 3:
+            self._gathering = Gathering(gathered(self._profile, self._plan, self._settings))
+        step.alloc(Account.PARAMETERS, self._layout.parameters)
+        self._persistent = step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
+        step.alloc(Account.GRADIENTS, self.states.gradients)
+        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc(Account.COMMUNICATION, self.states.communication)
+        step.alloc(Account.OTHER, self.states.buffers)
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        self._is_first, self._is_last = is_first, is_last
+        self._bucket.begin(is_last=is_last)
+        self._layers_left = [len(starts) for starts in self._layout.starts]
+        self._gathering.begin_forward()
+        self._in_backward = False
+
+    def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        self._gathering.enter(step, unit)
+        self._fetch(step, unit, "with previous compute")
+        self._wait(step, unit)
+
+    def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        self._gathering.leave(step, unit)
+
+    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._gathering.begin_backward()
+            self._fetch(step, unit, "after compute")
+        if unit != AT_ROOT:  # the root's hook comes before the loss's backward, its head's after it
+            self._layers_left[unit[0]] -= 1
+            self._gathering.enter(step, unit)
+        self._wait(step, unit)
+        if following is not None:
+            self._fetch(step, following, "with next compute")
+
+    def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
+        self._send_gradients(step, unit)
+
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
+        gradient = self._layout.gradients[unit][parameter]
+        buffer = step.gradient(parameter, at_root=unit == AT_ROOT)
+        self._gathering.enter_head(step)
+        self._bucket.setup(step)
+        if self._stage > 1:
+            self._bucket.take(step, self._start(unit) + gradient.start, gradient, buffer)
+        elif self._is_first:
+            self._unreduced[self._start(unit) + gradient.start] = buffer
+        else:
+            step.free(buffer)
+
+    def end_backward(self, step: StepBuilder) -> None:
+        self._gathering.end(step)
+        self._send_gradients(step, AT_ROOT)
+        bucket = self._bucket
+        if self._stage == 1:
+            if not self._is_last:
+                return
+            self._reduce_whole_gradients(step)
+        else:
+            bucket.reduce(step)
+        self._send_bulk(step)
+        bucket.release(step)
+        step.free(*step.whole_gradients())
+        if bucket.averaged != NO_BUFFER:
+            if not self._is_first and self._stage > 1:  # added to the first one
+                step.free(bucket.averaged)
+            else:
+                self._averaged = bucket.averaged
+        self._gathering.drop(step)
+
+    def _reduce_whole_gradients(self, step: StepBuilder) -> None:
+        """Stage 1 after the last backward: whole gradients go through the bucket in the order of the parameters."""
+        at = 0
+        for parameter in self._profile.in_order():
+            if not parameter.trainable:
+                continue
+            buffer = self._unreduced.pop(at)
+            oversized = parameter.elements > self._layout.buffers.bucket_elements
+            self._bucket.take(step, at, Gradient(0, parameter.elements, 0, step.n_bytes(buffer), oversized), buffer)
+            at += parameter.elements
+        self._bucket.reduce(step)
+
+    def optimizer_step(self, step: StepBuilder) -> None:
+        """The moments of the step say what lives in addition to the states."""
+        step.free(self._persistent)
+        for moment in self._layout.buffers.moments:
+            if not moment.gradients.exact:
+                self._free_averaged(step)
+            step.transient(Account.TEMPORARIES, moment.temporaries)
+        self._free_averaged(step)
+        step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
+        self._update(step)
+
+    def _free_averaged(self, step: StepBuilder) -> None:
+        step.free(self._averaged)
+        self._averaged = NO_BUFFER
+
+    def _start(self, unit: UnitId) -> int:
+        return 0 if unit == AT_ROOT else self._layout.starts[unit[0]][self._layers_left[unit[0]]]
+
+    # Time
+
+    def _unit(self, unit: UnitId) -> Unit:
+        return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
+
+    def _fetch(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
+        """Stage 3: the unit's all-gathers as one, and its shards from the host if they are offloaded."""
+        if self._stage < 3:
+            return
+        plan, elements = self._plan, self._unit(unit).elements
+        if plan.offload == "parameters":
+            step.add(HostTransfer(unit, elements / plan.shard_degree * plan.compute_bytes, "parameters", start))
+        step.add(AllGather(unit, elements * plan.compute_bytes, start))
+
+    def _wait(self, step: StepBuilder, unit: UnitId) -> None:
+        """Stage 3: compute waits for the unit; every parameter's parts are concatenated."""
+        if self._stage < 3:
+            return
+        plan, elements = self._plan, self._unit(unit).elements
+        n = plan.shard_degree
+        step.add(PythonHooks())
+        step.add(WaitFor(unit))
+        casts = elements / n * (plan.param_bytes + plan.compute_bytes) if plan.mixed else 0.0
+        step.add(Copy(unit, casts + (2 * elements * plan.compute_bytes if n > 1 else 0)))
+
+    def _send_gradients(self, step: StepBuilder, unit: UnitId) -> None:
+        """A unit's gradients: into the bucket; stage 3 reduces them at the same time as the backward of the next units."""
+        plan, trainable = self._plan, self._unit(unit).trainable_elements
+        reduced, n = trainable * plan.compute_bytes, plan.shard_degree
+        if self._stage < 3:
+            step.add(Copy(unit, 4 * reduced))
+            return
+        if n > 1:
+            step.add(Copy(unit, 3 * reduced))
+        step.add(ReduceScatter(unit, reduced))
+        if plan.offload != "none":
+            step.add(HostTransfer(unit, reduced / n, "gradients"))
+
+    def _send_bulk(self, step: StepBuilder) -> None:
+        """Stages 1 and 2 reduce after backward: `overlap_comm` is off, and a bucket is all-reduced
+        (`use_multi_rank_bucket_allreduce`).
+        """
+        plan, trainable = self._plan, self._profile.trainable_parameters
+        if self._stage == 3:
+            return
+        n_bytes = trainable * plan.compute_bytes
+        messages = -(-trainable // self._layout.buffers.bucket_elements)
+        step.add(AllReduce(AT_ROOT, n_bytes, "shard", messages=messages, exposed=True))
+        if plan.offload == "optimizer":
+            step.add(HostTransfer(AT_ROOT, n_bytes / plan.shard_degree, "gradients", exposed=True))
+
+    def _update(self, step: StepBuilder) -> None:
+        plan, trainable = self._plan, self._profile.trainable_parameters
+        own = trainable / plan.shard_degree
+        if plan.offload == "none":
+            step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own, masters=plan.mixed)))
+        else:
+            kernel = optimizer_named(plan.optim).deepspeed_host_kernel
+            step.add(OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=kernel))
+        if plan.offload == "optimizer":
+            step.add(HostTransfer(AT_ROOT, own * plan.compute_bytes, "parameters", exposed=True))
+        if self._stage < 3:
+            step.add(AllGather(AT_ROOT, trainable * plan.compute_bytes, "after compute"))

@@ -1,0 +1,229 @@
+"""A step of PyTorch FSDP1 (`FullyShardedDataParallel`, `use_orig_params=True`, a unit per layer and the root).
+
+Source: torch.distributed.fsdp._flat_param (`pre_unshard`, `unshard`, `post_unshard`) and _runtime_utils
+(`_post_forward_reshard`, `_pre_backward_hook`, `_post_backward_hook`, `_reduce_grad`), torch 2.13.
+What is allocated on one stream and used on another is freed with `record_stream`, which delays its reuse until the GPU is done
+with it; the host runs ahead of the GPU by at most two all-gathers (`_unshard` and `_reshard` with `_FreeEventQueue`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units
+from fsdp_advisor.engines.optimizer_work import optimizer_bytes
+from fsdp_advisor.engines.units import summed
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.accounts import Account, Stream
+from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.instructions import (
+    NO_BUFFER,
+    AllGather,
+    AllReduce,
+    Buffer,
+    Copy,
+    HostTransfer,
+    OptimizerStep,
+    PythonHooks,
+    ReduceScatter,
+    Start,
+    UnitId,
+    WaitFor,
+)
+from fsdp_advisor.program.storages import Storages
+
+MAX_INFLIGHT_ALL_GATHERS = 2
+"""Source: torch.distributed.fsdp._limiter_utils, _FreeEventQueue."""
+
+
+class Fsdp1Step(StepHooks):
+    """FSDP1's hooks around each unit."""
+
+    lazily_created = frozenset({Account.OPTIMIZER, Account.GRADIENTS})
+    gradient_stream = Stream.ALL_GATHER
+    """A unit's parameters are views made on the all-gather's stream, so autograd assembles their gradient there."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile, self._plan = profile, plan
+        self._offload = plan.offload == "parameters"
+        self._one_shard = plan.shard_degree == 1
+        self._uploads = self._offload and not plan.mixed  # `flat_param_to`, not `_use_low_precision_shard`
+        self._uploads_whole = self._uploads and self._one_shard
+        self._reshard = plan.strategy in ("zero3", "hsdp") or self._uploads_whole  # on one rank, every strategy is NO_SHARD
+        self._units, self.states = fsdp1_units(profile, plan.any_step)
+        # of one step
+        self._previous_gradients = NO_BUFFER
+        self._prefetched = False
+        self._following: UnitId | None = None
+        self._unsharded: defaultdict[UnitId, list[tuple[Buffer, Buffer]]] = defaultdict(list)
+        self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
+        self._offloaded: list[Buffer] = []
+        self._freed: deque[int] = deque()
+
+    def begin_step(self, step: StepBuilder) -> None:
+        step.alloc(Account.PARAMETERS, self.states.parameters)
+        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc(Account.OTHER, self.states.buffers)
+        # NO_SHARD keeps autograd's own gradients
+        stream = Stream.ALL_GATHER if self._one_shard and not self._plan.mixed else Stream.REDUCE_SCATTER
+        self._previous_gradients = step.alloc(Account.GRADIENTS, self.states.gradients, stream)
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        self._is_first = is_first
+        self._reduces = is_last or not self._plan.defers_reduction
+
+    def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        """The last step's flat gradients are freed here: `zero_grad` does not reach them
+        (`_reset_flat_param_grad_info_if_needed`).
+        """
+        step.free(self._previous_gradients)
+        self._previous_gradients = NO_BUFFER
+        step.add(PythonHooks())
+        if self._is_first or self._reshard or not self._plan.defers_reduction:
+            self._unshard(step, unit, "with previous compute")
+            self._wait(step, unit)
+
+    def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        """The root keeps its parameters until backward needs them (`_post_forward_reshard`). NO_SHARD's, uploaded for each pass,
+        stay where autograd has saved them.
+        """
+        if self._reshard and unit != AT_ROOT and not self._uploads_whole:
+            self._free(step, unit)
+
+    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+        step.add(PythonHooks())
+        if not self._reshard:
+            return
+        if unit != AT_ROOT or self._uploads_whole:
+            if not self._prefetched:
+                self._unshard(step, unit, "after compute")
+            self._wait(step, unit)
+        self._following = following
+        self._prefetched = following is not None and self._plan.backward_prefetch == "pre"
+        if self._prefetched and following is not None:
+            self._unshard(step, following, "with next compute")
+
+    def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
+        """Reduce and free the unit's gradient. While that is deferred it stays, and so do parameters that are not resharded after
+        forward (`_should_free_in_backward`).
+        """
+        if self._reduces or self._reshard:
+            self._free(step, unit)
+            if self._uploads_whole:
+                self._free(step, unit)
+        if self._prefetches_after(unit) and self._following is not None:
+            self._prefetched = True
+            self._unshard(step, self._following, "after compute")
+        gradients = step.gradients_of(unit)
+        if self._one_shard and not self._plan.mixed:  # NO_SHARD keeps the flat gradient itself
+            if self._is_first:
+                step.reclassify(Account.GRADIENTS, *gradients)
+            else:
+                step.free(*gradients)
+            self._send_gradients(step, unit)
+            return
+        if self._plan.defers_reduction:
+            if self._is_first:
+                self._unreduced[unit].append(gradients)
+            else:
+                step.free(*gradients)  # added to those that have stayed
+            if not self._reduces:
+                return
+            gradients = self._unreduced[unit].popleft()
+        self._reduce(step, unit, gradients)
+
+    def _prefetches_after(self, unit: UnitId) -> bool:
+        return self._reshard and self._plan.backward_prefetch == "post" and unit != AT_ROOT
+
+    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]) -> None:
+        """`_reduce_grad`, on the reduce-scatter's stream."""
+        sizes, stream = self._units[unit], Stream.REDUCE_SCATTER
+        reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input, stream)
+        reduced = step.alloc(Account.COMMUNICATION, sizes.reduce_output, stream)
+        output = step.alloc(Account.GRADIENTS, sizes.gradients, stream)
+        self._send_gradients(step, unit)
+        step.free(reduced)
+        if self._offload:
+            self._offloaded.append(output)
+        elif not self._is_first and not self._plan.defers_reduction:
+            step.free(output)
+        step.free(reduce_input)
+        step.free(*gradients, used_on=stream)
+
+    def end_backward(self, step: StepBuilder) -> None:
+        """A sharded gradient that has been copied to the host is freed here, not sooner. (`_accumulate_sharded_grad`,
+        `_offload_grad`, `prepare_gradient_for_optim`)
+        """
+        step.free(*self._offloaded)
+        self._offloaded = []
+
+    def optimizer_step(self, step: StepBuilder) -> None:
+        plan = self._plan
+        own = self._profile.trainable_parameters / plan.shard_degree
+        if plan.clips:
+            step.transient(Account.TEMPORARIES, summed(self._profile, self._units, "norms"))
+        if self._offload:
+            step.add(
+                OptimizerStep(
+                    0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_named(plan.optim).host_kernel
+                )
+            )
+            return
+        step.transient(Account.TEMPORARIES, summed(self._profile, self._units, "optimizer_temporaries"))
+        step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
+
+    def first_step_transients(self) -> Storages:
+        """Buffers that lazy initialization allocates and frees one by one (`init_flat_param_attributes`)."""
+        return summed(self._profile, self._units, "initial")
+
+    # Gathering
+
+    def _unshard(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
+        """An uploaded shard lives as long as what is gathered, for the parameters are views of it (`flat_param_to`)."""
+        sizes = self._units[unit]
+        shard = step.alloc(Account.COMMUNICATION, sizes.gathered_shard, Stream.PRE_UNSHARD)
+        step.transient(Account.COMMUNICATION, sizes.uploaded_shard, Stream.PRE_UNSHARD)
+        if len(self._freed) >= MAX_INFLIGHT_ALL_GATHERS:
+            step.wait(self._freed.popleft())
+        unsharded = step.alloc(Account.UNSHARDED_PARAMETERS, sizes.unsharded, Stream.ALL_GATHER)
+        if not self._uploads:
+            step.free(shard, used_on=Stream.ALL_GATHER)
+            shard = NO_BUFFER
+        self._unsharded[unit].append((unsharded, shard))
+        self._send_parameters(step, unit, sizes, start)
+
+    def _free(self, step: StepBuilder, unit: UnitId) -> None:
+        unsharded, shard = self._unsharded[unit].pop()
+        step.free(unsharded, used_on=Stream.COMPUTE)
+        self._freed.append(step.late_frees())
+        step.free(shard, used_on=Stream.ALL_GATHER)
+
+    # Time
+
+    def _send_parameters(self, step: StepBuilder, unit: UnitId, sizes: UnitBytes, start: Start) -> None:
+        plan = self._plan
+        if self._offload:
+            step.add(HostTransfer(unit, sizes.elements / plan.shard_degree * plan.param_bytes, "parameters", start))
+        step.add(AllGather(unit, sizes.elements * plan.compute_bytes, start))
+
+    def _wait(self, step: StepBuilder, unit: UnitId) -> None:
+        """Compute waits for the all-gather, before which the shard was cast into the compute dtype."""
+        plan = self._plan
+        step.add(WaitFor(unit))
+        if plan.mixed:
+            own = self._units[unit].elements / plan.shard_degree
+            step.add(Copy(unit, own * (plan.param_bytes + plan.compute_bytes)))
+
+    def _send_gradients(self, step: StepBuilder, unit: UnitId) -> None:
+        plan, n = self._plan, self._plan.shard_degree
+        trainable = self._units[unit].trainable_elements
+        reduced = trainable * plan.reduce_bytes
+        if n > 1:
+            step.add(Copy(unit, trainable * plan.compute_bytes + 2 * reduced))
+        step.add(ReduceScatter(unit, reduced))
+        if plan.replica_degree > 1:
+            step.add(AllReduce(unit, reduced / n, "replica"))
+        if self._offload:
+            step.add(HostTransfer(unit, trainable / n * plan.param_bytes, "gradients"))

@@ -1,0 +1,123 @@
+"""The flat parameters of PyTorch FSDP1 (`use_orig_params=True`, a unit per layer and the root) and their bytes on rank 0.
+
+Source: torch.distributed.fsdp._flat_param (torch 2.13), `_init_flat_param_and_metadata`, `_get_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fsdp_advisor.engines.units import buffers, per_unit, summed
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.instructions import UnitId
+from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
+
+ALIGNMENT_BYTES = 16
+
+
+def flat_elements(numels: list[int], compute_bytes: int, world_size: int) -> int:
+    """Elements of a unit's flat parameter: parameters aligned to 16 bytes, the whole padded to a multiple of the ranks.
+
+    >>> flat_elements([3, 8], 4, 5)
+    15
+    """
+    aligned, total = ALIGNMENT_BYTES // compute_bytes, 0
+    for numel in numels:
+        total += -total % aligned + numel
+    return total + -total % world_size
+
+
+def first_shard(numels: list[int], compute_bytes: int, shard_elements: int) -> list[int]:
+    """How many elements of each parameter lie in rank 0's shard.
+
+    >>> first_shard([3, 8], 4, 6)
+    [3, 2]
+    """
+    aligned, at, pieces = ALIGNMENT_BYTES // compute_bytes, 0, []
+    for numel in numels:
+        at += -at % aligned
+        pieces.append(max(0, min(numel, shard_elements - at)))
+        at += numel
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """One unit's storages on rank 0."""
+
+    shard: Storages
+    optimizer: Storages
+    optimizer_temporaries: Storages
+    gathered_shard: Storages  # where it is made anew to be gathered: in the compute dtype, or brought from the host
+    uploaded_shard: Storages  # on its way from the host to the compute dtype
+    unsharded: Storages
+    reduce_input: Storages  # the gradient in the reduce dtype; nothing where it already is
+    reduce_output: Storages  # where it is not what becomes of the gradients, which have another dtype
+    norms: Storages  # one scalar for each parameter of which there is something in the shard
+    gradients: Storages
+    elements: int  # of the unit, without padding
+    trainable_elements: int
+    initial: Storages  # made before the first forward and emptied at once (`init_flat_param_attributes`)
+
+
+def _measure(unit: Unit, plan: Plan) -> UnitBytes:
+    alone = plan.shard_degree == 1
+    stepping = optimizer_named(plan.optim)
+    numels = [p.elements for p in unit.parameters]
+    elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
+    local = elements // plan.shard_degree
+    pieces = first_shard(numels, plan.compute_bytes, local)
+    optimizer = temporaries = norms = NO_STORAGES
+    for parameter, piece in zip(unit.parameters, pieces, strict=True):
+        if parameter.trainable and piece:
+            norms += Storages.of(CLIP_NORM_BYTES)
+            optimizer += stepping.state_storages(parameter, (piece,), plan.param_bytes)
+            if not stepping.steps_one_by_one(plan.framework):
+                temporaries += stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
+    casts = plan.reduce_bytes != plan.compute_bytes and not alone
+    reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
+    initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES
+    if not alone:
+        initial += Storages.of(elements * plan.compute_bytes)
+        initial += Storages.of(elements * plan.param_bytes) if plan.mixed else NO_STORAGES
+    offload = plan.offload == "parameters"
+    return UnitBytes(
+        shard=Storages.of(local * plan.param_bytes),
+        optimizer=optimizer,
+        optimizer_temporaries=temporaries,
+        gathered_shard=Storages.of(local * plan.compute_bytes)
+        if (not alone if plan.mixed else offload)
+        else NO_STORAGES,
+        uploaded_shard=Storages.of(local * plan.param_bytes) if plan.mixed and offload else NO_STORAGES,
+        unsharded=Storages.of(elements * plan.compute_bytes) if plan.mixed or not alone else NO_STORAGES,
+        reduce_input=Storages.of(elements * plan.reduce_bytes) if casts else NO_STORAGES,
+        reduce_output=Storages.of(local * plan.reduce_bytes) if reduces_low else NO_STORAGES,
+        norms=norms,
+        gradients=Storages.of(local * plan.param_bytes),
+        elements=unit.elements,
+        trainable_elements=unit.trainable_elements,
+        initial=initial,
+    )
+
+
+@lru_cache(maxsize=64)
+def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Mapping[UnitId, UnitBytes], States]:
+    """Every unit's bytes, and what rank 0 keeps."""
+    units = per_unit(profile, lambda unit: _measure(unit, plan))
+    # MixedPrecision's buffer_dtype: floating-point buffers are cast for good before the first forward (`_lazy_init`)
+    states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
+    if plan.offload != "parameters":
+        root_last = [*[NO_STORAGES] * len(profile.stacks), units[AT_ROOT].shard]
+        states = replace(
+            states,
+            parameters=summed(profile, units, "shard", root_last),
+            gradients=summed(profile, units, "gradients"),
+            optimizer=summed(profile, units, "optimizer"),
+        )
+    return units, states

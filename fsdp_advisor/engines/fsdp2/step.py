@@ -1,0 +1,322 @@
+"""A step of PyTorch FSDP2: `fully_shard` on each layer and on the root, or on what a framework makes of the root (`wrapping`).
+
+Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParamGroup.unshard`, `wait_for_unshard`, `post_backward`,
+`foreach_all_gather`, `foreach_reduce`, `FSDPState._post_forward`.
+Inputs and outputs of all-gathers are allocated on the copy-in stream, outputs of reduce-scatters on theirs, the rest on the
+compute stream; streams wait for one another by events, so no free is delayed (no `record_stream`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, shard_shape
+from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes, optimizer_temporaries
+from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, Part
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import ROOT, Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.accounts import Account, Stream
+from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.instructions import (
+    NO_BUFFER,
+    AllGather,
+    AllReduce,
+    Buffer,
+    Copy,
+    HostTransfer,
+    OptimizerStep,
+    PythonHooks,
+    ReduceScatter,
+    Start,
+    UnitId,
+    WaitFor,
+)
+from fsdp_advisor.program.storages import ALIGNMENT, Storages
+
+
+class Fsdp2Step(StepHooks):
+    """FSDP2's hooks around each unit."""
+
+    lazily_created = frozenset({Account.OPTIMIZER})
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile, self._plan = profile, plan
+        self._offload = plan.offload == "parameters"
+        self._reshard = plan.strategy in ("zero3", "hsdp")
+        self._one_shard = plan.shard_degree == 1
+        self._wrapping, self._units, self.states = fsdp2_units(profile, plan.any_step)
+        self.gradient_hooks = plan.defers_reduction
+        # of one step
+        self._prefetched = False
+        self._gathered = NO_BUFFER  # an all-gather's output that has not been copied out
+        self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
+        self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
+        self._unsharded: defaultdict[UnitId, list[list[Buffer]]] = defaultdict(list)
+        self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
+        self._all_reduced: list[Buffer] = []
+
+    # The step
+
+    def begin_step(self, step: StepBuilder) -> None:
+        step.alloc(Account.PARAMETERS, self.states.parameters)
+        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc(Account.OTHER, self.states.buffers)
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        self._is_first = is_first
+        self._reduces = is_last or not self._plan.defers_reduction
+
+    def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if self._is_empty(unit):
+            return
+        step.add(PythonHooks())
+        self._gather(step, unit, "with previous compute")
+        self._copy_out(step, unit, forward=True)
+
+    def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if not self._is_empty(unit) and self._reshards(unit):
+            self._free(step, unit)
+        if unit == AT_ROOT:
+            step.free(self._previous_output)
+            self._previous_output = NO_BUFFER
+
+    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+        if self._is_empty(unit) and unit != AT_ROOT:
+            return
+        step.add(PythonHooks())
+        if self._reshards(unit):
+            if not self._prefetched:
+                self._gather(step, unit, "after compute")
+            self._copy_out(step, unit, forward=False)
+        target = self._prefetch_target(unit, following)
+        self._prefetched = target is not None and self._reshards(target)
+        if target is not None and self._prefetched:
+            self._gather(step, target, "with next compute")
+
+    def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
+        """Reduce and free the unit's gradients. While that is deferred, they stay where autograd adds to them."""
+        if self._is_empty(unit):
+            return
+        self._free(step, unit)
+        gradients = self._gradients_of(step, unit)
+        if self._plan.defers_reduction:
+            if self._is_first:
+                self._unreduced[unit].append(gradients)
+            if not self._reduces:
+                return
+            gradients = self._unreduced[unit].popleft()
+        self._reduce(step, unit, gradients)
+
+    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]) -> None:
+        """`foreach_reduce`: copy in, reduce-scatter, and all-reduce over the replicas."""
+        sizes = self._units[unit]
+        gradients, last = self._split_last_gradient(step, unit, gradients)
+        step.free(self._previous_reduce_input)
+        self._previous_reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input)
+        step.free(*gradients)
+        reduced = step.alloc(Account.COMMUNICATION, sizes.reduce_output, Stream.REDUCE_SCATTER)
+        output = step.alloc(Account.GRADIENTS, sizes.gradients, Stream.REDUCE_SCATTER)
+        self._send_gradients(step, unit, sizes)
+        if self._plan.replica_degree > 1:
+            self._all_reduced.append(reduced)  # `FSDPParamGroup._all_reduce_state`
+        else:
+            step.free(reduced)
+        step.free(last)
+        if (not self._is_first and not self._plan.defers_reduction) or self._offload:
+            step.free(output)
+
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
+        """From the second micro-batch on, gradients are added to those that have stayed."""
+        fresh = step.fresh_gradients()
+        if not self._is_first:
+            step.free(*fresh)
+
+    def end_backward(self, step: StepBuilder) -> None:
+        """Units not reduced yet are, in a final callback of autograd, which still holds the loss's gradient."""
+        gradient = step.alloc(Account.LOSS, Storages.of(ALIGNMENT))
+        for unit in self._wrapping.last:
+            self.post_backward(step, unit)
+        step.free(gradient)
+        step.free(self._previous_reduce_input)
+        self._previous_reduce_input = NO_BUFFER
+        step.free(*self._all_reduced)
+        self._all_reduced = []
+
+    def optimizer_step(self, step: StepBuilder) -> None:
+        plan, profile = self._plan, self._profile
+        own = profile.trainable_parameters / plan.shard_degree
+        if self._offload:
+            step.add(
+                OptimizerStep(
+                    0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_named(plan.optim).host_kernel
+                )
+            )
+            return
+        step.transient(Account.TEMPORARIES, gradient_norms(profile, plan))
+        shards = plan.shard_degree
+        temporaries = optimizer_temporaries(profile, plan, lambda p: shard_shape(p.shape, shards))
+        step.transient(Account.TEMPORARIES, temporaries)
+        step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
+
+    # Units
+
+    def _is_empty(self, unit: UnitId) -> bool:
+        """A root whose parameters are all in other units; a layer that is not wrapped."""
+        return unit not in self._units or not self._units[unit].shards
+
+    def _reshards(self, unit: UnitId) -> bool:
+        """Whether a unit's parameters are freed after forward and gathered again for backward."""
+        part = self._wrapping.parts.get(unit)
+        return self._reshard and not (part is not None and part.keeps)
+
+    def _prefetch_target(self, unit: UnitId, following: UnitId | None) -> UnitId | None:
+        """The unit that ran before this one in forward; `following` is the next layer of the backward pass."""
+        if unit == AT_ROOT and HEAD in self._wrapping.parts:
+            return HEAD
+        if self._wrapping.whole:
+            return EMBEDDING if unit == HEAD and EMBEDDING in self._wrapping.parts else None
+        if following is None and unit[0] != ROOT and EMBEDDING in self._wrapping.parts:
+            return EMBEDDING
+        return following
+
+    def _gradients_of(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
+        """A unit's whole gradients."""
+        parts = self._wrapping.parts
+        part = parts.get(unit)
+        if part is None or (HEAD not in parts and not self._wrapping.whole):
+            return step.gradients_of(unit)
+        if unit != AT_ROOT or not self._wrapping.whole:
+            return self._gradients_of_part(step, part)
+        if self._plan.defers_reduction and not self._is_first:
+            return []
+        # gradients that were reduced on the way are gone, unless reduction is deferred
+        others = [p for p in parts if p != AT_ROOT and (self._plan.defers_reduction or p in self._wrapping.last)]
+        theirs = {gradient for other in others for gradient in self._gradients_of_part(step, parts[other])}
+        return [gradient for gradient in step.whole_gradients() if gradient not in theirs]
+
+    def _gradients_of_part(self, step: StepBuilder, part: Part) -> list[Buffer]:
+        return [
+            step.gradient(index, at_root=True)
+            for index, parameter in zip(part.indices, part.unit.parameters, strict=False)
+            if parameter.trainable
+        ]
+
+    def _split_last_gradient(
+        self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]
+    ) -> tuple[list[Buffer], Buffer]:
+        """A unit's gradients without that of its last parameter, which a loop variable holds until all is reduced.
+        (`foreach_reduce`: `for i, (fsdp_param, unsharded_grad) in ...`, if there is more than one rank)
+        """
+        if self._one_shard or not gradients:
+            return gradients, NO_BUFFER
+        part = self._wrapping.parts.get(unit)
+        stack, layer = unit
+        parameters = (
+            part.unit if part else self._profile.root if unit == AT_ROOT else self._profile.stacks[stack].units[layer]
+        ).parameters
+        indices = part.indices if part else range(len(parameters))
+        trainable = [index for index, p in zip(indices, parameters, strict=False) if p.trainable]
+        if not trainable:
+            return gradients, NO_BUFFER
+        last = step.gradient(trainable[-1], at_root=stack == ROOT)
+        if last not in gradients:  # it belongs to an earlier micro-batch
+            return gradients, NO_BUFFER
+        return [gradient for gradient in gradients if gradient != last], last
+
+    # Collectives
+
+    def _gather(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
+        """`FSDPParamGroup.unshard`: copy in and all-gather; the output waits for the copy-out."""
+        if self._one_shard:
+            return
+        sizes = self._units[unit]
+        inputs = (
+            self._upload(step, unit, start)
+            if self._offload
+            else [step.alloc(Account.COMMUNICATION, sizes.gather_input, Stream.COPY_IN)]
+        )
+        self._gathered = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
+        step.free(*inputs)
+        step.add(AllGather(unit, sizes.elements * self._plan.compute_bytes, start))
+
+    def _upload(self, step: StepBuilder, unit: UnitId, start: Start) -> list[Buffer]:
+        """With offload each shard is copied to the GPU, then cast: all inputs live until the all-gather is issued."""
+        inputs = []
+        for elements in self._units[unit].shards:
+            shard = step.alloc(Account.COMMUNICATION, Storages.of(elements * self._plan.param_bytes), Stream.COPY_IN)
+            if self._plan.mixed:
+                cast = step.alloc(
+                    Account.COMMUNICATION, Storages.of(elements * self._plan.compute_bytes), Stream.COPY_IN
+                )
+                step.free(shard)
+                shard = cast
+            inputs.append(shard)
+        step.add(HostTransfer(unit, self._own(unit) * self._plan.param_bytes, "parameters", start))
+        return inputs
+
+    def _copy_out(self, step: StepBuilder, unit: UnitId, *, forward: bool) -> None:
+        """`FSDPParamGroup.wait_for_unshard`: in forward the all-gather's output is kept until the next unit's copy-out is done."""
+        if self._one_shard:
+            self._copy_one_shard(step, unit)
+            return
+        step.add(WaitFor(unit))
+        self._unsharded[unit].append([step.alloc(Account.UNSHARDED_PARAMETERS, self._units[unit].unsharded)])
+        self._add_gather_copies(step, unit)
+        if forward:
+            step.free(self._previous_output)
+            self._previous_output = self._gathered
+        else:
+            step.free(self._gathered)
+        self._gathered = NO_BUFFER
+
+    def _copy_one_shard(self, step: StepBuilder, unit: UnitId) -> None:
+        """World size 1: each parameter is brought to the GPU, cast and copied; the last one lives while the next is made."""
+        last = NO_BUFFER
+        unsharded = []
+        if self._offload:
+            n_bytes = self._own(unit) * self._plan.param_bytes
+            step.add(HostTransfer(unit, n_bytes, "parameters", "with previous compute"))
+            step.add(WaitFor(unit))
+        for elements in self._units[unit].shards:
+            compute = Storages.of(elements * self._plan.compute_bytes)
+            fresh = NO_BUFFER
+            if self._offload:
+                fresh = step.alloc(Account.COMMUNICATION, Storages.of(elements * self._plan.param_bytes))
+            if self._plan.mixed:
+                cast = step.alloc(Account.COMMUNICATION, compute)
+                step.free(fresh)
+                fresh = cast
+            step.free(last)
+            last = fresh
+            unsharded.append(step.alloc(Account.UNSHARDED_PARAMETERS, compute))
+        step.free(last)
+        self._add_gather_copies(step, unit)
+        self._unsharded[unit].append(unsharded)
+
+    def _free(self, step: StepBuilder, unit: UnitId) -> None:
+        step.free(*self._unsharded[unit].pop())
+
+    # Time
+
+    def _own(self, unit: UnitId) -> float:
+        """Elements of a unit that a rank keeps, without padding."""
+        return self._units[unit].elements / self._plan.shard_degree
+
+    def _add_gather_copies(self, step: StepBuilder, unit: UnitId) -> None:
+        """The shards are cast into the all-gather's input; its output is split into parameters."""
+        plan = self._plan
+        casts = self._own(unit) * (plan.param_bytes + plan.compute_bytes) if plan.mixed else 0.0
+        splits = 0 if self._one_shard else 2 * self._units[unit].elements * plan.compute_bytes
+        step.add(Copy(unit, casts + splits))
+
+    def _send_gradients(self, step: StepBuilder, unit: UnitId, sizes: UnitBytes) -> None:
+        plan, n = self._plan, self._plan.shard_degree
+        reduced = sizes.trainable_elements * plan.reduce_bytes
+        if n > 1:
+            step.add(Copy(unit, sizes.trainable_elements * plan.compute_bytes + 2 * reduced))
+        step.add(ReduceScatter(unit, reduced))
+        if plan.replica_degree > 1:
+            step.add(AllReduce(unit, reduced / n, "replica"))
+        if self._offload:
+            step.add(HostTransfer(unit, sizes.trainable_elements / n * plan.param_bytes, "gradients"))

@@ -1,0 +1,142 @@
+"""The units of PyTorch FSDP2 (`fully_shard`) and their bytes on rank 0.
+
+Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_sharded_param` (dim-0 chunks, padded),
+`foreach_all_gather`, `foreach_reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed
+from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.parallelism.placement import Shard
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.program.instructions import UnitId
+from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
+
+PLACEMENT = Shard(0)
+"""FSDP2 splits every parameter on dim 0."""
+
+
+def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """The shape of rank 0's shard of a parameter.
+
+    >>> shard_shape((10, 3), 4)
+    (3, 3)
+    """
+    return PLACEMENT.local_shape(shape, shards)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """One unit's storages on rank 0."""
+
+    parameters: Storages
+    optimizer: Storages
+    gradients: Storages  # one storage: the reduce-scatter's output, of which the sharded gradients are views
+    gather_input: (
+        Storages  # flat copy of the shards in the compute dtype; nothing where the shards are gathered as they are
+    )
+    gather_output: Storages
+    unsharded: Storages  # the gathered parameters, one storage each, padded
+    reduce_input: Storages
+    reduce_output: Storages  # where it is not what becomes of the gradients, which have another dtype
+    shards: tuple[int, ...]  # elements of each parameter's local shard
+    elements: int  # of the unit, without padding
+    trainable_elements: int
+
+
+def _measure(unit: Unit, plan: Plan) -> UnitBytes:
+    n, offload = plan.shard_degree, plan.offload == "parameters"
+    stepping = optimizer_named(plan.optim)
+    shapes = [shard_shape(p.shape, n) for p in unit.parameters]
+    locals_ = [prod(s) for s in shapes]
+    elements = sum(locals_)
+    reduced = 0
+    parameters = optimizer = unsharded = NO_STORAGES
+    for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
+        parameters += Storages.of(e * plan.param_bytes)
+        unsharded += Storages.of(e * n * plan.compute_bytes)
+        if parameter.trainable:
+            optimizer += stepping.state_storages(parameter, shape, plan.param_bytes)
+            reduced += e
+    return UnitBytes(
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=Storages.of(reduced * plan.param_bytes),
+        gather_input=Storages.of(elements * plan.compute_bytes) if plan.mixed and not offload else NO_STORAGES,
+        gather_output=Storages.of(elements * n * plan.compute_bytes),
+        unsharded=unsharded,
+        reduce_input=Storages.of(reduced * n * plan.reduce_bytes),
+        reduce_output=Storages.of(reduced * plan.reduce_bytes)
+        if plan.reduce_bytes != plan.param_bytes
+        else NO_STORAGES,
+        shards=tuple(locals_),
+        elements=unit.elements,
+        trainable_elements=unit.trainable_elements,
+    )
+
+
+@lru_cache(maxsize=64)
+def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId, UnitBytes], States]:
+    """The units that are not one layer each, every unit's bytes, and what rank 0 keeps."""
+    wrapping = wrapping_for(profile, plan)
+    units = {} if wrapping.whole else per_unit(profile, lambda unit: _measure(unit, plan))
+    units |= {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
+
+    states = States(buffers=buffers(profile))
+    if plan.offload != "parameters":
+        kept = {what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer")}
+        if len(wrapping.parts) == 1 and not wrapping.whole:  # one by one, in the model's order
+            parts = root_parts(profile)
+            states_of = [_measure(part, plan) for part in parts]
+            weights_of = [_measure(part, plan) for part in _as_filled(parts)]
+            kept["parameters"] = summed(profile, units, "parameters", [part.parameters for part in weights_of])
+            kept["optimizer"] = summed(profile, units, "optimizer", [part.optimizer for part in states_of])
+        states = replace(states, **kept)
+    return wrapping, units, states
+
+
+def _as_filled(root: list[Unit]) -> list[Unit]:
+    """`to_empty` fills a tied weight at each of its places: what stays is the last."""
+    tied = tuple(p for part in root for p in part.parameters if p.tied)
+    parts = [replace(part, parameters=tuple(p for p in part.parameters if not p.tied)) for part in root]
+    return [*parts[:-1], replace(parts[-1], parameters=parts[-1].parameters + tied)]
+
+
+def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitBytes], what: str) -> Storages:
+    """Over the root, the layers, and the parts of the root that are units of their own."""
+    beside = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
+    rest: Storages = getattr(units[AT_ROOT], what) if wrapping.whole else summed(profile, units, what)
+    return sum(beside, rest)
+
+
+def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """The parameter that costs every rank far more than its fair share, because FSDP2 splits and pads dim 0 alone."""
+    return list(_padding_warnings(profile, plan.shard_degree))
+
+
+@lru_cache(maxsize=1024)
+def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
+    excess = 0
+    worst: Parameter | None = None
+    for _, unit, count in places(profile):
+        for parameter in unit.parameters:
+            more = (prod(shard_shape(parameter.shape, shards)) * shards - parameter.elements) * count
+            if more > excess:
+                excess, worst = more, parameter
+    if worst is None or excess < profile.parameters // 100:
+        return ()
+    rows = worst.shape[0] if worst.shape else 1
+    times = -(-rows // shards) * shards / rows
+    return (
+        f"{worst.name} {list(worst.shape)} is split on its dim 0 of {rows} over {shards} ranks: "
+        f"every rank keeps and gathers {times:.1f} times its fair share",
+    )

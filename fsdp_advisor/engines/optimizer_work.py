@@ -1,0 +1,51 @@
+"""What the optimizer's step allocates, reads and writes, for engines that step each parameter's local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fsdp_advisor.engines.units import places, total
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+MASTER_BYTES = 16
+"""DeepSpeed's traffic per element besides the update: the norm, the gradient's cast into the masters' dtype, and back."""
+
+
+def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
+    """Bytes of GPU memory that the update of `elements` elements reads and writes; the mean over all trainable parameters.
+
+    Raises NotImplementedError for an optimizer whose update needs matrix products or collectives: they have no time model yet.
+    """
+    optimizer, n_bytes = optimizer_named(plan.optim), 0
+    for unit, count in profile.counted_units():
+        for parameter in unit.parameters:
+            if parameter.trainable:
+                if optimizer.step_flops(parameter) or optimizer.step_collectives(parameter):
+                    raise NotImplementedError(f"no time model for the FLOPs and collectives of {plan.optim}")
+                n_bytes += optimizer.step_bytes(parameter, plan.param_bytes) * count
+    per_element = n_bytes / max(1, profile.trainable_parameters)
+    return elements * (per_element + (MASTER_BYTES if masters else 0))
+
+
+def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Storages:
+    """The optimizer's temporaries at the highest point of its step. `shape_of` gives each parameter's shape on this rank."""
+    optimizer = optimizer_named(plan.optim)
+
+    def of_one(parameter: Parameter) -> Storages:
+        return optimizer.step_temporaries(parameter, shape_of(parameter), plan.param_bytes, plan.framework)
+
+    if optimizer.steps_one_by_one(plan.framework):
+        each = (of_one(p) for _, unit, _ in places(profile) for p in unit.parameters if p.trainable)
+        return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
+    return total(profile, lambda unit: sum((of_one(p) for p in unit.parameters if p.trainable), NO_STORAGES))
+
+
+def gradient_norms(profile: Profile, plan: Plan) -> Storages:
+    """What clipping allocates: a scalar for each trainable parameter; nothing if the job does not clip."""
+    if not plan.clips:
+        return NO_STORAGES
+    return total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))

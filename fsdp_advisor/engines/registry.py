@@ -1,0 +1,60 @@
+"""From a plan to its engine: the hooks of a step, and what is kept."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from typing_extensions import assert_never
+
+from fsdp_advisor.engines import wrapping
+from fsdp_advisor.engines.ddp.step import DdpStep
+from fsdp_advisor.engines.deepspeed import host as deepspeed_host
+from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
+from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
+from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.builder import build_program
+from fsdp_advisor.program.instructions import StepProgram
+from fsdp_advisor.program.storages import States
+
+
+def step_of_engine(profile: Profile, plan: Plan) -> DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep:
+    """The hooks of the plan's backend."""
+    match plan.backend:
+        case "ddp":
+            return DdpStep(profile, plan)
+        case "fsdp1":
+            return Fsdp1Step(profile, plan)
+        case "fsdp2":
+            return Fsdp2Step(profile, plan)
+        case "deepspeed":
+            return DeepspeedStep(profile, plan)
+        case _:
+            assert_never(plan.backend)
+
+
+def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
+    """The program of the plan's step over a tape. It depends on neither micro-batch nor sequence length."""
+    return _step_program(profile, tape, plan.any_batch)
+
+
+@lru_cache(maxsize=64)
+def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
+    marked = wrapping.marked(profile, tape, wrapping.marks_for(profile, plan))
+    return build_program(profile, marked, step_of_engine(profile, plan), plan.gradient_accumulation_steps)
+
+
+def states_of(profile: Profile, plan: Plan) -> States:
+    """What the plan's backend keeps on rank 0 from step to step."""
+    return step_of_engine(profile, plan.any_batch).states
+
+
+def not_modelled(profile: Profile, plan: Plan) -> list[str]:
+    """What the plan's engine and framework leave out or assume."""
+    notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
+    failure = optimizer_named(plan.optim).fsdp2_step_failure
+    if failure and plan.backend == "fsdp2" and plan.framework != "trainer":
+        notes.append(failure)
+    return notes + wrapping.not_modelled(profile, plan)

@@ -1,0 +1,52 @@
+"""States of a bare parameter count by the textbook: P + G + O divided as the strategy divides them, nothing else.
+
+Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3: per GPU P + G + O, P + G + O/N, P + (G + O)/N, (P + G + O)/N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextbookStates:
+    """Bytes on one GPU, and bytes of one node's host memory."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host_per_node: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
+    """The textbook's bytes for `parameters` trainable parameters.
+
+    >>> from fsdp_advisor.job.plan import Plan
+    >>> plan = Plan(strategy="zero2", backend="fsdp2", shard_degree=4, seq_len=1, precision="fp32")
+    >>> textbook_states(7_000_000_000, plan).total
+    49000000000
+    """
+    shards = plan.shard_degree
+    masters = plan.backend == "deepspeed" and plan.mixed
+    weight = 2 if masters else plan.param_bytes
+    optimizer = optimizer_named(plan.optim).textbook_bytes(plan.param_bytes) * parameters
+    if masters:
+        optimizer += 4 * parameters
+    sharded = {"ddp": (1, 1, 1), "zero1": (1, 1, shards), "zero2": (1, shards, shards)}
+    p, g, o = sharded.get(plan.strategy, (shards, shards, shards))
+    gpu = (-(-weight * parameters // p), -(-weight * parameters // g), -(-optimizer // o))
+    host = 0
+    if plan.offload != "none":
+        host += gpu[2] * plan.ranks_per_node
+        gpu = (gpu[0], gpu[1], 0)
+    if plan.offload == "parameters":
+        host += (gpu[0] + gpu[1]) * plan.ranks_per_node
+        gpu = (0, 0, 0)
+    return TextbookStates(parameters=gpu[0], gradients=gpu[1], optimizer=gpu[2], host_per_node=host)

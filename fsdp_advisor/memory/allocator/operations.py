@@ -1,0 +1,386 @@
+"""From a step program to the caching allocator's operations: every storage of every layer, allocated and freed in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from fsdp_advisor.engines.transfer import PlacedUnits
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
+from fsdp_advisor.model.profile import ROOT, Category, Op, Segment, Tape, evaluate
+from fsdp_advisor.program.accounts import Account, Stream
+from fsdp_advisor.program.instructions import (
+    Alloc,
+    Buffer,
+    Compute,
+    DropBatch,
+    DropLoss,
+    Free,
+    HostWait,
+    Instruction,
+    MicroBatch,
+    StepProgram,
+    Visit,
+)
+from fsdp_advisor.program.spans import Span, stays_near, storage_bytes
+from fsdp_advisor.program.storages import Storages, round_up
+
+LAUNCH_QUEUE = 1024
+"""How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
+
+Source: about 1000, measured (forums.developer.nvidia.com/t/68937, stackoverflow.com/questions/53970187). NVIDIA documents none.
+"""
+
+_NEAR, _FAR, _ALLOC = range(3)
+_INPUT, _GRADIENT = int(Category.INPUT), int(Category.GRADIENT)
+_WHOLE_GRADIENT, _WORKSPACE = int(Category.UNSHARDED_GRADIENT), int(Category.SCRATCH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOperations:
+    """What a job asks of the allocator: operations as `caching` defines them, on numbered storages.
+
+    `setup` comes before the first step; `first` and `following` are steps. `carried_over` are the storages that a step leaves
+    to the next: (as it was allocated, as the next step knows it). `visits` are (first operation, phase, name).
+    """
+
+    requests: tuple[int, ...]
+    setup: tuple[int, ...]
+    first: tuple[int, ...]
+    following: tuple[int, ...]
+    carried_over: tuple[tuple[int, int], ...]
+    visits: tuple[tuple[int, str, str], ...]
+
+    def where(self, storage: int) -> tuple[str, str]:
+        """The phase and the unit in which a storage is allocated."""
+        operation = storage * 4 + MALLOC
+        at = self.following.index(operation) if operation in self.following else 0
+        return next(((phase, name) for start, phase, name in reversed(self.visits) if start <= at), ("forward", ""))
+
+
+def step_operations(
+    program: StepProgram,
+    b: int,
+    t: int,
+    *,
+    resident_threads: int = 0,
+    workspace_bytes: Sequence[int] = (),
+    loaded: PlacedUnits = (),
+    one_batch: bool = False,
+) -> StepOperations:
+    """The operations of a program's steps at micro-batch `b` and `t` tokens.
+
+    `workspace_bytes`: cuBLAS workspaces of the threads that run forward and backward. `loaded`: how the parameters reach the
+    GPU; without it they are simply there. `one_batch`: all micro-batches are the same tensors, allocated before the first step
+    and reduced in each micro-batch, so that DDP rebuilds its buckets at the second forward.
+    """
+    reader = _Reader(program, storage_bytes(program.layout.tape, b, t, resident_threads), b, t, one_batch)
+    reader.read()
+    return _Assembly(program, reader, [round_up(n) for n in workspace_bytes], loaded).operations()
+
+
+class _Reader:
+    """Expands a program into operations."""
+
+    def __init__(self, program: StepProgram, sizes: Sequence[int], b: int, t: int, one_batch: bool) -> None:
+        self._program, self._sizes, self._b, self._t, self._one_batch = program, sizes, b, t, one_batch
+        self._tape = program.layout.tape
+        self.requests: list[int] = []
+        self.operations: list[int] = []
+        self.visits: list[tuple[int, str, str]] = []
+        self.residents: list[tuple[Account, int]] = []  # alive when a step begins
+        self.batch: list[int] = []  # inputs of the first micro-batch, if there is one batch
+        self.first_layer = self.first_weight = self.second_forward = -1  # operations
+        self._storages: dict[Buffer, tuple[int, ...]] = {}
+        self._layers: dict[tuple[str, int], list[list[int]]] = {}  # by phase and stack: each real layer's births
+        self._roots: dict[int, list[int]] = {}  # by segment of the root
+        self._compiled: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._inputs: list[int] = []
+        self._left_over: dict[
+            int, None
+        ] = {}  # alive storages of this micro-batch that are neither inputs nor gradients
+        self._dropped_later: list[int] = []
+        self._late = self._waited = self._launched = 0
+        self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free
+        self._entered = False
+
+    def read(self) -> None:
+        for alloc in self._program.states:
+            numbers = self._allocate(alloc)
+            self.residents += [(alloc.account, number) for number in numbers]
+        self.operations.clear()
+        for index, micro_batch in enumerate(self._program.micro_batches):
+            self._micro_batch(index, micro_batch)
+        self._visit(self._program.optimizer)
+
+    def _micro_batch(self, index: int, micro_batch: MicroBatch) -> None:
+        if index == 1:
+            self.second_forward = len(self.operations)
+        for phase in ("forward", "backward"):
+            for stack, recorded in enumerate(self._program.layout.recorded_layers):
+                self._layers[phase, stack] = [[] for _ in recorded]
+        for visit in micro_batch.visits:
+            self._visit(visit)
+        if index == 0 and self._one_batch:
+            self.batch = list(self._inputs)
+
+    def _visit(self, visit: Visit) -> None:
+        instructions = visit.instructions
+        while instructions and isinstance(instructions[0], (DropBatch, DropLoss)):  # before the visit begins
+            self._drop(instructions[0])
+            instructions = instructions[1:]
+        self.visits.append((len(self.operations), visit.phase, visit.name))
+        self._entered = True
+        while self._held_back and self._launched - self._held_back[0][0] >= LAUNCH_QUEUE:
+            self._wait(self._held_back.popleft()[1])
+        if visit.unit[0] != ROOT and self.first_layer < 0:
+            self.first_layer = len(self.operations)
+        for instruction in instructions:
+            self._execute(instruction)
+
+    def _execute(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Compute):
+            self._compute(instruction)
+        elif isinstance(instruction, Alloc):
+            self._allocate(instruction)
+        elif isinstance(instruction, Free):
+            self._free(instruction)
+        elif isinstance(instruction, HostWait):
+            self._wait(instruction.late_frees)
+        elif isinstance(instruction, (DropBatch, DropLoss)):
+            self._drop(instruction)
+
+    # Buffers
+
+    def _allocate(self, alloc: Alloc) -> tuple[int, ...]:
+        sizes: Iterable[int] = alloc.storages.each()
+        if alloc.per_batch is not None:
+            sizes = [evaluate(alloc.per_batch, self._b, self._t)]
+        numbers = tuple([self._malloc(round_up(n_bytes) | alloc.stream) for n_bytes in sizes])
+        self._storages[alloc.buffer] = numbers
+        return numbers
+
+    def _free(self, free: Free) -> None:
+        for number in self._storages.pop(free.buffer):
+            if free.used_on is None:
+                self.operations.append(number * 4 + FREE)
+            else:
+                self.operations.append(number * 4 + FREE_LATER)
+                self._late += 1
+                self._held_back.append((self._launched, self._late))
+
+    def _wait(self, late_frees: int) -> None:
+        if late_frees > self._waited:
+            self._waited = late_frees
+            self.operations.append(late_frees * 4 + WAIT)
+
+    def _malloc(self, request: int) -> int:
+        number = len(self.requests)
+        self.requests.append(request)
+        self.operations.append(number * 4 + MALLOC)
+        return number
+
+    # The tape's storages
+
+    def _compute(self, compute: Compute) -> None:
+        span = compute.span
+        segment = self._tape.segments[span.segment]
+        if self._entered:
+            self._launched += segment.operators
+            self._entered = False
+        births, instances, at = self._births(segment, span, compute.layer)
+        changes = self._compiled.get(span.number)
+        if changes is None:
+            changes = self._compiled[span.number] = self._compile(span, segment)
+        operations, requests = self.operations, self.requests
+        for kind, a, b, c in changes:
+            if kind == _ALLOC:
+                number = len(requests)
+                requests.append(a)
+                births[b] = number
+                if c == _INPUT:
+                    self._inputs.append(number)
+                    if self._one_batch:
+                        continue
+                operations.append(number * 4)
+                if c < _GRADIENT and c != _INPUT:
+                    self._left_over[number] = None
+                if c >= _WHOLE_GRADIENT and c != _WORKSPACE and self.first_weight < 0:
+                    self.first_weight = len(operations)
+            elif kind == _NEAR:
+                source = instances if a == 0 else self._layers[_PHASES[a], segment.stack]
+                self._free_storage(source[at + b][c])
+            else:
+                for number in self._far(a, b):
+                    self._free_storage(number)
+        for birth, buffer in compute.gradients:
+            self._storages[buffer] = (births[birth],)
+
+    def _free_storage(self, number: int) -> None:
+        if self._one_batch and number in self._inputs:
+            return
+        self._left_over.pop(number, None)
+        self.operations.append(number * 4 + FREE)
+
+    def _births(self, segment: Segment, span: Span, layer: int) -> tuple[list[int], list[list[int]], int]:
+        """The segment's storages by birth, and the layers among which its neighbours are found."""
+        count = len(self._tape.births[span.segment])
+        if segment.stack == ROOT:
+            births = self._roots.setdefault(span.segment, [])
+            if span.start == 0 or not births:
+                births[:] = [-1] * count
+            return births, [births], 0
+        instances = self._layers[segment.phase, segment.stack]
+        births = instances[layer]
+        if not births:
+            births += [-1] * count
+        return births, instances, layer
+
+    def _compile(self, span: Span, segment: Segment) -> list[tuple[int, int, int, int]]:
+        """A span as (_ALLOC, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment, birth, 0)."""
+        tape, sizes = self._tape, self._sizes
+        birth = sum(1 for op, _, _ in segment.events[: span.start] if op == Op.ALLOC)
+        result = []
+        for at, (op, a, b) in enumerate(segment.events[span.start : span.end], span.start):
+            if op == Op.ALLOC:
+                if sizes[a]:
+                    is_sum = b == _WHOLE_GRADIENT and _sums_gradients(tape, segment, at)
+                    stream = self._program.gradient_stream if b >= _GRADIENT or is_sum else Stream.COMPUTE
+                    result.append((_ALLOC, sizes[a] | stream, birth, b))
+                birth += 1
+            elif op == Op.FREE:
+                size, _ = tape.births[a][b]
+                if not sizes[size]:
+                    continue
+                born = tape.segments[a]
+                if stays_near(born, segment):
+                    phase = 0 if born.phase == segment.phase else _PHASES.index(born.phase)
+                    result.append((_NEAR, phase, born.layer - segment.layer, b))
+                elif span.is_last:
+                    result.append((_FAR, a, b, 0))
+        return result
+
+    def _far(self, segment: int, birth: int) -> list[int]:
+        """The root's storage, or those of every layer that the recorded one stands for."""
+        born = self._tape.segments[segment]
+        if born.stack == ROOT:
+            return [self._roots[segment][birth]]
+        recorded_layers = self._program.layout.recorded_layers[born.stack]
+        layers = zip(recorded_layers, self._layers[born.phase, born.stack], strict=True)
+        return [births[birth] for recorded, births in layers if recorded == born.layer]
+
+    def _drop(self, instruction: DropBatch | DropLoss) -> None:
+        """Free what the micro-batch before has left: at once its inputs, its loss once there is another."""
+        if isinstance(instruction, DropLoss):
+            self.operations += [number * 4 + FREE for number in self._dropped_later]
+            return
+        if not self._one_batch:
+            self.operations += [number * 4 + FREE for number in self._inputs]
+        self._inputs = []
+        self._dropped_later, self._left_over = list(self._left_over), {}
+
+
+_PHASES = ("", "forward", "backward")
+
+
+def _sums_gradients(tape: Tape, segment: Segment, at: int) -> bool:
+    """Whether the storage is the sum of two gradients that are freed at once: those of a weight that is used twice."""
+    parts = 0
+    for op, a, b in segment.events[at + 1 :]:
+        if op == Op.ALLOC:
+            break
+        parts += op == Op.FREE and tape.births[a][b][0] == segment.events[at][1]
+    return parts >= 2
+
+
+class _Assembly:
+    """Puts setup, the first step and the following ones together."""
+
+    def __init__(self, program: StepProgram, read: _Reader, workspaces: Sequence[int], loaded: PlacedUnits) -> None:
+        self._program, self._read, self._workspaces, self._loaded = program, read, workspaces, loaded
+        self._requests = list(read.requests)
+        self._step = list(read.operations)
+
+    def operations(self) -> StepOperations:
+        lazily = self._program.lazily_created
+        residents = self._read.residents
+        freed = {operation >> 2 for operation in self._step if operation & 3 in (FREE, FREE_LATER)}
+        carried_over = self._end_step(freed)
+        not_yet = {number for account, number in residents if account in lazily}
+        setup = self._setup(not_yet)
+        first = self._first_step([n for account, n in residents if account in lazily and n not in freed], setup)
+        skipped = {number * 4 + kind for number in not_yet & freed for kind in (FREE, FREE_LATER)}
+        return StepOperations(
+            requests=tuple(self._requests),
+            setup=tuple(setup),
+            first=tuple(operation for operation in first if operation not in skipped),
+            following=tuple(self._step),
+            carried_over=tuple(carried_over),
+            visits=tuple(self._read.visits),
+        )
+
+    def _end_step(self, freed: set[int]) -> list[tuple[int, int]]:
+        """What a step leaves takes the place of a storage of its size that it freed, or ends with the step (`zero_grad`)."""
+        requests = self._requests
+        wanted: defaultdict[int, list[int]] = defaultdict(list)
+        for number in sorted({number for _, number in self._read.residents} & freed, reverse=True):
+            wanted[requests[number]].append(number)
+        allocated = {operation >> 2 for operation in self._step if operation & 3 == MALLOC}
+        carried_over = []
+        for number in sorted(allocated - freed):
+            if wanted[requests[number]]:
+                carried_over.append((number, wanted[requests[number]].pop()))
+            else:
+                self._step.append(number * 4 + FREE)
+        return carried_over
+
+    def _first_step(self, lazily_created: list[int], setup: list[int]) -> list[int]:
+        """The first step also allocates cuBLAS workspaces, optimizer state and what the engine creates lazily.
+
+        The forward workspace is allocated at the first layer; the backward one after the first gradient of a weight
+        (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
+        """
+        read = self._read
+        optimizer = next((at for at, phase, _ in read.visits if phase == "optimizer"), len(self._step))
+        inserted = [(optimizer, [number * 4 + MALLOC for number in lazily_created])]
+        for at, n_bytes in zip((read.first_layer, read.first_weight), self._workspaces, strict=False):
+            inserted.append((at, [self._new(n_bytes) * 4 + MALLOC]))
+        transients = [self._new(round_up(n)) for n in self._program.first_step_transients.each()]
+        inserted.append((0, [number * 4 + kind for number in transients for kind in (MALLOC, FREE)]))
+        rebuilt = self._program.rebuilt_buckets
+        if rebuilt.exact:
+            second = read.second_forward if read.batch and read.second_forward >= 0 else len(self._step)
+            inserted.append((second, self._rebuild(rebuilt, setup)))
+        first = list(self._step)
+        for at, operations in sorted(inserted, key=lambda one: one[0], reverse=True):
+            first[at:at] = operations
+        return first
+
+    def _new(self, request: int) -> int:
+        self._requests.append(request)
+        return len(self._requests) - 1
+
+    def _rebuild(self, rebuilt: Storages, setup: list[int]) -> list[int]:
+        """One bucket for all gradients in `setup`; and the operations that replace it."""
+        buckets = [n * 4 + MALLOC for account, n in self._read.residents if account == Account.COMMUNICATION]
+        at, whole = setup.index(buckets[0]), self._new(round_up(rebuilt.exact))
+        setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
+        return [whole * 4 + FREE, *(self._new(round_up(n)) * 4 + MALLOC for n in rebuilt.each())]
+
+    def _setup(self, not_yet: set[int]) -> list[int]:
+        """What is allocated before the first step, and what passes through the GPU while it is loaded."""
+        parameters: defaultdict[int, deque[int]] = defaultdict(deque)
+        for account, number in self._read.residents:
+            if account == Account.PARAMETERS:
+                parameters[self._requests[number]].append(number)
+        setup: list[int] = []
+        for one in chain.from_iterable(self._loaded):
+            passing = [self._new(round_up(n)) for n in one.passing.each()]
+            kept = [parameters[round_up(n)].popleft() for n in one.kept.each()]
+            setup += [number * 4 + MALLOC for number in (*passing, *kept)]
+            setup += [number * 4 + FREE for number in passing]
+        loaded = {operation >> 2 for operation in setup}
+        left = (number for _, number in self._read.residents if number not in not_yet and number not in loaded)
+        return setup + [number * 4 + MALLOC for number in (*left, *self._read.batch)]

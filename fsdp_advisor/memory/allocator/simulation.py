@@ -1,0 +1,149 @@
+"""What a job reserves: its steps run through the caching allocator until the allocator's state repeats.
+
+The simulation begins with what loading has left in the cache: whole units or tensors from which shards were made are freed, but
+their segments stay with PyTorch. (huggingface/accelerate, benchmarks/fsdp2/imgs, shows it for a model's embedding.)
+
+Assumed: the host reads the loss after each step, gradients are set to None. The host runs ahead of the GPU as far as it can
+(FSDP1's limit on all-gathers, the queue of kernel launches), which delays the reuse of what `record_stream` marks; collectives
+keep pace with computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
+from fsdp_advisor.memory.allocator.conf import AllocatorConf
+from fsdp_advisor.memory.allocator.operations import StepOperations
+
+MAX_STEPS = 16
+"""Steps simulated at most, if the allocator's state does not repeat."""
+RETRYING_STEPS = 4
+"""After so many steps in a row with retries, every step is assumed to retry."""
+
+Verdict = Literal["fits", "fits_with_retries", "does_not_fit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Where the memory runs out: the driver gives no more, whatever is released."""
+
+    phase: str
+    where: str
+    asked_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorResult:
+    """What a job's steps take of the caching allocator. Bytes.
+
+    `verdict` says whether the steps run within the limit: `fits`, `fits_with_retries` (every steady step frees the cache and
+    asks the driver again), `does_not_fit`. The peaks are those within the limit if the steps run there, else those without a
+    limit. `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`,
+    `requested_peak_bytes` `requested_bytes.all.peak`. `steps_until_steady` is None if the state never repeated.
+    `expandable_segments_help`: whether that setting ends the retries or makes the job fit; None if it was not tried.
+    `segments` are those at the end of the last step.
+    """
+
+    allocated_peak_bytes: int
+    requested_peak_bytes: int
+    reserved_peak_bytes: int
+    verdict: Verdict
+    retries_per_step: int = 0
+    steps_until_steady: int | None = None
+    expandable_segments_help: bool | None = None
+    refused: Refused | None = None
+    segments: tuple[Segment, ...] = field(default=(), repr=False)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Reserved beyond the allocated peak: fragmentation."""
+        return self.reserved_peak_bytes - self.allocated_peak_bytes
+
+
+def simulate_allocator(
+    operations: StepOperations,
+    *,
+    conf: AllocatorConf | None = None,
+    limit_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> AllocatorResult:
+    """Run a job's steps through the caching allocator.
+
+    `limit_bytes` is what the driver has for segments (None: no limit), `device_bytes` the device's whole memory (default:
+    the limit).
+    """
+    conf = conf or AllocatorConf()
+    within = _Run(operations, conf, limit_bytes, device_bytes)
+    verdict, run, helps = within.verdict, within, None
+    if verdict == "does_not_fit":
+        run = _Run(operations, conf, None, None)
+    could_fit = limit_bytes is not None and run.allocator.allocated_peak <= limit_bytes
+    if verdict != "fits" and could_fit and not conf.expandable_segments:
+        other = _Run(operations, replace(conf, expandable_segments=True), limit_bytes, device_bytes)
+        helps = _RANK[other.verdict] < _RANK[verdict]
+    return AllocatorResult(
+        allocated_peak_bytes=run.allocator.allocated_peak,
+        requested_peak_bytes=run.allocator.requested_peak,
+        reserved_peak_bytes=run.allocator.driver.peak,
+        verdict=verdict,
+        retries_per_step=within.retries_per_step if verdict == "fits_with_retries" else 0,
+        steps_until_steady=run.steady_after,
+        expandable_segments_help=helps,
+        refused=within.refused,
+        segments=tuple(run.allocator.segments()),
+    )
+
+
+_RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}
+
+
+class _Run:
+    """The first step, then others until the state after one has been seen before.
+
+    Between steps the state is where the storages lie that live on. Most were allocated once and never move, so it is decided
+    by the calls of the driver and by the storages that one step carries over to the next.
+    """
+
+    def __init__(
+        self, operations: StepOperations, conf: AllocatorConf, limit_bytes: int | None, device_bytes: int | None
+    ) -> None:
+        self.allocator = CachingAllocator(operations.requests, conf, limit_bytes=limit_bytes, device_bytes=device_bytes)
+        self.steady_after: int | None = None
+        self.retries_per_step = 0
+        self.refused: Refused | None = None
+        try:
+            self._simulate(operations)
+        except OutOfMemory as error:
+            phase, where = operations.where(error.storage)
+            self.refused = Refused(phase=phase, where=where, asked_bytes=error.asked_bytes)
+
+    def _simulate(self, operations: StepOperations) -> None:
+        allocator, seen, retrying = self.allocator, dict[tuple[int, ...], int](), 0
+        allocator.run(operations.setup)
+        allocator.allocated_peak, allocator.requested_peak = allocator.allocated, allocator.requested
+        for number in range(1, MAX_STEPS + 1):
+            before = allocator.retries
+            allocator.run(operations.first if number == 1 else operations.following)
+            allocator.begin_step()
+            address = allocator.address
+            for allocated, known in operations.carried_over:
+                address[known] = address[allocated]
+            self.retries_per_step = allocator.retries - before
+            retrying = retrying + 1 if self.retries_per_step else 0
+            state = (allocator.driver.calls, *(address[known] for _, known in operations.carried_over))
+            if retrying == RETRYING_STEPS:
+                return
+            if state in seen:
+                self.steady_after = seen[state]
+                return
+            seen[state] = number
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.refused is not None:
+            return "does_not_fit"
+        # steps that repeat make no calls of the driver: any retries came before them
+        steady = self.steady_after is not None
+        return "fits" if steady or not self.allocator.retries else "fits_with_retries"

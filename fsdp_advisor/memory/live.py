@@ -1,0 +1,193 @@
+"""Live memory: the tensors alive on rank 0 through a step. A reader of the step program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fsdp_advisor.model.profile import evaluate
+from fsdp_advisor.program.accounts import ACCOUNTS, Account, Phase
+from fsdp_advisor.program.instructions import (
+    Alloc,
+    Compute,
+    DropBatch,
+    DropLoss,
+    Free,
+    Instruction,
+    MicroBatch,
+    Reclassify,
+    StepProgram,
+    Visit,
+)
+from fsdp_advisor.program.spans import Span, changes_by_account, span_bytes, storage_bytes
+from fsdp_advisor.program.storages import round_up
+
+_INPUT_ACCOUNTS = (int(Account.OTHER),)
+_LEFT_OVER_ACCOUNTS = (int(Account.ACTIVATIONS), int(Account.LOSS), int(Account.TEMPORARIES))
+_WORKSPACE = frozenset({int(Account.WORKSPACE)})
+_WORKSPACE_AND_LOSS = frozenset({int(Account.WORKSPACE), int(Account.LOSS)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPeak:
+    """The highest point of a step, the first if there are several. Bytes, each storage rounded up to 512."""
+
+    peak: int
+    phase: Phase
+    where: str
+    phase_peaks: dict[str, int]
+    at_peak: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelinePoint:
+    """Live bytes after one visit, and the highest during it. `repeats`: so many further visits that look the same."""
+
+    phase: Phase
+    where: str
+    live_bytes: int
+    high_bytes: int
+    repeats: int = 1
+
+
+def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> StepPeak:
+    """The peak of a step at micro-batch `b` and `t` tokens. `fused_loss`: as if the loss made no tensors of its own."""
+    reader = _Reader(program, b, t, _WORKSPACE_AND_LOSS if fused_loss else _WORKSPACE)
+    best, phase_peaks = None, dict.fromkeys(("forward", "backward", "optimizer"), 0)
+    for visit, _, high, highest_at in reader.walk():
+        if best is None or high > best[0]:
+            best = high, visit, highest_at
+        phase_peaks[visit.phase] = max(phase_peaks[visit.phase], high)
+    assert best is not None
+    peak, visit, highest_at = best
+    return StepPeak(
+        peak=peak,
+        phase=visit.phase,
+        where=visit.name,
+        phase_peaks=phase_peaks,
+        at_peak=dict(zip(ACCOUNTS, reader.accounts_at(visit, highest_at), strict=False)),
+    )
+
+
+def step_timeline(program: StepProgram, b: int, t: int) -> tuple[TimelinePoint, ...]:
+    """Live memory visit by visit; of each run of repeated layers the first two, the last two and one point for the others."""
+    points: list[TimelinePoint] = []
+    for visit, live, high, _ in _Reader(program, b, t, _WORKSPACE).walk():
+        points.append(TimelinePoint(visit.phase, visit.name, live, high))
+    return tuple(points)
+
+
+class _Reader:
+    """Walks a program at one (B, T)."""
+
+    def __init__(self, program: StepProgram, b: int, t: int, excluded: frozenset[int]) -> None:
+        self._program, self._b, self._t, self._excluded = program, b, t, excluded
+        self._sizes = storage_bytes(program.layout.tape, b, t)
+        self._spans = span_bytes(program.layout, self._sizes, excluded)
+
+    def walk(self) -> Iterator[tuple[Visit, int, int, int]]:
+        """(visit, bytes alive after it, highest during it, index of the instruction that reaches it), in order."""
+        net, high = self._spans
+        total = sum(alloc.storages.rounded for alloc in self._program.states)
+        for visit, before in self._visits():
+            highest, highest_at = total, -1
+            for at, instruction in enumerate(visit.instructions):
+                if isinstance(instruction, Compute):
+                    number = instruction.span.number
+                    reached = total + high[number]
+                    total += net[number]
+                elif isinstance(instruction, Alloc):
+                    reached = total = total + self._bytes(instruction)
+                elif isinstance(instruction, Free):
+                    total -= self._bytes(instruction)
+                    continue
+                elif isinstance(instruction, (DropBatch, DropLoss)):
+                    total -= sum(self._dropped(instruction, before).values())
+                    if highest_at < 0:
+                        highest = total
+                    continue
+                else:
+                    continue
+                if reached > highest:
+                    highest, highest_at = reached, at
+            yield visit, total, highest, highest_at
+
+    def accounts_at(self, visit: Visit, index: int) -> list[int]:
+        """Live bytes by account at the highest point of `visit`, which its instruction `index` reaches (-1: its beginning)."""
+        live = [0] * len(Account)
+        for alloc in self._program.states:
+            live[alloc.account] += alloc.storages.rounded
+        for other, before in self._visits():
+            for at, instruction in enumerate(other.instructions):
+                if other is visit and at >= index:
+                    if index >= 0:
+                        self._apply(live, instruction, before, to_highest=True)
+                    elif isinstance(instruction, (DropBatch, DropLoss)):
+                        self._apply(live, instruction, before)
+                        continue
+                    return live
+                self._apply(live, instruction, before)
+            if other is visit:
+                return live
+        raise AssertionError("the visit is not part of the program")
+
+    def _visits(self) -> Iterator[tuple[Visit, MicroBatch | None]]:
+        """Every visit, with the micro-batch before its own."""
+        before = None
+        for micro_batch in self._program.micro_batches:
+            for visit in micro_batch.visits:
+                yield visit, before
+            before = micro_batch
+        yield self._program.optimizer, before
+
+    def _bytes(self, instruction: Alloc | Free) -> int:
+        if instruction.per_batch is not None:
+            return round_up(evaluate(instruction.per_batch, self._b, self._t))
+        return instruction.storages.rounded if isinstance(instruction, Alloc) else instruction.n_bytes
+
+    def _dropped(self, instruction: DropBatch | DropLoss, before: MicroBatch | None) -> dict[int, int]:
+        """Bytes by account that the micro-batch before has left alive: its inputs, or its loss and what else it computed."""
+        accounts = _INPUT_ACCOUNTS if isinstance(instruction, DropBatch) else _LEFT_OVER_ACCOUNTS
+        left: defaultdict[int, int] = defaultdict(int)
+        for visit in before.visits if before else ():
+            for other in visit.instructions:
+                if isinstance(other, Compute):
+                    for account, n_bytes in changes_by_account(other.span, self._sizes, self._excluded).items():
+                        if account in accounts:
+                            left[account] += n_bytes
+        return left
+
+    def _apply(
+        self, live: list[int], instruction: Instruction, before: MicroBatch | None, *, to_highest: bool = False
+    ) -> None:
+        """Change `live` by an instruction; of a span, if `to_highest`, only as far as its highest point."""
+        match instruction:
+            case Compute(span=span):
+                changes = (
+                    self._until_highest(span) if to_highest else changes_by_account(span, self._sizes, self._excluded)
+                )
+                for account, n_bytes in changes.items():
+                    live[account] += n_bytes
+            case Alloc():
+                live[instruction.account] += self._bytes(instruction)
+            case Free():
+                live[instruction.account] -= self._bytes(instruction)
+            case Reclassify():
+                live[instruction.before] -= instruction.n_bytes
+                live[instruction.after] += instruction.n_bytes
+            case DropBatch() | DropLoss():
+                for account, n_bytes in self._dropped(instruction, before).items():
+                    live[account] -= n_bytes
+            case _:
+                pass  # collectives and copies take time, not memory
+
+    def _until_highest(self, span: Span) -> dict[int, int]:
+        """Bytes by account that a span has allocated when it is highest for the first time."""
+        changes = [(a, self._sizes[size] * times) for a, size, times in span.changes if a not in self._excluded]
+        levels = list(accumulate((n_bytes for _, n_bytes in changes), initial=0))
+        result: defaultdict[int, int] = defaultdict(int)
+        for account, n_bytes in changes[: levels.index(max(levels))]:
+            result[account] += n_bytes
+        return result

@@ -1,0 +1,44 @@
+"""Which part of a parameter a rank keeps along one axis of the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis keeps the whole tensor."""
+
+    def local_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank of the axis keeps a chunk of dimension `dim`."""
+
+    dim: int = 0
+
+    def local_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """The chunk of rank 0, the largest one: ceil(size / ranks) rows of `dim`. A scalar becomes one element.
+
+        Source: torch.distributed.tensor.placement_types.Shard, `_chunk_with_empty` (torch 2.13).
+        >>> Shard(0).local_shape((10, 3), 4)
+        (3, 3)
+        """
+        if not shape:
+            return (1,)
+        return (*shape[: self.dim], -(-shape[self.dim] // ranks), *shape[self.dim + 1 :])
+
+
+Placement = Replicate | Shard
+
+
+def local_elements(placement: Placement, shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of the tensor that rank 0 keeps.
+
+    >>> local_elements(Shard(0), (10, 3), 4), local_elements(Replicate(), (10, 3), 4)
+    (9, 30)
+    """
+    return prod(placement.local_shape(shape, ranks))

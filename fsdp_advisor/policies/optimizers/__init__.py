@@ -1,0 +1,29 @@
+"""The optimizers, one file each. To add one: a file here, a line in `_ALL`, and its name in `OptimizerName`."""
+
+from __future__ import annotations
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.policies.optimizers import adafactor, adamw, adamw_8bit, sgd
+from fsdp_advisor.policies.optimizers.interface import Optimizer
+
+_ALL: tuple[Optimizer, ...] = (
+    adamw.FUSED,
+    adamw.FOREACH,
+    sgd.PLAIN,
+    sgd.MOMENTUM,
+    adafactor.ADAFACTOR,
+    adamw_8bit.ADAMW_8BIT,
+)
+_BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
+
+
+def optimizer_named(name: OptimizerName) -> Optimizer:
+    """The optimizer of this name. ValueError for a name that has none.
+
+    >>> optimizer_named("sgd_momentum").name
+    'sgd_momentum'
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise ValueError(f"no optimizer {name!r} (there are {', '.join(_BY_NAME)})") from None

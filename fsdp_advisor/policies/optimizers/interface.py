@@ -1,0 +1,161 @@
+"""The interface of an optimizer: what it keeps, allocates, reads and writes, where it runs, and its names.
+
+Shapes: `shape` is the shape of the tensor that this rank steps. It is the parameter's own shape under DDP, rank 0's rows under
+FSDP2, and a 1-D piece of the flat parameter under FSDP1. `elements` counts the elements of a flat partition of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.program.instructions import HostKernel
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+Shape = Sequence[int]
+Option = bool | float
+NO_OPTIONS: Mapping[str, Option] = MappingProxyType({})
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A consumer cannot use the optimizer. `reason` is a sentence for the user."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constructor:
+    """The class of the optimizer in Python, and its arguments besides the parameters and the learning rate."""
+
+    module: str
+    name: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+    def call(self) -> str:
+        """The call in Python source, over the names `parameters` and `lr`.
+
+        >>> Constructor(module="torch.optim", name="AdamW", options={"fused": True}).call()
+        'torch.optim.AdamW(parameters, lr=lr, fused=True)'
+        """
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"{self.module}.{self.name}(parameters, lr=lr{options})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedOptimizer:
+    """The name of the optimizer in a configuration file, and its arguments besides the learning rate."""
+
+    name: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """One optimizer. Fields without a default are those for which no value is safe to assume.
+
+    Bytes and storages are those of one rank. `element_bytes` is the size of an element of the tensor that is stepped.
+    """
+
+    name: OptimizerName
+
+    # Names, or the reason why there is none
+
+    script: Constructor | Refusal
+    """The optimizer in a training script of PyTorch."""
+    transformers: NamedOptimizer | Refusal
+    """`optim` and `optim_args` of transformers' TrainingArguments, `optimizer` and `optim_args` of axolotl."""
+    deepspeed: NamedOptimizer | Refusal
+    """The section `optimizer` of DeepSpeed's configuration, with the states on the GPU."""
+    deepspeed_offloaded: NamedOptimizer | Refusal
+    """The same with the states on the host."""
+    measured: Constructor | Refusal
+    """What a measurement builds."""
+    measured_zero1: Constructor | Refusal
+    """What a measurement builds inside torch's ZeroRedundancyOptimizer."""
+    fsdp2: Refusal | None
+    """Why an export for FSDP2 is refused. None: it is not."""
+
+    # The step on the host
+
+    host_kernel: HostKernel
+    """The update on the CPU under PyTorch's parameter offload."""
+    deepspeed_host_kernel: HostKernel
+    """The update on the CPU under DeepSpeed's offload."""
+    is_cpu_adam: bool
+    """Whether DeepSpeed replaces the optimizer with DeepSpeedCPUAdam when it offloads."""
+
+    # Defaults: nothing
+
+    shared_state: Storages = NO_STORAGES
+    """State on the GPU that exists once per process, whatever the number of parameters."""
+    host_state_bytes: int = 0
+    """State of one tensor on the host while the tensor is on the GPU. Checkpoints contain it."""
+    deepspeed_notes: tuple[str, ...] = ()
+    """What an estimate for DeepSpeed assumes."""
+    fsdp2_step_failure: str | None = None
+    """Why PyTorch's implementation cannot step FSDP2's shards. None: it can."""
+
+    # State
+
+    @abstractmethod
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        """The state of one trainable parameter, of which this rank steps a tensor of `shape`. None for an empty tensor."""
+
+    @abstractmethod
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        """The state of one flat partition under DeepSpeed, on the GPU, without the masters."""
+
+    @abstractmethod
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        """Bytes of each state tensor of one flat partition when DeepSpeed offloads it. They are pageable."""
+
+    def saved_bytes(self, parameter: Parameter, shape: Shape, element_bytes: int) -> int:
+        """Bytes in a checkpoint of the state of one parameter."""
+        return self.state_storages(parameter, shape, element_bytes).exact + self.host_state_bytes
+
+    def saved_flat_bytes(self, elements: int, element_bytes: int) -> int:
+        """Bytes in a checkpoint of the state of one flat partition under DeepSpeed."""
+        return self.flat_state_storages(elements, element_bytes).exact + self.host_state_bytes
+
+    @abstractmethod
+    def textbook_bytes(self, element_bytes: int) -> int:
+        """Bytes of state per parameter element by the textbook, which ignores factored moments and scalars."""
+
+    # Temporaries of the step
+
+    @abstractmethod
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        """What the update of one parameter allocates at its highest.
+
+        The temporaries of all parameters live at the same time, unless the optimizer `steps_one_by_one`.
+        """
+
+    def steps_one_by_one(self, framework: str) -> bool:
+        """Whether the temporaries of one parameter are freed before the next parameter is updated."""
+        return False
+
+    @abstractmethod
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        """What the update of one flat partition under DeepSpeed allocates at its highest, without the gradient."""
+
+    # Cost of the step
+
+    @abstractmethod
+    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
+        """Bytes of GPU memory that the update of the whole parameter reads and writes."""
+
+    def step_flops(self, parameter: Parameter) -> int:
+        """Floating-point operations of matrix products in the update of the whole parameter."""
+        return 0
+
+    def step_collectives(self, parameter: Parameter) -> tuple[Collective, ...]:
+        """Collectives that the update of the parameter needs besides those of the engine."""
+        return ()

@@ -1,0 +1,69 @@
+"""The accounts of live memory, the phases of a step, and the CUDA streams on which storages are allocated."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Literal
+
+
+class Account(IntEnum):
+    """What a storage is counted as. The names in ACCOUNTS are the keys of `at_peak`."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER = 2
+    UNSHARDED_PARAMETERS = 3
+    UNSHARDED_GRADIENTS = 4
+    COMMUNICATION = 5
+    ACTIVATIONS = 6
+    LOSS = 7
+    TEMPORARIES = 8
+    OTHER = 9
+    WORKSPACE = 10
+    """Memory that kernels allocate for themselves: part of what is allocated, not of the tensors."""
+
+
+ACCOUNTS = {
+    "parameters": "weights kept from step to step",
+    "gradients": "gradients kept until the optimizer step",
+    "optimizer": "optimizer state, master weights included",
+    "unsharded_parameters": "gathered units; autocast's casts",
+    "unsharded_gradients": "whole gradients, not yet reduced",
+    "communication": "buckets and buffers of collectives",
+    "activations": "saved in forward for backward",
+    "loss": "logits and what the loss makes of them",
+    "temporaries": "allocated and freed within one phase",
+    "other": "the batch, buffers",
+}
+"""The accounts of tensors and what each holds, in the order of `Account`."""
+
+GROUPS = {
+    "states": ("parameters", "gradients", "optimizer"),
+    "gathered": ("unsharded_parameters", "unsharded_gradients", "communication"),
+    "activations": ("activations",),
+    "loss": ("loss",),
+    "other": ("temporaries", "other"),
+}
+"""The accounts grouped as every bar shows them; together all."""
+
+Phase = Literal["forward", "backward", "optimizer"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+
+
+class Stream(IntEnum):
+    """The CUDA streams of PyTorch's engines. A cached block is only reused on the stream it was allocated on."""
+
+    COMPUTE = 0
+    COPY_IN = 1
+    ALL_GATHER = 2
+    REDUCE_SCATTER = 3
+    PRE_UNSHARD = 4
+
+
+STREAM_NAMES = {
+    Stream.COMPUTE: "compute",
+    Stream.COPY_IN: "all-gather copy-in",
+    Stream.ALL_GATHER: "all-gather",
+    Stream.REDUCE_SCATTER: "reduce-scatter",
+    Stream.PRE_UNSHARD: "pre-unshard",
+}

@@ -1,0 +1,330 @@
+"""Builds a step program: walks the tape's spans over all real layers and calls the engine's hooks in PyTorch's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fsdp_advisor.model.profile import ROOT, Op, Polynomial, Profile, Run, Tape
+from fsdp_advisor.program.accounts import Account, Phase, Stream
+from fsdp_advisor.program.instructions import (
+    NO_BUFFER,
+    Alloc,
+    Buffer,
+    Compute,
+    DropBatch,
+    DropLoss,
+    Free,
+    HostWait,
+    Instruction,
+    MicroBatch,
+    Reclassify,
+    StepProgram,
+    UnitId,
+    Visit,
+)
+from fsdp_advisor.program.spans import LayoutPart, Span, Steps, TapeLayout, tape_layout
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+AT_ROOT: UnitId = (ROOT, 0)
+
+
+class StepHooks:
+    """What a training engine does around the units of a step; here: nothing. Each method adds instructions to the builder.
+
+    `gradient_hooks`: whether `gradient_ready` is called. `gradient_stream`: where autograd allocates gradients.
+    `lazily_created`: the accounts of states that the first step creates.
+    """
+
+    gradient_hooks = False
+    gradient_stream = Stream.COMPUTE
+    lazily_created: frozenset[Account] = frozenset()
+
+    def begin_step(self, step: StepBuilder) -> None:
+        """Allocate what is alive whenever a step begins."""
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        """A micro-batch begins."""
+
+    def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        """Before a unit's forward."""
+
+    def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        """After a unit's forward."""
+
+    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+        """Before a unit's backward; `following` is the next layer of the backward pass."""
+
+    def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
+        """After a unit's backward."""
+
+    def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
+        """A layer's backward is over. Called for every layer, also where PyTorch runs no hook."""
+
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
+        """A parameter's gradient is complete."""
+
+    def end_backward(self, step: StepBuilder) -> None:
+        """After the backward pass."""
+
+    def optimizer_step(self, step: StepBuilder) -> None:
+        """Clipping and the optimizer's step."""
+
+    def first_step_transients(self) -> Storages:
+        """What is allocated and freed, one after the other, before the first forward."""
+        return NO_STORAGES
+
+    def rebuilt_buckets(self, tape: Tape) -> Storages:
+        """The communication buffers that replace the first ones after the first step; none if those stay."""
+        return NO_STORAGES
+
+
+def build_program(profile: Profile, tape: Tape, hooks: StepHooks, accumulation: int) -> StepProgram:
+    """The program of one steady-state step of `accumulation` micro-batches.
+
+    The first, the last and one of those between are walked; the one between stands for all of them.
+    """
+    layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks)
+    step = StepBuilder()
+    hooks.begin_step(step)
+    states = tuple(i for i in step.take() if isinstance(i, Alloc))
+    micro_batches = []
+    for index in range(min(accumulation, 3)):
+        is_first, is_last = index == 0, index == min(accumulation, 3) - 1
+        hooks.begin_micro_batch(is_first=is_first, is_last=is_last)
+        visits = tuple(_MicroBatchWalk(profile, layout, hooks, step).visits(is_first))
+        micro_batches.append(MicroBatch(accumulation - 2 if not (is_first or is_last) else 1, visits))
+    hooks.optimizer_step(step)
+    return StepProgram(
+        layout=layout,
+        states=states,
+        micro_batches=tuple(micro_batches),
+        optimizer=Visit("optimizer", AT_ROOT, "optimizer step", step.take()),
+        lazily_created=hooks.lazily_created,
+        first_step_transients=hooks.first_step_transients(),
+        rebuilt_buckets=hooks.rebuilt_buckets(tape),
+        gradient_stream=hooks.gradient_stream,
+    )
+
+
+class StepBuilder:
+    """Collects instructions. Keeps track of buffers, so that an engine frees what it allocated, and of the tape's gradients."""
+
+    def __init__(self) -> None:
+        self._instructions: list[Instruction] = []
+        self._buffers: list[Alloc] = []
+        self._late_frees = 0
+        self._gradients: dict[Buffer, None] = {}  # whole gradients that are alive, in order
+        self._latest: dict[int, Buffer] = {}  # 2 * parameter + (1 if the root's) -> its latest gradient
+        self._of_layer: list[Buffer] = []
+        self._of_root: list[Buffer] = []
+        self._fresh: list[Buffer] = []
+
+    def add(self, instruction: Instruction) -> None:
+        self._instructions.append(instruction)
+
+    def take(self) -> tuple[Instruction, ...]:
+        """The instructions since the last call."""
+        taken, self._instructions = tuple(self._instructions), []
+        return taken
+
+    # Memory
+
+    def alloc(
+        self,
+        account: Account,
+        storages: Storages = NO_STORAGES,
+        stream: Stream = Stream.COMPUTE,
+        *,
+        per_batch: Polynomial | None = None,
+    ) -> Buffer:
+        """Allocate storages, or one of `per_batch` bytes; NO_BUFFER if there is nothing to allocate."""
+        if not storages.rounded and (per_batch is None or not any(per_batch)):
+            return NO_BUFFER
+        buffer = self._named(Alloc(len(self._buffers), account, stream, storages, per_batch))
+        if account is Account.UNSHARDED_GRADIENTS:
+            self._gradients[buffer] = None
+        self.add(self._buffers[buffer])
+        return buffer
+
+    def free(self, *buffers: Buffer, used_on: Stream | None = None) -> None:
+        """Free buffers. `used_on`: another stream that may still use them; their reuse waits for it."""
+        for buffer in buffers:
+            if buffer == NO_BUFFER:
+                continue
+            allocated = self._buffers[buffer]
+            other = None if used_on == allocated.stream else used_on
+            if other is not None:
+                self._late_frees += sum(1 for _ in allocated.storages.each())
+            self._gradients.pop(buffer, None)
+            self.add(Free(buffer, allocated.account, allocated.storages.rounded, allocated.per_batch, other))
+
+    def transient(self, account: Account, storages: Storages, stream: Stream = Stream.COMPUTE) -> None:
+        """Allocate and free at once."""
+        self.free(self.alloc(account, storages, stream))
+
+    def reclassify(self, account: Account, *buffers: Buffer) -> None:
+        """Count buffers in another account from now on."""
+        for buffer in buffers:
+            allocated = self._buffers[buffer]
+            self._gradients.pop(buffer, None)
+            self._buffers[buffer] = allocated._replace(account=account)
+            self.add(Reclassify(buffer, allocated.storages.rounded, allocated.account, account))
+
+    def late_frees(self) -> int:
+        """How many storages have been freed while another stream may use them: a point to `wait` for."""
+        return self._late_frees
+
+    def wait(self, late_frees: int) -> None:
+        """The host waits until so many late frees are over."""
+        self.add(HostWait(late_frees))
+
+    # The tape's gradients
+
+    def compute(self, span: Span, layer: int, stream: Stream) -> None:
+        """Run a span. The gradients that it allocates become buffers."""
+        named = []
+        for birth, parameter, n_bytes in span.gradients:
+            buffer = self._named(Alloc(len(self._buffers), Account.UNSHARDED_GRADIENTS, stream, Storages.of(n_bytes)))
+            named.append((birth, buffer))
+            self._gradients[buffer] = None
+            self._latest[parameter] = buffer
+            self._fresh.append(buffer)
+            (self._of_root if parameter & 1 else self._of_layer).append(buffer)
+        self.add(Compute(span, layer, tuple(named)))
+
+    def gradients_of(self, unit: UnitId) -> list[Buffer]:
+        """The gradients of a unit's parameters since the last call."""
+        if unit == AT_ROOT:
+            taken, self._of_root = self._of_root, []
+        else:
+            taken, self._of_layer = self._of_layer, []
+        return taken
+
+    def fresh_gradients(self) -> list[Buffer]:
+        """The gradients since the last call."""
+        taken, self._fresh = self._fresh, []
+        return taken
+
+    def gradient(self, parameter: int, *, at_root: bool) -> Buffer:
+        """The latest gradient of one parameter of the current layer, or of the root."""
+        return self._latest[2 * parameter + at_root]
+
+    def whole_gradients(self) -> list[Buffer]:
+        """Every whole gradient that is alive."""
+        return list(self._gradients)
+
+    def n_bytes(self, buffer: Buffer) -> int:
+        return self._buffers[buffer].storages.rounded
+
+    def begin_forward(self) -> None:
+        self._of_layer, self._of_root, self._fresh = [], [], []
+
+    def _named(self, alloc: Alloc) -> Buffer:
+        self._buffers.append(alloc)
+        return alloc.buffer
+
+
+class _MicroBatchWalk:
+    """One micro-batch: every real layer, forward and backward."""
+
+    def __init__(self, profile: Profile, layout: TapeLayout, hooks: StepHooks, step: StepBuilder) -> None:
+        self._profile, self._layout, self._hooks, self._step = profile, layout, hooks, step
+
+    def visits(self, is_first: bool) -> Iterator[Visit]:
+        step = self._step
+        if not is_first:
+            step.add(DropBatch())
+        step.begin_forward()
+        yield from self._direction("forward", self._layout.forward)
+        if not is_first:
+            step.add(DropLoss())
+        yield from self._direction("backward", self._layout.backward)
+        self._hooks.end_backward(step)
+        yield Visit("backward", AT_ROOT, "end of backward", step.take())
+
+    def _direction(self, phase: Phase, parts: tuple[LayoutPart, ...]) -> Iterator[Visit]:
+        entries = list(_entries(self._profile, parts, backward=phase == "backward"))
+        following = _following([entry.unit for entry in entries])
+        for entry, after in zip(entries, following, strict=True):
+            self._play(entry.unit, entry.layer, entry.steps, after)
+            if phase == "backward" and entry.unit != AT_ROOT:
+                self._hooks.layer_done(self._step, entry.unit)
+            name = unit_name(self._profile, entry.unit)
+            yield Visit(phase, entry.unit, name, self._step.take(), entry.segment, entry.repetition)
+
+    def _play(self, unit: UnitId, layer: int, steps: Steps, following: UnitId | None) -> None:
+        hooks, step = self._hooks, self._step
+        for item in steps:
+            if isinstance(item, Span):
+                step.compute(item, layer, hooks.gradient_stream)
+                continue
+            at = (ROOT, item.a - 1) if item.a else unit
+            match item.op:
+                case Op.PRE_FORWARD:
+                    hooks.pre_forward(step, at)
+                case Op.POST_FORWARD:
+                    hooks.post_forward(step, at)
+                case Op.PRE_BACKWARD:
+                    hooks.pre_backward(step, at, following)
+                case Op.POST_BACKWARD:
+                    hooks.post_backward(step, at)
+                case Op.GRAD_READY:
+                    hooks.gradient_ready(step, AT_ROOT if item.b else unit, item.a)
+                case Op.ALLOC | Op.FREE:
+                    raise AssertionError("allocations are in spans")
+
+
+class _Entry(NamedTuple):
+    """One real layer or root segment; `layer` is its number in forward order."""
+
+    unit: UnitId
+    layer: int
+    steps: Steps
+    segment: int
+    repetition: tuple[int, int] | None
+
+
+def _entries(profile: Profile, parts: tuple[LayoutPart, ...], *, backward: bool) -> Iterator[_Entry]:
+    """Every real layer and root segment of one direction, in order."""
+    for part in parts:
+        if part.stack == ROOT:
+            yield _Entry(AT_ROOT, 0, part.steps[0], part.segments[0], None)
+            continue
+        layers = list(_real_layers(profile.stacks[part.stack].runs))
+        if backward:
+            layers.reverse()
+        last = {recorded: at for at, (recorded, _, _) in enumerate(layers)}
+        for at, (recorded, number, repetition) in enumerate(layers):
+            is_last = recorded in part.last and last[recorded] == at
+            steps = part.last[recorded] if is_last else part.steps[recorded]
+            yield _Entry((part.stack, recorded), number, steps, part.segments[recorded], repetition)
+
+
+def _real_layers(runs: tuple[Run, ...]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """(recorded layer, number of the real layer, (run, repetition)) in forward order."""
+    number = 0
+    for r, run in enumerate(runs):
+        for repetition in range(run.repeats):
+            for recorded in run.pattern:
+                yield recorded, number, (r, repetition)
+                number += 1
+
+
+def _following(units: Sequence[UnitId]) -> list[UnitId | None]:
+    """For each unit the next layer after it; None behind the last."""
+    result: list[UnitId | None] = []
+    upcoming: UnitId | None = None
+    for unit in reversed(units):
+        result.append(upcoming)
+        if unit[0] != ROOT:
+            upcoming = unit
+    return result[::-1]
+
+
+def unit_name(profile: Profile, unit: UnitId) -> str:
+    """`model.layers.LlamaDecoderLayer`, or the class of the root."""
+    stack, layer = unit
+    if stack == ROOT:
+        return profile.root.kind
+    return f"{profile.stacks[stack].path}.{profile.stacks[stack].units[layer].kind}"

@@ -1,0 +1,224 @@
+"""The instructions of a step program.
+
+Instructions on memory (`Alloc`, `Free`, `Reclassify`, `DropBatch`, `DropLoss`, `HostWait`) are read by live memory and by the
+caching allocator; instructions on time (`AllGather`, `ReduceScatter`, `AllReduce`, `HostTransfer`, `Copy`, `PythonHooks`, `OptimizerStep`)
+by the timeline; `Compute` by all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fsdp_advisor.model.profile import Polynomial
+from fsdp_advisor.program.accounts import Account, Phase, Stream
+from fsdp_advisor.program.spans import Span, TapeLayout
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+UnitId = tuple[int, int]
+"""(stack, recorded layer), or (ROOT, 0) for the root. Layers of one kind share an id."""
+
+Buffer = int
+"""Names what one `Alloc` allocated, or one gradient of the tape. Unique within a program."""
+
+NO_BUFFER: Buffer = -1
+"""What allocating nothing returns; freeing it does nothing."""
+
+Start = Literal["with previous compute", "with next compute", "after compute"]
+"""When the host issues a collective: as soon as the compute before it runs (the host runs ahead of the GPU), together with the
+compute after it (explicit prefetch), or once all compute before it has ended."""
+
+HostKernel = Literal["one_pass", "many_passes"]
+
+Axis = Literal["shard", "replica"]
+"""The ranks a collective spans: those that share one copy of the states, or those that hold the same shard."""
+
+
+class Alloc(NamedTuple):
+    """Allocate storages on a stream: `storages`, or one storage of `per_batch` bytes, a polynomial in B and T."""
+
+    buffer: Buffer
+    account: Account
+    stream: Stream
+    storages: Storages
+    per_batch: Polynomial | None = None
+
+
+class Free(NamedTuple):
+    """Free a buffer. `used_on` is another stream that may still use it (`Tensor.record_stream`), which delays its reuse."""
+
+    buffer: Buffer
+    account: Account
+    n_bytes: int
+    per_batch: Polynomial | None = None
+    used_on: Stream | None = None
+
+
+class Reclassify(NamedTuple):
+    """Count a buffer in another account from now on."""
+
+    buffer: Buffer
+    n_bytes: int
+    before: Account
+    after: Account
+
+
+class Compute(NamedTuple):
+    """Run a span of the tape for a real layer (`layer` counts the stack's layers in forward order; 0 for the root).
+
+    `gradients` names the parameter gradients that the span allocates: (birth within its segment, buffer).
+    """
+
+    span: Span
+    layer: int
+    gradients: tuple[tuple[int, Buffer], ...] = ()
+
+
+class DropBatch(NamedTuple):
+    """Free the inputs of the micro-batch before."""
+
+
+class DropLoss(NamedTuple):
+    """Free what the micro-batch before left alive, its loss above all."""
+
+
+class HostWait(NamedTuple):
+    """The host waits until the first `late_frees` frees with `used_on` are over."""
+
+    late_frees: int
+
+
+class PythonHooks(NamedTuple):
+    """The engine runs Python code around a unit, in one direction."""
+
+
+class AllGather(NamedTuple):
+    """All-gather a unit's parameters: `n_bytes` in all."""
+
+    unit: UnitId
+    n_bytes: int
+    start: Start = "with previous compute"
+    axis: Axis = "shard"
+
+
+class WaitFor(NamedTuple):
+    """Compute waits for the unit's all-gather."""
+
+    unit: UnitId
+
+
+class ReduceScatter(NamedTuple):
+    """Reduce-scatter a unit's gradients: `n_bytes` in all."""
+
+    unit: UnitId
+    n_bytes: int
+
+
+class AllReduce(NamedTuple):
+    """All-reduce `n_bytes` per rank in so many messages. `exposed`: nothing runs at the same time."""
+
+    unit: UnitId
+    n_bytes: float
+    axis: Axis
+    messages: float = 1
+    exposed: bool = False
+
+
+class HostTransfer(NamedTuple):
+    """Copy `n_bytes` between the GPU and pinned host memory. `exposed`: nothing runs at the same time."""
+
+    unit: UnitId
+    n_bytes: float
+    what: Literal["parameters", "gradients"]
+    start: Start = "after compute"
+    exposed: bool = False
+
+
+class Copy(NamedTuple):
+    """Read and write `n_bytes` of GPU memory in all on the compute stream: copies into and out of communication buffers."""
+
+    unit: UnitId
+    n_bytes: float
+
+
+class OptimizerStep(NamedTuple):
+    """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements by a node's host.
+
+    `host_kernel`: whether the update on the CPU goes over host memory once or once per operation.
+    """
+
+    n_bytes: float
+    host_elements: float = 0.0
+    host_kernel: HostKernel = "one_pass"
+
+
+Instruction = (
+    Alloc
+    | Free
+    | Reclassify
+    | Compute
+    | DropBatch
+    | DropLoss
+    | HostWait
+    | PythonHooks
+    | AllGather
+    | WaitFor
+    | ReduceScatter
+    | AllReduce
+    | HostTransfer
+    | Copy
+    | OptimizerStep
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What happens while the step is at one unit: its name, and the instructions in the order in which the host issues them.
+
+    `segment` is the tape's segment that runs, None where none does. `repetition` is (run, repetition) of a layer within its
+    stack, both counted from 0; None for the root.
+    """
+
+    phase: Phase
+    unit: UnitId
+    name: str
+    instructions: tuple[Instruction, ...]
+    segment: int | None = None
+    repetition: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch that runs `times` times in a row."""
+
+    times: int
+    visits: tuple[Visit, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepProgram:
+    """One steady-state step on rank 0.
+
+    `states` are allocated before the step and live through it, unless an instruction frees them. `lazily_created` are the
+    accounts of states that the first step creates. `first_step_transients` are allocated and freed one by one before the first
+    forward. `rebuilt_buckets` replace DDP's communication buffers after the first step. Gradients are allocated on
+    `gradient_stream`.
+    """
+
+    layout: TapeLayout
+    states: tuple[Alloc, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    optimizer: Visit
+    lazily_created: frozenset[Account] = frozenset()
+    first_step_transients: Storages = NO_STORAGES
+    rebuilt_buckets: Storages = NO_STORAGES
+    gradient_stream: Stream = Stream.COMPUTE
+
+    def __str__(self) -> str:
+        from fsdp_advisor.program.text import program_text
+
+        return program_text(self)
+
+    def visits(self) -> list[Visit]:
+        """Every visit in order; a repeated micro-batch once."""
+        return [visit for micro_batch in self.micro_batches for visit in micro_batch.visits] + [self.optimizer]

@@ -1,0 +1,239 @@
+"""A tape cut into spans: the stretches of events between two hooks of an engine.
+
+A hook runs where the tape has a mark (a unit's forward or backward begins or ends, a gradient is ready). Between two hooks the
+engine does nothing, so a reader takes a span as one: its net bytes and its highest point.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.model.profile import (
+    ROOT,
+    Category,
+    Op,
+    Polynomial,
+    Profile,
+    Segment,
+    Staging,
+    Tape,
+    evaluate,
+)
+from fsdp_advisor.program.accounts import Account
+from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
+from fsdp_advisor.program.storages import round_up
+
+_ACCOUNT_OF_CATEGORY = {
+    int(Category.TEMPORARY): int(Account.TEMPORARIES),
+    int(Category.ACTIVATION): int(Account.ACTIVATIONS),
+    int(Category.LOSS): int(Account.LOSS),
+    int(Category.CAST_PARAMETER): int(Account.UNSHARDED_PARAMETERS),
+    int(Category.INPUT): int(Account.OTHER),
+    int(Category.UNSHARDED_GRADIENT): int(Account.UNSHARDED_GRADIENTS),
+    int(Category.SCRATCH): int(Account.WORKSPACE),
+}
+"""Plain integers, which compare faster than enum members; a category above these is a parameter's gradient."""
+_GRADIENT_ACCOUNT = int(Account.UNSHARDED_GRADIENTS)
+
+
+class Change(NamedTuple):
+    """`times` storages of one of the tape's sizes are allocated, or freed if negative."""
+
+    account: int
+    size: int
+    times: int
+
+
+class Hook(NamedTuple):
+    """A place where an engine's hook runs. `a`, `b` are the event's arguments."""
+
+    op: Op
+    a: int
+    b: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Span:
+    """Events `start` to `end` of a segment of the tape. `number` is its index in `TapeLayout.spans`.
+
+    `is_last`: of the last real layer that the recorded one stands for; storages that many layers share are freed there.
+    `gradients` are the parameter gradients allocated here: (birth in the segment, 2 * parameter + (1 if the root's), bytes).
+    """
+
+    number: int
+    segment: int
+    start: int
+    end: int
+    is_last: bool
+    changes: tuple[Change, ...]
+    gradients: tuple[tuple[int, int, int], ...]
+
+
+Steps = tuple[Span | Hook, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPart:
+    """A root segment (`steps[0]`), or a stack: steps by recorded layer, and in `last` those of the last real layer of a
+    recorded one where they differ. `segments`: the tape's segment of each recorded layer.
+    """
+
+    stack: int
+    steps: dict[int, Steps]
+    last: dict[int, Steps]
+    segments: dict[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class TapeLayout:
+    """A tape as an engine walks it. `recorded_layers`: by stack, which recorded layer stands for each real one, in forward order."""
+
+    tape: Tape
+    recorded_layers: tuple[tuple[int, ...], ...]
+    forward: tuple[LayoutPart, ...]
+    backward: tuple[LayoutPart, ...]
+    spans: tuple[Span, ...]
+
+
+def stays_near(born: Segment, dying: Segment) -> bool:
+    """Whether a storage freed in `dying` was allocated in the same layer or next to it, so that every layer frees its own."""
+    return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
+
+
+def tape_layout(profile: Profile, tape: Tape, *, gradient_hooks: bool) -> TapeLayout:
+    """The tape cut at its marks. `gradient_hooks` keeps the marks at which a parameter's gradient is ready."""
+    return _LayoutReader(profile, tape.read(), gradient_hooks).layout()
+
+
+class _LayoutReader:
+    """Reads a tape once, from end to end."""
+
+    def __init__(self, profile: Profile, tape: Tape, gradient_hooks: bool) -> None:
+        self._profile, self._tape, self._gradient_hooks = profile, tape, gradient_hooks
+        self._spans: list[Span] = []
+
+    def layout(self) -> TapeLayout:
+        parts: dict[str, list[LayoutPart]] = {"forward": [], "backward": []}
+        for index, segment in enumerate(self._tape.segments):
+            of_phase = parts[segment.phase]
+            if segment.stack == ROOT or not of_phase or of_phase[-1].stack != segment.stack:
+                of_phase.append(LayoutPart(segment.stack, {}, {}, {}))
+            layer = segment.layer if segment.stack != ROOT else 0
+            of_phase[-1].segments[layer] = index
+            differs = self._last_differs(segment)
+            of_phase[-1].steps[layer] = tuple(self._steps(index, is_last=not differs))
+            if differs:
+                of_phase[-1].last[layer] = tuple(self._steps(index, is_last=True))
+        recorded = tuple(
+            tuple(layer for run in stack.runs for layer in run.pattern * run.repeats) for stack in self._profile.stacks
+        )
+        return TapeLayout(self._tape, recorded, tuple(parts["forward"]), tuple(parts["backward"]), tuple(self._spans))
+
+    def _last_differs(self, segment: Segment) -> bool:
+        """Whether the segment stands for several layers and the last of them frees what all of them share."""
+        if segment.stack == ROOT or self._profile.stacks[segment.stack].counts[segment.layer] == 1:
+            return False
+        born_in = {a for op, a, _ in segment.events if op == Op.FREE}
+        return not all(stays_near(self._tape.segments[a], segment) for a in born_in)
+
+    def _steps(self, index: int, is_last: bool) -> Iterator[Span | Hook]:
+        start = 0
+        events = self._tape.segments[index].events
+        for at, (op, a, b) in enumerate(events):
+            if op in (Op.ALLOC, Op.FREE) or (op == Op.GRAD_READY and not self._gradient_hooks):
+                continue
+            yield from self._span(index, start, at, is_last)
+            yield Hook(Op(op), a, b)
+            start = at + 1
+        yield from self._span(index, start, len(events), is_last)
+
+    def _span(self, index: int, start: int, end: int, is_last: bool) -> Iterator[Span]:
+        """The span of these events; none if nothing is allocated or freed in it."""
+        segment, births = self._tape.segments[index], self._tape.births
+        changes: list[Change] = []
+        gradients: list[tuple[int, int, int]] = []
+        birth = sum(op == Op.ALLOC for op, _, _ in segment.events[:start])
+        for op, a, b in segment.events[start:end]:
+            if op == Op.ALLOC:
+                changes.append(Change(_account(b), a, 1))
+                if b >= Category.GRADIENT:
+                    gradients.append((birth, b - Category.GRADIENT, self._gradient_bytes(a)))
+                birth += 1
+            elif op == Op.FREE and (times := self._freed(self._tape.segments[a], segment, is_last)):
+                size, category = births[a][b]
+                changes.append(Change(_account(category), size, -times))
+        if changes:
+            self._spans.append(Span(len(self._spans), index, start, end, is_last, tuple(changes), tuple(gradients)))
+            yield self._spans[-1]
+
+    def _freed(self, born: Segment, dying: Segment, is_last: bool) -> int:
+        """How many real storages one recorded free stands for.
+
+        A storage from farther away than the next layer is freed with the last real layer. If it was allocated in a layer
+        (autocast's cache of weights lives to the end of forward), those of all layers are freed there.
+        """
+        near = stays_near(born, dying)
+        if not near and not is_last:
+            return 0
+        return 1 if near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
+
+    def _gradient_bytes(self, size: int) -> int:
+        """Raises NotRecordable for a sparse gradient, whose size depends on the batch."""
+        constant, *others = cast(Polynomial, self._tape.sizes[size])
+        if any(others):
+            raise NotRecordable("a gradient's size depends on the batch", hint="gradients must be dense: sparse=False")
+        return round_up(constant)
+
+
+def _account(category: int) -> int:
+    return _ACCOUNT_OF_CATEGORY.get(category, _GRADIENT_ACCOUNT)
+
+
+def storage_bytes(tape: Tape, b: int, t: int, resident_threads: int = 0) -> list[int]:
+    """Bytes of each of the tape's sizes at micro-batch `b` and `t` tokens, rounded up to 512.
+
+    `resident_threads` is the number of threads the GPU runs at once, on which the workspace of column reductions depends.
+    """
+    return [
+        round_up(
+            reduction_workspace_bytes(evaluate(size.rows, b, t), evaluate(size.columns, b, t), resident_threads)
+            if isinstance(size, Staging)
+            else evaluate(size, b, t)
+        )
+        for size in tape.sizes
+    ]
+
+
+class SpanBytes(NamedTuple):
+    """By span number at one (B, T): bytes left behind, and the highest point above the bytes at its beginning."""
+
+    net: list[int]
+    high: list[int]
+
+
+def span_bytes(layout: TapeLayout, sizes: Sequence[int], excluded: frozenset[int] = frozenset()) -> SpanBytes:
+    """Net bytes and highest point of every span, without the accounts `excluded`."""
+    net, high = [], []
+    for span in layout.spans:
+        level = highest = 0
+        for account, size, times in span.changes:
+            if account not in excluded:
+                level += sizes[size] * times
+                if level > highest:
+                    highest = level
+        net.append(level)
+        high.append(highest)
+    return SpanBytes(net, high)
+
+
+def changes_by_account(span: Span, sizes: Sequence[int], excluded: frozenset[int] = frozenset()) -> dict[int, int]:
+    """Net bytes of a span by account."""
+    result: defaultdict[int, int] = defaultdict(int)
+    for account, size, times in span.changes:
+        if account not in excluded:
+            result[account] += sizes[size] * times
+    return result

@@ -1,0 +1,152 @@
+"""A step program as text that people read and diff."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from typing_extensions import assert_never
+
+from fsdp_advisor.model.profile import MONOMIALS, Polynomial
+from fsdp_advisor.program.accounts import ACCOUNTS, STREAM_NAMES, Account, Stream
+from fsdp_advisor.program.instructions import (
+    AllGather,
+    Alloc,
+    AllReduce,
+    Compute,
+    Copy,
+    DropBatch,
+    DropLoss,
+    Free,
+    HostTransfer,
+    HostWait,
+    Instruction,
+    OptimizerStep,
+    PythonHooks,
+    Reclassify,
+    ReduceScatter,
+    StepProgram,
+    Visit,
+    WaitFor,
+)
+from fsdp_advisor.units import format_bytes
+
+MAX_PERIOD = 8
+"""The longest pattern of visits that is folded into one when it repeats."""
+
+Block = tuple[str, ...]
+"""The lines of one visit."""
+
+
+def program_text(program: StepProgram) -> str:
+    """The program, visit by visit; repeated patterns of visits are written once, with their number."""
+    lines = ["states"]
+    lines += [f"  {_instruction(alloc)}" for alloc in program.states]
+    if program.lazily_created:
+        created = ", ".join(_account(account) for account in sorted(program.lazily_created))
+        lines.append(f"  created by the first step: {created}")
+    if program.first_step_transients.rounded:
+        lines.append(f"  before the first forward, one by one: {format_bytes(program.first_step_transients.rounded)}")
+    if program.rebuilt_buckets.rounded:
+        lines.append(f"  after the first step, buckets of: {format_bytes(program.rebuilt_buckets.rounded)}")
+    for number, micro_batch in enumerate(program.micro_batches, start=1):
+        times = "" if micro_batch.times == 1 else f", {micro_batch.times} times"
+        lines += ["", f"micro-batch {number}{times}"]
+        lines += _folded([_block(visit) for visit in micro_batch.visits])
+    lines += ["", *_folded([_block(program.optimizer)])]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _block(visit: Visit) -> Block:
+    head = visit.name if visit.phase == "optimizer" else f"{visit.phase} {visit.name}"
+    return head, *(f"  {line}" for line in _merged([_instruction(i) for i in visit.instructions]))
+
+
+def _merged(lines: Sequence[str]) -> Iterator[str]:
+    """Lines that repeat at once are written once, with their number."""
+    at = 0
+    while at < len(lines):
+        end = at
+        while end < len(lines) and lines[end] == lines[at]:
+            end += 1
+        yield lines[at] if end - at == 1 else f"{lines[at]}  ({end - at} times)"
+        at = end
+
+
+def _folded(blocks: Sequence[Block]) -> Iterator[str]:
+    at = 0
+    while at < len(blocks):
+        period, repeats = _longest_repetition(blocks, at)
+        indent = "  "
+        if repeats > 1:
+            yield f"  {repeats} times:"
+            indent = "    "
+        for block in blocks[at : at + period]:
+            yield from (indent + line for line in block)
+        at += period * repeats
+
+
+def _longest_repetition(blocks: Sequence[Block], at: int) -> tuple[int, int]:
+    """(period, repeats) of the pattern that starts here and covers the most blocks; the shortest of several."""
+    best = 1, 1
+    for period in range(1, MAX_PERIOD + 1):
+        repeats = 1
+        while blocks[at : at + period] == blocks[at + repeats * period : at + (repeats + 1) * period]:
+            repeats += 1
+            if at + repeats * period >= len(blocks):
+                break
+        if repeats > 1 and period * repeats > best[0] * best[1]:
+            best = period, repeats
+    return best
+
+
+def _instruction(instruction: Instruction) -> str:
+    match instruction:
+        case Alloc(account=account, stream=stream, storages=storages, per_batch=per_batch):
+            size = format_bytes(storages.rounded) if per_batch is None else _polynomial(per_batch)
+            on = "" if stream is Stream.COMPUTE else f" on {STREAM_NAMES[stream]}"
+            return f"alloc {_account(account)}, {size}{on}"
+        case Free(account=account, n_bytes=n_bytes, per_batch=per_batch, used_on=used_on):
+            size = format_bytes(n_bytes) if per_batch is None else _polynomial(per_batch)
+            held = "" if used_on is None else f" once {STREAM_NAMES[used_on]} is done with it"
+            return f"free {_account(account)}, {size}{held}"
+        case Reclassify(n_bytes=n_bytes, before=before, after=after):
+            return f"count {format_bytes(n_bytes)} of {_account(before)} as {_account(after)}"
+        case Compute(gradients=gradients):
+            many = "" if len(gradients) == 1 else "s"
+            return f"compute, {len(gradients)} gradient{many}" if gradients else "compute"
+        case DropBatch():
+            return "free the inputs of the micro-batch before"
+        case DropLoss():
+            return "free the loss of the micro-batch before"
+        case HostWait():
+            return "the host waits for earlier frees"
+        case AllGather(n_bytes=n_bytes, start=start):
+            return f"all-gather {format_bytes(round(n_bytes))}, {start}"
+        case WaitFor():
+            return "wait for the all-gather"
+        case ReduceScatter(n_bytes=n_bytes):
+            return f"reduce-scatter {format_bytes(round(n_bytes))}"
+        case AllReduce(n_bytes=n_bytes, axis=axis, exposed=exposed):
+            return f"all-reduce {format_bytes(round(n_bytes))} over {axis} ranks{', after backward' if exposed else ''}"
+        case HostTransfer(n_bytes=n_bytes, what=what):
+            return f"copy {what} {'from' if what == 'parameters' else 'to'} the host, {format_bytes(round(n_bytes))}"
+        case Copy(n_bytes=n_bytes):
+            return f"copy into or out of buffers, {format_bytes(round(n_bytes))} read and written"
+        case PythonHooks():
+            return "Python hooks"
+        case OptimizerStep(n_bytes=n_bytes, host_elements=host_elements):
+            if host_elements:
+                return f"optimizer step on the host, {round(host_elements):,} elements per node"
+            return f"optimizer step, {format_bytes(round(n_bytes))} read and written"
+        case _:
+            assert_never(instruction)
+
+
+def _account(account: Account) -> str:
+    return (*ACCOUNTS, "workspace")[account]
+
+
+def _polynomial(polynomial: Polynomial) -> str:
+    """`131072 BT bytes`."""
+    terms = [f"{c} {m}" if m != "1" else str(c) for c, m in zip(polynomial, MONOMIALS, strict=True) if c]
+    return " + ".join(terms) + " bytes"

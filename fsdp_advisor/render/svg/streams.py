@@ -1,0 +1,101 @@
+"""Compute and communication of one step, a lane each, against time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_advisor.render.parts import PARTS
+from fsdp_advisor.render.svg.elements import SMALL, Fill, boxes, frame, legend, lines, text, width_of
+from fsdp_advisor.render.svg.scale import Scale, short, ticks
+
+THINNEST = 0.6
+"""Pixels: the narrowest box."""
+BOX_HEIGHT = 22.0
+
+
+def _fills(kinds: Sequence[str]) -> dict[str, Fill]:
+    """A fill for each kind. Colours repeat after len(PARTS) kinds, each time with other patterns, so that 36 kinds differ."""
+    count = len(PARTS)
+    return {
+        kind: Fill(
+            key=PARTS[i % count].key + (f"-{i // count}" if i >= count else ""),
+            name=kind,
+            colour=PARTS[i % count].colour,
+            weave=PARTS[(i + i // count) % count].weave,
+            css=PARTS[i % count].key,
+        )
+        for i, kind in enumerate(kinds)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """An operation on one stream from `start_s` to `end_s`. Spans of one kind share a fill."""
+
+    lane: str
+    kind: str
+    start_s: float
+    end_s: float
+
+
+def stream_timeline(spans: Sequence[Span], *, label: str, width: int = 960, key: str = "streams") -> str:
+    """A lane per stream, in the order of their first spans. A gap is time in which a stream waits."""
+    lanes = list(dict.fromkeys(s.lane for s in spans))
+    kinds = list(dict.fromkeys(s.kind for s in spans))
+    fills = _fills(kinds)
+    end_s = max((s.end_s for s in spans), default=1.0) or 1.0
+    roomy = width >= 560
+    left = max((width_of(lane) for lane in lanes), default=0.0) + 14 if roomy else 0.0
+    xs = Scale(0, end_s, left, width - 4)
+    legend_svg, top = legend(key, list(fills.values()), width, 0)
+    high = 34 if roomy else 50
+    bottom = top + 8 + high * len(lanes)
+    body = [legend_svg, *_axis(xs, top, bottom)]
+    for i, lane in enumerate(lanes):
+        y = top + 12 + high * i
+        body.append(text(0, y + (17 if roomy else 9), lane))
+        y += 2 if roomy else 15
+        mine = _merged([s for s in spans if s.lane == lane], (xs.high - xs.low) / (xs.end - xs.start))
+        for kind in kinds:
+            edges = [
+                (xs(begin), y, max(xs(end), xs(begin) + THINNEST), y + BOX_HEIGHT)
+                for k, begin, end in mine
+                if k == kind
+            ]
+            if edges:
+                body.append(boxes(edges, f"url(#{key}-{fills[kind].key})"))
+    description = "; ".join(
+        f"{lane}: busy {1e3 * sum(s.end_s - s.start_s for s in spans if s.lane == lane):,.1f} ms" for lane in lanes
+    )
+    return frame(
+        key,
+        f"Compute and communication of one step under {label}",
+        f"The step takes {1e3 * end_s:,.1f} ms. {description}.",
+        width,
+        bottom + 24,
+        *body,
+        fills=list(fills.values()),
+    )
+
+
+def _axis(xs: Scale, top: float, bottom: float) -> list[str]:
+    marks = ticks(0, xs.high * 1e3, 6 if xs.end - xs.start > 400 else 4)
+    drawn = [lines((xs(m / 1e3), top + 4, xs(m / 1e3), bottom) for m in marks)]
+    for mark in marks:
+        x = xs(mark / 1e3)
+        label = f"{short(mark)} ms" if mark == marks[-1] else short(mark)
+        anchor = "start" if mark == 0 else "end" if x > xs.end - 20 else "middle"
+        drawn.append(text(x, bottom + 16, label, kind="muted", anchor=anchor, size=SMALL))
+    return drawn
+
+
+def _merged(spans: Sequence[Span], pixel_s: float) -> list[tuple[str, float, float]]:
+    """(kind, start, end) of the spans. Spans of one kind that less than half a pixel separates are merged."""
+    out: list[tuple[str, float, float]] = []
+    for span in sorted(spans, key=lambda s: s.start_s):
+        if out and out[-1][0] == span.kind and span.start_s - out[-1][2] < pixel_s / 2:
+            out[-1] = (span.kind, out[-1][1], max(out[-1][2], span.end_s))
+        else:
+            out.append((span.kind, span.start_s, span.end_s))
+    return out

@@ -1,0 +1,174 @@
+"""Whole jobs through the caching allocator: peaks, steadiness and verdicts."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import ENGINES, job, operations_of
+
+from fsdp_advisor import estimate
+from fsdp_advisor.engines.loading import loadings
+from fsdp_advisor.engines.registry import states_of
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, CachingAllocator, StepOperations, simulate_allocator
+from fsdp_advisor.model.profile import Profile, Tape
+
+MIB = 2**20
+WORKSPACE = 32 * MIB
+EXPANDABLE = AllocatorConf(expandable_segments=True)
+WORKSPACES = (WORKSPACE, WORKSPACE)
+TINY, SMALL = "openai-community/gpt2", "meta-llama/Llama-3.2-1B"
+
+
+def simulate(
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    *,
+    conf: AllocatorConf | None = None,
+    limit_bytes: int | None = None,
+    device_bytes: int | None = None,
+    **options: object,
+) -> AllocatorResult:
+    operations = operations_of(profile, tape, plan, **options)
+    return simulate_allocator(operations, conf=conf, limit_bytes=limit_bytes, device_bytes=device_bytes)
+
+
+@pytest.mark.parametrize("strategy", ENGINES, ids="-".join)
+@pytest.mark.parametrize("conf", [AllocatorConf(), EXPANDABLE], ids=["segments", "expandable"])
+def test_peaks_are_in_order_and_the_state_repeats(strategy: tuple[str, str, str], conf: AllocatorConf) -> None:
+    profile, tape, plan = job(SMALL, *strategy)
+    result = simulate(profile, tape, plan, conf=conf, workspace_bytes=WORKSPACES)
+    assert result.requested_peak_bytes <= result.reserved_peak_bytes
+    assert result.allocated_peak_bytes <= result.reserved_peak_bytes
+    if plan.backend != "fsdp1":  # whose late frees are still requested when they are no longer allocated
+        assert result.requested_peak_bytes <= result.allocated_peak_bytes
+    assert result.steps_until_steady is not None and result.steps_until_steady <= 4
+    assert sum(segment.n_bytes for segment in result.segments) == result.reserved_peak_bytes
+    assert result.verdict == "fits"
+    if conf.expandable_segments and plan.backend != "fsdp1":
+        assert result.allocated_peak_bytes == result.requested_peak_bytes  # every remainder is split off
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_fsdp1_on_one_rank_reaches_a_steady_state(precision: str, accumulation: int) -> None:
+    report = estimate(
+        model=TINY, gpu="H100", backend="fsdp1", strategy="zero3", gpus=1, micro_batch_size=2,
+        precision=precision, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    (one,) = report.estimates
+    assert one.allocator is not None and one.allocator.steps_until_steady is not None and one.fits
+
+
+def test_verdict_depends_on_the_limit() -> None:
+    profile, tape, plan = job(SMALL, "zero2", "fsdp2")
+    roomy = simulate(profile, tape, plan, workspace_bytes=WORKSPACES)
+    needed = roomy.reserved_peak_bytes
+
+    def under(limit: int, conf: AllocatorConf | None = None) -> AllocatorResult:
+        return simulate(profile, tape, plan, conf=conf, limit_bytes=limit, workspace_bytes=WORKSPACES)
+
+    assert under(needed).verdict == "fits" and under(needed).retries_per_step == 0
+    tight = under(needed - 2 * MIB)
+    assert tight.verdict == "fits_with_retries" and tight.retries_per_step > 0
+    assert tight.reserved_peak_bytes <= needed - 2 * MIB
+    hopeless = under(roomy.allocated_peak_bytes - 64 * MIB)
+    assert hopeless.verdict == "does_not_fit" and hopeless.refused is not None
+    assert hopeless.reserved_peak_bytes == needed  # on a GPU that is large enough
+    assert hopeless.refused.phase in ("forward", "backward", "optimizer") and hopeless.refused.where
+    assert hopeless.refused.asked_bytes > 0
+    assert hopeless.expandable_segments_help is None  # no setting makes up for missing memory
+    assert under(needed, EXPANDABLE).expandable_segments_help is None
+
+
+@pytest.mark.parametrize("strategy", [("ddp", "ddp"), ("zero3", "fsdp1")], ids="-".join)
+def test_retries_in_the_first_steps_alone_do_not_count(strategy: tuple[str, str]) -> None:
+    profile, tape, plan = job(SMALL, *strategy)
+    limit = simulate(profile, tape, plan).reserved_peak_bytes - 2 * MIB
+    tight = simulate(profile, tape, plan, limit_bytes=limit)
+    assert tight.verdict == "fits" and tight.retries_per_step == 0
+    assert tight.reserved_peak_bytes <= limit and tight.expandable_segments_help is None
+
+
+def test_expandable_segments_help_against_fragmentation() -> None:
+    profile, tape, plan = job(SMALL, "zero3", "fsdp2")
+    segments, expandable = (simulate(profile, tape, plan, conf=c) for c in (AllocatorConf(), EXPANDABLE))
+    limit, device = expandable.reserved_peak_bytes, segments.reserved_peak_bytes
+    assert limit < device
+    between = simulate(profile, tape, plan, limit_bytes=limit, device_bytes=device)
+    assert between.verdict != "fits" and between.expandable_segments_help is True
+
+
+def sizes_of(steps: StepOperations, operations: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(kind, bytes) of each operation, whatever its storage is numbered."""
+    return [(operation & 3, steps.requests[operation >> 2]) for operation in operations]
+
+
+LOADED = [
+    (backend, offload, framework)
+    for backend in ("fsdp1", "fsdp2")
+    for offload in ("none", "parameters")
+    for framework in ("torch", "accelerate")
+]
+
+
+@pytest.mark.parametrize(("backend", "offload", "framework"), LOADED, ids=lambda value: value)
+def test_simulation_starts_with_the_cache_that_loading_leaves(backend: str, offload: str, framework: str) -> None:
+    """Setup peaks as loading does, and leaves what is kept."""
+    profile, tape, plan = job(SMALL, "zero3", backend, offload, framework=framework)
+    began = CachingAllocator((bare := operations_of(profile, tape, plan)).requests)
+    began.run(bare.setup)
+    ways = [way for way in loadings(profile, plan) if way.placed]
+    assert ways
+    for way in ways:
+        steps = operations_of(profile, tape, plan, loaded=way.placed)
+        allocator = CachingAllocator(steps.requests)
+        allocator.run(steps.setup)
+        buffers = states_of(profile, plan).buffers.rounded
+        assert allocator.requested_peak == pytest.approx(way.gpu_bytes, abs=buffers)
+        assert allocator.requested == began.requested
+        assert allocator.driver.reserved > began.driver.reserved
+        assert sizes_of(steps, steps.first) == sizes_of(bare, bare.first)
+        assert steps.following == bare.following
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_deepspeed_leaves_the_moved_model_in_the_cache(strategy: str) -> None:
+    profile, tape, plan = job(SMALL, strategy, "deepspeed")
+    way = next(way for way in loadings(profile, plan) if way.way == "every_rank")
+    steps = operations_of(profile, tape, plan, loaded=way.placed)
+    allocator = CachingAllocator(steps.requests)
+    allocator.run(steps.setup)
+    free = allocator.driver.reserved - allocator.allocated
+    moved = profile.parameters * plan.compute_bytes
+    assert free == pytest.approx(moved, rel=0.01)
+
+
+def test_cache_left_by_loading_is_released_when_needed() -> None:
+    """A light step of a model with a large embedding: its own segment is what loading leaves."""
+    profile, tape, plan = job(SMALL, "zero3", "fsdp2", gpus=8, activation_checkpointing="full")
+    way = next(way for way in loadings(profile, plan) if way.way == "every_rank")
+    alone, after = simulate(profile, tape, plan), simulate(profile, tape, plan, loaded=way.placed)
+    assert after.requested_peak_bytes == alone.requested_peak_bytes
+    assert after.reserved_peak_bytes > alone.reserved_peak_bytes
+    limit = (after.reserved_peak_bytes + alone.reserved_peak_bytes) // 2
+    tight = simulate(profile, tape, plan, limit_bytes=limit, loaded=way.placed)
+    assert tight.verdict == "fits" and tight.retries_per_step == 0
+    assert tight.reserved_peak_bytes <= limit
+
+
+def test_garbage_collection_never_reserves_more() -> None:
+    profile, tape, plan = job(TINY, "zero3", "fsdp2")
+    plain = simulate(profile, tape, plan)
+    conf = AllocatorConf(garbage_collection_threshold=0.5, per_process_memory_fraction=0.9)
+    collected = simulate(profile, tape, plan, conf=conf, limit_bytes=2 * plain.reserved_peak_bytes)
+    assert collected.verdict == "fits"
+    assert collected.reserved_peak_bytes <= plain.reserved_peak_bytes
+
+
+def test_memory_fraction_limits_the_allocator() -> None:
+    profile, tape, plan = job(TINY, "ddp", "ddp")
+    needed = simulate(profile, tape, plan).reserved_peak_bytes
+    conf = AllocatorConf(per_process_memory_fraction=0.5)
+    assert simulate(profile, tape, plan, conf=conf, limit_bytes=2 * needed).verdict == "fits"
+    assert simulate(profile, tape, plan, conf=conf, limit_bytes=needed).verdict != "fits"

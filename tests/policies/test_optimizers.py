@@ -1,0 +1,94 @@
+"""The registry of optimizers: every name has one, and every optimizer answers every consumer."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal
+
+NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
+MATRIX = Parameter(name="weight", shape=(100, 60))
+VECTOR = Parameter(name="bias", shape=(1000,))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_has_an_optimizer_of_that_name(name: OptimizerName) -> None:
+    assert optimizer_named(name).name == name
+
+
+def test_a_name_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="lion"):
+        optimizer_named("lion")  # type: ignore[arg-type]  # not in the Literal
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_consumer_gets_a_name_or_a_reason(name: OptimizerName) -> None:
+    optimizer = optimizer_named(name)
+    for constructor in (optimizer.script, optimizer.measured, optimizer.measured_zero1):
+        assert isinstance(constructor, Constructor | Refusal)
+    for named in (optimizer.transformers, optimizer.deepspeed, optimizer.deepspeed_offloaded):
+        assert (named.name if isinstance(named, NamedOptimizer) else named.reason) != ""
+    if isinstance(optimizer.script, Constructor):
+        assert optimizer.script.call().startswith(
+            f"{optimizer.script.module}.{optimizer.script.name}(parameters, lr=lr"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None:
+    optimizer = optimizer_named(name)
+    for parameter in (MATRIX, VECTOR):
+        state = optimizer.state_storages(parameter, parameter.shape, 4)
+        assert state.exact == sum(state.each())
+        assert optimizer.saved_bytes(parameter, parameter.shape, 4) >= state.exact
+        # an update reads the parameter and its gradient, and writes the parameter
+        assert optimizer.step_bytes(parameter, 4) >= 3 * 4 * parameter.elements
+        assert optimizer.step_flops(parameter) == 0
+        assert optimizer.step_collectives(parameter) == ()
+    assert optimizer.state_storages(MATRIX, (0, 60), 4).exact == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "matrix", "vector"),
+    [
+        ("adamw_torch_fused", 48004, 8004),
+        ("adamw_torch", 48000, 8000),
+        ("sgd", 0, 0),
+        ("sgd_momentum", 24000, 4000),
+        ("adafactor", 4 * 160, 4000),
+        ("adamw_bnb_8bit", 2 * 6000 + 2 * 4 * 24, 8000),
+    ],
+)
+def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vector: int) -> None:
+    optimizer = optimizer_named(name)
+    assert optimizer.state_storages(MATRIX, MATRIX.shape, 4).exact == matrix
+    assert optimizer.state_storages(VECTOR, VECTOR.shape, 4).exact == vector
+
+
+@pytest.mark.parametrize(
+    ("name", "small", "large"),
+    [
+        ("adamw_torch_fused", 8004, 40004),
+        ("adamw_torch", 8000, 40000),
+        ("sgd", 0, 0),
+        ("sgd_momentum", 4000, 20000),
+        ("adafactor", 4004, 20004),
+        ("adamw_bnb_8bit", 8000, 2 * 5000 + 2 * 4 * 20),
+    ],
+)
+def test_state_of_a_flat_partition(name: OptimizerName, small: int, large: int) -> None:
+    optimizer = optimizer_named(name)
+    assert optimizer.flat_state_storages(1000, 4).exact == small
+    assert optimizer.flat_state_storages(5000, 4).exact == large
+
+
+def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> None:
+    adafactor = optimizer_named("adafactor")
+    assert adafactor.steps_one_by_one("trainer") and not adafactor.steps_one_by_one("accelerate")
+    assert adafactor.step_temporaries(MATRIX, MATRIX.shape, 2, "trainer").exact == 2 * 4 * MATRIX.elements
+    assert adafactor.step_temporaries(MATRIX, MATRIX.shape, 2, "torch").exact == 2 * MATRIX.elements

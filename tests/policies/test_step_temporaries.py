@@ -1,0 +1,57 @@
+"""What torch's optimizers allocate in a step, compared with the prediction."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fsdp_advisor.job.request import OptimizerName  # noqa: E402  # after the check for torch
+from fsdp_advisor.program.storages import NO_STORAGES  # noqa: E402
+from fsdp_advisor.model.profile import Parameter  # noqa: E402
+from fsdp_advisor.policies.optimizers import optimizer_named  # noqa: E402
+from fsdp_advisor.validation.engines import optimizer_class  # noqa: E402
+from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
+
+SHAPES = [(96, 128), (2000,), (64, 300), (4000,)]
+SCALARS = 4
+"""Storages of 512 bytes each: norms, and the step that is added to the counts."""
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "sgd_momentum"])
+def test_step_allocates_the_predicted_temporaries(name: OptimizerName) -> None:
+    parameters, optimizer = stepped(name)
+    predicted = (
+        optimizer_named(name).step_temporaries(Parameter(name="p", shape=shape), shape, 4, "torch") for shape in SHAPES
+    )
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    with StorageMeter() as meter:
+        meter.begin("optimizer")
+        optimizer.step()
+        high = meter.end().peaks["tensor_bytes"]
+    assert 0 <= high - sum(predicted, NO_STORAGES).rounded <= SCALARS * 512
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "sgd_momentum"])
+def test_saved_state_has_the_predicted_bytes(name: OptimizerName) -> None:
+    parameters, optimizer = stepped(name)
+    for parameter, shape in zip(parameters, SHAPES, strict=True):
+        state = optimizer.state[parameter].values()
+        found = sum(t.numel() * t.element_size() for t in state if isinstance(t, torch.Tensor))
+        step_count = 4 if name == "adafactor" else 0  # on the host, and not predicted
+        assert found - step_count == optimizer_named(name).saved_bytes(Parameter(name="p", shape=shape), shape, 4)
+        assert prod(shape) == parameter.numel()
+
+
+def stepped(name: OptimizerName) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    """Parameters of SHAPES, and the torch optimizer `name` after one step over them."""
+    constructor = optimizer_named(name).script
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = optimizer_class(constructor)(parameters, lr=1e-3, **constructor.options)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return parameters, optimizer
