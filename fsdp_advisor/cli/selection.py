@@ -1,4 +1,4 @@
-"""Which row `--explain` means."""
+"""The row that `--explain` names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from fsdp_advisor.report import Report, StrategyEstimate
 
 
 def row_name(estimate: StrategyEstimate) -> str:
-    """How `--explain` names a row: `zero3`, `zero3+optimizer`."""
+    """The name of a row for `--explain`, such as `zero3` or `zero3+optimizer`."""
     plan = estimate.plan
     return plan.strategy if plan.offload == "none" else f"{plan.strategy}+{plan.offload}"
 
 
 def select(report: Report, name: str) -> StrategyEstimate:
-    """The row of that name; a strategy alone means its first row."""
-    wanted = name.strip().lower()
+    """The row of that name, or the first row of that strategy. Raises UsageError.
+
+    Case, blanks, dashes and underscores do not matter: ZeRO-3 is zero3.
+    """
+    wanted = "".join(c for c in name.lower() if c.isalnum() or c == "+")
     for estimate in report.estimates:
         if wanted in (row_name(estimate), f"{estimate.plan.strategy}+{estimate.plan.offload}"):
             return estimate

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import operator
 import os
-from collections.abc import Callable
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from fsdp_advisor.cli.options import (
-    ForceOption,
-    FormatOption,
-    JsonOption,
-    OutputOption,
-    QuietOption,
-    takes_request,
-)
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
+from fsdp_advisor.cli.options import ReportOptions
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.validation.case import Case, Device
@@ -32,136 +22,99 @@ if TYPE_CHECKING:
 FAILED = 3
 
 
-class RungName(str, Enum):
-    """How close to the real thing."""
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(ReportOptions):
+    """Options of `validate` apart from those of the job."""
 
-    simulate = "simulate"
-    stand_in = "stand-in"
-    measure = "measure"
-
-
-class DeviceName(str, Enum):
-    """Where ranks run."""
-
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class Zero1Name(str, Enum):
-    """Who does ZeRO-1."""
-
-    deepspeed = "deepspeed"
-    torch = "torch"
-
-
-RungOption = Annotated[
-    Optional[RungName],  # noqa: UP045  # typer reads this while the module runs
-    typer.Option(
-        help="simulate: no GPU; stand-in: one GPU plays rank 0; measure: real ranks. [default: the best this machine has]",
-        show_default=False,
-    ),
-]
-DeviceOption = Annotated[
-    Optional[DeviceName],  # noqa: UP045  # likewise
-    typer.Option(help="cpu: real ranks over gloo, live bytes counted. [default: cuda]", show_default=False),
-]
-CampaignOption = Annotated[
-    Optional[str],  # noqa: UP045  # likewise
-    typer.Option(metavar="quick|full|FILE", help="Run many cases; options given beside it replace theirs."),
-]
-RecordsOption = Annotated[
-    Optional[Path],  # noqa: UP045  # likewise
-    typer.Option(metavar="FILE", help="Append a JSON line per case; a campaign goes on where FILE stops."),
-]
-SnapshotOption = Annotated[
-    Optional[Path],  # noqa: UP045  # likewise
-    typer.Option(
-        metavar="FILE",
-        help="Keep PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed).",
-    ),
-]
-TimeoutOption = Annotated[
-    Optional[float],  # noqa: UP045  # likewise
-    typer.Option(metavar="SECONDS", min=1, help="End a case after so long. [default: 600, stand-in 300, measure 1800]"),
-]
-EndpointOption = Annotated[
-    Optional[str],  # noqa: UP045  # likewise
-    typer.Option(metavar="HOST:PORT", help="Where nodes meet; give the same command on each."),
-]
-PlotOption = Annotated[
-    Optional[Path],  # noqa: UP045  # likewise
-    typer.Option(metavar="FILE.svg", help="Also draw predicted against measured, and a case's step from both sides."),
-]
-
-
-def register(app: typer.Typer) -> None:
-    """Add `validate` and `validate report` to the program."""
-    group = typer.Typer(invoke_without_command=True, rich_markup_mode=None, add_completion=False)
-    group.callback(help=validate.__doc__)(_with_request(validate))
-    group.command(name="report")(report)
-    app.add_typer(group, name="validate")
-
-
-def _with_request(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` the options of a request, none of them required: a campaign or a report needs no --model."""
-
-    def ask(request: EstimateRequest) -> EstimateRequest:
-        return request
-
-    ask.__annotations__ = {"request": EstimateRequest}
-    asked = takes_request(ask)
-    options = [
-        p.replace(default=None, annotation=_optional(p.annotation)) if p.default is inspect.Parameter.empty else p
-        for p in inspect.signature(asked).parameters.values()
-    ]
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("given", "ask")]
-
-    def wrapper(**values: Any) -> Any:
-        given = {o.name: v for o in options if (v := values.pop(o.name)) is not None}
-        return command(given=given, ask=asked, **values)
-
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*options, *own)]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    wrapper.__doc__ = command.__doc__
-    return wrapper
-
-
-def _optional(annotation: Any) -> Any:
-    parts = (Optional[annotation.__origin__], *annotation.__metadata__)  # noqa: UP045  # likewise
-    return operator.getitem(Annotated, parts)  # Annotated[...] with a star in it, which 3.10 does not take
-
-
-def validate(
-    context: typer.Context,
-    rung: RungOption = None,
-    device: DeviceOption = None,
-    campaign: CampaignOption = None,
-    records: RecordsOption = None,
-    snapshot: SnapshotOption = None,
-    timeout: TimeoutOption = None,
+    rung: Annotated[
+        Literal["simulate", "stand-in", "measure"] | None,
+        Rule(
+            about="how close the run is to a real one; simulate: no GPU; stand-in: one GPU plays rank 0; measure: real ranks",
+            group="Validation",
+            default="the best for this machine",
+        ),
+    ] = None
+    device: Annotated[
+        Literal["cuda", "cpu"] | None,
+        Rule(
+            about="the device of the ranks; cpu: real ranks over gloo, counting live bytes",
+            group="Validation",
+            default="cuda",
+        ),
+    ] = None
+    campaign: Annotated[
+        str | None,
+        Rule(
+            about="run many cases: quick, full or a file; options of the job replace those of the cases",
+            group="Validation",
+            metavar="NAME",
+        ),
+    ] = None
+    records: Annotated[
+        Path | None,
+        Rule(
+            about="append one JSON line per case; a campaign continues where FILE ends",
+            group="Validation",
+            metavar="FILE",
+        ),
+    ] = None
+    snapshot: Annotated[
+        Path | None,
+        Rule(
+            about="write PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed)",
+            group="Validation",
+            metavar="FILE",
+        ),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        Rule(
+            about="end a case after this time",
+            group="Validation",
+            metavar="SECONDS",
+            ge=1,
+            default="600, stand-in 300, measure 1800",
+        ),
+    ] = None
     zero1: Annotated[
-        Zero1Name, typer.Option(help="Who does ZeRO-1: torch is its ZeroRedundancyOptimizer.")
-    ] = Zero1Name.deepspeed,
-    rdzv_endpoint: EndpointOption = None,
-    sbatch: Annotated[bool, typer.Option("--sbatch", help="Print a batch script for Slurm, and run nothing.")] = False,
-    format: FormatOption = Format.text,
-    json: JsonOption = False,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-    *,
-    given: dict[str, Any],
-    ask: Callable[..., EstimateRequest],
-) -> int:
-    """Run the job and show what it takes beside what was predicted; `validate report FILE` sums up records.
+        Literal["deepspeed", "torch"],
+        Rule(about="the implementation of ZeRO-1; torch is its ZeroRedundancyOptimizer", group="Validation"),
+    ] = "deepspeed"
+    rdzv_endpoint: Annotated[
+        str | None,
+        Rule(
+            about="the rendezvous of several nodes; run the same command on each node",
+            group="Validation",
+            metavar="HOST:PORT",
+        ),
+    ] = None
+    sbatch: Annotated[bool, Rule(about="print a batch script for Slurm and run nothing", group="Validation")] = False
 
-    Exit status: 0 a case fits, 1 none fits, 2 bad usage or a rung that this machine has not, 3 a run that failed.
+
+@dataclass(frozen=True, kw_only=True)
+class RecordsOptions(ReportOptions):
+    """Options of `validate report`."""
+
+    path: Annotated[Path | None, Rule(about="a file written by --records", metavar="FILE", positional=True)] = None
+    plot: Annotated[
+        Path | None,
+        Rule(about="also draw predicted against measured figures as SVG, and the timeline of one case", metavar="FILE"),
+    ] = None
+
+
+def validate(given: dict[str, Any], options: ValidateOptions) -> int:
+    """Run the job and compare the result with the estimate; `validate report FILE` sums up records.
+
+    Exit status: 0 if a case fits; 1 if none fits; 2 for bad usage or a rung that this machine cannot run; 3 for a run that
+    failed.
     """
-    if context.invoked_subcommand is not None:
-        return FITS
-    form = form_of(format, json).value
-    destination = Destination(path=output, force=force)
+    rung, device, records, snapshot, timeout = (
+        options.rung, options.device, options.records, options.snapshot, options.timeout,
+    )  # fmt: skip
+    zero1, rdzv_endpoint, sbatch, quiet = options.zero1, options.rdzv_endpoint, options.sbatch, options.quiet
+    campaign = options.campaign
+    form = form_of(options.format, options.json)
+    destination = Destination(path=options.output, force=options.force)
     destination.check()
     if records is not None:
         from fsdp_advisor.validation.records import check
@@ -173,25 +126,20 @@ def validate(
         for name, value in (("--snapshot", snapshot), ("--rdzv-endpoint", rdzv_endpoint), ("--sbatch", sbatch or None)):
             if value is not None:
                 raise UsageError(f"{name} is of one case", hint="leave --campaign out")
-        return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, zero1=zero1.value)
+        return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, zero1=zero1)
     if "model" not in given:
         raise UsageError(
             "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
         )
-    request = ask(**{**dict.fromkeys(fields_of(EstimateRequest)), **given})
+    request = make_request(given)
     if sbatch:
         from fsdp_advisor.validation.sbatch import sbatch_example
 
-        options = {
-            "device": device and device.value,
-            "zero1": zero1.value if zero1 is not Zero1Name.deepspeed else None,
-        }
-        options |= {"timeout": timeout, "snapshot": snapshot, "records": records}
-        destination.write(sbatch_example(request, **options))
+        run_options: dict[str, Any] = {"device": device, "zero1": None if zero1 == "deepspeed" else zero1}
+        run_options |= {"timeout": timeout, "snapshot": snapshot, "records": records}
+        destination.write(sbatch_example(request, **run_options))
         return FITS
-    cases = _cases(
-        [request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1.value, rdzv_endpoint=rdzv_endpoint
-    )
+    cases = _cases([request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1, rdzv_endpoint=rdzv_endpoint)
     if snapshot is not None and len(cases) > 1:
         raise UsageError("--snapshot is of one case", hint="give one --strategy")
     run = _run if _started_rank(rdzv_endpoint) is None else _as_rank
@@ -199,7 +147,7 @@ def validate(
 
 
 def _cases(
-    requests: list[EstimateRequest], rung: RungName | None, device: DeviceName | None, timeout: float | None, quiet: bool, **options: Any
+    requests: list[EstimateRequest], rung: Rung | None, device: Device | None, timeout: float | None, quiet: bool, **options: Any
 ) -> list[Case]:  # fmt: skip
     """One case per strategy of each request, on the rung asked for or the best; notes say which."""
     from fsdp_advisor.job.plan import plans
@@ -215,14 +163,12 @@ def _cases(
     machine.require_torch()
     rank = _started_rank(options.get("rdzv_endpoint"))
     ranks = rank is not None or options.get("rdzv_endpoint") is not None
-    wanted: Rung | None = rung.value if rung else None
-    where: Device | None = device.value if device else None
     cases: list[Case] = []
     reported: set[str] = set()
     for request in requests:
         for one in ladder.single(request, request.seq_len or 1):
             (plan,) = plans(one, seq_len=1)
-            choice = ladder.choose(plan, wanted, where, ranks=ranks)
+            choice = ladder.choose(plan, rung, device, ranks=ranks)
             if choice.why not in reported and len(reported) < 3:
                 reported.add(choice.why)
                 note(f"rung: {choice.why}", quiet=quiet or bool(rank))
@@ -338,7 +284,7 @@ def _status(made: list[Record]) -> int:
 
 
 def _campaign(
-    name: str, given: dict[str, Any], rung: RungName | None, device: DeviceName | None, path: Path,
+    name: str, given: dict[str, Any], rung: Rung | None, device: Device | None, path: Path,
     timeout: float | None, destination: Destination, form: str, quiet: bool, **options: Any,
 ) -> int:  # fmt: skip
     from fsdp_advisor.cli.progress import Progress
@@ -359,21 +305,16 @@ def _campaign(
     return FITS if any(record.outcome in ("ok", "oom") for record in made) else FAILED
 
 
-def report(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="What --records has written.", show_default=False)],
-    format: FormatOption = Format.text,
-    json: JsonOption = False,
-    plot: PlotOption = None,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-) -> int:
-    """Sum up records: every case, the errors per rung, strategy and figure, and the verdicts."""
+def report(options: RecordsOptions) -> int:
+    """Sum up records: every case, the errors by rung, strategy and figure, and the verdicts."""
     from fsdp_advisor.validation import drawing, records
     from fsdp_advisor.validation import report as summary
 
-    form = form_of(format, json).value
-    destination = Destination(path=output, force=force)
+    path, plot, quiet = options.path, options.plot, options.quiet
+    if path is None:
+        raise UsageError("FILE is missing", hint="name a file that --records has written")
+    form = form_of(options.format, options.json)
+    destination = Destination(path=options.output, force=options.force)
     destination.check()
     made, notes = records.read(path)
     if notes and not made:

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.job.parsing import complaint
 from fsdp_advisor.server.rendering import HTML, render
+from fsdp_advisor.server.request_models import complaint
 
 RETRY_AFTER_SECONDS = 2
 """Where the number of requests or connections is all that stands in the way."""

@@ -50,7 +50,7 @@ async def home(request: Request) -> Response:
 
 def _home(request: Request, said: dict[str, str], view: dict[str, Any]) -> bytes:
     problem = view.get("problem")
-    main, more = page_form.controls(said, invalid=str(problem).partition(":")[0] if problem else "")
+    main, more = page_form.controls(said, invalid=getattr(problem, "option", ""))
     return render(
         request,
         "index.html",

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from fsdp_advisor.advice.families import Job, families
-from fsdp_advisor.job.parsing import Asked, model_of
 from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.server.request_models import RequestModel, model_of
 from fsdp_advisor.tapes import variant_of
 
 PASTED = "config.json"
@@ -127,7 +127,7 @@ class ExportQuery(_Estimate):  # type: ignore[misc]
         return Question(request, target=target, given=request.given)
 
 
-class _Posted(Asked):
+class _Posted(RequestModel):
     """What every body does alike."""
 
     @model_validator(mode="after")
