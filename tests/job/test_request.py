@@ -123,7 +123,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "host_memory must be a value such as 512GiB, not lots",
         "it is the host memory of one node with its unit, such as 512GiB",
     ),
-    ({"model": "x" * 5000}, "model must be at most 4096 characters long, not '" + "x" * 80 + "'...", "it is the name of"),
+    (
+        {"model": "x" * 5000},
+        "model must be at most 4096 characters long, not '" + "x" * 80 + "'...",
+        "it is the name of",
+    ),
 ]
 
 
