@@ -189,15 +189,24 @@ def _speed(step: StepTime | None) -> dict[str, Any]:
         return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), "step_breakdown"])
     return {
         "tokens_per_second_per_gpu": round(step.tokens_per_second_per_gpu, 1),
-        "step_seconds": step.seconds,
+        "step_seconds": _six_digits(step.seconds),
         "mfu": round(step.mfu, 4),
         "exposed_communication_share": round(step.exposed_communication_share, 4),
-        "step_seconds_range": [step.low_seconds, step.high_seconds],
+        "step_seconds_range": [_six_digits(step.low_seconds), _six_digits(step.high_seconds)],
         "tokens_per_second_per_gpu_range": [round(value, 1) for value in step.tokens_per_second_range],
         "mfu_range": [round(value, 4) for value in step.mfu_range],
         "exposed_communication_share_range": [round(value, 4) for value in step.exposed_communication_share_range],
-        "step_breakdown": step.breakdown,
+        "step_breakdown": {name: _six_digits(seconds) for name, seconds in step.breakdown.items()},
     }
+
+
+def _six_digits(value: float) -> float:
+    """Six significant digits: far more than the time model is right to, and the same on every machine.
+
+    >>> _six_digits(0.309123456789)
+    0.309123
+    """
+    return float(f"{value:.6g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,20 +7,29 @@ from collections.abc import Callable
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
 
-PHASE_NAMES = {"load": "load", "first_step": "first step", "steady_step": "steady step", "save": "save"}
-
 
 def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int], str] = format_gib) -> str:
     """`fits, 6.64 GiB free`, or what is missing: `lacks 8.85 GiB`. `full` writes bytes with their unit."""
     if estimate.fits is None:
         return "peak unknown"
     if estimate.needed_bytes is None or estimate.headroom_bytes is None:
-        return f"states alone lack {full(max(estimate.kept_bytes - report.gpu_memory_bytes, 0))}"
+        return _lacks_without_peak(report, estimate, full)
     if estimate.fits:
         return f"fits, {full(estimate.headroom_bytes)} free{_retries(estimate)}"
     if estimate.headroom_bytes >= 0:
-        return _host_lacks(report, estimate, full)
+        return f"host lacks {full(_missing_host_bytes(report, estimate))}"
     return f"{_worst_phase(estimate)}lacks {full(-estimate.headroom_bytes)}"
+
+
+def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callable[[int], str]) -> str:
+    """The peak is unknown, but states, loading, saving or the host already need too much."""
+    overhead = 0 if estimate.overhead is None else estimate.overhead.low_bytes
+    missing = estimate.kept_bytes + overhead - report.gpu_memory_bytes
+    if missing > 0:
+        return f"states alone lack {full(missing)}"
+    if (host := _missing_host_bytes(report, estimate)) > 0:
+        return f"host lacks {full(host)}"
+    return f"does not fit in {(estimate.fails_in or 'the step').replace('_', ' ')}"
 
 
 def _worst_phase(estimate: StrategyEstimate) -> str:
@@ -32,7 +41,7 @@ def _worst_phase(estimate: StrategyEstimate) -> str:
 
 
 def _retries(estimate: StrategyEstimate) -> str:
-    """What allocator retries cost; nothing where there are none."""
+    """What allocator retries cost; empty if there are none."""
     n = estimate.allocator_retries_per_step
     if not n:
         return ""
@@ -43,8 +52,9 @@ def _retries(estimate: StrategyEstimate) -> str:
     return f" with {n} allocator {'retry' if n == 1 else 'retries'} per step{slower}"
 
 
-def _host_lacks(report: Report, estimate: StrategyEstimate, full: Callable[[int], str]) -> str:
-    """The job fits the GPU; a node's memory is too small for one of its phases."""
-    available, phases = report.request.host_memory, estimate.job.phases.values() if estimate.job else ()
-    needed = max((phase.host_bytes_per_node or 0 for phase in phases), default=0)
-    return f"host lacks {full(needed - (available or 0))}"
+def _missing_host_bytes(report: Report, estimate: StrategyEstimate) -> int:
+    """By how much a node's memory is too small for the worst phase of the job; not positive if it is large enough."""
+    available = report.request.host_memory
+    if available is None or estimate.job is None:
+        return 0
+    return max(phase.host_bytes_per_node or 0 for phase in estimate.job.phases.values()) - available

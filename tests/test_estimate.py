@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fsdp_advisor.memory.ledger import ACCOUNTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import Walk
 from fsdp_advisor.memory.device import BESIDE
-from fsdp_advisor.memory.ledger import ACCOUNTS
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.verdict import in_words
 

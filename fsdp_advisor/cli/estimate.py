@@ -80,10 +80,17 @@ def _render(
         from fsdp_advisor.cli.beside import as_lines
 
         beside = "\n".join(["", *as_lines(report, records)])
+    from fsdp_advisor.render.explanation import explanation_view
+    from fsdp_advisor.render.view import report_view
+
+    view = report_view(report)
+    explained = None
+    if chosen is not None:
+        explained = explanation_view(view, view.rows[report.estimates.index(chosen)], chosen)
     if form == "markdown":
-        from fsdp_advisor.cli.markdown import markdown
+        from fsdp_advisor.render.markdown import markdown
 
-        return markdown(report, chosen) + (f"\n\n```{beside}\n```" if beside else "")
-    from fsdp_advisor.cli.text import text
+        return markdown(view, explained) + (f"\n\n```{beside}\n```" if beside else "")
+    from fsdp_advisor.render.text import text
 
-    return text(report, destination.screen(), chosen) + (f"\n{beside}" if beside else "")
+    return text(view, destination.screen(), explained) + (f"\n{beside}" if beside else "")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.cli.options import ListOptions
-from fsdp_advisor.cli.output import Destination, Screen, as_json, note
+from fsdp_advisor.cli.output import Destination, as_json, note
 from fsdp_advisor.units import format_count, format_gib
 
 if TYPE_CHECKING:
     from fsdp_advisor.hardware import Gpu
     from fsdp_advisor.model.catalog import Entry
+    from fsdp_advisor.render.terminal import Screen
 
 
 def models(options: ListOptions) -> int:
@@ -55,8 +56,8 @@ def models_table(found: Sequence[Entry], screen: Screen) -> str:
     """The table of `models`; empty if nothing is found."""
     if not found:
         return ""
-    from fsdp_advisor.cli.drawing import Column, draw, fitting
-    from fsdp_advisor.cli.figures import NONE
+    from fsdp_advisor.render.sizes import NONE
+    from fsdp_advisor.render.terminal import Column, draw, fitting
 
     columns = [
         Column("model", [e.id for e in found]),
@@ -72,8 +73,8 @@ def gpus_table(found: Sequence[Gpu], screen: Screen) -> str:
     """The table of `gpus`; empty if nothing is found."""
     if not found:
         return ""
-    from fsdp_advisor.cli.drawing import Column, draw, fitting
-    from fsdp_advisor.cli.figures import NONE
+    from fsdp_advisor.render.sizes import NONE
+    from fsdp_advisor.render.terminal import Column, draw, fitting
 
     columns = [
         Column("gpu", [g.name for g in found]),
@@ -87,6 +88,6 @@ def gpus_table(found: Sequence[Gpu], screen: Screen) -> str:
 
 
 def _scaled(rate: float | None, unit: float) -> str:
-    from fsdp_advisor.cli.figures import NONE
+    from fsdp_advisor.render.sizes import NONE
 
     return NONE if rate is None else f"{rate / unit:.0f}"

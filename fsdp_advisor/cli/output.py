@@ -7,14 +7,15 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_advisor.errors import UsageError
 
+if TYPE_CHECKING:
+    from fsdp_advisor.render.terminal import Screen
+
 FITS, NONE_FITS = 0, 1
 """Exit statuses."""
-PIPE_WIDTH = 120
-"""Columns without a terminal, if COLUMNS is not set."""
 
 
 Format = Literal["text", "json", "markdown"]
@@ -25,15 +26,6 @@ def form_of(format: Format, json: bool) -> Format:
     if json and format == "markdown":
         raise UsageError("--json contradicts --format markdown", hint="give one of them")
     return "json" if json else format
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Screen:
-    """The width, colours and characters of a terminal or a file."""
-
-    width: int = PIPE_WIDTH
-    colour: bool = False
-    unicode: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +48,17 @@ class Destination:
             raise UsageError(f"{path} exists", hint="--force overwrites it")
 
     def screen(self) -> Screen:
-        """The screen to draw text for; COLUMNS sets its width."""
-        columns = shutil.get_terminal_size(fallback=(PIPE_WIDTH, 50)).columns
+        """The width, colours and characters of the destination."""
+        from fsdp_advisor.render.terminal import DEFAULT_WIDTH, Screen  # JSON needs no rich
+
+        columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 50)).columns
         if self.path is not None:
-            return Screen(width=columns if "COLUMNS" in os.environ else PIPE_WIDTH)
+            return Screen(width=columns if "COLUMNS" in os.environ else DEFAULT_WIDTH)
         stream = sys.stdout
         terminal = stream is not None and stream.isatty()
         colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         if not terminal and "COLUMNS" not in os.environ:
-            columns = PIPE_WIDTH
+            columns = DEFAULT_WIDTH
         return Screen(width=max(columns, 20), colour=colour, unicode=_takes_unicode())
 
     def write(self, text: str) -> None:

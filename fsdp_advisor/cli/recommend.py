@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fsdp_advisor.cli.options import ReportOptions
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, Screen, as_json, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import RecommendRequest
 
@@ -49,29 +49,23 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
 def _render(advice: Advice, form: Format, destination: Destination) -> str:
     if form == "json":
         return as_json(advice.as_dict())
-    from fsdp_advisor.cli.advice import text
+    from fsdp_advisor.render.advice_text import advice_text
+    from fsdp_advisor.render.advice_view import advice_view
+    from fsdp_advisor.render.terminal import Screen
 
+    view = advice_view(advice)
     if form == "markdown":
-        return f"```text\n{text(advice, Screen())}\n```"
-    return text(advice, destination.screen())
+        return f"```text\n{advice_text(view, Screen())}\n```"
+    return advice_text(view, destination.screen())
 
 
 def _plot(advice: Advice) -> str:
-    """Every family that fits and the frontier, as points."""
-    from fsdp_advisor.render import FrontierPoint, frontier
+    """Memory against throughput of the winner, the runners-up and the frontier, as SVG."""
+    from fsdp_advisor.render.advice_view import advice_view
+    from fsdp_advisor.render.charts import frontier_points
+    from fsdp_advisor.render.svg import frontier
 
-    recommendation = advice.recommendation
-    winner = recommendation.winner
-    shown = [*([winner] if winner else []), *recommendation.frontier, *recommendation.rivals]
-    points = {
-        (c.label, c.plan): FrontierPoint(
-            label=f"{c.label}, {c.plan.micro_batch_size} x {c.plan.seq_len}",
-            memory_bytes=c.needed_bytes,
-            tokens_per_second=c.tokens_per_second_per_gpu,
-            fits=c.fits,
-            chosen=winner is not None and c.plan == winner.plan,
-        )
-        for c in shown
-        if c.needed_bytes is not None and c.tokens_per_second_per_gpu is not None
-    }
-    return frontier(tuple(points.values()), capacity_bytes=advice.report.gpu_memory_bytes)
+    view = advice_view(advice)
+    frontier_rows = view.found.frontier if view.found else ()
+    rows = [*([view.winner] if view.winner else []), *frontier_rows, *view.runners_up]
+    return frontier(frontier_points(rows), capacity_bytes=view.gpu_memory_bytes)

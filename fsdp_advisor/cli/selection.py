@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.render.view import row_name
 from fsdp_advisor.report import Report, StrategyEstimate
-
-
-def row_name(estimate: StrategyEstimate) -> str:
-    """The name of a row for `--explain`, such as `zero3` or `zero3+optimizer`."""
-    plan = estimate.plan
-    return plan.strategy if plan.offload == "none" else f"{plan.strategy}+{plan.offload}"
 
 
 def select(report: Report, name: str) -> StrategyEstimate:

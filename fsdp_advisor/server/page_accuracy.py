@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fsdp_advisor.render import AccuracyPoint, accuracy, speed_errors
+from fsdp_advisor.render.svg import AccuracyPoint, accuracy, speed_errors
 from fsdp_advisor.server.page_drawings import Drawing, drawing
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.validation import published, records, report

@@ -1,31 +1,21 @@
-"""The page's tables: every figure of every strategy, what is alive at the peak, what is left out."""
+"""The page's table of every figure of every strategy."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fsdp_advisor.memory.device import BESIDE
-from fsdp_advisor.memory.ledger import ACCOUNTS
-from fsdp_advisor.render import PARTS
-from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.units import format_bytes, format_gib
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alive:
-    """One account at the peak."""
-
-    part: str
-    name: str
-    meaning: str
-    size: str
-    share: str
+from fsdp_advisor.memory.device import NON_TENSOR_PARTS
+from fsdp_advisor.program.accounts import ACCOUNTS
+from fsdp_advisor.render.sizes import UNKNOWN
+from fsdp_advisor.render.view import ReportView
+from fsdp_advisor.report import Report
+from fsdp_advisor.units import format_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FigureRow:
     """One figure of every strategy."""
 
     name: str
@@ -33,140 +23,103 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FigureGroup:
     """Figures that belong together."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
 
 
-def alive(live: Mapping[str, int]) -> list[Alive]:
-    """The accounts that hold anything, of tensors and of what lies beside them, the largest first."""
-    total = sum(live.values()) or 1
-    meanings = ACCOUNTS | BESIDE
-    part_of = {account: part.key for part in PARTS for account in part.accounts}
-    return [
-        Alive(
-            part=part_of[name],
-            name=name.replace("_", " "),
-            meaning=meanings[name],
-            size=format_bytes(n),
-            share=f"{100 * n / total:.1f} %",
-        )
-        for name, n in sorted(live.items(), key=lambda item: -item[1])
-        if n
-    ]
-
-
-_PEAKS = (
-    ("peak_tensor_bytes", "tensors, as simulated"),
-    ("peak_allocated_bytes", "allocated: on a GPU, with workspaces"),
-    ("peak_reserved_bytes", "reserved: with the allocator's segments"),
-    ("needed_bytes", "needed: with CUDA context and NCCL"),
-    ("fused_loss_peak_bytes", "simulated, if the loss were fused"),
-    ("headroom_bytes", "left free"),
-)
-
-
-def _size(value: object) -> str:
-    return format_gib(value).removesuffix(" GiB") if isinstance(value, int) else "?"
-
-
-def figures(report: Report) -> list[Group]:
-    """Every figure of every strategy, by kind; figures that no row knows are left to what is not modelled."""
-    rows = [e.as_dict() for e in report.estimates]
-
-    def row(name: str, values: Sequence[object], show: Callable[[object], str] = _size) -> list[Row]:
-        return [Row(name=name, cells=tuple(map(show, values)))] if any(v is not None for v in values) else []
-
-    def member(of: str, key: str) -> list[object]:
-        return [(r[of] or {}).get(key) for r in rows]
-
-    def nonzero(of: str, key: str) -> list[Row]:
-        values = member(of, key)
-        return row(key.replace("_", " "), values) if any(values) else []
-
-    def end(of: str, which: int) -> list[object]:
-        return [(r.get(of) or (None, None))[which] for r in rows]
-
-    states = list(dict.fromkeys(key for e in report.estimates for key in e.states))
+def figure_groups(report: Report, view: ReportView) -> list[FigureGroup]:
+    """Every figure of every strategy. A figure that is unknown in all rows is omitted."""
+    rows = [estimate.as_dict() for estimate in report.estimates]
     groups = [
-        ("Highest of the step", [r for key, name in _PEAKS for r in row(name, [x.get(key) for x in rows])]),
-        ("Highest by phase, as simulated", [r for phase in ("forward", "backward", "optimizer") for r in row(phase, member("phase_peaks", phase))]),
-        ("Needed at the peak", [r for key in (*ACCOUNTS, *BESIDE) for r in nonzero("needed_breakdown", key)]),
-        ("Kept from step to step", [r for key in states for r in nonzero("states", key)]),
-        (
-            "Host memory per node",
-            [
-                *(row("while training", [r["host_bytes_per_node"] for r in rows]) if any(r["host_bytes_per_node"] for r in rows) else []),
-                *row("loading, one copy", member("host_loading_bytes_per_node", "one_copy")),
-                *row("loading, every rank its own", member("host_loading_bytes_per_node", "every_rank")),
-            ],
+        FigureGroup(name="Memory of one GPU", rows=_memory(rows)),
+        FigureGroup(
+            name="Tensor peak by phase", rows=_members(rows, "phase_peaks", ("forward", "backward", "optimizer"))
         ),
-        (
-            "Speed",
-            [
-                *row("tokens per second per GPU", [r.get("tokens_per_second_per_gpu") for r in rows], _speed),
-                *row("at least", end("tokens_per_second_per_gpu_range", 0), _speed),
-                *row("at most", end("tokens_per_second_per_gpu_range", 1), _speed),
-                *row("seconds per step", [r.get("step_seconds") for r in rows], _seconds),
-                *row("model FLOPs utilization", [r.get("mfu") for r in rows], _share),
-                *row("communication not hidden", [r.get("exposed_communication_share") for r in rows], _share),
-            ],
+        FigureGroup(name="Needed at the peak", rows=_members(rows, "needed_breakdown", (*ACCOUNTS, *NON_TENSOR_PARTS))),
+        FigureGroup(name="Kept between steps", rows=_members(rows, "states", _keys(rows, "states"))),
+        FigureGroup(name="Host memory per node", rows=_host(rows)),
+        FigureGroup(name="Speed", rows=_speed(rows, view)),
+        FigureGroup(
+            name="Seconds of a step, by cause",
+            rows=_members(rows, "step_breakdown", _keys(rows, "step_breakdown"), _seconds),
         ),
-        (
-            "Seconds of a step, by cause",
-            [
-                found
-                for cause in dict.fromkeys(c for r in rows for c in r.get("step_breakdown") or ())
-                if any(values := [(r.get("step_breakdown") or {}).get(cause) for r in rows])
-                for found in row(cause, values, _seconds)
-            ],
-        ),
-    ]  # fmt: skip
-    return [Group(name=name, rows=tuple(rows)) for name, rows in groups if rows]
+    ]
+    return [group for group in groups if group.rows]
 
 
-def _speed(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, (int, float)) else "?"
+Rows = Sequence[dict[str, Any]]
 
 
-def _share(value: object) -> str:
-    return f"{100 * value:.1f} %" if isinstance(value, (int, float)) else "?"
+def _memory(rows: Rows) -> tuple[FigureRow, ...]:
+    names = {
+        "needed_bytes": "needed in all",
+        "headroom_bytes": "left free",
+        "peak_reserved_bytes": "reserved by PyTorch",
+        "peak_allocated_bytes": "allocated by PyTorch",
+        "peak_tensor_bytes": "tensors",
+        "fused_loss_peak_bytes": "tensors with a fused loss",
+    }
+    return _known((name, [row[key] for row in rows], _size) for key, name in names.items())
 
 
-def _seconds(value: object) -> str:
-    return f"{value:,.3f}" if isinstance(value, (int, float)) else "?"
+def _host(rows: Rows) -> tuple[FigureRow, ...]:
+    steady = [row["host_bytes_per_node"] for row in rows]
+    return _known(
+        [
+            *([("while training", steady, _size)] if any(steady) else []),
+            ("loading one copy", _member(rows, "host_loading_bytes_per_node", "one_copy"), _size),
+            ("loading a copy per rank", _member(rows, "host_loading_bytes_per_node", "every_rank"), _size),
+        ]
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """What no figure holds, and of which rows; no rows: of all."""
-
-    what: str
-    rows: tuple[str, ...]
-
-
-def left_out(report: Report) -> list[LeftOut]:
-    """What is not modelled: of all rows first, then of some."""
-    rows: dict[str, list[str]] = {}
-    for e in report.estimates:
-        for item in e.not_modelled:
-            rows.setdefault(item.partition(": ")[2] or item, []).append(e.label)
-    whole = len(report.estimates)
-    found = [LeftOut(what=w, rows=() if len(labels) == whole else tuple(labels)) for w, labels in rows.items()]
-    return sorted(found, key=lambda item: bool(item.rows))
+def _speed(rows: Rows, view: ReportView) -> tuple[FigureRow, ...]:
+    rates: Sequence[object] = [row.throughput_text if row.throughput is not None else None for row in view.rows]
+    return _known(
+        [
+            (f"{view.throughput_unit} per GPU", rates, str),
+            ("seconds per step", [row["step_seconds"] for row in rows], _seconds),
+            ("at least", [(row["step_seconds_range"] or (None, None))[0] for row in rows], _seconds),
+            ("at most", [(row["step_seconds_range"] or (None, None))[1] for row in rows], _seconds),
+            ("model FLOPs utilization", [row["mfu"] for row in rows], _share),
+            ("exposed communication", [row["exposed_communication_share"] for row in rows], _share),
+        ]
+    )
 
 
-def warnings(report: Report, chosen: StrategyEstimate) -> list[str]:
-    """Each warning once; those that differ in their figures only stand as one, with the chosen row's figures if it has any."""
-    alike: dict[str, list[tuple[StrategyEstimate, str]]] = {}
-    for e in sorted(report.estimates, key=lambda e: e is not chosen):
-        for warning in e.warnings:
-            alike.setdefault(re.sub(r"\d+(\.\d+)?", "#", warning), []).append((e, warning))
-    lines = []
-    for (first, warning), *others in alike.values():
-        same = len({words for _, words in others} | {warning}) == 1 and len(others) + 1 == len(report.estimates)
-        likewise = f" (likewise {', '.join(e.label for e, _ in others)})" if others else ""
-        lines.append(warning if same else f"{first.label}: {warning}{likewise}")
-    return lines
+def _members(rows: Rows, of: str, keys: Iterable[str], write: Callable[[Any], str] | None = None) -> tuple[FigureRow, ...]:  # fmt: skip
+    """The members of one JSON object that are not zero in every row."""
+    found = ((key, _member(rows, of, key)) for key in keys)
+    return _known((key.replace("_", " "), values, write or _size) for key, values in found if any(values))
+
+
+def _member(rows: Rows, of: str, key: str) -> list[object]:
+    return [(row[of] or {}).get(key) for row in rows]
+
+
+def _keys(rows: Rows, of: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for row in rows for key in row[of] or ()))
+
+
+def _known(figures: Iterable[tuple[str, Sequence[object], Callable[[Any], str]]]) -> tuple[FigureRow, ...]:
+    """(name, value of each row, how to write it) as rows; without those that are unknown in every row."""
+    return tuple(
+        FigureRow(name=name, cells=tuple(UNKNOWN if value is None else write(value) for value in values))
+        for name, values, write in figures
+        if any(value is not None for value in values)
+    )
+
+
+def _size(n_bytes: int) -> str:
+    return format_gib(n_bytes).removesuffix(" GiB")
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3f}"

@@ -1,4 +1,4 @@
-"""How an estimate is made, with an example computed when the page is, and what rules of thumb make of the same jobs."""
+"""How an estimate is made, with a worked example, and rules of thumb compared with estimates of the same jobs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 from fsdp_advisor.advice.rules import decision_tree_by_size
 from fsdp_advisor.estimator import estimate
-from fsdp_advisor.memory.device import BESIDE
+from fsdp_advisor.memory.device import NON_TENSOR_PARTS
+from fsdp_advisor.render.explanation import components, share_text
+from fsdp_advisor.render.view import report_view
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server import page_drawings
-from fsdp_advisor.server.page_figures import alive
-from fsdp_advisor.server.page_words import TIMES
-from fsdp_advisor.units import format_count, format_gib
+from fsdp_advisor.server.page_answer import TIMES
+from fsdp_advisor.units import format_bytes, format_count, format_gib
 
 EXAMPLE: dict[str, Any] = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3"}
 """The worked example."""
@@ -24,7 +25,7 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"model": "meta-llama/Llama-2-13b-hf", "gpus": 8, "gpu": "A100-40GB"},
     {"model": "meta-llama/Llama-2-70b-hf", "gpus": 8, "gpu": "H100-80GB"},
 )
-"""Jobs on which the rules are tried."""
+"""Jobs for which rules of thumb are compared with estimates."""
 
 _BYTES_PER_PARAMETER = 16
 """fp32 weights, gradients and Adam's two moments: 4 + 4 + 8."""
@@ -33,11 +34,11 @@ _BYTES_PER_PARAMETER = 16
 @lru_cache(maxsize=1)
 def view() -> dict[str, Any]:
     """The page's numbers."""
-    example = estimate(**EXAMPLE, walk="always")
+    example = estimate(**EXAMPLE)
     (row,) = example.estimates
     return {
         "example": _worked(example, row),
-        "step_drawing": page_drawings.step(example, row, row.timeline),
+        "step_drawing": page_drawings.step(report_view(example), row, row.timeline),
         "rules": [_rule(job) for job in JOBS],
     }
 
@@ -53,21 +54,26 @@ def _worked(report: Report, row: StrategyEstimate) -> dict[str, Any]:
         "parameters": report.parameters,
         "weights": format_gib(row.states["parameters"]),
         "optimizer": format_gib(row.states["optimizer"]),
-        "stretches": sum(point.repeats for point in row.timeline),
-        "alive": [{"name": a.name, "meaning": a.meaning, "size": a.size, "share": a.share} for a in alive(live)],
+        "sections": sum(point.repeats for point in row.timeline),
+        "alive": [
+            {"name": c.name, "meaning": c.meaning, "size": format_bytes(c.n_bytes), "share": share_text(c.share)}
+            for c in components(live)
+        ],
         "peak": format_gib(peak),
         "phase": row.peak_phase,
         "where": row.peak_where,
         "by_thumb": format_gib(by_thumb),
         "missing": format_gib(peak - by_thumb),
-        "beside": [f"{BESIDE[name]} {format_gib(n)}" for name, n in needed.items() if name in BESIDE],
+        "outside_tensors": [
+            f"{text} {format_gib(needed[name])}" for name, text in NON_TENSOR_PARTS.items() if needed[name]
+        ],
         "needed": format_gib(row.needed_bytes or 0),
         "not_states": format_gib(peak - sum(live.get(k, 0) for k in ("parameters", "gradients", "optimizer"))),
     }
 
 
 def _rule(job: dict[str, Any]) -> dict[str, Any]:
-    report = estimate(**job, walk="if open")
+    report = estimate(**job)
     by_name, _ = decision_tree_by_size(report.parameters, False) or ("zero3", "none")
     named = next(e for e in report.estimates if e.plan.strategy == by_name and e.plan.offload == "none")
     sharded = next(e for e in report.estimates if e.plan.strategy == "zero3" and e.plan.offload == "none")

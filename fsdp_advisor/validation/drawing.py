@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.render import AccuracyPoint, accuracy, stacked, two_timelines
+from fsdp_advisor.render.svg import AccuracyPoint, accuracy, stacked, two_timelines
 from fsdp_advisor.validation.records import Record
 from fsdp_advisor.validation.report import place
 

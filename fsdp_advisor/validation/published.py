@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import get_type_hints
 
-from fsdp_advisor.render import ErrorPoint
+from fsdp_advisor.render.svg import ErrorPoint
 
 TABLE = Path(__file__).with_name("published.csv")
 BOUNDS = (15, 30)

@@ -1,4 +1,4 @@
-"""What every chart owes its reader, over charts made of plain data and of real estimates."""
+"""Charts are titled, described, well-formed and legible, whether made of plain data or of real estimates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_advisor import estimate
-from fsdp_advisor.render import (
+from fsdp_advisor.memory.device import NON_TENSOR_PARTS
+from fsdp_advisor.program.accounts import ACCOUNTS
+from fsdp_advisor.render.parts import PARTS, PartBytes, bar_parts
+from fsdp_advisor.render.svg import (
     AccuracyPoint,
     Bar,
     ErrorPoint,
@@ -25,7 +28,6 @@ from fsdp_advisor.render import (
     decision_tree,
     frontier,
     memory_timeline,
-    part_bytes,
     speed_errors,
     stacked,
     stacked_bars,
@@ -33,8 +35,8 @@ from fsdp_advisor.render import (
     two_timelines,
     unfold,
 )
-from fsdp_advisor.render.scale import log_ticks, ticks
-from fsdp_advisor.render.svg import width_of
+from fsdp_advisor.render.svg.elements import width_of
+from fsdp_advisor.render.svg.scale import log_ticks, ticks
 from fsdp_advisor.units import GIB
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -44,12 +46,16 @@ LIVE = {"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": GIB, "loss":
 Draw = Callable[[str, int], str]
 
 
+def parts(needed: dict[str, int]) -> PartBytes:
+    return tuple((part, part.bytes_in(needed)) for part in PARTS)
+
+
 def _bars(words: str, width: int) -> str:
     rows = [
         Bar(
             label=words,
             backend=words,
-            parts=part_bytes(LIVE | {"libraries": GIB}),
+            parts=parts(LIVE | {"libraries": GIB}),
             verdict=words,
             fits=fits,
             chosen=fits is True,
@@ -135,7 +141,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 
 
 @pytest.mark.parametrize("width", [350, 960])
-def test_is_titled_described_and_self_contained(draw: Draw, width: int) -> None:
+def test_chart_is_titled_described_and_self_contained(draw: Draw, width: int) -> None:
     root = ET.fromstring(draw("ZeRO-3", width))
     title, desc = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
     assert title is not None and desc is not None and title.text and desc.text
@@ -166,7 +172,7 @@ def test_text_stays_within_the_drawing(draw: Draw, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [350, 960])
-def test_markup_in_a_name_is_shown_not_run(draw: Draw, width: int) -> None:
+def test_markup_in_a_name_is_escaped(draw: Draw, width: int) -> None:
     svg = draw(HOSTILE, width)
     root = ET.fromstring(svg)
     assert "<script" not in svg
@@ -203,41 +209,45 @@ def test_log_ticks_are_inside(low: float, times: float) -> None:
         lambda: speed_errors([]),
     ],
 )
-def test_nothing_to_draw_is_no_error(draw_none: Callable[[], str]) -> None:
+def test_empty_charts_are_well_formed(draw_none: Callable[[], str]) -> None:
     ET.fromstring(draw_none())
 
 
 # Bars
 
 
-def test_parts_sum_to_what_is_needed() -> None:
-    parts = part_bytes(LIVE | {"fragmentation": 3 * GIB, "cuda_and_nccl": 2 * GIB})
-    assert sum(n for _, n in parts) == sum(LIVE.values()) + 5 * GIB
-    assert (parts[-1][0].key, parts[-1][1]) == ("beside", 5 * GIB)
+def test_bar_parts_sum_to_needed_bytes() -> None:
+    for row in estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB").estimates:
+        assert sum(n for _, n in bar_parts(row)) == row.needed_bytes
 
 
-def _lengths(svg: str) -> list[float]:
-    """Of each bar, its segments' widths summed."""
-    rows: dict[float, float] = {}
+def test_every_account_belongs_to_one_part() -> None:
+    accounts = [account for part in PARTS for account in part.accounts]
+    assert sorted(accounts) == sorted([*ACCOUNTS, *NON_TENSOR_PARTS])
+
+
+def _boxes(svg: str) -> list[tuple[float, float, float, float]]:
+    """(left, top, right, bottom) of every box."""
+    found = []
     for e in ET.fromstring(svg).iter(f"{SVG}path"):
-        y = 0.0
-        for way, numbers in re.findall("([Mmh])([^Mmh]*)", e.get("d", "") if e.get("class") == "band" else ""):
-            *_, last = map(float, re.findall(r"-?\d*\.?\d+", numbers))
-            y = last if way == "M" else y + last if way == "m" else y
-            rows[y] = rows.get(y, 0) + (last if way == "h" else 0)
-    return list(rows.values())
+        if e.get("class") == "box":
+            for box in re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H[\d.]+Z", e.get("d", "")):
+                left, top, right, bottom = map(float, box)
+                found.append((left, top, right, bottom))
+    return found
 
 
-def test_a_bar_is_as_long_as_its_bytes_and_a_hopeless_one_is_cut() -> None:
+def test_bar_length_is_proportional_to_bytes_and_long_bars_are_cut() -> None:
     def bar(times: int) -> Bar:
-        return Bar(label="x", backend="y", parts=part_bytes({"parameters": times * GIB}), verdict="", fits=True)
+        return Bar(label="x", backend="y", parts=parts({"parameters": times * GIB}), verdict="", fits=True)
 
-    lengths = _lengths(stacked_bars([bar(2), bar(4), bar(400)], 8 * GIB, "gpu"))
+    boxes = _boxes(stacked_bars([bar(2), bar(4), bar(400)], 8 * GIB, "gpu"))
+    lengths = [right - left for left, _, right, _ in boxes]
     assert lengths[1] == pytest.approx(2 * lengths[0], abs=0.2)
     assert lengths[2] == pytest.approx(8 * 1.7 / 2 * lengths[0], abs=0.5)
 
 
-def test_bars_name_every_total_for_those_who_cannot_see_them() -> None:
+def test_bars_description_names_every_total() -> None:
     svg = _bars("ZeRO-3", 960)
     assert svg.count("11.50 GiB") == 2 * 3
 
@@ -246,20 +256,20 @@ def test_bars_name_every_total_for_those_who_cannot_see_them() -> None:
 
 
 @pytest.mark.parametrize("model", ["meta-llama/Llama-2-7b-hf", "openai-community/gpt2"])
-def test_an_unfolded_step_reaches_the_peak_and_ends_where_the_folded_one_does(model: str) -> None:
+def test_unfolded_step_has_the_same_peak_and_end(model: str) -> None:
     for row in estimate(model=model, gpus=4, gradient_accumulation_steps=2).estimates:
         moments = [
             Moment(phase=p.phase, where=p.where, live_bytes=p.live_bytes, high_bytes=p.high_bytes, repeats=p.repeats)
             for p in row.timeline
         ]
-        stretches = unfold(moments)
-        assert len(stretches) == sum(p.repeats for p in row.timeline)
-        assert max(m.high_bytes for m in stretches) == row.peak_tensor_bytes, row.label
-        assert stretches[-1].live_bytes == moments[-1].live_bytes
-        assert all(m.high_bytes >= m.live_bytes for m in stretches)
+        sections = unfold(moments)
+        assert len(sections) == sum(p.repeats for p in row.timeline)
+        assert max(m.high_bytes for m in sections) == row.peak_tensor_bytes, row.label
+        assert sections[-1].live_bytes == moments[-1].live_bytes
+        assert all(m.high_bytes >= m.live_bytes for m in sections)
 
 
-def test_the_peak_is_marked_with_its_size() -> None:
+def test_timeline_marks_the_peak_with_its_size() -> None:
     svg = _timeline("ZeRO-3", 960)
     assert ">peak 6.00 GiB<" in svg
     assert "GPU: 7.00 GiB" in svg
@@ -268,15 +278,15 @@ def test_the_peak_is_marked_with_its_size() -> None:
 # The tree
 
 
-def test_the_path_taken_is_lit_and_the_rest_is_not() -> None:
+def test_tree_highlights_only_the_path_taken() -> None:
     root = ET.fromstring(_tree("fits?", 960))
     boxes = [e.get("class") for e in root.iter(f"{SVG}rect") if (e.get("class") or "").startswith("node")]
     assert boxes.count("node-taken") == 2 and boxes.count("node") == 2
     broken = [e.get("stroke-dasharray") is not None for e in root.iter(f"{SVG}path")]
-    assert sorted(broken) == [False, True]  # the ways taken, and the others
+    assert sorted(broken) == [False, True]  # the edges taken, and the others
 
 
-def test_boxes_of_a_deep_tree_do_not_meet() -> None:
+def test_tree_boxes_do_not_overlap() -> None:
     nodes = [TreeNode(id="0", text="start", taken=True)]
     for i in range(1, 12):
         nodes.append(
@@ -299,7 +309,7 @@ def test_boxes_of_a_deep_tree_do_not_meet() -> None:
                 assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 + 0.2 or y2 + h2 <= y + 0.2
 
 
-def test_a_ring_of_parents_ends() -> None:
+def test_tree_with_a_cycle_of_parents_is_drawn() -> None:
     ring = [TreeNode(id="a", text="a", parent="b"), TreeNode(id="b", text="b", parent="a")]
     ET.fromstring(decision_tree(ring))
     ET.fromstring(decision_tree([TreeNode(id="r", text="r"), TreeNode(id="r", text="r", parent="r")]))
@@ -308,7 +318,7 @@ def test_a_ring_of_parents_ends() -> None:
 # The frontier and the streams
 
 
-def test_the_frontier_leaves_no_label_on_another() -> None:
+def test_frontier_labels_do_not_overlap() -> None:
     points = [
         FrontierPoint(label=f"strategy {i}", memory_bytes=(10 + i % 3) * GIB, tokens_per_second=100.0 + i)
         for i in range(12)
@@ -324,7 +334,7 @@ def test_the_frontier_leaves_no_label_on_another() -> None:
         assert not any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for b in boxes[i + 1 :])
 
 
-def test_the_chosen_point_is_named_even_in_a_crowd() -> None:
+def test_frontier_always_labels_the_chosen_point() -> None:
     crowd = [
         FrontierPoint(label=f"number {i}", memory_bytes=(30 + i % 5) * GIB, tokens_per_second=1700.0 + i)
         for i in range(20)
@@ -336,25 +346,21 @@ def test_the_chosen_point_is_named_even_in_a_crowd() -> None:
     assert ">the one that is recommended<" in svg
 
 
-def test_many_short_spans_become_few_shapes() -> None:
+def test_adjacent_spans_are_merged() -> None:
     spans = [Span(lane="compute", kind="forward", start_s=i / 1e4, end_s=(i + 1) / 1e4) for i in range(10_000)]
     assert len(stream_timeline(spans, label="x")) < 4_000
     assert len(re.findall("<rect", _streams("a", 960))) >= 4
 
 
-def test_spans_that_meet_on_the_paper_do_not_overlap() -> None:
-    spans = [Span(lane="c", kind="all-gather", start_s=i, end_s=i + 0.01) for i in range(700)]
-    (row,) = [
-        e
-        for e in ET.fromstring(stream_timeline(spans, label="x", width=500)).iter(f"{SVG}path")
-        if e.get("class") == "band"
-    ]
-    widths = [float(n) for n in re.findall(r"[\d.]+", row.get("stroke-dasharray", ""))]
-    begin, end = map(float, re.fullmatch(r"M([\d.]+) .*H([\d.]+)", row.get("d", "")).groups())  # type: ignore[union-attr]
-    assert len(widths) == 2 * 700 - 1 and sum(widths) == pytest.approx(end - begin, abs=0.01)
+def test_spans_shorter_than_a_pixel_stay_visible_and_in_order() -> None:
+    spans = [Span(lane="c", kind="all-gather", start_s=i, end_s=i + 0.01) for i in range(300)]
+    boxes = _boxes(stream_timeline(spans, label="x", width=960))
+    assert len(boxes) == 300
+    assert all(right - left >= 0.5 for left, _, right, _ in boxes)
+    assert boxes == sorted(boxes)
 
 
-def test_kinds_look_apart_however_many() -> None:
+def test_each_kind_of_span_has_its_own_fill() -> None:
     spans = [Span(lane="compute", kind=f"kind {i}", start_s=i, end_s=i + 1) for i in range(20)]
     root = ET.fromstring(stream_timeline(spans, label="x"))
     looks = [ET.tostring(p).replace((p.get("id") or "").encode(), b"") for p in root.iter(f"{SVG}pattern")]
@@ -378,7 +384,7 @@ def _middle(mark: ET.Element) -> tuple[float, float]:
     return size("x") + size("width") / 2, size("y") + size("height") / 2
 
 
-def test_every_run_stands_in_every_panel_and_its_mark_says_what_it_is() -> None:
+def test_every_run_has_a_mark_of_its_kind_in_every_panel() -> None:
     points = [
         _error(-5), _error(-6, doubts=("host",)), _error(-7, judges=False), _error(-8, judges=False, doubts=("host",)),
     ]  # fmt: skip
@@ -392,7 +398,7 @@ def test_every_run_stands_in_every_panel_and_its_mark_says_what_it_is() -> None:
             assert ("paper-fill" in mark.get("class", "")) == bool(point.doubts)
 
 
-def test_errors_stand_at_their_height_and_sizes_from_left_to_right() -> None:
+def test_marks_are_placed_by_error_and_size() -> None:
     sizes = [{"parameters": 10**9 * 3**i, "gpus": 4**i, "seq_len": 512 * 4**i} for i in range(4)]
     points = [_error(e, **size) for e, size in zip((30, 0, -30, -60), sizes, strict=True)]
     marks = [_middle(m) for m in _marks(speed_errors(points))]
@@ -403,14 +409,14 @@ def test_errors_stand_at_their_height_and_sizes_from_left_to_right() -> None:
         assert [round(y - ys[0]) for y in ys] == pytest.approx([i * (ys[1] - ys[0]) for i in range(4)], abs=1)
 
 
-def test_crowded_runs_stand_side_by_side_and_no_error_is_moved() -> None:
+def test_crowded_marks_are_moved_sideways_only() -> None:
     places = [_middle(m) for m in _marks(speed_errors([_error(-5)] * 5))][:5]
     assert len({y for _, y in places}) == 1
     xs = sorted(x for x, _ in places)
     assert all(b - a >= 6.9 for a, b in itertools.pairwise(xs)) and xs[-1] - xs[0] <= 28.2
 
 
-def test_what_lies_beyond_the_largest_run_is_hatched() -> None:
+def test_sizes_above_the_largest_run_are_hatched() -> None:
     svg = speed_errors([_error(1), _error(2, gpus=128, seq_len=8192, parameters=7 * 10**10)])
     hatched = [
         e for e in ET.fromstring(svg).iter(f"{SVG}rect") if "unseen" in e.get("fill", "") and e.get("fill-opacity")
@@ -419,7 +425,7 @@ def test_what_lies_beyond_the_largest_run_is_hatched() -> None:
     assert [float(e.get("x", 0)) for e in hatched] == pytest.approx(largest, abs=0.2)
 
 
-def test_the_drawing_says_how_many_were_missed_and_warned_of() -> None:
+def test_description_counts_misses_and_warnings() -> None:
     svg = speed_errors([_error(-70, doubts=("host",)), _error(-40), _error(10)])
     assert "2 are off by more than 30 %, and the estimate itself warns of 1 of these" in svg
     assert "1 within 15 %, 1 within 30 %" in svg and ">hollow: the estimate warns of host (1)<" in svg
@@ -428,13 +434,13 @@ def test_the_drawing_says_how_many_were_missed_and_warned_of() -> None:
 # Two timelines
 
 
-def test_two_timelines_say_both_peaks_and_need_neither() -> None:
+def test_two_timelines_describe_both_peaks() -> None:
     described = ET.fromstring(_both("ZeRO-3", 700)).find(f"{SVG}desc")
     assert described is not None and described.text == "The peaks: predicted 5.00 GiB; measured 4.00 GiB."
     assert "none" in two_timelines({}, {}, label="nothing")
 
 
-def test_drawings_stand_one_below_the_other() -> None:
+def test_stacked_drawings_are_below_each_other() -> None:
     first, second = _accuracy("a", 400), _both("b", 700)
     root = ET.fromstring(stacked(first, second, title="both"))
     inner = [ET.fromstring(one) for one in (first, second)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from published_runs import Row, said
 
-from fsdp_advisor.render import speed_errors
+from fsdp_advisor.render.svg import speed_errors
 from fsdp_advisor.timing import StepTime, step_time
 from fsdp_advisor.validation import published
 

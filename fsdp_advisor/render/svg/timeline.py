@@ -1,4 +1,4 @@
-"""What is alive through one training step, with its highest point marked."""
+"""Tensor memory through one training step, with the peak marked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from fsdp_advisor.render.scale import Scale, short, ticks
-from fsdp_advisor.render.svg import (
-    ACCENT,
+from fsdp_advisor.render.svg.elements import (
     SMALL,
     element,
     frame,
@@ -17,19 +15,21 @@ from fsdp_advisor.render.svg import (
     lines,
     number,
     polyline,
+    stroke,
     text,
     width_of,
     wrapped,
 )
+from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
-TOOTH = 4.0
-"""Pixels: narrower stretches are drawn together."""
+NARROWEST_SECTION = 4.0
+"""Pixels: narrower sections are merged, because their ups and downs could not be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One stretch of the step: what is alive at its end, and the highest within it. `repeats` stretches stand as one."""
+    """One section of the step: live bytes at its end, and the highest within it. It stands for `repeats` sections."""
 
     phase: str
     where: str
@@ -39,7 +39,7 @@ class Moment:
 
 
 def unfold(moments: Iterable[Moment]) -> list[Moment]:
-    """Every stretch on its own. Repetitions rise or fall by equal steps, each as high above its begin as the one before.
+    """Every section on its own. Repetitions change by equal amounts, and each peaks as high above its begin as the one before.
 
     >>> [m.high_bytes for m in unfold([
     ...     Moment(phase="forward", where="layer", live_bytes=10, high_bytes=14),
@@ -79,22 +79,22 @@ def memory_timeline(
     width: int = 960,
     key: str = "step",
 ) -> str:
-    """The step from left to right, one stretch as wide as the other; `kept_bytes` stay from step to step."""
+    """The step from left to right; all sections have the same width. `kept_bytes` stay between steps."""
     height, top, bottom = (300, 46, 268) if width >= 560 else (280, 46, 248)
-    stretches = unfold(moments)
-    peak = max(stretches, key=lambda m: m.high_bytes)
-    at = stretches.index(peak)
+    sections = unfold(moments)
+    peak = max(sections, key=lambda m: m.high_bytes)
+    at = sections.index(peak)
     highest = peak.high_bytes * 1.12
     near = capacity_bytes <= peak.high_bytes * 1.6
     if near:
         highest = max(highest, capacity_bytes * 1.06)
     left = 44.0
-    xs = Scale(0, len(stretches), left, width - 4)
+    xs = Scale(0, len(sections), left, width - 4)
     ys = Scale(0, highest, bottom, top)
     body = _ground(ys, left, width)
-    phases = [(phase, len(list(group))) for phase, group in groupby(stretches, key=lambda m: m.phase)]
+    phases = [(phase, len(list(group))) for phase, group in groupby(sections, key=lambda m: m.phase)]
     body += _phases(phases, xs, top, bottom)
-    body.append(_area(stretches, xs, ys))
+    body.append(_area(sections, xs, ys))
     if kept_bytes:
         body.append(
             element(
@@ -109,8 +109,8 @@ def memory_timeline(
     body += _peak(peak, xs(at + 0.5), ys(peak.high_bytes), width, top)
     body += _feet(label, kept_bytes, bottom, left, width)
     description = ", ".join(
-        f"{phase} reaches {format_gib(max(m.high_bytes for m in stretches if m.phase == phase))}"
-        for phase in dict.fromkeys(m.phase for m in stretches)
+        f"{phase} reaches {format_gib(max(m.high_bytes for m in sections if m.phase == phase))}"
+        for phase in dict.fromkeys(m.phase for m in sections)
     )
     return frame(
         key,
@@ -145,24 +145,31 @@ def _phases(phases: list[tuple[str, int]], xs: Scale, top: float, bottom: float)
     return drawn
 
 
-def _area(stretches: Sequence[Moment], xs: Scale, ys: Scale) -> str:
-    """The line and what is below it, as one shape: its stroke is one dash that ends with the line.
+def _area(sections: Sequence[Moment], xs: Scale, ys: Scale) -> str:
+    """The line of live bytes with the area below it."""
+    points = _outline(sections, xs, ys)
+    line_path = polyline(points)
+    area = element(
+        "path",
+        d=f"{line_path}V{number(ys.start)}H{number(xs.start)}Z",
+        class_="f-area",
+        fill="#5b9bc9",
+        fill_opacity="0.35",
+    )
+    return area + stroke(line_path, kind="accent", width=1.6)
 
-    Stretches narrower than a tooth can be seen share one: from the first's begin to the highest of them.
-    """
-    points, live = [], min(stretches[0].live_bytes, stretches[0].high_bytes)
-    share = max(1, math.ceil(TOOTH * len(stretches) / (xs.end - xs.start)))
-    for begin in range(0, len(stretches), share):
-        shared = range(begin, min(begin + share, len(stretches)))
-        at = max(shared, key=lambda i: stretches[i].high_bytes)
-        points += [(xs(begin), ys(live)), (xs(at + 0.5), ys(stretches[at].high_bytes))]
-        live = stretches[shared[-1]].live_bytes
-    points.append((xs(len(stretches)), ys(live)))
-    return element(
-        "path", d=f"{polyline(points)}V{number(ys.start)}H{number(xs.start)}Z", class_="f-area l-accent",
-        fill="#5b9bc9", fill_opacity="0.35", stroke=ACCENT, stroke_width=1.6, stroke_linejoin="round",
-        stroke_dasharray=f"{number(sum(map(math.dist, points, points[1:])))} 9999",
-    )  # fmt: skip
+
+def _outline(sections: Sequence[Moment], xs: Scale, ys: Scale) -> list[tuple[float, float]]:
+    """The points of the line: each section's begin and its highest point. Narrow sections are merged."""
+    points, live = [], min(sections[0].live_bytes, sections[0].high_bytes)
+    merged = max(1, math.ceil(NARROWEST_SECTION * len(sections) / (xs.end - xs.start)))
+    for begin in range(0, len(sections), merged):
+        indices = range(begin, min(begin + merged, len(sections)))
+        highest = max(indices, key=lambda i: sections[i].high_bytes)
+        points += [(xs(begin), ys(live)), (xs(highest + 0.5), ys(sections[highest].high_bytes))]
+        live = sections[indices[-1]].live_bytes
+    points.append((xs(len(sections)), ys(live)))
+    return points
 
 
 def _peak(peak: Moment, x: float, y: float, width: float, top: float) -> list[str]:
@@ -177,8 +184,8 @@ def _peak(peak: Moment, x: float, y: float, width: float, top: float) -> list[st
 
 
 def _feet(label: str, kept_bytes: int, bottom: float, left: float, width: float) -> list[str]:
-    """What the horizontal axis is, and what the solid band."""
-    kept = f"solid: weights and optimizer state, {format_gib(kept_bytes)}" if kept_bytes else ""
+    """Labels of the horizontal axis and of the solid band."""
+    kept = f"solid: parameters and optimizer state, {format_gib(kept_bytes)}" if kept_bytes else ""
     axis = "one step, layer by layer"
     if width_of(axis + kept, SMALL) + 24 > width - left:
         lines = [kept] if kept else [axis]

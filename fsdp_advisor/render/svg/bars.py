@@ -5,43 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.render.parts import Part
-from fsdp_advisor.render.scale import Scale, short, ticks
-from fsdp_advisor.render.svg import (
+from fsdp_advisor.render.parts import MemoryPart
+from fsdp_advisor.render.svg.elements import (
     ACCENT,
     SMALL,
-    bands,
+    Fill,
+    boxes,
     element,
     frame,
     legend,
     line,
     lines,
-    number,
     polyline,
     stroke,
     text,
     width_of,
     wrapped,
 )
+from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
-LONGEST = 1.7
-"""Where a bar is cut, in GPUs' memories: one hopeless strategy shall not make all the others small."""
+CUT_AT = 1.7
+"""A bar is cut at so many times the GPU's memory, so that one large bar does not make the others unreadable."""
 NARROW = 560
+"""Below this width in pixels, texts stand above the bars instead of on both sides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One strategy: what its peak is made of, in bytes, and what is said of it. `fits` None: nothing known decides it."""
+    """One strategy: the parts of what it needs in bytes, and its verdict. `fits` None: unknown."""
 
     label: str
     backend: str
-    parts: tuple[tuple[Part, int], ...]
+    parts: tuple[tuple[MemoryPart, int], ...]
     verdict: str
     fits: bool | None
     chosen: bool = False
     complete: bool = True
-    """False where the parts are a lower bound, not a peak."""
+    """False if the parts are a lower bound, because the peak is unknown."""
 
     @property
     def total_bytes(self) -> int:
@@ -49,14 +50,15 @@ class Bar:
 
 
 def stacked_bars(bars: Sequence[Bar], capacity_bytes: int, gpu: str, *, width: int = 960, key: str = "bars") -> str:
-    """The bars from left to right, the line at `capacity_bytes`; bars far past it are cut, and say their total."""
+    """A bar per strategy, with a line at `capacity_bytes`. Longer bars are cut and labelled with their total."""
     used = list(dict.fromkeys(part for bar in bars for part, n in bar.parts if n))
     roomy = width >= NARROW
     left = 2 + max((width_of(bar.label, bold=bar.chosen) for bar in bars), default=0) + 12 if roomy else 0.0
     right = width - (172 if roomy else 0)
-    top_bytes = min(max([*(bar.total_bytes for bar in bars), capacity_bytes * 1.05]), capacity_bytes * LONGEST)
+    top_bytes = min(max([*(bar.total_bytes for bar in bars), capacity_bytes * 1.05]), capacity_bytes * CUT_AT)
     scale = Scale(0, top_bytes, left, right - 10)
-    legend_svg, top = legend(key, used, width, 0)
+    fills = [Fill.of(part) for part in used]
+    legend_svg, top = legend(key, fills, width, 0)
     top += 24
     row = 42 if roomy else 62
     bottom = top + row * len(bars)
@@ -65,9 +67,9 @@ def stacked_bars(bars: Sequence[Bar], capacity_bytes: int, gpu: str, *, width: i
     above, high = (8, 22) if roomy else (24, 20)
     body += _segments(key, list(zip(bars, (y + above for y in tops), strict=True)), scale, high)
     for bar, y in zip(bars, tops, strict=True):
-        body += _words_beside(bar, y, right + 6) if roomy else _words_above(bar, y, width)
+        body += _texts_at_sides(bar, y, right + 6) if roomy else _texts_above(bar, y, width)
     at = (right + 6, 28.5) if roomy else (0, 51.5)
-    body += _marks([(bar, at[0], y + at[1]) for bar, y in zip(bars, tops, strict=True)])
+    body += [_mark(bar, at[0], y + at[1]) for bar, y in zip(bars, tops, strict=True)]
     x = scale(capacity_bytes)
     body.append(line(x, top - 4, x, bottom, kind="ink", width=1.6))
     caption = f"{gpu}: {format_gib(capacity_bytes)}"
@@ -75,12 +77,12 @@ def stacked_bars(bars: Sequence[Bar], capacity_bytes: int, gpu: str, *, width: i
     body.append(text(min(max(x, half), width - half), top - 10, caption, anchor="middle", bold=True, size=SMALL))
     return frame(
         key,
-        "Peak memory per GPU by strategy",
-        _told(bars, gpu, capacity_bytes),
+        "Memory needed per GPU by strategy",
+        _description(bars, gpu, capacity_bytes),
         width,
         bottom + 26,
         *body,
-        parts=used,
+        fills=fills,
     )
 
 
@@ -96,44 +98,47 @@ def _axis(scale: Scale, top: float, bottom: float, unit: str) -> list[str]:
 
 
 def _segments(key: str, bars: Sequence[tuple[Bar, float]], scale: Scale, height: float) -> list[str]:
-    """The bars themselves, each with its top. Parts' edges are rounded as sums, so that a bar is as long as its total."""
-    boxes: dict[Part, list[tuple[float, float, float]]] = {}
+    """The bars, each at its y. Running totals are rounded, not parts, so that a bar is as long as its total."""
+    drawn = []
     for bar, y in bars:
         done = 0
         for part, n_bytes in bar.parts:
             begin, done = done, done + n_bytes
-            x, end = (round(scale(min(edge, scale.high)), 1) for edge in (begin, done))
-            if end > x:
-                boxes.setdefault(part, []).append((x, y, end - x))
-    drawn = [bands(of, height, f"url(#{key}-{part.key})") for part, of in boxes.items()]
-    torn = "".join(_torn(scale.end, y, height) for bar, y in bars if bar.total_bytes > scale.high)
-    return [*drawn, element("path", d=torn, class_="paper-fill", fill="#ffffff")] if torn else drawn
+            left, right = (round(scale(min(edge, scale.high)), 1) for edge in (begin, done))
+            if right > left:
+                drawn.append(boxes([(left, y, right, y + height)], f"url(#{key}-{part.key})"))
+        if done > scale.high:
+            torn = _torn_edge(scale.end, y, height)
+            drawn.append(element("path", d=torn, class_="paper-fill", fill="#ffffff"))
+    return drawn
 
 
-def _torn(x: float, y: float, height: float) -> str:
-    """A ragged end: the bar goes on."""
+def _torn_edge(x: float, y: float, height: float) -> str:
+    """A zigzag at the end of a bar that is cut."""
     step = height / 4
     points = [(x - 12 + (6 if i % 2 else 0), y - 1 + i * (step + 0.5)) for i in range(5)]
-    return polyline([*points, *((a + 4, b) for a, b in reversed(points))]) + "z"
+    return polyline([*points, *((a + 4, b) for a, b in reversed(points))]) + "Z"
 
 
 def _kind(bar: Bar) -> str:
     return {True: "good", False: "bad", None: "muted"}[bar.fits]
 
 
-def _marks(bars: Sequence[tuple[Bar, float, float]]) -> list[str]:
-    """Ticks and crosses before the verdicts, so that no colour is needed to tell them."""
-    ticks_ = "".join(f"M{number(x)} {number(y)}l3 3.4 6-7" for bar, x, y in bars if bar.fits)
-    crosses = "".join(f"M{number(x + 1)} {number(y - 3.5)}l7 7m0-7l-7 7" for bar, x, y in bars if bar.fits is False)
-    drawn = [stroke(path, kind=kind, width=1.8) for path, kind in ((ticks_, "good"), (crosses, "bad")) if path]
-    return drawn + [text(x + 2, y + 4, "?", kind="muted") for bar, x, y in bars if bar.fits is None]
+def _mark(bar: Bar, x: float, y: float) -> str:
+    """A tick, a cross or a question mark before the verdict, so that it can be read without colour."""
+    if bar.fits is None:
+        return text(x + 2, y + 4, "?", kind="muted")
+    if bar.fits:
+        return stroke(polyline([(x, y), (x + 3, y + 3.4), (x + 9, y - 3.6)]), kind="good", width=1.8)
+    cross = polyline([(x + 1, y - 3.5), (x + 8, y + 3.5)]) + polyline([(x + 8, y - 3.5), (x + 1, y + 3.5)])
+    return stroke(cross, kind="bad", width=1.8)
 
 
 def _total(bar: Bar) -> str:
     return format_gib(bar.total_bytes) if bar.complete else f"> {format_gib(bar.total_bytes)}"
 
 
-def _words_beside(bar: Bar, y: float, x: float) -> list[str]:
+def _texts_at_sides(bar: Bar, y: float, x: float) -> list[str]:
     return [
         *([element("rect", x=0, y=y + 6, width=3, height=26, class_="f-accent", fill=ACCENT)] if bar.chosen else []),
         text(10, y + 18, bar.label, bold=bar.chosen),
@@ -143,7 +148,7 @@ def _words_beside(bar: Bar, y: float, x: float) -> list[str]:
     ]
 
 
-def _words_above(bar: Bar, y: float, width: float) -> list[str]:
+def _texts_above(bar: Bar, y: float, width: float) -> list[str]:
     total = _total(bar)
     name = f"{bar.label} ({bar.backend})"
     room = width - width_of(total, bold=bar.chosen) - 8
@@ -156,10 +161,10 @@ def _words_above(bar: Bar, y: float, width: float) -> list[str]:
     ]
 
 
-def _told(bars: Sequence[Bar], gpu: str, capacity_bytes: int) -> str:
+def _description(bars: Sequence[Bar], gpu: str, capacity_bytes: int) -> str:
     rows = (
         f"{bar.label} ({bar.backend}), {bar.verdict}: {_total(bar)}, of which "
-        + (", ".join(f"{part.name} {format_gib(n)}" for part, n in bar.parts if n >= GIB / 200) or "next to nothing")
+        + (", ".join(f"{part.name} {format_gib(n)}" for part, n in bar.parts if n >= GIB / 200) or "less than 0.01 GiB")
         for bar in bars
     )
     return f"Against {gpu} with {format_gib(capacity_bytes)}. " + ". ".join(rows) + "."

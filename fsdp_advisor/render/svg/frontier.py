@@ -1,18 +1,18 @@
-"""Memory against speed, and the candidates that nothing beats in both."""
+"""Memory against throughput, and the candidates that nothing beats in both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.render.scale import Scale, short, ticks
-from fsdp_advisor.render.svg import ACCENT, PAPER, SMALL, element, frame, line, lines, number, text, width_of
+from fsdp_advisor.render.svg.elements import ACCENT, PAPER, SMALL, element, frame, line, lines, number, text, width_of
+from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """One candidate. `fits` None: nothing known decides it."""
+    """One configuration. `fits` None: unknown."""
 
     label: str
     memory_bytes: int
@@ -22,7 +22,7 @@ class FrontierPoint:
 
 
 def best(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
-    """Those that no other beats in memory and speed at once, from the smallest to the fastest.
+    """The Pareto front: points that no other point beats in both memory and throughput, from the smallest to the fastest.
 
     >>> p = [FrontierPoint(label=n, memory_bytes=m, tokens_per_second=s) for n, m, s in
     ...      (("a", 10, 5.0), ("b", 20, 4.0), ("c", 30, 9.0))]
@@ -39,7 +39,7 @@ def best(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
 def frontier(
     points: Sequence[FrontierPoint], *, capacity_bytes: int | None = None, width: int = 760, key: str = "frontier"
 ) -> str:
-    """Memory to the right, tokens per second upwards; the frontier is joined by steps, and the line is the GPU's memory."""
+    """Memory to the right, tokens per second upwards. Steps join the Pareto front; a line marks the GPU's memory."""
     height, left, top, bottom = 390, 66.0, 46.0, 342.0
     most_bytes = max([p.memory_bytes for p in points] + ([capacity_bytes] if capacity_bytes else [GIB]))
     if capacity_bytes:
@@ -75,8 +75,8 @@ def frontier(
     body += _labels(shown, edge, xs, ys, width)
     return frame(
         key,
-        "Memory against speed",
-        _told(points, edge, capacity_bytes),
+        "Memory against throughput",
+        _description(points, edge, capacity_bytes),
         width,
         height,
         *body,
@@ -88,13 +88,13 @@ def _axes(xs: Scale, ys: Scale, height: float) -> list[str]:
     drawn = [lines((xs.start, ys(m), xs.end, ys(m)) for m in up)]
     drawn += [text(xs.start - 8, ys(m) + 4, short(m), kind="muted", anchor="end", size=SMALL) for m in up]
     drawn += [text(xs(m * GIB), ys.start + 18, short(m), kind="muted", anchor="middle", size=SMALL) for m in along]
-    drawn.append(text(xs.end, height - 8, "peak per GPU, GiB →", kind="muted", anchor="end", size=SMALL))
+    drawn.append(text(xs.end, height - 8, "needed per GPU, GiB →", kind="muted", anchor="end", size=SMALL))
     drawn.append(text(2, 14, "tokens per second per GPU", kind="muted", size=SMALL))
     return drawn
 
 
 def _dot(point: FrontierPoint, x: float, y: float) -> str:
-    """A disc fits, a ring does not: told without colour too."""
+    """A disc if it fits, else a ring, so that it can be read without colour."""
     kind, colour = ("accent", ACCENT) if point.fits else ("muted", "#57606c")
     ring = element(
         "circle", cx=x, cy=y, r=7 if point.chosen else 5,
@@ -106,7 +106,7 @@ def _dot(point: FrontierPoint, x: float, y: float) -> str:
 
 
 def _labels(points: Sequence[FrontierPoint], edge: Sequence[FrontierPoint], xs: Scale, ys: Scale, width: float) -> list[str]:  # fmt: skip
-    """Names where there is room; the chosen one and the frontier first, others only where they hide nothing."""
+    """Labels that cover no other label or point. The chosen point and the Pareto front come first."""
     taken: list[tuple[float, float, float, float]] = [
         (xs(p.memory_bytes) - 6, ys(p.tokens_per_second) - 6, xs(p.memory_bytes) + 6, ys(p.tokens_per_second) + 6)
         for p in points
@@ -125,28 +125,28 @@ def _labels(points: Sequence[FrontierPoint], edge: Sequence[FrontierPoint], xs: 
             (x - wide / 2, y - 13),
             (x - wide / 2, y + 26),
         ]
-        if point.chosen:  # named in any case: above its ring, as far to the side as it takes
+        if point.chosen:  # always labelled: above its ring, moved sideways into the drawing
             places.append((min(max(x - wide / 2, xs.start + 2), width - wide - 2), y - 17))
         for a, b in places:
             box = (a - 2, b - 11, a + wide + 2, b + 3)
             inside = box[0] >= xs.start and box[2] <= width and box[1] >= 34
             last = point.chosen and (a, b) == places[-1]
-            if last or (inside and not any(_meet(box, other) for other in taken)):
+            if last or (inside and not any(_overlap(box, other) for other in taken)):
                 taken.append(box)
                 drawn.append(text(a, b, point.label, size=SMALL, bold=point.chosen, halo=True))
                 break
     return drawn
 
 
-def _meet(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def _told(points: Sequence[FrontierPoint], edge: Sequence[FrontierPoint], capacity_bytes: int | None) -> str:
+def _description(points: Sequence[FrontierPoint], edge: Sequence[FrontierPoint], capacity_bytes: int | None) -> str:
     if not points:
-        return "No candidates."
+        return "No configurations."
     names = "; ".join(
         f"{p.label}: {format_gib(p.memory_bytes)}, {p.tokens_per_second:,.0f} tokens per second" for p in edge
     )
     against = f" The GPU has {format_gib(capacity_bytes)}." if capacity_bytes else ""
-    return f"{len(points)} candidates; the best for their memory: {names}.{against}"
+    return f"{len(points)} configurations; the Pareto front: {names}.{against}"

@@ -1,11 +1,11 @@
-"""The decision tree, with the path taken lit and each node's numbers."""
+"""The decision tree, with the path taken highlighted and the numbers of each node."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.render.svg import (  # fmt: skip
+from fsdp_advisor.render.svg.elements import (  # fmt: skip
     ACCENT,
     LINE,
     NORMAL,
@@ -28,7 +28,7 @@ _GUTTER, _INDENT, _SHORT = 15.0, 28.0, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
-    """A question, or an outcome where the tree ends. `answer` is what leads here from `parent`; `details` its numbers."""
+    """A question, or an outcome at the end of the tree. `answer` leads here from `parent`; `details` are its numbers."""
 
     id: str
     text: str
@@ -58,10 +58,10 @@ class _Box:
 
 
 class _Layout:
-    """Questions go down in a spine, outcomes stand to the right of their question, or below it where the page is narrow.
+    """Places the boxes. Questions form a vertical spine that follows the path taken.
 
-    The spine follows the path taken. What branches off it is indented: before it where it is short, after it where it is long.
-    Where the page is narrow, outcomes off the path are left out.
+    Outcomes stand to the right of their question, or below it in a narrow drawing, which omits outcomes off the path. Short
+    branches are indented before the spine continues, long ones after it.
     """
 
     def __init__(self, nodes: Sequence[TreeNode], width: float) -> None:
@@ -79,8 +79,8 @@ class _Layout:
             bottom = self._place(root, _GUTTER, bottom)
 
     def _place(self, node: TreeNode, indent: float, y: float) -> float:
-        """Puts the node at `y` and what follows from it below; gives back where the next may begin."""
-        if node.id in self.boxes:  # a tree has one way to each node; a second would never end
+        """Places the node at `y` and its descendants below it; returns the y of the next box."""
+        if node.id in self.boxes:  # a cycle would never end
             return y
         box = self._box(node, indent, y, max((self.column if self.roomy else self.width) - indent, 120))
         questions = [c for c in self.children.get(node.id, []) if not c.outcome]
@@ -99,7 +99,7 @@ class _Layout:
         return below
 
     def _outcomes(self, box: _Box, outcomes: Sequence[TreeNode]) -> float:
-        """Places what ends here; gives back where the next question may begin."""
+        """Places the outcomes; returns the y of the next question."""
         below = box.y + box.height + _GAP
         if not self.roomy:
             for outcome in (o for o in outcomes if o.taken):
@@ -109,13 +109,13 @@ class _Layout:
         x, y = self.column + 74, box.y
         for outcome in outcomes:
             placed = self._box(outcome, x, y, self.width - x - 1)
-            if outcome is outcomes[0]:  # level with its question, so that the way there is straight
+            if outcome is outcomes[0]:  # level with its question, so that the edge is straight
                 placed = self._box(outcome, x, max(_EDGE, y + box.middle - placed.middle), self.width - x - 1)
             y = placed.y + placed.height + 10
         return max(below, y)
 
     def _count(self, node: TreeNode) -> int:
-        """Questions from this one on; a number past _SHORT where a ring of parents would never end."""
+        """Number of questions in this branch, counted up to _SHORT + 1, so that a cycle ends."""
         seen, left = 0, [node]
         while left and seen <= _SHORT:
             seen += 1
@@ -131,14 +131,14 @@ class _Layout:
 
 
 def decision_tree(nodes: Sequence[TreeNode], *, width: int = 960, key: str = "tree") -> str:
-    """The nodes in reading order, roots first. What was taken has thick unbroken lines, the rest thin broken ones."""
+    """The nodes in reading order, roots first. The path taken has thick solid lines, the rest thin dashed ones."""
     layout = _Layout(nodes, width - _EDGE)
     boxes = layout.boxes.values()
     height = max((box.y + box.height for box in boxes), default=20) + 2
     return frame(
         key,
         "Decision tree",
-        _told(nodes),
+        _description(nodes),
         width,
         height,
         _edges(layout, taken=False),
@@ -168,26 +168,26 @@ def _drawn(box: _Box) -> str:
 
 
 def _edges(layout: _Layout, *, taken: bool) -> str:
-    """The ways that were taken, or those that were not, as one shape, and the answers beside them."""
-    ways = [
-        _way(layout, box)
+    """The edges that were taken, or those that were not, with their answers."""
+    edges = [
+        _edge(layout, box)
         for box in layout.boxes.values()
         if box.node.parent in layout.boxes and box.node.taken is taken and box.node.parent != box.node.id
     ]
-    if not ways:
+    if not edges:
         return ""
-    path = "".join(way for way, _, _ in ways)
+    path = "".join(path for path, _, _ in edges)
     kind, width, dash = ("accent", 2.4, None) if taken else ("muted", 1.0, "3 3")
     words = [
         text(*at, answer, kind="accent" if taken else "muted", size=SMALL, bold=taken)
-        for _, at, answer in ways
+        for _, at, answer in edges
         if answer
     ]
     return stroke(path, kind=kind, width=width, dash=dash) + "".join(words)
 
 
-def _way(layout: _Layout, box: _Box) -> tuple[str, tuple[float, float], str]:
-    """The path to a box from its parent, where its answer stands, and the answer if there is room for it."""
+def _edge(layout: _Layout, box: _Box) -> tuple[str, tuple[float, float], str]:
+    """The path to a box from its parent, the position of the answer, and the answer if there is room for it."""
     above, answer = layout.boxes[box.node.parent or ""], box.node.answer
     if box.node.outcome and layout.roomy:
         x, y = above.x + above.width, above.middle
@@ -205,8 +205,8 @@ def _way(layout: _Layout, box: _Box) -> tuple[str, tuple[float, float], str]:
     return f"M{number(x)} {number(y)}V{number(box.y)}", (x + 7, box.y - 8), answer
 
 
-def _told(nodes: Sequence[TreeNode]) -> str:
-    """In short: a screen reader has every text of the drawing, and the page the path as a list."""
+def _description(nodes: Sequence[TreeNode]) -> str:
+    """A short description; the drawing's texts are read too."""
     path = [node for node in nodes if node.taken]
     if not path:
         return "No path is taken."

@@ -1,4 +1,4 @@
-"""Text with rich: tables that drop what does not fit, and bars. Returns strings; nothing here prints."""
+"""Text for a terminal, made with rich: tables that drop columns on narrow screens, and bars. Returns strings, prints nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_advisor.cli.figures import Part
-from fsdp_advisor.cli.output import Screen
+from fsdp_advisor.render.parts import MemoryPart
 
 GAP = 2
+DEFAULT_WIDTH = 120
+"""Columns if there is no terminal and COLUMNS is not set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """What text is laid out for."""
+
+    width: int = DEFAULT_WIDTH
+    colour: bool = False
+    unicode: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`rank` None is always shown; of the others the highest is dropped first where the screen is narrow."""
+    """One column of a table.
+
+    `rank` None: always shown. Of the others, the highest rank is dropped first if the screen is too narrow. A cell may have
+    several lines.
+    """
 
     header: str
     cells: Sequence[str | Text]
@@ -28,7 +42,8 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(len(self.header), *(len(cell) for cell in self.cells), 0)
+        lines = [line for cell in self.cells for line in str(cell).split("\n")]
+        return max(len(self.header), *map(len, lines), 0)
 
 
 def widths(columns: Sequence[Column]) -> int:
@@ -48,7 +63,7 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 def draw(columns: Sequence[Column], screen: Screen) -> str:
-    """A table without rules. What is wider than the screen all the same is wrapped, never cut."""
+    """A table without rules. If it is wider than the screen, cells are wrapped, never cut."""
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     roomy = widths(columns) <= screen.width
     for c in columns:
@@ -61,7 +76,7 @@ def draw(columns: Sequence[Column], screen: Screen) -> str:
 
 
 def paint(renderable: object, screen: Screen) -> str:
-    """What rich makes of it: complete, at the screen's width, coloured only where the screen is."""
+    """A rich renderable as text at the screen's width, with colour codes if the screen has colours."""
     buffer = StringIO()
     console = Console(
         file=buffer,
@@ -80,7 +95,7 @@ def paint(renderable: object, screen: Screen) -> str:
 
 
 def wrap(text: str, screen: Screen, *, indent: str = "", first: str = "") -> str:
-    """A paragraph at the screen's width; words that are longer (a path) are left whole."""
+    """A paragraph at the screen's width. Longer words, such as a path, are not broken."""
     return textwrap.fill(
         text,
         screen.width,
@@ -91,10 +106,10 @@ def wrap(text: str, screen: Screen, *, indent: str = "", first: str = "") -> str
     )
 
 
-def bar(parts: Sequence[tuple[Part, int]], whole: int, width: int, screen: Screen) -> Text:
-    """`parts` in bytes against `whole`. Ends with `>` where they do not fit.
+def bar(parts: Sequence[tuple[MemoryPart, int]], whole: int, width: int, screen: Screen) -> Text:
+    """`parts` in bytes on a scale of `whole` bytes. Ends with `>` if they exceed it.
 
-    Parts are rounded as sums, so that the bar's length is that of the total.
+    Running totals are rounded, not parts, so that the bar is as long as the total.
     """
     text = Text()
     done = drawn = 0
@@ -103,18 +118,18 @@ def bar(parts: Sequence[tuple[Part, int]], whole: int, width: int, screen: Scree
     for part, n_bytes in parts:
         done += n_bytes
         reached = min(round(done * width / whole), room)
-        text.append((part.glyph if screen.unicode else part.letter) * (reached - drawn), style=part.colour)
+        text.append((part.block if screen.unicode else part.letter) * (reached - drawn), style=part.terminal_colour)
         drawn = reached
     if over:
         return text.append(">", style="bold red")
     return text.append(("·" if screen.unicode else ".") * (width - drawn), style="dim")
 
 
-def legend(parts: Sequence[Part], screen: Screen) -> str:
-    """What the characters of a bar stand for; broken between entries, never within one."""
+def legend(parts: Sequence[MemoryPart], screen: Screen) -> str:
+    """The characters of a bar with their meanings. Lines break between entries."""
     lines: list[Text] = []
     for part in parts:
-        entry = Text().append(part.glyph if screen.unicode else part.letter, style=part.colour)
+        entry = Text().append(part.block if screen.unicode else part.letter, style=part.terminal_colour)
         entry.append(f" {part.meaning}")
         if lines and len(lines[-1]) + GAP + len(entry) <= screen.width:
             lines[-1].append(" " * GAP).append(entry)

@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.render.parts import PARTS, Part
-from fsdp_advisor.render.scale import Scale, short, ticks
-from fsdp_advisor.render.svg import SMALL, dashes, frame, legend, lines, text, width_of
+from fsdp_advisor.render.parts import PARTS
+from fsdp_advisor.render.svg.elements import SMALL, Fill, boxes, frame, legend, lines, text, width_of
+from fsdp_advisor.render.svg.scale import Scale, short, ticks
 
-THIN = 0.6
-"""Pixels: no span is drawn narrower."""
+THINNEST = 0.6
+"""Pixels: the narrowest box."""
+BOX_HEIGHT = 22.0
 
-_WEAVES = tuple(part.weave for part in PARTS)
 
-
-def _looks(kinds: Sequence[str]) -> dict[str, Part]:
-    """A look for each kind: the colours in turn, each round with other weaves, so that no two of 36 are alike."""
+def _fills(kinds: Sequence[str]) -> dict[str, Fill]:
+    """A fill for each kind. Colours repeat after len(PARTS) kinds, each time with other patterns, so that 36 kinds differ."""
     count = len(PARTS)
     return {
-        kind: Part(
+        kind: Fill(
             key=PARTS[i % count].key + (f"-{i // count}" if i >= count else ""),
             name=kind,
-            accounts=(),
             colour=PARTS[i % count].colour,
-            weave=_WEAVES[(i + i // count) % count],
-            shade=PARTS[i % count].key,
+            weave=PARTS[(i + i // count) % count].weave,
+            css=PARTS[i % count].key,
         )
         for i, kind in enumerate(kinds)
     }
@@ -33,7 +31,7 @@ def _looks(kinds: Sequence[str]) -> dict[str, Part]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that runs on one stream from `start_s` to `end_s`; spans of a kind look alike."""
+    """An operation on one stream from `start_s` to `end_s`. Spans of one kind share a fill."""
 
     lane: str
     kind: str
@@ -42,15 +40,15 @@ class Span:
 
 
 def stream_timeline(spans: Sequence[Span], *, label: str, width: int = 960, key: str = "streams") -> str:
-    """A lane per stream in the order they first appear; gaps are time that a stream waits."""
+    """A lane per stream, in the order of their first spans. A gap is time in which a stream waits."""
     lanes = list(dict.fromkeys(s.lane for s in spans))
     kinds = list(dict.fromkeys(s.kind for s in spans))
-    looks = _looks(kinds)
+    fills = _fills(kinds)
     end_s = max((s.end_s for s in spans), default=1.0) or 1.0
     roomy = width >= 560
     left = max((width_of(lane) for lane in lanes), default=0.0) + 14 if roomy else 0.0
     xs = Scale(0, end_s, left, width - 4)
-    legend_svg, top = legend(key, list(looks.values()), width, 0)
+    legend_svg, top = legend(key, list(fills.values()), width, 0)
     high = 34 if roomy else 50
     bottom = top + 8 + high * len(lanes)
     body = [legend_svg, *_axis(xs, top, bottom)]
@@ -58,12 +56,15 @@ def stream_timeline(spans: Sequence[Span], *, label: str, width: int = 960, key:
         y = top + 12 + high * i
         body.append(text(0, y + (17 if roomy else 9), lane))
         y += 2 if roomy else 15
-        boxes: dict[str, list[tuple[float, float]]] = {}
-        for kind, start, end in _joined([s for s in spans if s.lane == lane], (xs.high - xs.low) / (xs.end - xs.start)):
-            row = boxes.setdefault(kind, [])
-            left = max(xs(start), row[-1][1] if row else 0.0)
-            row.append((left, max(left, xs(end), xs(start) + THIN)))
-        body += [dashes(of, y, 22, f"url(#{key}-{looks[kind].key})") for kind, of in boxes.items()]
+        mine = _merged([s for s in spans if s.lane == lane], (xs.high - xs.low) / (xs.end - xs.start))
+        for kind in kinds:
+            edges = [
+                (xs(begin), y, max(xs(end), xs(begin) + THINNEST), y + BOX_HEIGHT)
+                for k, begin, end in mine
+                if k == kind
+            ]
+            if edges:
+                body.append(boxes(edges, f"url(#{key}-{fills[kind].key})"))
     description = "; ".join(
         f"{lane}: busy {1e3 * sum(s.end_s - s.start_s for s in spans if s.lane == lane):,.1f} ms" for lane in lanes
     )
@@ -74,7 +75,7 @@ def stream_timeline(spans: Sequence[Span], *, label: str, width: int = 960, key:
         width,
         bottom + 24,
         *body,
-        parts=list(looks.values()),
+        fills=list(fills.values()),
     )
 
 
@@ -89,8 +90,8 @@ def _axis(xs: Scale, top: float, bottom: float) -> list[str]:
     return drawn
 
 
-def _joined(spans: Sequence[Span], pixel_s: float) -> list[tuple[str, float, float]]:
-    """Neighbours of one kind that no pixel separates are drawn as one, so that a deep model's drawing stays small."""
+def _merged(spans: Sequence[Span], pixel_s: float) -> list[tuple[str, float, float]]:
+    """(kind, start, end) of the spans. Spans of one kind that less than half a pixel separates are merged."""
     out: list[tuple[str, float, float]] = []
     for span in sorted(spans, key=lambda s: s.start_s):
         if out and out[-1][0] == span.kind and span.start_s - out[-1][2] < pixel_s / 2:

@@ -1,20 +1,20 @@
-"""One step from two sides: what was predicted to be alive, and what was measured."""
+"""Tensor memory through one step, predicted and measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_advisor.render.scale import Scale, short, ticks
-from fsdp_advisor.render.svg import SMALL, frame, line, lines, number, stroke, text, wrapped
+from fsdp_advisor.render.svg.elements import SMALL, frame, line, lines, number, stroke, text, wrapped
+from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
 PHASES = ("forward", "backward", "optimizer")
 Highs = Mapping[str, Sequence[int]]
-"""By phase, the highest bytes of each stretch."""
+"""By phase, the highest bytes of each section of the step."""
 
 
 def two_timelines(predicted: Highs, measured: Highs, *, label: str, width: int = 720, key: str = "both") -> str:
-    """A third of the width for each phase, whatever the number of stretches on either side."""
+    """Each phase takes a third of the width, so that predictions and measurements may have different numbers of sections."""
     words = wrapped(label, width - 8, SMALL)
     top = 40 + 16 * len(words)
     bottom = top + 240
@@ -49,7 +49,7 @@ def two_timelines(predicted: Highs, measured: Highs, *, label: str, width: int =
 
 
 def _path(highs: Highs, xs: Scale, ys: Scale) -> str:
-    """A flight of steps, one for each stretch."""
+    """A horizontal line for each section, joined by vertical lines."""
     path = ""
     for i, phase in enumerate(PHASES):
         values = highs.get(phase, ())

@@ -1,23 +1,41 @@
-"""The little of SVG that the charts need: elements, text, patterns and the frame around them."""
+"""SVG elements for the charts: shapes, text, pattern fills, legends and the frame around a drawing."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
-from fsdp_advisor.render.parts import Part
+from fsdp_advisor.render.parts import MemoryPart
 
 INK, MUTED, LINE, PAPER, TINT = "#1b2129", "#57606c", "#dfe3e8", "#ffffff", "#f4f6f8"
 ACCENT, GOOD, BAD = "#2b5f9e", "#0b6e55", "#b23c17"
-"""Colours on light paper; a page restyles the same shapes through their classes."""
+"""Colours on light paper. A page overrides them by the classes of the shapes."""
 
 SMALL, NORMAL = 12.0, 13.0
-"""Sizes of text, in pixels."""
+"""Font sizes in pixels."""
 _EM = 0.56
-"""Mean advance of a character of a system font, in ems, on the safe side."""
+"""Mean width of a character of a system font in ems, rounded up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """A colour with a pattern on top, so that it can be told apart without colour.
+
+    `weave` is a path within 8 x 8 pixels. `css` names the class by which a page sets the colour.
+    """
+
+    key: str
+    name: str
+    colour: str
+    weave: str
+    css: str
+
+    @classmethod
+    def of(cls, part: MemoryPart) -> Fill:
+        return cls(key=part.key, name=part.meaning, colour=part.colour, weave=part.weave, css=part.key)
 
 
 def number(value: float) -> str:
@@ -54,15 +72,15 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> str:
 
 
 def text(x: float, y: float, words: str, *, kind: str = "ink", anchor: str = "start", size: float = NORMAL, bold: bool = False, halo: bool = False) -> str:  # fmt: skip
-    """A line of text on its baseline. `kind` is its class; with a `halo` it covers the lines behind it."""
+    """A line of text on its baseline, in the colour of `kind`. A `halo` covers the lines behind it."""
     colour = {"ink": INK, "muted": MUTED, "good": GOOD, "bad": BAD, "accent": ACCENT}[kind]
-    looks = {f"t-{kind}": kind != "ink", "n": size == NORMAL, "b": bold, anchor: anchor != "start", "halo": halo}
+    classes = [*([f"t-{kind}"] if kind != "ink" else []), *(["halo"] if halo else [])]
     return element(
         "text",
         clean(words),
         x=x,
         y=y,
-        class_=" ".join(look for look, has in looks.items() if has) or None,
+        class_=" ".join(classes) or None,
         fill=None if kind == "ink" else colour,
         stroke=PAPER if halo else None,
         stroke_width=4 if halo else None,
@@ -79,76 +97,35 @@ def line(x1: float, y1: float, x2: float, y2: float, *, kind: str = "line", widt
 
 
 def lines(ends: Iterable[tuple[float, float, float, float]], *, kind: str = "line", width: float = 1.0, dash: str | None = None) -> str:  # fmt: skip
-    """Straight lines that look alike, as one shape."""
-    path = "".join(f"M{number(x1)} {number(y1)}{_to(x1, y1, x2, y2)}" for x1, y1, x2, y2 in ends)
+    """Straight lines of one style as one path."""
+    path = "".join(f"M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}" for x1, y1, x2, y2 in ends)
     return stroke(path, kind=kind, width=width, dash=dash)
 
 
-def _to(x1: float, y1: float, x2: float, y2: float) -> str:
-    if x1 == x2:
-        return f"V{number(y2)}"
-    return f"H{number(x2)}" if y1 == y2 else f"L{number(x2)} {number(y2)}"
-
-
 def polyline(points: Sequence[tuple[float, float]]) -> str:
-    """A path through the points, each said by its distance from the one before: a long one stays short.
+    """A path through the points.
 
     >>> polyline([(1, 2), (2.5, 1), (3, 1.1)])
-    'M1 2l1.5-1 .5 .1'
+    'M1 2L2.5 1L3 1.1'
     """
-    at = [(round(10 * x), round(10 * y)) for x, y in points]
-    ways = [_tenths(b - a) for here, there in pairwise(at) for a, b in zip(here, there, strict=True)]
-    return f"M{_tenths(at[0][0])} {_tenths(at[0][1])}" + (f"l{_listed(ways)}" if ways else "")
+    return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
-def bands(boxes: Iterable[tuple[float, float, float]], height: float, fill: str) -> str:
-    """Boxes of one height and one look, drawn as one thick stroke. Of each: its left, its top, its width.
+def boxes(edges: Iterable[tuple[float, float, float, float]], fill: str, *, css: str = "box") -> str:
+    """Rectangles of one fill as one path. Each is (left, top, right, bottom).
 
-    >>> bands([(1, 2, 3), (5, 2, 0.5)], 10, "url(#woven)")
-    '<path d="M1 7h3m1 0h.5" class="band" stroke="url(#woven)" stroke-width="10" fill="none"/>'
+    >>> boxes([(1, 2, 4, 12)], "url(#states)")
+    '<path d="M1 2H4V12H1Z" class="box" fill="url(#states)"/>'
     """
-    path, end = "", None
-    for x, y, width in boxes:
-        left, middle, wide = round(10 * x), round(10 * (y + height / 2)), round(10 * width)
-        to = (left, middle) if end is None else (left - end[0], middle - end[1])
-        path += f"{'M' if end is None else 'm'}{_listed(map(_tenths, to))}h{_tenths(wide)}"
-        end = left + wide, middle
-    return element("path", d=path, class_="band", stroke=fill, stroke_width=height, fill="none")
-
-
-def dashes(boxes: Sequence[tuple[float, float]], y: float, height: float, fill: str) -> str:
-    """Boxes of one look in a row, drawn as one thick broken line. Of each: its left and its right.
-
-    >>> dashes([(1, 3), (5, 5.5)], 2, 10, "url(#woven)")
-    '<path d="M1 7H5.5" class="band" stroke="url(#woven)" stroke-width="10" stroke-dasharray="2 2 .5" fill="none"/>'
-    """
-    edges = [round(10 * edge) for box in boxes for edge in box]
-    return element(
-        "path",
-        d=f"M{_tenths(edges[0])} {number(y + height / 2)}H{_tenths(edges[-1])}",
-        class_="band",
-        stroke=fill,
-        stroke_width=height,
-        stroke_dasharray=_listed(_tenths(b - a) for a, b in pairwise(edges)) if len(boxes) > 1 else None,
-        fill="none",
+    path = "".join(
+        f"M{number(left)} {number(top)}H{number(right)}V{number(bottom)}H{number(left)}Z"
+        for left, top, right, bottom in edges
     )
-
-
-def _tenths(value: int) -> str:
-    """Tenths of a pixel in pixels.
-
-    >>> _tenths(-5), _tenths(120)
-    ('-.5', '12')
-    """
-    return number(value / 10).replace("0.", ".", 1) if abs(value) < 10 else number(value / 10)
-
-
-def _listed(numbers: Iterable[str]) -> str:
-    return " ".join(numbers).replace(" -", "-")
+    return element("path", d=path, class_=css, fill=fill)
 
 
 def stroke(path: str, *, kind: str, width: float = 1.0, dash: str | None = None) -> str:
-    """A path that is drawn and not filled."""
+    """The outline of a path."""
     colour = {"line": LINE, "ink": INK, "muted": MUTED, "accent": ACCENT, "good": GOOD, "bad": BAD}[kind]
     return element(
         "path",
@@ -162,46 +139,46 @@ def stroke(path: str, *, kind: str, width: float = 1.0, dash: str | None = None)
 
 
 def width_of(words: str, size: float = NORMAL, *, bold: bool = False) -> float:
-    """About how wide a text is, in pixels; never much less than it is."""
+    """An estimate of the width of a text in pixels, on the safe side."""
     return len(words) * size * _EM * (1.12 if bold else 1.0)
 
 
 def wrapped(words: str, width: float, size: float = NORMAL) -> list[str]:
-    """The text in lines that fit `width` pixels; a longer word is broken."""
+    """The text in lines of at most `width` pixels. Longer words are broken."""
     return textwrap.wrap(words, max(4, int(width / (size * _EM)))) or [""]
 
 
-def pattern(key: str, part: Part) -> str:
-    """A part's fill: its colour, woven so that it is told without colour too."""
-    ground = element("rect", width=8, height=8, class_=f"f-{part.shade or part.key}", fill=part.colour)
-    weave = element("path", d=part.weave, class_="weave", stroke=PAPER, stroke_width=1.5, fill="none")
+def pattern(key: str, fill: Fill) -> str:
+    """The pattern that `url(#KEY-FILL)` refers to."""
+    ground = element("rect", width=8, height=8, class_=f"f-{fill.css}", fill=fill.colour)
+    weave = element("path", d=fill.weave, class_="weave", stroke=PAPER, stroke_width=1.5, fill="none")
     return element(
         "pattern",
         ground,
-        *([weave] if part.weave else []),
-        id=f"{key}-{part.key}",
+        *([weave] if fill.weave else []),
+        id=f"{key}-{fill.key}",
         width=8,
         height=8,
         patternUnits="userSpaceOnUse",
     )
 
 
-def legend(key: str, parts: list[Part], width: float, y: float, x: float = 0.0) -> tuple[str, float]:
-    """Swatches with their names from `y` down, wrapped to `width`; and where they end."""
+def legend(key: str, fills: Sequence[Fill], width: float, y: float, x: float = 0.0) -> tuple[str, float]:
+    """Swatches with their names from `y` downwards, wrapped to `width`, and the y below them."""
     drawn, at = [], x
-    for part in parts:
-        needed = 18 + width_of(part.name) + 8
+    for fill in fills:
+        needed = 18 + width_of(fill.name) + 8
         if at > x and at + needed > width:
             at, y = x, y + 22
-        drawn.append(element("rect", x=at, y=y, width=12, height=12, rx=2, fill=f"url(#{key}-{part.key})"))
-        drawn.append(text(at + 18, y + 10.5, part.name, kind="muted"))
+        drawn.append(element("rect", x=at, y=y, width=12, height=12, rx=2, fill=f"url(#{key}-{fill.key})"))
+        drawn.append(text(at + 18, y + 10.5, fill.name, kind="muted"))
         at += needed + 6
     return "".join(drawn), y + 22
 
 
-def frame(key: str, title: str, description: str, width: float, height: float, *body: str, parts: list[Part] | None = None) -> str:  # fmt: skip
-    """The whole drawing. `key` makes its ids its own among the drawings of a page."""
-    defs = element("defs", *(pattern(key, part) for part in parts)) if parts else ""
+def frame(key: str, title: str, description: str, width: float, height: float, *body: str, fills: Sequence[Fill] = ()) -> str:  # fmt: skip
+    """The whole drawing. `key` starts every id, so that ids are unique on a page with several drawings."""
+    defs = element("defs", *(pattern(key, fill) for fill in fills)) if fills else ""
     return element(
         "svg",
         element("title", clean(title) or " ", id=f"{key}-title"),
@@ -224,7 +201,7 @@ def frame(key: str, title: str, description: str, width: float, height: float, *
 
 
 def stacked(*drawings: str, title: str, gap: float = 16) -> str:
-    """Drawings of `frame`, one below the other, as one."""
+    """Several drawings of `frame` below each other, as one drawing."""
     sizes = [tuple(map(float, _VIEW_BOX.search(drawing).groups())) for drawing in drawings]  # type: ignore[union-attr]  # `frame` writes one
     width, height = max(w for w, _ in sizes), sum(h for _, h in sizes) + gap * (len(sizes) - 1)
     body, at = [], 0.0

@@ -1,4 +1,4 @@
-"""How far the time of a step was off, against what makes a job large: parameters, GPUs, tokens per sequence."""
+"""Errors of the predicted step time against the size of the job: parameters, GPUs, tokens per sequence."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_advisor.render.parts import PARTS, Part
-from fsdp_advisor.render.scale import Scale, power_ticks
-from fsdp_advisor.render.svg import (
+from fsdp_advisor.render.parts import OVERHEAD
+from fsdp_advisor.render.svg.elements import (
     ACCENT,
     MUTED,
     PAPER,
     SMALL,
+    Fill,
     clean,
     element,
     frame,
@@ -25,30 +25,29 @@ from fsdp_advisor.render.svg import (
     width_of,
     wrapped,
 )
+from fsdp_advisor.render.svg.scale import Scale, power_ticks
 
 BANDS = (30, 15)
-"""Tinted: errors within so many percent, either way."""
+"""Errors within so many percent are tinted."""
 BEYOND = 5.0
-"""The axes go on to so many times the largest run, where there is none."""
+"""The axes end at so many times the largest run."""
 _ROOM = 72.0
-"""Pixels that a tick's label has to itself."""
+"""Pixels reserved for the label of a tick."""
 _RADIUS = 4.0
 _APART, _ASIDE = 7.0, 14
-"""Two marks keep this far from each other, and are moved this far for it."""
-_PALEST = PARTS[-1]
-_UNSEEN = Part(
+"""Least distance of two marks in pixels, and the most that a mark is moved for it."""
+_UNSEEN = Fill(
     key="unseen",
-    name="no published run so large: it says so",
-    accounts=(),
-    colour=_PALEST.colour,
-    weave=_PALEST.weave,
-    shade=_PALEST.key,
+    name="larger than every published run",
+    colour=OVERHEAD.colour,
+    weave=OVERHEAD.weave,
+    css=OVERHEAD.key,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPoint:
-    """One run: its error (predicted of measured, less one), whether it judges the model, what the estimate itself doubts."""
+    """One run: its error (predicted / measured - 1), whether it judges the model, and what its estimate warns of."""
 
     label: str
     error_percent: float
@@ -61,7 +60,7 @@ class ErrorPoint:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """What a panel is against; ticks are powers of `base`."""
+    """The horizontal axis of a panel; ticks are powers of `base`."""
 
     name: str
     base: int
@@ -81,9 +80,9 @@ _AXES = (
 
 
 def speed_errors(points: Sequence[ErrorPoint], *, width: int = 960, key: str = "speed-errors") -> str:
-    """Three panels over the same errors, beside each other or, drawn narrow, below. Below zero a run took longer than predicted.
+    """Three panels with the same errors, side by side, or below each other if `width` is small.
 
-    Marks that would cover one another stand side by side.
+    An error below zero: the run took longer than predicted. Marks that would overlap are moved apart.
     """
     across = len(_AXES) if width >= 760 else 1
     left, gap, high = 40.0, 22.0, 250.0 if across > 1 else 190.0
@@ -99,7 +98,13 @@ def speed_errors(points: Sequence[ErrorPoint], *, width: int = 960, key: str = "
         body += _panel(axis, points, ys, start, start + wide, key, labelled=column == 0)
     bottom = top + 22 + (len(_AXES) // across) * (high + 62) - 14
     return frame(
-        key, "Error of the step time against the size of the job", _told(points), width, bottom, *body, parts=[_UNSEEN]
+        key,
+        "Error of the step time against the size of the job",
+        _description(points),
+        width,
+        bottom,
+        *body,
+        fills=[_UNSEEN],
     )
 
 
@@ -126,14 +131,14 @@ def _panel(
         at = min(max(xs(mark), start + half), end - half)
         drawn.append(text(at, ys.start + 16, words, kind="muted", size=SMALL, anchor="middle"))
     drawn.append(text(end, ys.start + 34, f"{axis.name} →", kind="muted", size=SMALL, anchor="end"))
-    places = _beside([(xs(axis.value(point)), ys(point.error_percent)) for point in points], start, end)
+    places = _spread_out([(xs(axis.value(point)), ys(point.error_percent)) for point in points], start, end)
     for point, (x, y) in zip(points, places, strict=True):
         drawn.append(_mark(x, y, point.judges, bool(point.doubts), point.label))
     return drawn
 
 
-def _beside(places: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
-    """The same places, moved along x by as little as it takes that none covers another, and by _ASIDE at most."""
+def _spread_out(places: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    """The places moved along x as little as possible, at most _ASIDE, so that none covers another."""
     taken: list[tuple[float, float]] = []
     for x, y in places:
         steps = sorted(range(-_ASIDE, _ASIDE + 1), key=lambda d: (abs(d), d))
@@ -153,12 +158,12 @@ def _band(xs: Scale, ys: Scale, percent: int) -> str:
 
 
 def _mark(x: float, y: float, judges: bool, doubted: bool, label: str = "") -> str:
-    """A disc judges the model, a square is of a source that constants were chosen on; hollow where the estimate doubts itself."""
+    """A disc if the run judges the model, a square if constants were chosen on its source; hollow if its estimate warns."""
     kind, colour = ("accent", ACCENT) if judges else ("muted", MUTED)
     looks: dict[str, Any] = {"class_": f"f-{kind} halo", "fill": colour, "stroke": PAPER}
     if doubted:
         looks = {"class_": f"paper-fill l-{kind}", "fill": PAPER, "stroke": colour, "stroke_width": 1.5}
-    r = _RADIUS if doubted else _RADIUS + 0.6  # a light edge around what is filled
+    r = _RADIUS if doubted else _RADIUS + 0.6  # a light edge around filled marks
     description = [element("title", clean(label) or " ")] if label else []
     if judges:
         return element("circle", *description, cx=x, cy=y, r=r, **looks)
@@ -166,7 +171,7 @@ def _mark(x: float, y: float, judges: bool, doubted: bool, label: str = "") -> s
 
 
 def _key(points: Sequence[ErrorPoint], key: str, width: float) -> tuple[list[str], float]:
-    """What the marks mean, and where that ends."""
+    """The legend of the marks, and the y below it."""
     judged = sum(point.judges for point in points)
     doubts = Counter(doubt for point in points for doubt in point.doubts)
     rows = (
@@ -189,8 +194,8 @@ def _key(points: Sequence[ErrorPoint], key: str, width: float) -> tuple[list[str
     return [*drawn, swatch], y
 
 
-def _told(points: Sequence[ErrorPoint]) -> str:
-    """The drawing in words."""
+def _description(points: Sequence[ErrorPoint]) -> str:
+    """The description of the drawing."""
     if not points:
         return "No runs."
     judged = [abs(point.error_percent) for point in points if point.judges]

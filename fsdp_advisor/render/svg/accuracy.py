@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.render.scale import Scale, log_ticks, short
-from fsdp_advisor.render.svg import ACCENT, SMALL, element, frame, line, number, text
+from fsdp_advisor.render.svg.elements import ACCENT, SMALL, element, frame, line, number, text
+from fsdp_advisor.render.svg.scale import Scale, log_ticks, short
 from fsdp_advisor.units import GIB
 
 BAND = 0.05

@@ -1,0 +1,176 @@
+"""A recommendation as text: what to launch, how it was decided, the runners-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, FindView
+from fsdp_advisor.render.parts import ACTIVATIONS, STATES
+from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, legend, paint
+from fsdp_advisor.render.terminal import wrap as fill
+
+RUNNERS_UP = 5
+BAR_WIDTHS = (10, 60)
+FRONTIER_BAR_WIDTH = 24
+_UNITS = ("GiB", "tokens/s", "%")
+_DEEPEST = 8
+"""Levels of the tree that are indented further than the last."""
+
+
+def wrap(paragraph: str, screen: Screen, *, first: str = "", indent: str = "") -> str:
+    """A paragraph in which a number and its unit stay together."""
+    for unit in _UNITS:
+        paragraph = paragraph.replace(f" {unit}", f"\0{unit}")
+    return fill(paragraph, screen, first=first, indent=indent).replace("\0", " ")
+
+
+def advice_text(view: AdviceView, screen: Screen) -> str:
+    """The whole answer, without a final newline."""
+    found = view.found
+    blocks = [
+        wrap(view.job, screen),
+        _winner(view, screen) if view.winner else _nothing(view, screen),
+        "How it was decided\n" + _tree(view, screen),
+        *([_found(found, view, screen)] if found and found.rows else []),
+        *([_runners_up(view, screen)] if view.runners_up and not found else []),
+        *([_rules(view, screen)] if view.rules else []),
+        *([_launch(view, screen)] if view.winner else []),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _winner(view: AdviceView, screen: Screen) -> str:
+    assert view.winner is not None
+    style = "bold green" if view.winner.peak_known else "bold yellow"
+    narrow, wide = BAR_WIDTHS
+    drawn = bar(view.parts, view.gpu_memory_bytes, max(narrow, min(wide, screen.width - 2)), screen)
+    lines = [view.training, *(f"warning: {warning}" for warning in view.warnings)]
+    return "\n".join(
+        [
+            paint(Text(wrap(view.heading, screen), style=style), screen),
+            wrap(view.figures, screen, first="  ", indent="  "),
+            paint(Text("  ") + drawn, screen),
+            legend([part for part, n_bytes in view.parts if n_bytes], screen),
+            *(wrap(line, screen, first="  ", indent="  ") for line in lines if line),
+        ]
+    )
+
+
+def _nothing(view: AdviceView, screen: Screen) -> str:
+    lines = [paint(Text(view.heading, style="bold red"), screen)]
+    lines += [wrap(f"{r.reason}: {r.command}", screen, first="  ", indent="    ") for r in view.remedies]
+    return "\n".join(lines)
+
+
+def _tree(view: AdviceView, screen: Screen) -> str:
+    """The path, each question under the answer that leads to it."""
+    elbow = "└─ " if screen.unicode else "`- "
+    lines = []
+    for depth, node in enumerate(view.path):
+        indent = "   " * min(max(depth - 1, 0), _DEEPEST)
+        question = f"{node.on}: {node.question}" if depth else node.question
+        lines.append(
+            wrap(
+                f"{question} {node.reason}",
+                screen,
+                first=indent + (elbow if depth else ""),
+                indent=indent + ("   " if depth else "  "),
+            )
+        )
+    indent = "   " * min(len(view.path) - 1, _DEEPEST)
+    lines.append(wrap(view.path[-1].answer, screen, first=indent + elbow, indent=indent + "   "))
+    return "\n".join(lines)
+
+
+def _runners_up(view: AdviceView, screen: Screen) -> str:
+    shown = view.runners_up[:RUNNERS_UP]
+    more, rejected = len(view.runners_up) - len(shown), len(view.rejected)
+    counts = [
+        *([f"{more} more {'fit' if view.fits else 'may fit'}"] if more else []),
+        *([f"{rejected} do not fit"] if rejected else []),
+        f"{view.configurations:,} configurations were evaluated",
+    ]
+    return f"Runners-up\n{_table(shown, screen, reasons=True)}\n" + wrap(
+        f"{'; '.join(counts)}. --json lists them.", screen
+    )
+
+
+def _found(found: FindView, view: AdviceView, screen: Screen) -> str:
+    """The answer to `--find`, a row per alternative, and memory against throughput."""
+    blocks = [
+        wrap(f"Found ({found.title}): {found.answer}", screen) + "\n" + _table(found.rows, screen, what=found.what)
+    ]
+    if len(found.frontier) > 1:
+        blocks.append("Memory against throughput\n" + _frontier(found.frontier, view, screen))
+    return "\n\n".join(blocks)
+
+
+def _table(rows: Sequence[CandidateView], screen: Screen, *, what: str = "", reasons: bool = False) -> str:
+    columns = [
+        Column("strategy", [row.strategy for row in rows]),
+        Column("backend", [row.plan.backend for row in rows]),
+        Column("checkpointing", [row.checkpointing for row in rows], rank=4),
+        Column("batch x acc.", [row.batch for row in rows], right=True, rank=5),
+    ]
+    needed = [row.needed_text for row in rows]
+    if any(row.peak_known for row in rows):
+        columns.append(Column("needs GiB", needed, right=True))
+        columns.append(Column("tokens/s", [row.throughput_text for row in rows], right=True))
+    else:
+        columns.append(Column("states GiB", needed, right=True))
+    if what == "sequence":
+        columns.insert(0, Column("tokens", [str(row.plan.seq_len) for row in rows], right=True))
+    elif what == "gpus":
+        columns.insert(0, Column("GPUs", [str(row.plan.world_size) for row in rows], right=True))
+    elif what == "gpu-type":
+        columns.insert(0, Column("GPU", [row.gpu for row in rows]))
+        columns.append(Column("has", [row.available_text for row in rows], right=True))
+    if what and any(row.fits is False for row in rows):
+        columns.append(Column("", [_fits(row) for row in rows]))
+    if reasons:
+        columns.append(Column("why not", [row.why_not for row in rows], rank=3))
+    return draw(fitting(columns, screen.width), screen)
+
+
+def _fits(row: CandidateView) -> Text:
+    return Text("does not fit", style="red") if row.fits is False else Text("fits", style="green")
+
+
+def _frontier(points: Sequence[CandidateView], view: AdviceView, screen: Screen) -> str:
+    """A row per point: its memory and its throughput as bars."""
+    fastest = max(point.throughput or 0.0 for point in points) or 1.0
+    memory = [bar([(STATES, p.needed_bytes)], view.gpu_memory_bytes, FRONTIER_BAR_WIDTH, screen) for p in points]
+    rates = [
+        bar([(ACTIVATIONS, round(1000 * (p.throughput or 0.0) / fastest))], 1000, FRONTIER_BAR_WIDTH, screen)
+        for p in points
+    ]
+    columns = [
+        Column("needs GiB", [p.needed_text for p in points], right=True),
+        Column("", memory, rank=2),
+        Column("tokens/s", [p.throughput_text for p in points], right=True),
+        Column("", rates, rank=1),
+        Column("configuration", [f"{p.label}, {p.plan.micro_batch_size} x {p.plan.seq_len}" for p in points]),
+    ]
+    return draw(fitting(columns, screen.width), screen)
+
+
+def _rules(view: AdviceView, screen: Screen) -> str:
+    """What the rules of thumb choose, and whether that would run."""
+    lines = ["Rules of thumb would choose"]
+    for rule in view.rules:
+        runs = {True: "which runs", False: "which does not run", None: "which may run"}[rule.would_run]
+        choice = f"{rule.choice}, {runs}" if rule.choice else "nothing"
+        lines.append(wrap(f"{rule.source}: {choice}: {rule.reason}", screen, first="  ", indent="    "))
+    return "\n".join(lines)
+
+
+def _launch(view: AdviceView, screen: Screen) -> str:
+    """The commands, never broken, so that they can be copied."""
+    if not view.launch_commands:
+        return wrap("No export target supports this plan.", screen)
+    lines = [view.launch_title, *(f"  {command}" for command in view.launch_commands)]
+    if view.other_targets:
+        lines.append(wrap(f"Other targets: {', '.join(view.other_targets)}.", screen))
+    return "\n".join(lines)

@@ -1,0 +1,310 @@
+"""`AdviceView`: everything that text, the page and the charts show of a recommendation, prepared once.
+
+The only module outside `advice` and `export` that reads the fields of a `Recommendation`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from fsdp_advisor.advice import Advice, Candidate, Recommendation
+from fsdp_advisor.advice.nodes import Node
+from fsdp_advisor.export import TARGETS, Job
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import dashed
+from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.render.parts import PartBytes, bar_parts
+from fsdp_advisor.render.sizes import NONE, UNKNOWN, format_rate
+from fsdp_advisor.render.view import model_text
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.units import format_count, format_gib
+
+_FIND_TITLES = {"batch": "micro-batch", "sequence": "sequence length", "gpus": "GPUs", "gpu-type": "GPU"}
+PEAK_UNKNOWN = (
+    "The peak is unknown, because a parameter count says nothing about activations, logits and gathered units. "
+    "Give --model a name or a config.json."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateView:
+    """One configuration: a row of a table and a point of a chart. `needed_bytes` is the states alone if no peak is known."""
+
+    plan: Plan
+    label: str
+    strategy: str
+    checkpointing: str
+    gpu: str
+    allocator_conf: str | None
+    fits: bool | None
+    chosen: bool
+    peak_known: bool
+    needed_bytes: int
+    available_bytes: int
+    throughput: float | None
+    needed_text: str
+    available_text: str
+    throughput_text: str
+    why_not: str
+
+    @property
+    def batch(self) -> str:
+        """`4 x 2`: micro-batch and accumulation steps."""
+        return f"{self.plan.micro_batch_size} x {self.plan.gradient_accumulation_steps}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionView:
+    """A node of the decision tree: a question with its numbers, or an outcome."""
+
+    id: str
+    parent: str | None
+    on: str
+    question: str
+    answer: str
+    reason: str
+    taken: bool
+    outcome: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleView:
+    """A rule of thumb, its choice for this model (empty: none), and whether that would run."""
+
+    source: str
+    choice: str
+    would_run: bool | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemedyView:
+    """A change that makes the job fit, as options of the command line and of a permalink."""
+
+    reason: str
+    command: str
+    query: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindView:
+    """The answer to `--find`: a row per alternative, and memory against throughput."""
+
+    what: str
+    title: str
+    answer: str
+    rows: tuple[CandidateView, ...]
+    frontier: tuple[CandidateView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceView:
+    """A recommendation as every interface shows it.
+
+    `winner` None: nothing fits, and `remedies` say what would. `estimate` is the winner's row. `report` is the job as asked.
+    """
+
+    report: Report
+    estimate: StrategyEstimate | None
+
+    job: str
+    gpu_memory_bytes: int
+    fits: bool | None
+    winner: CandidateView | None
+    heading: str
+    figures: str
+    parts: PartBytes
+    training: str
+    warnings: tuple[str, ...]
+    remedies: tuple[RemedyView, ...]
+    path: tuple[DecisionView, ...]
+    tree: tuple[DecisionView, ...]
+    found: FindView | None
+    runners_up: tuple[CandidateView, ...]
+    rejected: tuple[CandidateView, ...]
+    configurations: int
+    margin: str
+    rules: tuple[RuleView, ...]
+    launch_title: str
+    launch_commands: tuple[str, ...]
+    other_targets: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def advice_view(advice: Advice) -> AdviceView:
+    """The view of a recommendation."""
+    r = advice.recommendation
+    winner = None if r.winner is None else _candidate(r, r.winner)
+    decisions = tuple(_decision(node) for node in r.tree.nodes)
+    commands, targets = _launch(advice)
+    return AdviceView(
+        report=advice.report,
+        estimate=r.estimate,
+        job=_job_line(advice),
+        gpu_memory_bytes=r.gpu_memory_bytes,
+        fits=r.fits,
+        winner=winner,
+        heading=_heading(r),
+        figures=_figures(r),
+        parts=bar_parts(r.estimate) if r.estimate is not None else (),
+        training=_training(r),
+        warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
+        remedies=tuple(
+            RemedyView(
+                reason=remedy.because,
+                command=" ".join(f"{dashed(name)} {value}" for name, value in remedy.options.items()),
+                query=r.request.changed | dict(remedy.options),
+            )
+            for remedy in r.remedies
+        ),
+        path=tuple(node for node in decisions if node.taken and not node.outcome),
+        tree=decisions,
+        found=_found(r),
+        runners_up=tuple(_candidate(r, c) for c in r.rivals),
+        rejected=tuple(_candidate(r, c) for c in r.refused),
+        configurations=r.configurations,
+        margin=f"{100 * r.request.margin:g} %",
+        rules=tuple(
+            RuleView(source=rule.source, choice=rule.says or "", would_run=rule.would_run, reason=rule.because)
+            for rule in r.rules
+        ),
+        launch_title="To launch it" if r.fits else "To try it",
+        launch_commands=commands,
+        other_targets=targets,
+        notes=r.notes,
+    )
+
+
+def _decision(node: Node) -> DecisionView:
+    return DecisionView(
+        id=node.id,
+        parent=node.parent,
+        on=node.on,
+        question=node.question,
+        answer=node.answer or "",
+        reason=node.because,
+        taken=node.taken,
+        outcome=node.outcome,
+    )
+
+
+def _candidate(r: Recommendation, c: Candidate) -> CandidateView:
+    plan, rate = c.plan, c.tokens_per_second_per_gpu
+    chosen = r.winner is not None and c.plan == r.winner.plan and c.gpu == r.winner.gpu
+    return CandidateView(
+        plan=plan,
+        label=c.label,
+        strategy=c.label.partition(" (")[0],
+        checkpointing=plan.activation_checkpointing.replace("none", NONE),
+        gpu=c.gpu,
+        allocator_conf=c.allocator_conf,
+        fits=c.fits,
+        chosen=chosen,
+        peak_known=c.needed_bytes is not None,
+        needed_bytes=c.known_bytes,
+        available_bytes=c.available_bytes,
+        throughput=rate,
+        needed_text=_bare(c.known_bytes),
+        available_text=_bare(c.available_bytes),
+        throughput_text=format_rate(rate) if rate else UNKNOWN,
+        why_not="" if chosen else r.why_not(c),
+    )
+
+
+def _bare(n_bytes: int) -> str:
+    return format_gib(n_bytes).removesuffix(" GiB")
+
+
+def _job_line(advice: Advice) -> str:
+    report, r = advice.report, advice.recommendation
+    request, winner = r.request, r.winner
+    gpus, nnodes = (winner.plan.world_size, winner.plan.nnodes) if winner else (request.gpus, request.nnodes)
+    seq_len = winner.plan.seq_len if winner else report.seq_len
+    items = [task_of(report.task).of_length(seq_len), request.precision, request.optim, request.attention]
+    if request.global_batch_size:
+        items.append(f"global batch {request.global_batch_size}")
+    whole = format_gib(r.gpu_memory_bytes)
+    limit = f"{format_gib(r.available_bytes)} of {whole}: {100 * request.margin:g} % stays free"
+    nodes = f" on {nnodes} nodes" if nnodes > 1 else ""
+    return (
+        f"{model_text(report)} on {gpus} x {winner.gpu if winner else report.gpu_name}{nodes}: {', '.join(items)}. "
+        f"A plan fits if it needs at most {limit if request.margin else whole}."
+    )
+
+
+def _heading(r: Recommendation) -> str:
+    winner = r.winner
+    if winner is None:
+        return "Nothing fits."
+    if winner.needed_bytes is None:
+        return f"By its states alone: {winner.label}"
+    plan, steps = winner.plan, winner.plan.gradient_accumulation_steps
+    accumulation = f"accumulation {steps}" if steps > 1 else "no accumulation"
+    return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {winner.global_batch_size}"
+
+
+def _figures(r: Recommendation) -> str:
+    """What the winner needs and how fast it is, in one line."""
+    winner = r.winner
+    if winner is None:
+        return ""
+    has = format_gib(winner.available_bytes)
+    if winner.needed_bytes is None:
+        simplest = "" if r.finding else "the simplest plan whose states leave the margin: "
+        items = [f"{simplest}states {format_gib(winner.state_bytes)}, has {has}"]
+    else:
+        needed = (
+            winner.known_bytes if r.estimate is None or r.estimate.needed_bytes is None else r.estimate.needed_bytes
+        )
+        items = [f"needs {format_gib(needed)}, has {has}"]
+    if winner.host_bytes_per_node:
+        items.append(f"host memory {format_gib(winner.host_bytes_per_node)} per node")
+    if winner.tokens_per_second_per_gpu and winner.step_seconds:
+        rate = format_rate(winner.tokens_per_second_per_gpu)
+        items.append(f"{rate} tokens/s per GPU, {winner.step_seconds:.3g} s per step")
+    if winner.allocator_conf is not None:
+        items.append(f"with PYTORCH_ALLOC_CONF={winner.allocator_conf}")
+    if winner.needed_bytes is None:
+        items.append(PEAK_UNKNOWN)
+    return "; ".join(items)
+
+
+def _training(r: Recommendation) -> str:
+    run = r.training
+    if run is None:
+        return ""
+    tokens = f"{format_count(run.tokens)} tokens"
+    if run.days is None or run.gpu_hours is None:
+        return f"{tokens}: the time of a step is unknown"
+    cost = f", {run.cost:,.0f} at {run.price:g} per GPU hour" if run.cost is not None else ""
+    return f"{tokens}: {run.days:,.3g} days, {run.gpu_hours:,.0f} GPU hours{cost}"
+
+
+def _found(r: Recommendation) -> FindView | None:
+    finding = r.finding
+    if finding is None:
+        return None
+    answer = f"{finding.answer}, {finding.because}" if finding.answer is not None else finding.because
+    return FindView(
+        what=finding.what,
+        title=_FIND_TITLES[finding.what],
+        answer=answer,
+        rows=tuple(_candidate(r, c) for c in finding.rows),
+        frontier=tuple(_candidate(r, c) for c in finding.frontier),
+    )
+
+
+def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The export command of the first target that supports the plan with the command that runs it, and the other targets."""
+    r = advice.recommendation
+    if r.winner is None or r.estimate is None:
+        return (), ()
+    job = Job.of(advice.report, r.estimate, environment=r.winner.environment)
+    able = [target for target in TARGETS.values() if target.cannot(job) is None]
+    able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # the estimated framework first
+    if not able:
+        return (), ()
+    target, *others = able
+    command = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {target.file_name}"
+    return (command, target.line(job, target.file_name)), tuple(other.name for other in others)

@@ -1,0 +1,185 @@
+"""`--explain`: what one strategy needs at its peak, through its step and in the phases of its job, prepared for display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fsdp_advisor.engines.job_peaks import JobPeaks, PhasePeak
+from fsdp_advisor.memory.device import NON_TENSOR_PARTS
+from fsdp_advisor.memory.live import TimelinePoint
+from fsdp_advisor.program.accounts import ACCOUNTS
+from fsdp_advisor.render.parts import PARTS, MemoryPart
+from fsdp_advisor.render.sizes import Sizes, format_seconds
+from fsdp_advisor.render.view import ReportView, RowView
+from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.timing import StepTime
+
+MEANINGS = ACCOUNTS | NON_TENSOR_PARTS
+_PART_OF: Mapping[str, MemoryPart] = {account: part for part in PARTS for account in part.accounts}
+_PHASE_NAMES = {"load": "load", "first_step": "first step", "steady_step": "steady step", "save": "save"}
+_SMALL_SHARE = 0.005
+"""Parts of a step's time below this share are not listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One component of what a GPU needs: an account of tensors, or memory outside tensors. `share` is of the sum."""
+
+    name: str
+    meaning: str
+    part: MemoryPart
+    n_bytes: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplanationView:
+    """The explanation of one row. `components` sum to `needed_bytes`; `timeline` is tensor memory through the step."""
+
+    heading: str
+    phases: str
+    components: tuple[Component, ...]
+    total_text: str
+    lines: tuple[str, ...]
+    timeline: tuple[TimelinePoint, ...]
+    gpu_memory_bytes: int
+    sizes: Sizes
+
+
+def explanation_view(view: ReportView, row: RowView, estimate: StrategyEstimate) -> ExplanationView:
+    """The explanation of `row`, which is `estimate`'s row in `view`."""
+    sizes = view.sizes
+    heading = f"{row.label} ({row.backend})"
+    phases = ""
+    if estimate.needed_bytes is None or estimate.peak_tensor_bytes is None:
+        heading += ": the peak is unknown"
+    else:
+        heading += f": needs {sizes.full(estimate.needed_bytes)}; "
+        heading += f"tensors peak at {sizes.full(estimate.peak_tensor_bytes)} in {estimate.peak_phase}, at {estimate.peak_where}"
+        highest = (f"{phase} {sizes.full(n)}" for phase, n in (estimate.phase_peaks or {}).items())
+        phases = f"Tensor peak by phase: {', '.join(highest)}"
+    lines = [
+        *_loss_lines(estimate, sizes),
+        _states_line(estimate, sizes),
+        f"Host memory per node: {sizes.full(row.host_bytes_per_node) if row.host_bytes_per_node else 'none'}",
+        *_job_lines(estimate, sizes),
+        *_time_lines(estimate.step, row, view.throughput_unit),
+        *([f"Also not modelled for this row: {'; '.join(row.specific_omissions)}"] if row.specific_omissions else []),
+    ]
+    return ExplanationView(
+        heading=heading,
+        phases=phases,
+        components=components(estimate.needed_breakdown or {}),
+        total_text=row.needed_text,
+        lines=tuple(lines),
+        timeline=estimate.timeline,
+        gpu_memory_bytes=view.gpu_memory_bytes,
+        sizes=sizes,
+    )
+
+
+def components(needed: Mapping[str, int]) -> tuple[Component, ...]:
+    """The components that hold anything, the largest first."""
+    total = sum(needed.values()) or 1
+    return tuple(
+        Component(
+            name=account.replace("_", " "),
+            meaning=MEANINGS[account],
+            part=_PART_OF[account],
+            n_bytes=n,
+            share=n / total,
+        )
+        for account, n in sorted(needed.items(), key=lambda item: -item[1])
+        if n
+    )
+
+
+def share_text(share: float) -> str:
+    """
+    >>> share_text(0.1234)
+    '12.3 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def _loss_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
+    """Memory of the loss at the peak, and what a fused or chunked loss saves, both of the same step."""
+    if estimate.at_peak is None or estimate.peak_tensor_bytes is None or estimate.fused_loss_peak_bytes is None:
+        return []
+    saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes
+    loss = f"Loss (logits and their gradients): {sizes.scaled(estimate.at_peak['loss'])} at the peak"
+    if saved * 1000 < estimate.peak_tensor_bytes:
+        return [f"{loss}; a fused or chunked loss would save nothing, because the loss does not set the peak"]
+    return [
+        f"{loss}; a fused or chunked loss would save {sizes.scaled(saved)}: "
+        f"the tensors would peak at {sizes.full(estimate.fused_loss_peak_bytes)}"
+    ]
+
+
+def _states_line(estimate: StrategyEstimate, sizes: Sizes) -> str:
+    states = ", ".join(f"{name} {sizes.scaled(n)}" for name, n in estimate.states.items() if n)
+    if not states:
+        return "Kept between steps: nothing on the GPU"
+    return f"Kept between steps: {sizes.scaled(estimate.kept_bytes)} ({states})"
+
+
+def _job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
+    """Memory outside tensors, and the phases of the job; nothing for a bare parameter count."""
+    job, overhead = estimate.job, estimate.overhead
+    if job is None or overhead is None:
+        return []
+    lines = []
+    if (allocator := estimate.allocator) is not None:
+        lines.append(
+            f"PyTorch's allocator: {sizes.full(allocator.allocated_peak_bytes)} allocated, "
+            f"{sizes.full(allocator.reserved_peak_bytes)} reserved"
+        )
+    low, high = sizes.scaled(overhead.low_bytes), sizes.scaled(overhead.high_bytes)
+    files = ", ".join(
+        f"{f.count} {'file' if f.count == 1 else 'files'} {f.name} of {sizes.scaled(f.tensor_bytes)}"
+        for f in job.saving.files
+    )
+    return [
+        *lines,
+        f"Outside PyTorch: {low} to {high} ({', '.join(part.name for part in overhead.parts)})",
+        f"Tensors on each GPU by phase of the job: {_gpu_by_phase(job, sizes)}",
+        f"Loading ({job.loading.way}): {_host_text(job.phases['load'], sizes)}; {job.loading.how}",
+        *_other_loadings(job, sizes),
+        f"Saving ({job.saving.way}): {files}; {_host_text(job.phases['save'], sizes)}",
+    ]
+
+
+def _gpu_by_phase(job: JobPeaks, sizes: Sizes) -> str:
+    return ", ".join(
+        f"{_PHASE_NAMES[name]} {'unknown' if peak.gpu_bytes is None else sizes.full(peak.gpu_bytes)}"
+        for name, peak in job.phases.items()
+    )
+
+
+def _host_text(peak: PhasePeak, sizes: Sizes) -> str:
+    n = peak.host_bytes_per_node
+    return f"{sizes.scaled(n) if n else 'no'} host memory per node"
+
+
+def _other_loadings(job: JobPeaks, sizes: Sizes) -> list[str]:
+    others = [method for method in job.loadings if method is not job.loading]
+    if not others:
+        return []
+    texts = (f"{m.way} {sizes.full(m.gpu_bytes)} and {sizes.full(m.host_bytes_per_node)}" for m in others)
+    return [f"Other ways to load, on each GPU and on each host: {', '.join(texts)}"]
+
+
+def _time_lines(step: StepTime | None, row: RowView, unit: str) -> list[str]:
+    """The step's time with its range, and its parts, the largest first."""
+    if step is None:
+        return []
+    ends = f"{format_seconds(step.low_seconds)} to {format_seconds(step.high_seconds)}"
+    parts = sorted(((seconds, name) for name, seconds in step.breakdown.items()), reverse=True)
+    shares = (
+        f"{name} {seconds / step.seconds:.0%}" for seconds, name in parts if seconds >= _SMALL_SHARE * step.seconds
+    )
+    return [
+        f"Step: {format_seconds(step.seconds)} ({ends}), {row.throughput_text} {unit} per GPU, MFU {step.mfu:.0%}",
+        f"Time by cause: {', '.join(shares)}",
+    ]

@@ -1,0 +1,277 @@
+"""`ReportView`: everything that text, Markdown, the page and the charts show of a report, prepared once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.render.parts import PARTS, STATES, MemoryPart, PartBytes, bar_parts
+from fsdp_advisor.render.sizes import NONE, UNKNOWN, Sizes, format_rate
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.units import format_count
+from fsdp_advisor.verdict import verdict_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowView:
+    """One strategy. The figures are those of the estimate; the texts are how every interface writes them.
+
+    `name` is what `--explain` takes. `states_bytes` is what a rank keeps between steps. `throughput` counts what the
+    task counts (tokens or images) per second per GPU. `parts` sum to `needed_bytes`, or are the states alone if the peak is
+    unknown. `why` says where the peak is, or why it is unknown.
+    """
+
+    name: str
+    label: str
+    strategy: str
+    offload: str
+    backend: str
+    fits: bool | None
+    needed_bytes: int | None
+    headroom_bytes: int | None
+    states_bytes: int
+    host_bytes_per_node: int
+    throughput: float | None
+    parts: PartBytes
+    needed_text: str
+    states_text: str
+    state_texts: dict[str, str]
+    host_text: str
+    throughput_text: str
+    verdict: str
+    why: str
+    specific_omissions: tuple[str, ...]
+
+    @property
+    def peak_known(self) -> bool:
+        return self.needed_bytes is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Omission:
+    """An effect that no figure contains, and the labels of the rows that lack it; no labels: all rows."""
+
+    text: str
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportView:
+    """A report as every interface shows it. `legend` are the parts that bars are made of, `footnotes` explain columns."""
+
+    job: str
+    job_items: tuple[str, ...]
+    gpu_name: str
+    gpu_memory_bytes: int
+    sizes: Sizes
+    throughput_unit: str
+    rows: tuple[RowView, ...]
+    legend: tuple[MemoryPart, ...]
+    footnotes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    omissions: tuple[Omission, ...]
+
+    @property
+    def peaks_known(self) -> bool:
+        """Whether any row has a peak."""
+        return any(row.peak_known for row in self.rows)
+
+    @property
+    def timed(self) -> bool:
+        """Whether any row has a throughput."""
+        return any(row.throughput is not None for row in self.rows)
+
+    @property
+    def offloads(self) -> bool:
+        return any(row.offload != NONE for row in self.rows)
+
+    @property
+    def uses_host(self) -> bool:
+        return any(row.host_bytes_per_node for row in self.rows)
+
+    @property
+    def omission_lines(self) -> tuple[str, ...]:
+        """The effects missing from all rows, then the rows that lack more, with the command that names those effects."""
+        common = [omission.text for omission in self.omissions if not omission.labels]
+        lines = [f"Not modelled: {'; '.join(common)}."] if common else []
+        if more := [row for row in self.rows if row.specific_omissions]:
+            labels = ", ".join(row.label for row in more)
+            lines.append(f"Some effects are not modelled for {labels}; see --explain {more[0].name}.")
+        return tuple(lines)
+
+    @property
+    def explain_hint(self) -> str:
+        """The command that explains the fastest row that fits, or the smallest row; empty if no peak is known."""
+        known = [row for row in self.rows if row.peak_known]
+        if not known:
+            return ""
+        fitting = [row for row in known if row.fits]
+        row = (
+            max(fitting, key=lambda row: row.throughput or 0.0)
+            if fitting
+            else min(known, key=lambda row: row.needed_bytes or 0)
+        )
+        return f"For memory at the peak and through the step: --explain {row.name}"
+
+
+def report_view(report: Report) -> ReportView:
+    """The view of a report."""
+    sizes = Sizes.of(report)
+    unit = f"{task_of(report.task).counted}/s"
+    omissions = _omissions(report.estimates)
+    rows = tuple(_row(report, estimate, sizes, omissions) for estimate in report.estimates)
+    known = any(row.peak_known for row in rows)
+    items = job_items(report)
+    return ReportView(
+        job=_job_line(report, sizes),
+        job_items=items,
+        gpu_name=report.gpu_name,
+        gpu_memory_bytes=report.gpu_memory_bytes,
+        sizes=sizes,
+        throughput_unit=unit,
+        rows=rows,
+        legend=PARTS if known else (STATES,),
+        footnotes=_footnotes(rows, sizes, unit),
+        warnings=merge_warnings(report.estimates),
+        omissions=omissions,
+    )
+
+
+def row_name(estimate: StrategyEstimate) -> str:
+    """The name of a row for `--explain`: `zero3`, `zero3+optimizer`."""
+    plan = estimate.plan
+    return plan.strategy if plan.offload == "none" else f"{plan.strategy}+{plan.offload}"
+
+
+def _row(report: Report, estimate: StrategyEstimate, sizes: Sizes, omissions: Sequence[Omission]) -> RowView:
+    plan = estimate.plan
+    rate = throughput_of(report, estimate)
+    return RowView(
+        name=row_name(estimate),
+        label=estimate.label,
+        strategy=estimate.label.partition(" ")[0],
+        offload=plan.offload if plan.offload != "none" else NONE,
+        backend=plan.backend,
+        fits=estimate.fits,
+        needed_bytes=estimate.needed_bytes,
+        headroom_bytes=estimate.headroom_bytes,
+        states_bytes=estimate.kept_bytes,
+        host_bytes_per_node=estimate.host_bytes_per_node,
+        throughput=rate,
+        parts=bar_parts(estimate),
+        needed_text=sizes.bare(estimate.needed_bytes),
+        states_text=sizes.bare(estimate.kept_bytes),
+        state_texts={name: sizes.bare(n) for name, n in estimate.states.items()},
+        host_text=sizes.bare_or_none(estimate.host_bytes_per_node),
+        throughput_text=UNKNOWN if rate is None else format_rate(rate),
+        verdict=verdict_text(report, estimate, sizes.full),
+        why=_why(estimate),
+        specific_omissions=tuple(o.text for o in omissions if estimate.label in o.labels),
+    )
+
+
+def throughput_of(report: Report, estimate: StrategyEstimate) -> float | None:
+    """Tokens, or images if the model reads images, per second per GPU; None if the time is unknown."""
+    if estimate.step is None:
+        return None
+    tokens = 1 if task_of(report.task).takes_any_length else report.seq_len
+    return estimate.step.tokens_per_second_per_gpu / tokens
+
+
+def _why(estimate: StrategyEstimate) -> str:
+    if estimate.peak_phase is None:
+        return next(iter(omitted_effects(estimate)), "")
+    return f"the peak is in {estimate.peak_phase}, at {estimate.peak_where}"
+
+
+def _footnotes(rows: Sequence[RowView], sizes: Sizes, unit: str) -> tuple[str, ...]:
+    """What the columns mean."""
+    known = any(row.peak_known for row in rows)
+    notes = [f"Sizes in {sizes.unit_with_meaning}{'' if known else ', by the formulas of the ZeRO paper'}."]
+    if known:
+        notes.append("needs: memory of one GPU at the worst moment of the job, with fragmentation, CUDA and NCCL.")
+    notes.append("states: what a rank keeps between steps (parameters, gradients, optimizer state, buffers).")
+    if any(row.throughput is not None for row in rows):
+        notes.append(f"{unit}: per GPU.")
+    if any(row.host_bytes_per_node for row in rows):
+        notes.append("host: memory per node.")
+    return tuple(notes)
+
+
+def job_items(report: Report) -> tuple[str, ...]:
+    """The options of the job that its figures depend on."""
+    request = report.request
+    checkpointing = request.activation_checkpointing
+    items: list[str] = [request.precision, request.optim]
+    if report.model_source != "count":
+        items = [
+            f"micro-batch {request.micro_batch_size}",
+            task_of(report.task).of_length(report.seq_len),
+            *items,
+            request.attention,
+        ]
+        if request.gradient_accumulation_steps > 1:
+            items.append(f"accumulation {request.gradient_accumulation_steps}")
+        items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
+    if request.wrap == "none":
+        items.append("one FSDP2 unit")
+    if request.framework != "torch":
+        items.append(f"framework {request.framework}")
+    if request.offload != "none" and request.offload_device != "cpu":
+        items.append(f"offload to {request.offload_device}")
+    return tuple(items)
+
+
+def model_text(report: Report) -> str:
+    """`NAME (6.74B parameters)`, with the trainable ones if they are fewer."""
+    total, trainable = format_count(report.parameters), format_count(report.trainable_parameters)
+    return f"{report.model_name} ({total} parameters{f', {trainable} trainable' if trainable != total else ''})"
+
+
+def _job_line(report: Report, sizes: Sizes) -> str:
+    request = report.request
+    nodes = f" on {request.nnodes} nodes" if request.nnodes > 1 else ""
+    gpus = f"{request.gpus} x {report.gpu_name} ({sizes.full(report.gpu_memory_bytes)} each){nodes}"
+    return f"{model_text(report)} on {gpus}: {', '.join(job_items(report))}"
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+def merge_warnings(estimates: Sequence[StrategyEstimate]) -> tuple[str, ...]:
+    """Each warning once. Warnings that differ only in their numbers become one, which names the other rows."""
+    merged: dict[str, list[tuple[str, str]]] = {}
+    for estimate in estimates:
+        for warning in estimate.warnings:
+            merged.setdefault(_NUMBER.sub("#", warning), []).append((estimate.label, warning))
+    lines = []
+    for (label, warning), *others in merged.values():
+        if len(others) + 1 == len(estimates) and all(text == warning for _, text in others):
+            lines.append(warning)
+        else:
+            likewise = f" (likewise {', '.join(other for other, _ in others)})" if others else ""
+            lines.append(f"{label}: {warning}{likewise}")
+    return tuple(lines)
+
+
+_KEYS = re.compile(r"^(?:the peak, )?[a-z]+(?:_[a-z]+)+(?:, [a-z]+(?:_[a-z]+)+)*: ")
+"""The JSON keys before the reason in an item of `not_modelled`."""
+
+
+def omitted_effects(estimate: StrategyEstimate) -> list[str]:
+    """The effects that the row's figures lack, without the names of the JSON keys."""
+    return [_KEYS.sub("", item) for item in estimate.not_modelled]
+
+
+def _omissions(estimates: Sequence[StrategyEstimate]) -> tuple[Omission, ...]:
+    """Effects missing from all rows first, then those missing from some."""
+    labels: dict[str, list[str]] = {}
+    for estimate in estimates:
+        for text in dict.fromkeys(omitted_effects(estimate)):
+            labels.setdefault(text, []).append(estimate.label)
+    found = [
+        Omission(text=text, labels=() if len(rows) == len(estimates) else tuple(rows)) for text, rows in labels.items()
+    ]
+    return tuple(sorted(found, key=lambda omission: bool(omission.labels)))
