@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
@@ -18,8 +18,9 @@ from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G
+from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.plan import Plan, plans
-from fsdp_advisor.job.request import AnyRequest, EstimateRequest, plainly
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
@@ -49,20 +50,6 @@ def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False
     """
     request = request or make_request(options)
     return estimate_resolved(request, resolve(request.model), explain=explain)
-
-
-@overload
-def make_request(given: Mapping[str, Any]) -> EstimateRequest: ...
-@overload
-def make_request(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest: ...
-def make_request(given: Mapping[str, Any], kind: type[EstimateRequest] = EstimateRequest) -> EstimateRequest:
-    """A request from keywords, which may be text. Raises UsageError with the first complaint about them."""
-    plain = plainly(given, kind)
-    if plain is not None:
-        return plain
-    from fsdp_advisor.job.parsing import read  # pydantic takes longer to import than most answers take
-
-    return read(given, kind)
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
