@@ -6,12 +6,13 @@ Run with `pytest tests/benchmarks --benchmark-enable`; nothing here fails for be
 from __future__ import annotations
 
 import pytest
+from fsdp_advisor.memory.allocator.reserve import _with_room
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, Reserved, reserve
-from fsdp_advisor.memory.allocator.reserve import _with_room
 from fsdp_advisor.memory.libraries import allocated
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import resolve

@@ -9,6 +9,7 @@ from fsdp_advisor import timing
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.tapes import variant_of
 from fsdp_advisor.timing import step, work
 
@@ -25,8 +26,7 @@ def test_step_time(benchmark: BenchmarkFixture, gpus: int, depth: str) -> None:
     plan = Plan(
         strategy="zero3",
         backend="fsdp2",
-        shard_degree=gpus,
-        nnodes=gpus // 8,
+        mesh=Mesh(dp_shard=gpus, nnodes=gpus // 8),
         seq_len=2048,
         attention="flash_attention_2",
     )

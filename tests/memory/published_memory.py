@@ -21,7 +21,7 @@ from record import BertSource, lightning
 
 from fsdp_advisor.engines.job_peaks import load_method_of
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
-from fsdp_advisor.job.plan import plans
+from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import CachingAllocator

@@ -26,6 +26,7 @@ from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import States, Storages
 
 HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3
@@ -80,7 +81,9 @@ LLAMA_7B = llama(4096, 11008, 32, 32000)
 
 
 def plan(stage: int = 2, ranks: int = 2, **changes: Any) -> Plan:
-    return Plan(**{"strategy": f"zero{stage}", "backend": "deepspeed", "shard_degree": ranks, "seq_len": 16, **changes})
+    return Plan(
+        **{"strategy": f"zero{stage}", "backend": "deepspeed", "mesh": Mesh(dp_shard=ranks), "seq_len": 16, **changes}
+    )
 
 
 def total(held: States) -> Storages:

@@ -19,6 +19,7 @@ from fsdp_advisor.memory.device import (
     device_overhead,
     verdict,
 )
+from fsdp_advisor.parallelism.mesh import Mesh
 
 MIB, GIB = 2**20, 2**30
 
@@ -28,9 +29,7 @@ def plan(backend: str = "fsdp2", strategy: str = "zero3", ranks: int = 8, nnodes
     return Plan(
         strategy=strategy,
         backend=backend,
-        shard_degree=shards,
-        replica_degree=ranks // shards,
-        nnodes=nnodes,
+        mesh=Mesh(dp_shard=shards, dp_replicate=ranks // shards, nnodes=nnodes),
         seq_len=1,
     )
 

@@ -13,6 +13,7 @@ from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, trace
 from fsdp_advisor.model.catalog import find
 from fsdp_advisor.model.catalog import profile as catalogued
 from fsdp_advisor.model.profile import Staging, Variant
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
 
 ASKED = {
@@ -59,7 +60,7 @@ def test_a_step_stages_on_a_gpu_alone() -> None:
     profile = catalogued(entry)
     tape = profile.tapes[Variant("fsdp2", "bf16-mixed", "flash_attention_2", "full", False).key]
     plan = Plan(
-        strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=197, micro_batch_size=8,
+        strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=8), seq_len=197, micro_batch_size=8,
         attention="flash_attention_2", activation_checkpointing="full",
     )  # fmt: skip
     on = threads("H100-80GB")

@@ -13,8 +13,9 @@ from torch.nn import functional  # noqa: E402
 
 from fsdp_advisor.errors import UsageError  # noqa: E402
 from fsdp_advisor.estimator import replayed  # noqa: E402
-from fsdp_advisor.job.plan import Plan  # noqa: E402
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Variant  # noqa: E402
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import record_module  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 
@@ -56,8 +57,7 @@ def _peak(wrap: tuple[str, ...], backend: str, world: int) -> int:
     plan = Plan(
         strategy="ddp" if backend == "ddp" else "zero3",
         backend=backend,
-        shard_degree=1 if backend == "ddp" else world,
-        replica_degree=world if backend == "ddp" else 1,
+        mesh=Mesh(dp_replicate=world) if backend == "ddp" else Mesh(dp_shard=world),
         precision="fp32",
         optim="adamw_torch_fused",
         micro_batch_size=64,
@@ -104,8 +104,7 @@ def test_frozen_parameters_have_no_gradients_and_no_states(backend: str, wrap: t
     plan = Plan(
         strategy="ddp" if backend == "ddp" else "zero3",
         backend=backend,
-        shard_degree=1 if backend == "ddp" else 4,
-        replica_degree=4 if backend == "ddp" else 1,
+        mesh=Mesh(dp_replicate=4) if backend == "ddp" else Mesh(dp_shard=4),
         precision="fp32",
         micro_batch_size=64,
         seq_len=1,

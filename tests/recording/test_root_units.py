@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fsdp_advisor.memory.score import score_of, sized  # noqa: E402  # after the check for torch
+
 from fsdp_advisor.model import catalog  # noqa: E402
 from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape, Variant  # noqa: E402
 from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402

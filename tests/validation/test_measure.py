@@ -16,9 +16,10 @@ from tiny_model import CONFIG, JOB
 
 torch = pytest.importorskip("torch")
 
+from fsdp_advisor.memory.storages import round_up  # noqa: E402
+
 from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
 from fsdp_advisor.estimator import make_request  # noqa: E402
-from fsdp_advisor.memory.storages import round_up  # noqa: E402
 from fsdp_advisor.validation import external_launcher, measure  # noqa: E402
 from fsdp_advisor.validation.case import Case  # noqa: E402
 from fsdp_advisor.validation.failures import ModeUnavailable  # noqa: E402

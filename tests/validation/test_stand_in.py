@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  # after the check for torch
 
 from fsdp_advisor.estimator import make_request  # noqa: E402
-from fsdp_advisor.job.plan import Plan, plans  # noqa: E402
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording import TransformersSource  # noqa: E402
 from fsdp_advisor.recording.modules import ModuleSource  # noqa: E402
 from fsdp_advisor.validation import child_process, weights  # noqa: E402

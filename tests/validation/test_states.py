@@ -15,7 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fsdp_advisor.engines import schedule_for  # noqa: E402  # after the check for torch
-from fsdp_advisor.job.plan import Plan  # noqa: E402
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
 
 WORKER = Path(__file__).with_name("states_worker.py")
@@ -30,8 +31,7 @@ def plans_of(world: int) -> list[Plan]:
         Plan(
             strategy=strategy,
             backend=backend,
-            shard_degree=1 if backend == "ddp" else world,
-            replica_degree=world if backend == "ddp" else 1,
+            mesh=Mesh(dp_replicate=world) if backend == "ddp" else Mesh(dp_shard=world),
             precision=precision,
             optim=optim,
             seq_len=8,

@@ -74,7 +74,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
         ),
         unit_by_unit("cpu_ram_efficient_loading", CPU_RAM_EFFICIENT_LOADING, loaded),
     )
-    if plan.prepared:
+    if plan.uses_accelerate:
         return methods
     host = _host_peak_without_device_id(units, checkpoint.private_bytes)
     without_device_id = LoadMethod(

@@ -93,7 +93,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     efficient = method(
         "cpu_ram_efficient_loading", CPU_RAM_EFFICIENT_LOADING, peak_bytes(scattered), loaded, loaded, scattered
     )
-    if plan.prepared:
+    if plan.uses_accelerate:
         return every_rank, efficient
     sharded = method(
         "sharded",

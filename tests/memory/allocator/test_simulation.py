@@ -49,7 +49,6 @@ def test_peaks_are_in_order_and_the_state_repeats(strategy: tuple[str, str, str]
     if plan.backend != "fsdp1":  # whose late frees are still requested when they are no longer allocated
         assert result.requested_peak_bytes <= result.allocated_peak_bytes
     assert result.steps_until_steady is not None and result.steps_until_steady <= 4
-    assert sum(segment.n_bytes for segment in result.segments) == result.reserved_peak_bytes
     assert result.verdict == "fits"
     if conf.expandable_segments and plan.backend != "fsdp1":
         assert result.allocated_peak_bytes == result.requested_peak_bytes  # every remainder is split off
