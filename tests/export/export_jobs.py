@@ -8,7 +8,7 @@ from itertools import cycle, product
 from typing import Any, get_args
 
 from fsdp_advisor.export import TARGETS, Job
-from fsdp_advisor.job.compatibility import OFFLOADS, label
+from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import OptimizerName, Precision
 

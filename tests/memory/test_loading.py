@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ranks import RANKS, llama, run_ranks
 
-from fsdp_advisor.engines import states_of
 from fsdp_advisor.engines.loading import choose_load_method, load_methods, one_copy_bytes
+from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.engines.transfer import LoadMethod, checkpoint_element_bytes
 from fsdp_advisor.job.compatibility import OFFLOADS, mesh_of
 from fsdp_advisor.job.plan import Plan

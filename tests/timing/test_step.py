@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fsdp_advisor.estimator import estimate, step_of
 from fsdp_advisor.hardware import GPUS, Gpu, find_gpu
-from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS
+from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, mesh_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Profile
