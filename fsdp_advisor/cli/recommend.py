@@ -43,8 +43,9 @@ def recommend(
 ) -> int:
     """The fastest configuration that fits with the margin, how it was decided, and what to type to launch it.
 
-    What is given is held, what is left out is searched. Exit status: 0 something fits, 1 nothing does (what would is shown) or
-    is known to (a bare parameter count), 2 bad usage, unknown model, unreadable config or no network.
+    Options that are given are fixed, the others are searched. Exit status: 0 if something fits; 1 if nothing does (what would
+    fit is shown) or if it is unknown (a bare parameter count); 2 for bad usage, an unknown model, an unreadable config or no
+    network.
     """
     from fsdp_advisor.advice import recommend as answer
 

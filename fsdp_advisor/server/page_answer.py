@@ -10,7 +10,7 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, streams_of
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, RejectionView, advice_view
 from fsdp_advisor.render.explanation import components, share_text
 from fsdp_advisor.render.view import RowView, model_text, report_view
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -118,7 +118,7 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
             }
             for c in components(chosen.needed_breakdown or {})
         ],
-        "others": [_other(c) for c in (*advice.runners_up, *advice.rejected)],
+        "others": [*map(_other, advice.runners_up), *map(_rejected, advice.rejected)],
         "find": advice.found,
         "rows": [
             (r, "" if config or r is row else urlencode(pinned(report, e.plan)))
@@ -170,6 +170,17 @@ def reason(advice: AdviceView) -> str:
         best = "simplest" if advice.winner.throughput is None else "fastest"
         text = f"The {best} of {1 + len(advice.runners_up)} kinds of configuration that leave {free}"
     return f"{text}{f'; {advice.training}' if advice.training else ''}.".replace("..", ".")
+
+
+def _rejected(rejection: RejectionView) -> dict[str, Any]:
+    """A row of the same table, for a configuration that was rejected."""
+    return {
+        "label": rejection.label,
+        "micro_batch_size": rejection.micro_batch_size,
+        "needs": rejection.needed_text or "?",
+        "speed": "",
+        "reason": rejection.reason,
+    }
 
 
 def _other(candidate: CandidateView) -> dict[str, Any]:

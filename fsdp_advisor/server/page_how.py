@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from fsdp_advisor.advice.rules import decision_tree_by_size
+from fsdp_advisor.advice.rules_of_thumb import decision_tree_by_size
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.render.explanation import components, share_text

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
-from fsdp_advisor.advice.families import Job, families
+from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.job.parsing import Asked, model_of
 from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
@@ -78,9 +78,9 @@ class Question:
         if searched is None:  # the target may have a backend of its own
             searched = RecommendRequest(**self.request.as_dict())
         yield from plans(searched.as_estimate, seq_len=1)
-        job = Job.of(searched, gpus=searched.gpus, nnodes=searched.nnodes, seq_len=1)
+        base = base_plan(searched, gpus=searched.gpus, nnodes=searched.nnodes, seq_len=1)
         sizes = (1, 2) if searched.micro_batch_size is None else (searched.micro_batch_size,)
-        yield from (family.plan(job, size) for family in families(searched, nnodes=searched.nnodes) for size in sizes)
+        yield from (c.plan(base, size) for c in search_space(searched, nnodes=searched.nnodes) for size in sizes)
 
 
 # As they come: query strings and bodies

@@ -1,12 +1,11 @@
-"""Looking for the largest that fits."""
+"""Curves: the largest size within a limit, and interpolation."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_advisor.advice.curve import Curve
-from fsdp_advisor.advice.search import bent, spread
+from fsdp_advisor.advice.curves import PeakVsSize, interpolate_convex, log_spaced
 
 LINES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 50)), min_size=1, max_size=4)
 
@@ -15,30 +14,26 @@ def bytes_of(lines: list[tuple[int, int]], size: int) -> int:
     return max(c + m * size for c, m in lines) // 8 * 8
 
 
-@given(lines=LINES, limit=st.integers(0, 20_000), sizes=st.sets(st.integers(1, 900), min_size=1), hint=st.none() | st.integers(1, 900))  # fmt: skip
-def test_it_is_what_a_look_at_all_of_them_finds(
-    lines: list[tuple[int, int]], limit: int, sizes: set[int], hint: int | None
-) -> None:
-    curve = Curve(lambda size: bytes_of(lines, size))
-    for within in (limit, limit // 2, 2 * limit):  # the second and third know what the first has seen
-        found = curve.largest_within(sorted(sizes), within, hint)
+@given(lines=LINES, limit=st.integers(0, 20_000), sizes=st.sets(st.integers(1, 900), min_size=1))
+def test_largest_within_equals_exhaustive_search(lines: list[tuple[int, int]], limit: int, sizes: set[int]) -> None:
+    curve = PeakVsSize(lambda size: bytes_of(lines, size))
+    for within in (limit, limit // 2, 2 * limit):  # later searches reuse the points of earlier ones
+        found = curve.largest_within(sorted(sizes), within)
         assert found == max((s for s in sizes if bytes_of(lines, s) <= within), default=None)
 
 
-def test_a_straight_line_takes_a_handful_of_looks() -> None:
-    curve = Curve(lambda size: 100 + 7 * size)
+def test_a_straight_line_needs_at_most_five_points() -> None:
+    curve = PeakVsSize(lambda size: 100 + 7 * size)
     assert curve.largest_within(range(1, 10**6), 70_107) == 10_001
     assert len(curve.points) <= 5
 
 
 @given(lines=LINES, sizes=st.sets(st.integers(1, 300), min_size=1))
-def test_between_known_points_a_bend_stays_between_the_chord_and_the_lines_beside(
-    lines: list[tuple[int, int]], sizes: set[int]
-) -> None:
+def test_interpolation_lies_between_chord_and_neighbouring_lines(lines: list[tuple[int, int]], sizes: set[int]) -> None:
     at = sorted(sizes)
-    xs = spread(at, 5)
+    xs = log_spaced(at, 5)
     exact = [float(max(c + m * x for c, m in lines)) for x in at]
-    guessed = bent(xs, [max(c + m * x for c, m in lines) for x in xs], at)
+    guessed = interpolate_convex(xs, [max(c + m * x for c, m in lines) for x in xs], at)
     assert len(guessed) == len(at)
     for x, y, truth in zip(at, guessed, exact, strict=True):
         slack = 1e-9 * max(truth, 1)
