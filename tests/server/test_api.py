@@ -97,7 +97,7 @@ def test_an_answer_can_be_asked_for_again(client: TestClient) -> None:
 def test_a_missing_model_is_told_in_one_phrase(client: TestClient) -> None:
     refused = client.get("/api/v1/estimate")
     assert refused.status_code == 422 or refused.status_code == 400
-    assert refused.json()["error"] == "model: Field required"
+    assert refused.json()["error"] == "model is missing"
 
 
 def test_an_unknown_model_is_offered_no_path(client: TestClient) -> None:
