@@ -1,18 +1,18 @@
-"""What can go wrong, as one tree.
+"""The exceptions of this package, as one tree.
 
-    AdvisorError              one or two lines for a person: what happened, and a hint
-    +-- UsageError            an option, or options that contradict each other
+    AdvisorError              base class: a message of one line, and a hint
+    +-- UsageError            an impossible option, or options that contradict each other
     |   +-- InvalidOption     one option that does not exist or has an impossible value
     |   +-- UnknownModel
     |   +-- UnknownGpu
-    +-- UnreadableConfig      a config.json that is not one
-    +-- HubError              the hub did not answer, or refused
-    +-- NotRecordable         a model whose memory is not a polynomial in batch and length
+    +-- UnreadableConfig      a config.json that cannot be read or is invalid
+    +-- HubError              the Hugging Face hub did not answer, or refused the request
+    +-- NotRecordable         a model that the recorder cannot run or describe
     |   +-- NoSuchAttention   an attention implementation that the model does not have
-    +-- MissingExtra          an optional package is needed
-    +-- MeasurementError      a run on real or simulated devices that could not be made
+    +-- MissingExtra          an optional package is not installed
+    +-- MeasurementError      a validation run that failed
 
-Every error carries a hint: what the reader can do next.
+The message says what is wrong. The hint says what the user can do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import NoReturn
 
 
 class AdvisorError(Exception):
-    """Base of all errors a user can cause or meet. ``exit_status`` is the command line's, ``http_status`` the server's."""
+    """Base of all errors that a user can cause or encounter.
+
+    `exit_status` is the exit status of the command line, `http_status` the status of the server's response.
+    """
 
     exit_status = 2
     http_status = 422
@@ -36,7 +39,7 @@ class AdvisorError(Exception):
 
 
 class UsageError(AdvisorError):
-    """An option with an impossible value, or options that contradict each other."""
+    """An option has an impossible value, or options contradict each other."""
 
 
 class InvalidOption(UsageError):
@@ -48,6 +51,8 @@ class InvalidOption(UsageError):
 
 
 class UnknownModel(UsageError):
+    """No model has this name."""
+
     http_status = 404
 
     def __init__(self, name: str, *, hint: str) -> None:
@@ -56,6 +61,8 @@ class UnknownModel(UsageError):
 
 
 class UnknownGpu(UsageError):
+    """No GPU has this name, and it is not a valid memory size."""
+
     http_status = 404
 
     def __init__(self, name: str, *, hint: str) -> None:
@@ -68,13 +75,13 @@ class UnreadableConfig(AdvisorError):
 
 
 class HubError(AdvisorError):
-    """The Hugging Face hub could not be reached, or refused."""
+    """The Hugging Face hub could not be reached, or refused the request."""
 
     http_status = 502
 
 
 class NotRecordable(AdvisorError):
-    """A model that the recorder cannot run, or whose sizes it cannot express as polynomials."""
+    """The recorder cannot run the model, or cannot express its sizes as polynomials in batch size and sequence length."""
 
 
 class NoSuchAttention(NotRecordable):
@@ -85,35 +92,36 @@ class NoSuchAttention(NotRecordable):
 
 
 class MissingExtra(AdvisorError):
-    """An optional package is needed for what was asked."""
+    """The request needs torch or transformers, which are not installed."""
 
-    def __init__(self, what: str, *, extra: str = "torch") -> None:
-        super().__init__(what, hint=f"pip install 'fsdp-advisor[{extra}]'")
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="in a checkout of fsdp-advisor, run: pip install '.[torch]'")
 
 
 class MeasurementError(AdvisorError):
-    """A validation run that ended without a figure."""
+    """A validation run ended without a result."""
 
     exit_status = 3
 
 
 ErrorPayload = dict[str, str]
-"""An error as it is kept or sent: its class, its message and its hint."""
+"""A serialized error: its class, its message and its hint."""
 
 
 def to_payload(error: AdvisorError) -> ErrorPayload:
+    """The error as a dictionary of strings, to store it or send it to another process."""
     return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
 
 
-def from_payload(kept: ErrorPayload) -> AdvisorError:
-    """The error that was told of, of its own class.
+def from_payload(payload: ErrorPayload) -> AdvisorError:
+    """The error that `to_payload` serialized; NotRecordable if its class no longer exists.
 
     >>> from_payload(to_payload(NoSuchAttention("Gemma2ForCausalLM", "sdpa")))
     NoSuchAttention('Gemma2ForCausalLM has no sdpa attention')
     """
-    kind = globals().get(kept["kind"], NotRecordable)
+    kind = globals().get(payload["kind"], NotRecordable)
     error: AdvisorError = Exception.__new__(kind)
-    AdvisorError.__init__(error, kept["message"], hint=kept["hint"])
+    AdvisorError.__init__(error, payload["message"], hint=payload["hint"])
     return error
 
 

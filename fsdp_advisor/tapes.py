@@ -39,17 +39,17 @@ def taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]
     try:
         return _with_attention(model, profile, plan, variant)
     except (MissingExtra, NotRecordable) as error:
-        if not variant.prepared or (model.may_record and not isinstance(error, MissingExtra)):
+        if not variant.prepared or (model.recording_allowed and not isinstance(error, MissingExtra)):
             raise
         return _with_attention(model, profile, plan, replace(variant, engine=plan.backend))
 
 
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
     """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
-    if model.shipped and variant.key in profile.tapes:
+    if model.from_catalog and variant.key in profile.tapes:
         return variant, model.tape(variant)
     eager = replace(variant, attention="eager")
-    if plan.attention == "sdpa" and model.shipped and eager.key in profile.tapes:
+    if plan.attention == "sdpa" and model.from_catalog and eager.key in profile.tapes:
         return eager, model.tape(eager)
     try:
         tape = model.tape(variant)
@@ -57,7 +57,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Vari
         if plan.attention != "sdpa":
             raise
         variant, tape = eager, model.tape(eager)
-    if not model.shipped:
+    if not model.from_catalog:
         for real in to_record(variant, windowed=profile.fills_window(plan.seq_len)):
             _record_on_gpu(model, real)
     return variant, tape

@@ -1,11 +1,11 @@
-"""Bytes and other quantities as people write and read them. The only place that divides by 2**30."""
+"""Format and parse bytes and other quantities. No other module divides by 2**30."""
 
 from __future__ import annotations
 
 import re
 
 GIB = 2**30
-MOST_BYTES = 10**19
+MAX_BYTES = 10**19
 _SUFFIX = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -26,7 +26,7 @@ def format_gib(n_bytes: int) -> str:
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least one.
+    """Bytes with two decimals in the largest binary unit that gives at least 1; plain bytes below 1 KiB.
 
     >>> format_bytes(512), format_bytes(3 * 2**20), format_bytes(-2**31)
     ('512 B', '3.00 MiB', '-2.00 GiB')
@@ -39,7 +39,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """A size with a unit: ``24GiB``, ``80 GB`` (10**9), ``512MiB``, at most MOST_BYTES; None where it is not one.
+    """Bytes of a size such as `24GiB`, `80 GB` (10**9) or `512MiB`, at most MAX_BYTES; None if `text` is not a size.
 
     >>> parse_bytes("24GiB"), parse_bytes("80 GB"), parse_bytes("H100")
     (25769803776, 80000000000, None)
@@ -47,11 +47,12 @@ def parse_bytes(text: str) -> int | None:
     match = _NUMBER.match(text)
     if match is None or match[2].lower() not in _SUFFIX:
         return None
-    return round(min(float(match[1]) * _SUFFIX[match[2].lower()], MOST_BYTES))
+    return round(min(float(match[1]) * _SUFFIX[match[2].lower()], MAX_BYTES))
 
 
 def format_tokens(n: int) -> str:
-    """
+    """A number of tokens with its noun.
+
     >>> format_tokens(1), format_tokens(2048)
     ('1 token', '2048 tokens')
     """
@@ -59,7 +60,7 @@ def format_tokens(n: int) -> str:
 
 
 def parse_count(text: str) -> int | None:
-    """A bare number of things: ``7e9``, ``7B``, ``350M``; None where it is not one.
+    """A count such as `7e9`, `7B` or `350M`; None if `text` is not a count.
 
     >>> parse_count("7e9"), parse_count("7B"), parse_count("0.5b"), parse_count("gpt2")
     (7000000000, 7000000000, 500000000, None)
@@ -72,7 +73,7 @@ def parse_count(text: str) -> int | None:
 
 
 def parse_fraction(text: str) -> float | None:
-    """A part of a whole: ``8%`` or ``0.08``; None where it is not one.
+    """A fraction such as `8%` or `0.08`; None if `text` is not a number.
 
     >>> parse_fraction("8%"), parse_fraction("0.08"), parse_fraction("half")
     (0.08, 0.08, None)
@@ -85,7 +86,7 @@ def parse_fraction(text: str) -> float | None:
 
 
 def format_count(n: int) -> str:
-    """A count with three significant digits and the field's suffix.
+    """A count with three significant digits and the suffix K, M, B or T.
 
     >>> format_count(6_738_415_616), format_count(124_439_808), format_count(512)
     ('6.74B', '124M', '512')
@@ -104,7 +105,7 @@ def format_count(n: int) -> str:
 
 
 def format_speed(tokens_per_second: float) -> str:
-    """To three digits: the time model promises no more.
+    """Tokens per second with three significant digits, which is the precision of the time model.
 
     >>> format_speed(3215.4), format_speed(9.04)
     ('3,220 tokens/s', '9.04 tokens/s')

@@ -64,11 +64,12 @@ def test_the_live_set_sums_to_the_peak(
     )
     assert result.at_peak is not None and result.phase_peaks is not None
     assert tuple(result.at_peak) == tuple(ACCOUNTS)
-    assert all(n >= 0 for n in result.at_peak.values())
+    assert all(result.at_peak[kept] >= result.states[kept] for kept in ("parameters", "optimizer"))
     assert sum(result.at_peak.values()) == result.peak_tensor_bytes == max(result.phase_peaks.values())
     assert result.phase_peaks[result.peak_phase or ""] == result.peak_tensor_bytes
     assert result.fused_loss_peak_bytes is not None and result.fused_loss_peak_bytes <= result.peak_tensor_bytes
-    assert all(point.live_bytes >= 0 for point in result.timeline)
+    lowest = min(point.live_bytes for point in result.timeline)
+    assert lowest >= result.states["parameters"] + result.states["optimizer"]
 
 
 @settings(deadline=None, max_examples=40)

@@ -1,6 +1,6 @@
-"""The README cannot drift: its commands are run, its outputs are compared, its options are those of `--help`.
+"""The README agrees with the program: its commands run, its outputs are current, and it lists every option.
 
-`pytest tests/test_readme.py --update-golden` writes the true outputs into it.
+`pytest tests/test_readme.py --update-golden` writes the current outputs into it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_outputs_are_true(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_outputs_are_current(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     text = README.read_text()
     shown = CONSOLE.findall(text)
     assert shown
@@ -64,17 +64,17 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
     assert run.stdout
 
 
-def test_the_python_example_runs() -> None:
+def test_python_examples_run() -> None:
     for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
         exec(compile(block, str(README), "exec"), {})
 
 
-def test_every_option_is_in_the_table() -> None:
+def test_options_table_lists_every_option() -> None:
     text = README.read_text()
     for name in fields_of(EstimateRequest):
         if name != "backward_prefetch":
             assert f"`--{name.replace('_', '-')}`" in text, name
 
 
-def test_the_test_command_is_there_for_ci() -> None:
+def test_test_command_is_marked_for_ci() -> None:
     assert re.search(r"<!-- the test command -->\n```sh\n[^\n]*pytest[^\n]*\n```", README.read_text())

@@ -1,4 +1,4 @@
-"""A model that is recorded in a moment, and what the tests of finding models do with it."""
+"""A tiny model that is fast to record, and helpers of the tests of model look-up."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176 + 2 * 64
 PARAMETERS = 2 * 1000 * 64 + 64 + LAYER
 SHIPPED = Variant("plain", "bf16", "sdpa", "none", False)
 OTHER = Variant("plain", "bf16", "eager", "none", True)
-CONFIG_HINT = "a model is described by the config.json that transformers saves with it"
+CONFIG_HINT = "use the config.json that transformers saves with a model"
 NAMES_HINT = (
     "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
 )
-NETWORK_HINT = "check the network and HF_ENDPOINT, or name a directory that holds the model's config.json"
+NETWORK_HINT = "check the network and HF_ENDPOINT, or pass a directory that contains the model's config.json"
 
 
 def with_tapes(profile: Profile, tapes: dict) -> Profile:
@@ -33,12 +33,12 @@ def with_tapes(profile: Profile, tapes: dict) -> Profile:
 
 
 def keep(profile: Profile, variant: Variant, task: str | None = None) -> None:
-    """Put one of the profile's tapes into the cache, as if it had been recorded before."""
+    """Put one of the profile's tapes into the cache."""
     assert cache.keep(with_tapes(profile, {variant.key: profile.tapes[variant.key]}), task)
 
 
 def flat(tape: Tape) -> list[object]:
-    """What a tape says, wherever it keeps its sizes."""
+    """The segments of a tape with the sizes filled in, to compare tapes."""
     return [
         (s.phase, s.stack, s.layer, s.matmul_flops, [(op, tape.sizes[a] if op == 0 else a, b) for op, a, b in s.events])
         for s in tape.segments
@@ -56,7 +56,7 @@ def written(folder: Path) -> list[Path]:
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter with the test's catalog, cache and whatever else."""
+    """Run code in a new interpreter with the catalog of the test and these environment variables."""
     first = f"from pathlib import Path; from fsdp_advisor.model import catalog; catalog.PATH = Path({str(catalog.PATH)!r})\n"
     dropped = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
     kept = {k: v for k, v in os.environ.items() if k.upper() not in dropped}

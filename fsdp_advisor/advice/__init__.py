@@ -1,4 +1,4 @@
-"""Which strategy, and why: a decision tree over bytes, a search over configurations, and what rules of thumb would have said.
+"""Which strategy, and why: a search over plans, sweeps, a decision tree, and what rules of thumb would choose.
 
 >>> from fsdp_advisor.advice import recommend
 >>> advice = recommend(model="openai-community/gpt2", gpus=2, gpu="24GiB", strategy="ddp", micro_batch_size=1)
@@ -7,8 +7,8 @@
 """
 
 from fsdp_advisor.advice.answer import recommend, recommend_resolved
-from fsdp_advisor.advice.fragmentation import Fragmentation
-from fsdp_advisor.advice.judge import Candidate
+from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.result import Advice, Recommendation, Remedy
+from fsdp_advisor.advice.search import Rejection
 
-__all__ = ["Advice", "Candidate", "Fragmentation", "Recommendation", "Remedy", "recommend", "recommend_resolved"]
+__all__ = ["Advice", "Candidate", "Recommendation", "Rejection", "Remedy", "recommend", "recommend_resolved"]

@@ -1,4 +1,4 @@
-"""Micro-batch x accumulation x world = global batch: what divides, and a refusal that shows both sides where nothing does."""
+"""Micro-batches and accumulations whose product with the world size is the global batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fsdp_advisor.job.request import MAX_BATCH, RecommendRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """The micro-batches that a job allows, ascending, and the accumulation that goes with each.
+    """The micro-batches that a job allows, ascending, and the accumulation of each.
 
-    `per_rank` is the number of sequences of each rank per optimizer step; None: it is free, and `steps` is the accumulation.
+    `per_rank` is the number of sequences per rank and optimizer step. If it is None, the global batch is free, and `steps` is
+    the accumulation of every micro-batch.
     """
 
     sizes: Sequence[int]
@@ -25,8 +26,8 @@ class Batches:
         return self.steps if self.per_rank is None else self.per_rank // micro_batch_size
 
     @property
-    def wanted(self) -> int:
-        """The micro-batch to ask about first: the whole of a rank's part where the global batch is given, else the smallest."""
+    def preferred(self) -> int:
+        """The micro-batch to ask about first: the largest if the global batch is given, else the smallest."""
         return self.sizes[0] if self.per_rank is None else self.sizes[-1]
 
     @property
@@ -35,7 +36,7 @@ class Batches:
 
 
 def batches(request: RecommendRequest, *, world: int) -> Batches:
-    """What the request allows on `world` ranks. Raises UsageError where the global batch cannot be made of it."""
+    """The batches that the request allows on `world` ranks. Raises UsageError if the global batch is not divisible by them."""
     size, steps, whole = request.micro_batch_size, request.gradient_accumulation_steps, request.global_batch_size
     if whole is None:
         return Batches(sizes=range(1, MAX_BATCH + 1) if size is None else (size,), steps=steps or 1)
@@ -49,7 +50,7 @@ def batches(request: RecommendRequest, *, world: int) -> Batches:
 
 
 def refusal(whole: int, size: int | None, steps: int | None, world: int) -> UsageError:
-    """Both sides of the equation that does not hold, with the nearest that does as the hint.
+    """The error for sizes whose product is not the global batch; its hint names the nearest that is.
 
     >>> print(refusal(128, 2, 4, 8))
     micro-batch 2 x accumulation 4 x world 8 = 64, not 128

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.advice.judge import Candidate
+from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
 
 _LEFT_TO_DEFAULTS = ("interconnect", "precision", "optim", "attention", "backward_prefetch", "nnodes", "micro_batch_size",

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_advisor.advice.cost import Training
-from fsdp_advisor.advice.families import Family
-from fsdp_advisor.advice.finding import Finding
-from fsdp_advisor.advice.judge import Candidate
-from fsdp_advisor.advice.nodes import Tree
+from fsdp_advisor.advice.decision_tree import Tree
+from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.options import options_of
-from fsdp_advisor.advice.rules import RuleOfThumb
-from fsdp_advisor.advice.search import TIE
-from fsdp_advisor.advice.tree import FRAGMENTATION, numbers
+from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
+from fsdp_advisor.advice.search import SPEED_TOLERANCE, Rejection
+from fsdp_advisor.advice.search_space import StrategyChoice
+from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
@@ -22,7 +21,7 @@ from fsdp_advisor.units import format_gib
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """What would fit where nothing does: the options to give in place of those given."""
+    """A change that makes something fit: `options` replace those of the request."""
 
     options: Mapping[str, int | str]
     because: str
@@ -33,30 +32,32 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What to launch and why. `winner` None: nothing fits, and `remedies` say what would.
+    """The plan to launch and why. `winner` is None if nothing fits; `remedies` then say what would.
 
-    `rivals` are the best of every other family that fits by the cheap figures, the fastest first; `refused` those that do
-    not, at their smallest micro-batch, or not with fragmentation; `left_out` those that could not be looked at. `estimate`
-    is the winner's whole row.
+    `runners_up` are other plans that fit, the fastest first, one per strategy choice; `rejected` are the choices that do not
+    fit, or were not estimated because they are slower. `warnings` say what may keep the plan from running; they are also in
+    `notes`.
     """
 
     request: RecommendRequest
     winner: Candidate | None
-    estimate: StrategyEstimate | None
-    rivals: tuple[Candidate, ...]
-    refused: tuple[Candidate, ...]
+    runners_up: tuple[Candidate, ...]
+    rejected: tuple[Rejection, ...]
     tree: Tree
     rules: tuple[RuleOfThumb, ...]
     gpu_memory_bytes: int
     available_bytes: int
     configurations: int
-    finding: Finding | None = None
+    sweep: SweepResult | None = None
     training: Training | None = None
     remedies: tuple[Remedy, ...] = ()
-    left_out: Mapping[Family, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    """What may keep the plan from running; notes too."""
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def estimate(self) -> StrategyEstimate | None:
+        """The winner's estimate, as `estimate` gives it for the same plan."""
+        return self.winner.estimate if self.winner else None
 
     @property
     def fits(self) -> bool | None:
@@ -64,48 +65,45 @@ class Recommendation:
 
     @property
     def because(self) -> str:
+        """Why the winner was chosen, or why nothing fits."""
         if self.winner is None:
-            return "nothing fits: " + "; ".join(r.because for r in self.remedies) if self.remedies else "nothing fits"
-        if self.finding is not None:
-            return self.finding.because
-        last = next(n for n in reversed(self.tree.path) if n.id not in FRAGMENTATION)
+            return "; ".join(["nothing fits", *(r.because for r in self.remedies)]).replace("; ", ": ", 1)
+        if self.sweep is not None:
+            return self.sweep.because
+        last = self.tree.path[-1]
         return f"{last.question} {last.because}"
 
     @property
     def frontier(self) -> tuple[Candidate, ...]:
-        """Memory against speed around what was looked for."""
-        return self.finding.frontier if self.finding else ()
+        """Memory against speed around the answer of a sweep; empty without one."""
+        return self.sweep.frontier if self.sweep else ()
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of the command line, for `estimate` and `export`."""
+        """The winner as command-line options for `estimate` and `export`."""
         return options_of(self.winner, self.request) if self.winner else ()
 
     def why_not(self, other: Candidate) -> str:
-        """Why another candidate is not the one."""
+        """Why another plan is not the winner."""
         if other.fits is False:
-            return f"{numbers(other)}, at micro-batch {other.plan.micro_batch_size}"
-        if self.winner is None and other.fits:
-            return "it fits before fragmentation, and was not walked through the allocator"
+            return f"{other.memory_text}, at micro-batch {other.plan.micro_batch_size}"
+        if self.winner is None:
+            return "it fits another job than the one asked for"
         if other.fits is None:
             return "its states fit too, but it is less simple"
-        if self.winner is None:
-            return "it does not hold what was looked for"
         if other.host_unusual and not self.winner.host_unusual:
-            return f"its host takes {format_gib(other.host_bytes_per_node)}"
+            return f"it needs {format_gib(other.host_bytes_per_node)} of host memory per node"
         own, best = other.tokens_per_second_per_gpu, self.winner.tokens_per_second_per_gpu
         if own is None or best is None:
-            return "it fits, but is less simple" if best is None else "it fits, but its time is not known"
-        if abs(own / best - 1) <= TIE and self.winner.family.simplicity < other.family.simplicity:
+            return "it fits, but is less simple" if best is None else "it fits, but its time is unknown"
+        if abs(own / best - 1) <= SPEED_TOLERANCE and self.winner.choice.preference_rank < other.choice.preference_rank:
             return "it is as fast, but less simple"
-        if own > best and self.finding is None:
-            return f"it would be {own / best - 1:.0%} faster, but was not walked through the allocator"
         if own > best:
-            return f"it is {own / best - 1:.0%} faster, but not what was looked for"
+            return f"it is {own / best - 1:.0%} faster, but not what was asked for"
         return f"it fits, but is {1 - own / best:.0%} slower"
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract's `recommendation`, with more."""
+        """The contract's `recommendation`."""
         chosen: dict[str, Any] = self.winner.as_dict() if self.winner else dict.fromkeys(_KEYS)
         if self.winner is None:
             chosen |= {"fits": False, "available_bytes": self.available_bytes}
@@ -122,11 +120,11 @@ class Recommendation:
             ],
             "tree": self.tree.as_dict(),
             "rejected": [
-                *({**c.as_dict(), "because": self.why_not(c)} for c in (*self.rivals, *self.refused)),
-                *({**_named(family), "because": reason} for family, reason in self.left_out.items()),
+                *({**c.as_dict(), "because": self.why_not(c)} for c in self.runners_up),
+                *(_rejected(rejection) for rejection in self.rejected),
             ],
             "rules_of_thumb": [rule.as_dict() for rule in self.rules],
-            "find": self.finding.as_dict() if self.finding else None,
+            "find": self.sweep.as_dict() if self.sweep else None,
             "training": self.training.as_dict() if self.training else None,
             "what_would_fit": [remedy.as_dict() for remedy in self.remedies],
             "options": list(self.options),
@@ -141,29 +139,36 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _named(family: Family) -> dict[str, Any]:
-    named: dict[str, Any] = dict.fromkeys(_KEYS)
-    return named | {
-        "strategy": family.strategy,
-        "backend": family.backend,
-        "offload": family.offload,
-        "activation_checkpointing": family.activation_checkpointing,
+def _rejected(rejection: Rejection) -> dict[str, Any]:
+    """A rejected choice with the keys of a candidate; what was not estimated is None."""
+    choice = rejection.choice
+    row = dict.fromkeys(_KEYS) if rejection.candidate is None else rejection.candidate.as_dict()
+    return row | {**_named(choice), "micro_batch_size": rejection.micro_batch_size, "because": rejection.reason}
+
+
+def _named(choice: StrategyChoice) -> dict[str, Any]:
+    return {
+        "strategy": choice.strategy,
+        "backend": choice.backend,
+        "offload": choice.offload,
+        "activation_checkpointing": choice.activation_checkpointing,
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The estimate's report with a recommendation beside it."""
+    """A report of all strategies with a recommendation."""
 
     report: Report
     recommendation: Recommendation
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
-        """The estimate's JSON with `recommendation` filled."""
+        """The report's JSON with `recommendation` filled."""
         document = self.report.as_dict(timeline=timeline)
         document["request"] |= {
             name: value
             for name, value in self.recommendation.request.as_dict().items()
             if name not in document["request"]
         }
-        return document | {"recommendation": self.recommendation.as_dict(), "notes": [*document["notes"], *self.recommendation.notes]}  # fmt: skip
+        notes = [*document["notes"], *self.recommendation.notes]
+        return document | {"recommendation": self.recommendation.as_dict(), "notes": notes}

@@ -1,247 +1,404 @@
-"""The search: every family at every micro-batch, without looking at each.
+"""The search for the fastest plan that fits.
 
-Three facts carry it. Bytes never fall as the micro-batch grows, so one number per family, the largest micro-batch that
-fits, decides all of them (`Curve` finds it in about four replays). Every accumulation from two on has the same peak, and
-adds the same seconds. And seconds grow smoothly, but for corners where one stream overtakes another, so between a few
-micro-batches they are interpolated (within 6 % in the benchmark); whatever is shown is timed anew, exactly.
+For each strategy choice the lower bound gives the largest micro-batch worth a look, and the time model its best speed up to
+there. The choices are then evaluated whole, the most promising first, each stepping down to a micro-batch that fits, until
+no other choice can be faster. Peaks do not fall as the micro-batch grows, and every accumulation of two or more has the
+same peak. Speeds are interpolated between a few micro-batches (within 6 %); every result has its exact speed.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import TypeVar
 
 from fsdp_advisor.advice.batches import Batches
-from fsdp_advisor.advice.families import Family, Job
-from fsdp_advisor.advice.judge import Candidate, Judge
+from fsdp_advisor.advice.curves import interpolate_convex, log_spaced, pareto_front
+from fsdp_advisor.advice.evaluator import Candidate, Evaluator
+from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.units import format_gib, format_speed
 
-T = TypeVar("T")
+SPEED_TOLERANCE = 0.01
+"""Speeds that differ by less count as equal: the time model is no more exact."""
+EVALUATED_CHOICES = 6
+"""Choices that are evaluated whole at least, if something fits: the most promising."""
+TIMED_SIZES = 6
+"""Micro-batches of a choice that are timed; speeds between them are interpolated."""
+FRONTIER_POINTS = 6
+"""Points of memory against speed that are evaluated at most."""
+USUAL_FRAGMENTATION = 0.12
+"""Share of the available memory that fragmentation usually takes: where the search for a micro-batch begins."""
+_MAX_STEPS = 5
+"""Micro-batches of a choice that are evaluated at most, before its smallest."""
 
-TIE = 0.01
-"""Speeds that differ by less are alike: the time model knows no better."""
 
-WORTH = 0.03
-"""A point of the frontier is this much faster than the one before it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """A choice that the lower bound allows, at its best micro-batch up to there. `rates[i]` is the speed at `sizes[i]`.
 
-TIMED = 6
-"""Micro-batches of a family that are timed; those between are interpolated, and what is shown is timed anew."""
+    Speeds are tokens per second per GPU, 0 if unknown.
+    """
 
-_SHOWN = 12
-"""Micro-batches of a family that are looked at for the frontier, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One configuration judged: a family at a micro-batch. `rate` is tokens per second per GPU, 0 where it is not known."""
-
-    family: Family
-    micro_batch_size: int
-    accumulation: int
-    fits: bool
-    rate: float
+    choice: StrategyChoice
+    sizes: Sequence[int]
+    rates: Sequence[float]
+    host_unusual: bool
 
     @property
-    def order(self) -> tuple[float, tuple[int, ...], int]:
-        return (-self.rate, self.family.simplicity, -self.micro_batch_size)
+    def best_rate(self) -> float:
+        return max(self.rates)
+
+    @property
+    def order(self) -> tuple[bool, float, tuple[int, ...]]:
+        return (self.host_unusual, -self.best_rate, self.choice.preference_rank)
+
+    def best_index(self, start: int, stop: int) -> int:
+        """Index of the fastest micro-batch in `start:stop`; of those within SPEED_TOLERANCE the roundest, then the smallest.
+
+        The largest if speeds are unknown: larger kernels and fewer collectives.
+        """
+        top = max(self.rates[start:stop])
+        if top <= 0:
+            return stop - 1
+        near = [i for i in range(start, stop) if self.rates[i] >= (1 - SPEED_TOLERANCE) * top]
+        return min(near, key=lambda i: (-(self.sizes[i] & -self.sizes[i]), self.sizes[i]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A choice that is not recommended, and why. `candidate` is None if it was not evaluated whole."""
+
+    choice: StrategyChoice
+    micro_batch_size: int | None
+    reason: str
+    candidate: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plan that fits (`winner`), the best of other choices that fit (`runners_up`, fastest first), and the rest."""
+
+    winner: Candidate | None
+    runners_up: tuple[Candidate, ...]
+    rejected: tuple[Rejection, ...]
+
+    @property
+    def feasible(self) -> tuple[Candidate, ...]:
+        return (*((self.winner,) if self.winner else ()), *self.runners_up)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """All families of one job on one type of GPU."""
+    """The choices of one job on one GPU type. `base` is what the plans share, `choices` are ordered by preference."""
 
-    judge: Judge
-    job: Job
+    evaluator: Evaluator
+    base: Plan
     batches: Batches
-    families: tuple[Family, ...]
+    choices: tuple[StrategyChoice, ...]
 
-    @property
-    def recorded(self) -> tuple[Family, ...]:
-        """The families that can be looked at in bytes, not by their states alone."""
-        return tuple(f for f in self.families if f not in self.judge.bytes.left_out)
+    def plan(self, choice: StrategyChoice, size: int) -> Plan:
+        return choice.plan(self.base, size, self.batches.accumulation(size))
+
+    def candidate(self, choice: StrategyChoice, size: int) -> Candidate:
+        """A choice at a micro-batch, with its estimate."""
+        return self.evaluator.candidate(self.plan(choice, size))
+
+    def limited_to(self, allowed: Callable[[Plan], bool]) -> Search:
+        """The search without plans that are not allowed, and without those whose memory is unknown and may fit."""
+        return replace(
+            self,
+            choices=tuple(
+                c
+                for c in self.choices
+                if allowed(plan := self.plan(c, self.batches.smallest))
+                and (self.why_not_recorded(c) is None or self.evaluator.candidate(plan).fits is False)
+            ),
+        )
+
+    # By the lower bound
 
     @cached_property
-    def ceilings(self) -> dict[Family, int]:
-        """By family, the largest micro-batch whose tensors fit; families of which none does are not in it."""
-        found = {f: self.judge.ceiling(f, self.job, self.batches) for f in self.families}
-        return {f: size for f, size in found.items() if size is not None}
+    def max_micro_batches(self) -> dict[StrategyChoice, int]:
+        """The largest micro-batch of each choice that the lower bound allows; without the choices that have none."""
+        found = {choice: self._max_micro_batch(choice) for choice in self.choices}
+        return {choice: size for choice, size in found.items() if size is not None}
 
-    @cached_property
-    def settled(self) -> dict[Family, int]:
-        """As `ceilings`, by the best known figure."""
-        found = {f: self.judge.settled(f, self.job, self.batches, size) for f, size in self.ceilings.items()}
-        return {f: size for f, size in found.items() if size is not None}
+    def _max_micro_batch(self, choice: StrategyChoice) -> int | None:
+        """Accumulation never needs less, so the search with it starts where the search without it ended."""
+        sizes = self.batches.sizes
+        smallest = self.plan(choice, sizes[0])
+        if self.host_lacks(smallest) or self.why_not_recorded(choice) is not None:
+            return None
+        if self.evaluator.model.profile is None:  # only the states are known
+            return None if self.evaluator.candidate(smallest).fits is False else sizes[0]
+        once = self.evaluator.max_micro_batch(choice.plan(self.base, sizes[0], 1), sizes)
+        if once is None or self.batches.accumulation(once) == 1:
+            return once
+        return self.evaluator.max_micro_batch(smallest, sizes[: sizes.index(once) + 1])
+
+    def why_not_recorded(self, choice: StrategyChoice) -> str | None:
+        """Why the choice has no tape; None if it has those that its micro-batches need: one for 1, one for more."""
+        reasons = (self.evaluator.why_not_recorded(choice.plan(self.base, size)) for size in self.batches.sizes[:2])
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def host_lacks(self, plan: Plan) -> bool:
+        """Whether a node's memory is known to be too small for the plan's steps."""
+        host = self.evaluator.host_memory_bytes
+        return host is not None and self.evaluator.host_bytes(plan) > host
 
     @property
     def configurations(self) -> int:
-        """How many were judged: each family at each micro-batch up to the first that fits none of them."""
+        """Configurations that were judged: each choice at each micro-batch up to the first at which none fits."""
         sizes = self.batches.sizes
-        most = max((sizes.index(size) for size in self.ceilings.values()), default=-1)
-        return len(self.families) * min(most + 2, len(sizes))
-
-    def rows(self, most: int | None = None) -> Iterator[Row]:
-        """Every family at every micro-batch (the first `most` of them) with its verdict."""
-        sizes = self.batches.sizes[:most]
-        for family in self.families:
-            reach = bisect_right(sizes, self.ceilings[family]) if family in self.ceilings else 0
-            steps = [self.batches.accumulation(size) for size in sizes]
-            rates = self._rates(family, sizes[:reach])
-            for size, a, rate in zip(sizes[:reach], steps, rates, strict=False):
-                yield Row(family, size, a, True, rate)
-            for size, a in zip(sizes[reach:], steps[reach:], strict=True):
-                yield Row(family, size, a, False, 0.0)
-
-    def best(self, family: Family, ceiling: int) -> Candidate:
-        """The family's fastest micro-batch up to the ceiling; of those that are alike, the roundest, then the smallest.
-
-        Where time is not known, the largest: fewer and larger kernels, and fewer collectives.
-        """
-        sizes = self.batches.sizes[: self.batches.sizes.index(ceiling) + 1]
-        rates = self._rates(family, sizes)
-        top = max(rates)
-        if top <= 0:
-            chosen = sizes[-1]
-        else:
-            alike = [size for size, rate in zip(sizes, rates, strict=True) if rate >= (1 - TIE) * top]
-            chosen = min(alike, key=lambda size: (-(size & -size), size))
-        return self.at(family, chosen)
+        most = max((sizes.index(size) for size in self.max_micro_batches.values()), default=-1)
+        return len(self.choices) * min(most + 2, len(sizes))
 
     @cached_property
-    def leaders(self) -> tuple[Candidate, ...]:
-        """The best of each family that fits, in order: the recommended one first."""
-        found = sorted((self.best(f, size) for f, size in self.settled.items()), key=lambda c: c.order)
-        if not found:
-            return ()
-        winner = choose(found)
-        return (winner, *(c for c in found if c is not winner))
+    def prospects(self) -> tuple[Prospect, ...]:
+        """The choices that the lower bound allows, the most promising first."""
+        evaluator, found = self.evaluator, []
+        for choice, largest in self.max_micro_batches.items():
+            sizes = self.batches.sizes[: self.batches.sizes.index(largest) + 1]
+            host = evaluator.host_bytes(self.plan(choice, sizes[0]))
+            found.append(
+                Prospect(
+                    choice=choice,
+                    sizes=sizes,
+                    rates=self._rates(choice, sizes),
+                    host_unusual=evaluator.host_memory_bytes is None and host > evaluator.host_usual_bytes,
+                )
+            )
+        return tuple(sorted(found, key=lambda prospect: prospect.order))
 
-    @cached_property
-    def losers(self) -> tuple[Candidate, ...]:
-        """The families that do not fit even at the smallest micro-batch, at that, the simplest first."""
-        return tuple(self.at(f, self.batches.smallest) for f in self.families if f not in self.settled)
-
-    @property
-    def anything_fits(self) -> bool:
-        """Whether any family does; the leanest are asked first."""
-        sizes = dict.fromkeys((self.batches.smallest, self.batches.wanted))  # the largest may need no accumulation
-        return any(self.judge.fits(self._plan(family, size)) for family in reversed(self.families) for size in sizes)
-
-    def at(self, family: Family, size: int) -> Candidate:
-        """A family at a micro-batch."""
-        return self.judge.candidate(self._plan(family, size))
-
-    def least(self) -> Candidate:
-        """Where nothing fits: what needs least."""
-        return min(self.losers, key=lambda c: (c.needed_bytes or c.state_bytes, c.order))
-
-    def frontier(self) -> tuple[Candidate, ...]:
-        """Those that nothing beats in memory and speed at once, from the smallest to the fastest; none without a clock.
-
-        Found by interpolated speeds at some micro-batches of each family, then looked at exactly.
-        """
-        if self.judge.model.profile is None:
-            return ()
-        points = []
-        for family, ceiling in self.settled.items():
-            sizes = self.batches.sizes[: self.batches.sizes.index(ceiling) + 1]
-            rates = self._rates(family, sizes)
-            curve = self.judge.bytes.curve(family, self.job, accumulating=self.batches.accumulation(sizes[0]) > 1)
-            points += [(curve(size), rates[sizes.index(size)], family, size) for size in spread(sizes, _SHOWN)]
-        points.sort(key=lambda p: (p[0], -p[1], p[2].simplicity, p[3]))
-        looked_at = [self.at(family, size) for _, _, family, size in rising(points, lambda p: p[1])]
-        looked_at.sort(key=lambda c: (c.needed_bytes, c.order))
-        return tuple(rising([c for c in looked_at if c.fits], lambda c: c.tokens_per_second_per_gpu or 0.0))
-
-    def _plan(self, family: Family, size: int) -> Plan:
-        return family.plan(self.job, size, self.batches.accumulation(size))
-
-    def _rates(self, family: Family, sizes: Sequence[int]) -> list[float]:
-        """Tokens per second per GPU at each size, 0 where there is no time."""
-        if not sizes:
-            return []
-        timed = spread(sizes, TIMED)
+    def _rates(self, choice: StrategyChoice, sizes: Sequence[int]) -> list[float]:
+        """Tokens per second per GPU at each size, 0 if the time is unknown."""
+        seconds, base = self.evaluator.seconds, self.base
+        timed = log_spaced(sizes, TIMED_SIZES)
         accumulating = self.batches.accumulation(sizes[0]) > 1
-        once = [self.judge.seconds(family.plan(self.job, size, 1)) for size in timed]
-        twice = [self.judge.seconds(family.plan(self.job, size, 2)) for size in timed] if accumulating else once
+        once = [seconds(choice.plan(base, size, 1)) for size in timed]
+        twice = [seconds(choice.plan(base, size, 2)) for size in timed] if accumulating else once
         known = [(one, two - one) for one, two in zip(once, twice, strict=True) if one is not None and two is not None]
         if len(known) < len(timed):
             return [0.0] * len(sizes)
-        first = bent(timed, [one for one, _ in known], sizes)
-        tokens = self.job.seq_len
-        if not accumulating:
-            return [size * tokens / seconds for size, seconds in zip(sizes, first, strict=True)]
+        first = interpolate_convex(timed, [one for one, _ in known], sizes)
+        further = interpolate_convex(timed, [more for _, more in known], sizes) if accumulating else first
         rates = []
-        for size, seconds, further in zip(sizes, first, bent(timed, [more for _, more in known], sizes), strict=True):
+        for size, one, more in zip(sizes, first, further, strict=True):
             steps = self.batches.accumulation(size)
-            rates.append(size * steps * tokens / (seconds + (steps - 1) * further))
+            rates.append(size * steps * base.seq_len / (one + (steps - 1) * more))
         return rates
 
+    # By whole estimates
 
-def bent(xs: Sequence[int], ys: Sequence[float], at: Sequence[int]) -> list[float]:
-    """A rising curve that bends upwards, between its known points: where the lines beside a gap meet, but not above its chord.
+    @cached_property
+    def result(self) -> SearchResult:
+        """The fastest plan that leaves the margin, and what was rejected."""
+        return self._search(EVALUATED_CHOICES if self.evaluator.model.profile is not None else len(self.choices))
 
-    Exact where a gap holds one corner. `at` is ascending, from `xs[0]` to `xs[-1]`.
+    @cached_property
+    def winner(self) -> Candidate | None:
+        """The same plan as `result.winner`, with fewer evaluations."""
+        return self._search(1).winner
 
-    >>> bent([1, 2, 8, 9], [5, 5, 8, 9], [1, 2, 4, 5, 6, 8, 9])
-    [5, 5.0, 5.0, 5.0, 6.0, 8.0, 9.0]
-    """
-    slopes = [(d - c) / (b - a) for (a, b), (c, d) in zip(pairwise(xs), pairwise(ys), strict=True)]
-    values = [ys[0]]
-    start = 1
-    for i, (low, high) in enumerate(pairwise(xs)):
-        stop = bisect_right(at, high)
-        y, end, slope = ys[i], ys[i + 1], slopes[i]
-        before = slopes[i - 1] if i else 0.0
-        after = slopes[i + 1] if i + 1 < len(slopes) else slope
-        for x in at[start:stop]:
-            lowest = max(y + (x - low) * before, end - (high - x) * after)
-            values.append(min(y + (x - low) * slope, lowest))
-        start = stop
-    return values
+    @cached_property
+    def first_fit(self) -> Candidate | None:
+        """The most promising choice that fits, at a micro-batch that fits but need not be its fastest; None if none does."""
+        found = (self.fastest(prospect, refine=False) for prospect in self.prospects)
+        return next((candidate for candidate in found if candidate.fits is not False), None)
 
+    def _search(self, evaluated_choices: int) -> SearchResult:
+        """Evaluate choices whole, the most promising first, until no other can be chosen."""
+        feasible: list[Candidate] = []
+        rejected: list[Rejection] = []
+        for i, prospect in enumerate(self.prospects):
+            if i >= evaluated_choices and feasible and not _may_win(prospect, choose(feasible)):
+                best = choose(feasible)
+                rejected += [self._not_evaluated(slower, best) for slower in self.prospects[i:]]
+                break
+            found = self.fastest(prospect, refine=not feasible or _may_win(prospect, choose(feasible)))
+            if found.fits is False:
+                rejected.append(_too_large(found))
+            else:
+                feasible.append(found)
+        rejected += [self._too_large_by_lower_bound(c) for c in self.choices if c not in self.max_micro_batches]
+        winner = choose(feasible) if feasible else None
+        return SearchResult(
+            winner=winner,
+            runners_up=tuple(sorted((c for c in feasible if c is not winner), key=lambda c: c.order)),
+            rejected=tuple(rejected),
+        )
 
-def rising(items: Iterable[T], height: Callable[[T], float]) -> list[T]:
-    """Those that are higher, by WORTH, than all before them.
+    def fastest(self, prospect: Prospect, *, refine: bool) -> Candidate:
+        """A micro-batch of a choice that fits; if none does, the last candidate tried.
 
-    >>> rising([0, 5, 4, 5.1, 9], float)
-    [5, 9]
-    """
-    found: list[T] = []
-    highest = 0.0
-    for item in items:
-        if height(item) > highest * (1 + WORTH):
-            found.append(item)
-            highest = height(item)
-    return found
+        Starts where the lower bound leaves room for usual fragmentation, and steps down until a micro-batch fits. With
+        `refine` it then steps up while that may gain more than SPEED_TOLERANCE.
+        """
+        sizes, choice = prospect.sizes, prospect.choice
+        fitting = failing = None
+        low, high = -1, len(sizes)
+        at = self._first_guess(prospect)
+        for _ in range(_MAX_STEPS):
+            found = self.candidate(choice, sizes[at])
+            if found.fits is False:
+                failing, high = found, at
+            else:
+                fitting, low = found, at
+            if fitting is None and high == 0:
+                return self._without_accumulation(prospect, found)
+            if fitting is None:
+                at = prospect.best_index(0, self._scaled(found, sizes[:high]) + 1)
+            elif refine and _gains(prospect, low, high):
+                at = prospect.best_index(low + 1, self._reach(fitting, failing, sizes[:high]) + 1)
+            else:
+                break
+        return fitting or self.candidate(choice, sizes[0])
 
+    def _first_guess(self, prospect: Prospect) -> int:
+        """Index of the best micro-batch whose lower bound leaves room for usual fragmentation."""
+        limit = int((1 - USUAL_FRAGMENTATION) * self.evaluator.available_bytes)
+        return prospect.best_index(0, self._index_within(prospect.choice, prospect.sizes, limit) + 1)
 
-def spread(sizes: Sequence[int], most: int) -> list[int]:
-    """The first, the last and some between, in equal ratios.
+    def _scaled(self, failing: Candidate, sizes: Sequence[int]) -> int:
+        """Index of the largest of `sizes` that fits if its estimate exceeds its lower bound by the same ratio."""
+        lower_bound = self.evaluator.lower_bound(failing.plan)
+        return self._index_within(failing.choice, sizes, failing.available_bytes * lower_bound // failing.known_bytes)
 
-    >>> spread(range(1, 101), 5)
-    [1, 3, 10, 31, 100]
-    """
-    if len(sizes) <= most:
-        return list(sizes)
-    low, high = sizes[0], sizes[-1]
-    marks = [low * (high / low) ** (i / (most - 1)) for i in range(1, most - 1)]
-    inner = [sizes[bisect_right(sizes, int(mark)) - 1] for mark in marks]
-    return sorted({low, *inner, high})
+    def _reach(self, fitting: Candidate, failing: Candidate | None, sizes: Sequence[int]) -> int:
+        """Index above `fitting` up to which estimates are expected to fit; halfway to the end of `sizes` if none is.
+
+        Expected by the line through `fitting` and `failing`, or by what `fitting` needs beyond its lower bound.
+        """
+        low = sizes.index(fitting.plan.micro_batch_size)
+        if failing is None:
+            beyond = fitting.known_bytes - self.evaluator.lower_bound(fitting.plan)
+            reach = self._index_within(fitting.choice, sizes, fitting.available_bytes - beyond)
+        else:
+            a, b = fitting.plan.micro_batch_size, failing.plan.micro_batch_size
+            slope = max(failing.known_bytes - fitting.known_bytes, 1) / (b - a)
+            reach = bisect_right(sizes, int(a + (fitting.available_bytes - fitting.known_bytes) / slope)) - 1
+        return reach if reach > low else (low + 1 + len(sizes)) // 2
+
+    def _index_within(self, choice: StrategyChoice, sizes: Sequence[int], limit_bytes: int) -> int:
+        """Index of the largest of `sizes` whose lower bound is at most the limit; 0 if none is."""
+        if len(sizes) == 1:
+            return 0
+        size = self.evaluator.max_micro_batch(self.plan(choice, sizes[0]), sizes, limit_bytes)
+        return 0 if size is None else sizes.index(size)
+
+    def _without_accumulation(self, prospect: Prospect, failing: Candidate) -> Candidate:
+        """The largest micro-batch if it alone needs no accumulation, which keeps gradients; else the failing candidate."""
+        steps, last = self.batches.accumulation, prospect.sizes[-1]
+        if steps(last) == 1 and steps(prospect.sizes[0]) > 1:
+            return self.candidate(prospect.choice, last)
+        return failing
+
+    def any_fit(self) -> Candidate | None:
+        """A plan that leaves the margin, found among those with the smallest lower bound; None if none does."""
+        sizes = dict.fromkeys((self.batches.smallest, self.batches.preferred))  # the largest may need no accumulation
+        able = [(choice, size) for choice in self.max_micro_batches for size in sizes if self.may_fit(choice, size)]
+        plans = [self.plan(choice, size) for choice, size in able]
+        if self.evaluator.model.profile is not None:
+            plans.sort(key=self.evaluator.lower_bound)
+        found = map(self.evaluator.candidate, plans)
+        return next((candidate for candidate in found if candidate.fits is not False), None)
+
+    def may_fit(self, choice: StrategyChoice, size: int) -> bool:
+        """Whether the lower bound leaves the margin; without a tape, whether the states do."""
+        plan = self.plan(choice, size)
+        if self.host_lacks(plan):
+            return False
+        if self.evaluator.model.profile is None or self.why_not_recorded(choice) is not None:
+            return self.evaluator.candidate(plan).fits is not False
+        return self.evaluator.lower_bound(plan) <= self.evaluator.available_bytes
+
+    def smallest_footprint(self) -> Candidate:
+        """The choice that needs least at the smallest micro-batch, by the lower bound; by its states if no tape exists."""
+        plans = [self.plan(choice, self.batches.smallest) for choice in self.choices]
+        recorded = [self.plan(c, self.batches.smallest) for c in self.choices if self.why_not_recorded(c) is None]
+        if self.evaluator.model.profile is None or not recorded:
+            by_states = map(self.evaluator.candidate, plans)
+            return min(by_states, key=lambda c: (c.host_fits is False, c.known_bytes, c.order))
+        within_host = [plan for plan in recorded if not self.host_lacks(plan)] or recorded
+        return self.evaluator.candidate(min(within_host, key=self.evaluator.lower_bound))
+
+    def frontier(self) -> tuple[Candidate, ...]:
+        """Plans that no other beats in both memory and speed, from the smallest to the fastest. Empty without times."""
+        if self.evaluator.model.profile is None:
+            return ()
+        points = []
+        for prospect in self.prospects:
+            for size in log_spaced(prospect.sizes, 2 * FRONTIER_POINTS):
+                least = self.evaluator.lower_bound(self.plan(prospect.choice, size))
+                points.append((least, prospect.rates[prospect.sizes.index(size)], prospect.choice, size))
+        points.sort(key=lambda point: (point[0], -point[1], point[2].preference_rank, point[3]))
+        front = pareto_front(points, lambda point: point[1])
+        chosen = [front[i - 1] for i in log_spaced(range(1, len(front) + 1), FRONTIER_POINTS)]
+        found = [self.candidate(choice, size) for _, _, choice, size in chosen]
+        found = sorted((c for c in found if c.fits), key=lambda c: (c.known_bytes, c.order))
+        return tuple(pareto_front(found, lambda c: c.tokens_per_second_per_gpu or 0.0))
+
+    # Why a choice is rejected
+
+    def _not_evaluated(self, prospect: Prospect, best: Candidate) -> Rejection:
+        if prospect.host_unusual and not best.host_unusual:
+            host = self.evaluator.host_bytes(self.plan(prospect.choice, prospect.sizes[0]))
+            reason = f"it needs {format_gib(host)} of host memory per node; not estimated further"
+        elif prospect.best_rate > 0:
+            reason = f"at most {format_speed(prospect.best_rate)}, so it was not estimated further"
+        else:
+            reason = "it is less simple, so it was not estimated further"
+        return Rejection(choice=prospect.choice, micro_batch_size=None, reason=reason)
+
+    def _too_large_by_lower_bound(self, choice: StrategyChoice) -> Rejection:
+        evaluator, size = self.evaluator, self.batches.smallest
+        plan = self.plan(choice, size)
+        if self.host_lacks(plan):
+            needed, has = evaluator.host_bytes(plan), evaluator.host_memory_bytes or 0
+            reason = f"needs {format_gib(needed)} of host memory per node, which has {format_gib(has)}"
+        elif evaluator.model.profile is None or self.why_not_recorded(choice) is not None:
+            states = evaluator.estimate(plan).kept_bytes
+            reason = f"its states alone need {format_gib(states)}, has {format_gib(evaluator.available_bytes)}"
+        else:
+            least, has = evaluator.lower_bound(plan), evaluator.available_bytes
+            reason = f"its tensors alone need {format_gib(least)}, has {format_gib(has)}, at micro-batch {size}"
+        return Rejection(choice=choice, micro_batch_size=size, reason=reason)
 
 
 def choose(found: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those within TIE of it the simplest. What takes an unusual host only where nothing else is left."""
+    """The fastest; of those within SPEED_TOLERANCE of it the simplest. One with an unusual host only if no other is left."""
     first = min(found, key=lambda c: c.order)
     top = first.tokens_per_second_per_gpu
     if top is None:
         return first
-    alike = [
+    near = [
         c
         for c in found
-        if c.host_unusual == first.host_unusual and (c.tokens_per_second_per_gpu or 0.0) >= (1 - TIE) * top
+        if c.host_unusual == first.host_unusual and (c.tokens_per_second_per_gpu or 0.0) >= (1 - SPEED_TOLERANCE) * top
     ]
-    return min(alike, key=lambda c: (c.family.simplicity, c.order))
+    return min(near, key=lambda c: (c.choice.preference_rank, c.order))
+
+
+def _may_win(prospect: Prospect, best: Candidate) -> bool:
+    """Whether a prospect would be chosen if it fitted at its best micro-batch."""
+    if prospect.host_unusual != best.host_unusual:
+        return best.host_unusual
+    if best.tokens_per_second_per_gpu is None:
+        return False  # prospects are ordered by preference
+    return prospect.best_rate >= (1 - SPEED_TOLERANCE) * best.tokens_per_second_per_gpu
+
+
+def _gains(prospect: Prospect, low: int, high: int) -> bool:
+    """Whether a micro-batch between `low` and `high` may be faster than the one at `low` by more than SPEED_TOLERANCE."""
+    between = prospect.rates[low + 1 : high]
+    if prospect.best_rate == 0:  # unknown: the larger, the better, to a tenth
+        return len(between) > high // 10
+    return bool(between) and max(between) > (1 + SPEED_TOLERANCE) * prospect.rates[low]
+
+
+def _too_large(candidate: Candidate) -> Rejection:
+    size = candidate.plan.micro_batch_size
+    reason = f"{candidate.memory_text}, at micro-batch {size}"
+    return Rejection(choice=candidate.choice, micro_batch_size=size, reason=reason, candidate=candidate)

@@ -49,15 +49,15 @@ def estimate(request: EstimateRequest, options: EstimateOptions) -> int:
 
     records = None
     if options.validate:
-        from fsdp_advisor.cli.beside import apart, run_beside
+        from fsdp_advisor.cli.measured import estimate_in_subprocess, run_validation
 
-        report = apart(asked)
+        report = estimate_in_subprocess(asked)
     else:
         report = asked()
     for remark in report.notes:
         note(remark, quiet=quiet)
     if options.validate:
-        records = run_beside(report, quiet=quiet)
+        records = run_validation(report, quiet=quiet)
     destination.write(_render(report, form, explain, destination, records))
     return FITS if report.any_fits else NONE_FITS
 
@@ -71,15 +71,15 @@ def _render(
     if form == "json":
         document = report.as_dict(timeline=chosen is not None)
         if records is not None:
-            from fsdp_advisor.cli.beside import into_json
+            from fsdp_advisor.cli.measured import add_to_json
 
-            into_json(document, records)
+            add_to_json(document, records)
         return as_json(document)
     beside = ""
     if records is not None:
-        from fsdp_advisor.cli.beside import as_lines
+        from fsdp_advisor.cli.measured import comparison_lines
 
-        beside = "\n".join(["", *as_lines(report, records)])
+        beside = "\n".join(["", *comparison_lines(report, records)])
     from fsdp_advisor.render.explanation import explanation_view
     from fsdp_advisor.render.view import report_view
 

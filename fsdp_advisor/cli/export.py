@@ -53,7 +53,7 @@ def export(given: Mapping[str, Any], options: ExportOptions) -> int:
         note(remark, quiet=quiet)
     destination.write(exported.text)
     if chosen.fits is False:
-        note(f"{job.what} does not fit {job.gpu_name}")
+        note(f"{job.strategy} does not fit {job.gpu_name}")
     if output is not None:
         note(f"{job.title}; {consumer.usage(job, shlex.quote(str(output)))}", quiet=quiet)
     return NONE_FITS if chosen.fits is False else FITS

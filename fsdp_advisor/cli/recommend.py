@@ -26,7 +26,7 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
     """The fastest configuration that fits with the margin, how it was decided, and what to type to launch it.
 
     Options that are given are fixed, the others are searched. Exit status: 0 if something fits; 1 if nothing does (what would
-    fit is shown) or it is unknown (a bare parameter count); 2 for bad usage, an unknown model, an unreadable config or no
+    fit is shown) or if it is unknown (a bare parameter count); 2 for bad usage, an unknown model, an unreadable config or no
     network.
     """
     from fsdp_advisor.advice import recommend as answer

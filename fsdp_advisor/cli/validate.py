@@ -1,4 +1,4 @@
-"""`fsdp-advisor validate`: run a job, or a campaign of them, on the best rung there is; `validate report` reads the records."""
+"""`fsdp-advisor validate`: run a job or a campaign and compare it with its prediction. `validate report` sums up records."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fsdp_advisor.cli.options import ReportOptions
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 
 if TYPE_CHECKING:
-    from fsdp_advisor.validation.case import Case, Device
-    from fsdp_advisor.validation.launch import Ended
-    from fsdp_advisor.validation.records import Record, Rung
+    from fsdp_advisor.validation.case import Case
+    from fsdp_advisor.validation.records import Record
+    from fsdp_advisor.validation.run_result import RunResult
 
 FAILED = 3
+"""Exit status of a run that failed."""
+
+Mode = Literal["simulate", "stand-in", "measure"]
+Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(ReportOptions):
     """Options of `validate` apart from those of the job."""
 
-    rung: Annotated[
-        Literal["simulate", "stand-in", "measure"] | None,
+    mode: Annotated[
+        Mode | None,
         Rule(
+            aliases=("rung",),
             about="how close the run is to a real one; simulate: no GPU; stand-in: one GPU plays rank 0; measure: real ranks",
             group="Validation",
             default="the best for this machine",
         ),
     ] = None
     device: Annotated[
-        Literal["cuda", "cpu"] | None,
+        Device | None,
         Rule(
             about="the device of the ranks; cpu: real ranks over gloo, counting live bytes",
             group="Validation",
@@ -90,6 +95,30 @@ class ValidateOptions(ReportOptions):
     ] = None
     sbatch: Annotated[bool, Rule(about="print a batch script for Slurm and run nothing", group="Validation")] = False
 
+    @property
+    def form(self) -> Format:
+        return form_of(self.format, self.json)
+
+    @property
+    def destination(self) -> Destination:
+        return Destination(path=self.output, force=self.force)
+
+    def check(self) -> None:
+        """Raises UsageError, before anything runs, for options that contradict each other and files that cannot be written."""
+        _ = self.form
+        self.destination.check()
+        if self.records is not None:
+            from fsdp_advisor.validation.records import check_writable
+
+            check_writable(self.records)
+        if self.campaign is None:
+            return
+        if self.records is None:
+            raise UsageError("a campaign needs --records FILE", hint="cases that FILE already has are not run again")
+        for name in ("snapshot", "rdzv_endpoint", "sbatch"):
+            if getattr(self, name):
+                raise UsageError(f"--{name.replace('_', '-')} takes a single case", hint="omit --campaign")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsOptions(ReportOptions):
@@ -103,57 +132,58 @@ class RecordsOptions(ReportOptions):
 
 
 def validate(given: dict[str, Any], options: ValidateOptions) -> int:
-    """Run the job and compare the result with the estimate; `validate report FILE` sums up records.
+    """Run the job and compare the result with the prediction; `validate report FILE` sums up records.
 
-    Exit status: 0 if a case fits; 1 if none fits; 2 for bad usage or a rung that this machine cannot run; 3 for a run that
-    failed.
+    Exit status: 0 a case fits, 1 none fits, 2 bad usage or a mode that this machine cannot run, 3 a run that failed.
     """
-    rung, device, records, snapshot, timeout = (
-        options.rung, options.device, options.records, options.snapshot, options.timeout,
-    )  # fmt: skip
-    zero1, rdzv_endpoint, sbatch, quiet = options.zero1, options.rdzv_endpoint, options.sbatch, options.quiet
-    campaign = options.campaign
-    form = form_of(options.format, options.json)
-    destination = Destination(path=options.output, force=options.force)
-    destination.check()
-    if records is not None:
-        from fsdp_advisor.validation.records import check
-
-        check(records)
-    if campaign is not None:
-        if records is None:
-            raise UsageError("a campaign needs --records FILE", hint="what is there already is not run again")
-        for name, value in (("--snapshot", snapshot), ("--rdzv-endpoint", rdzv_endpoint), ("--sbatch", sbatch or None)):
-            if value is not None:
-                raise UsageError(f"{name} is of one case", hint="leave --campaign out")
-        return _campaign(campaign, given, rung, device, records, timeout, destination, form, quiet, zero1=zero1)
+    options.check()
+    if options.campaign is not None:
+        return _run_campaign(options.campaign, given, options)
     if "model" not in given:
         raise UsageError(
             "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
         )
     request = make_request(given)
-    if sbatch:
-        from fsdp_advisor.validation.sbatch import sbatch_example
-
-        run_options: dict[str, Any] = {"device": device, "zero1": None if zero1 == "deepspeed" else zero1}
-        run_options |= {"timeout": timeout, "snapshot": snapshot, "records": records}
-        destination.write(sbatch_example(request, **run_options))
+    if options.sbatch:
+        options.destination.write(_sbatch(request, options))
         return FITS
-    cases = _cases([request], rung, device, timeout, quiet, snapshot=snapshot, zero1=zero1, rdzv_endpoint=rdzv_endpoint)
-    if snapshot is not None and len(cases) > 1:
-        raise UsageError("--snapshot is of one case", hint="give one --strategy")
-    run = _run if _started_rank(rdzv_endpoint) is None else _as_rank
-    return run(cases, records, destination, form, quiet)
+    cases = _cases([request], options)
+    if options.snapshot is not None and len(cases) > 1:
+        raise UsageError("--snapshot takes a single case", hint="give one --strategy")
+    return _run_cases(cases, options) if _own_rank(options) is None else _run_as_rank(cases, options)
 
 
-def _cases(
-    requests: list[EstimateRequest], rung: Rung | None, device: Device | None, timeout: float | None, quiet: bool, **options: Any
-) -> list[Case]:  # fmt: skip
-    """One case per strategy of each request, on the rung asked for or the best; notes say which."""
+def _sbatch(request: EstimateRequest, options: ValidateOptions) -> str:
+    from fsdp_advisor.validation.sbatch import sbatch_example
+
+    return sbatch_example(
+        request,
+        device=options.device,
+        zero1=None if options.zero1 == "deepspeed" else options.zero1,
+        timeout=options.timeout,
+        snapshot=options.snapshot,
+        records=options.records,
+    )
+
+
+def _own_rank(options: ValidateOptions) -> int | None:
+    """The rank of this process if the user has started several. With --rdzv-endpoint, srun starts one process per node instead."""
+    from fsdp_advisor.validation.external_launcher import external_rank
+
+    started = external_rank()
+    if started is None:
+        return None
+    if options.rdzv_endpoint is not None and "RANK" in os.environ:
+        raise UsageError("--rdzv-endpoint contradicts the ranks that torchrun has started", hint="give it to torchrun")
+    return started[0] if options.rdzv_endpoint is None else None
+
+
+def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Case]:
+    """One case per strategy of each request, in the requested or the best mode. Up to three notes say why."""
     from fsdp_advisor.job.plan import plans
     from fsdp_advisor.model.resolve import is_count
-    from fsdp_advisor.validation import ladder, machine
-    from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case
+    from fsdp_advisor.validation import machine, modes
+    from fsdp_advisor.validation.case import Case
 
     for request in requests:
         if is_count(request.model):
@@ -161,168 +191,167 @@ def _cases(
                 f"{request.model} is a bare parameter count: it cannot be run", hint="name a model or its config.json"
             )
     machine.require_torch()
-    rank = _started_rank(options.get("rdzv_endpoint"))
-    ranks = rank is not None or options.get("rdzv_endpoint") is not None
+    rank = _own_rank(options)
+    mode: Mode | None = options.mode if options.mode else None
+    device: Device | None = options.device if options.device else None
+    several_processes = rank is not None or options.rdzv_endpoint is not None
     cases: list[Case] = []
-    reported: set[str] = set()
-    for request in requests:
-        for one in ladder.single(request, request.seq_len or 1):
-            (plan,) = plans(one, seq_len=1)
-            choice = ladder.choose(plan, rung, device, ranks=ranks)
-            if choice.why not in reported and len(reported) < 3:
-                reported.add(choice.why)
-                note(f"rung: {choice.why}", quiet=quiet or bool(rank))
-            seconds = timeout or TIMEOUT_SECONDS[choice.rung]
-            cases.append(Case(request=one, rung=choice.rung, device=choice.device, timeout_seconds=seconds, **options))
+    reasons: set[str] = set()
+    for request in (one for r in requests for one in modes.one_request_per_strategy(r, r.seq_len or 1)):
+        (plan,) = plans(request, seq_len=1)
+        choice = modes.choose_mode(plan, mode, device, several_processes=several_processes)
+        if choice.reason not in reasons and len(reasons) < 3:
+            reasons.add(choice.reason)
+            note(f"mode: {choice.reason}", quiet=options.quiet or bool(rank))
+        case = Case(
+            request=request,
+            mode=choice.mode,
+            device=choice.device,
+            timeout_seconds=options.timeout,
+            snapshot=options.snapshot,
+            zero1=options.zero1,
+            rdzv_endpoint=options.rdzv_endpoint,
+        )
+        cases.append(case)
     return cases
 
 
-def _started_rank(endpoint: str | None) -> int | None:
-    """This process's rank where the user has started several; with a place to meet, srun starts one process per node."""
-    from fsdp_advisor.validation.started import started_rank
+def _run_cases(cases: list[Case], options: ValidateOptions) -> int:
+    """Run each case once and show the records. The failure of a single case is an error."""
+    from fsdp_advisor.validation import worker
 
-    started = started_rank()
-    if started is not None and endpoint is not None and "RANK" in os.environ:
-        raise UsageError("--rdzv-endpoint contradicts the ranks that torchrun has started", hint="give it to torchrun")
-    return started[0] if started is not None and endpoint is None else None
-
-
-def _run(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
-    """Each case once; a single one that fails is an error. On a node without rank 0 there is nothing to keep or to show."""
-    found: list[tuple[Record, Ended]] = []
+    single = len(cases) == 1
+    found: list[tuple[Record, RunResult]] = []
     status = FITS
     for number, case in enumerate(cases, 1):
-        if len(cases) > 1:
+        if not single:
             what = f"{case.request.strategy} {case.request.backend} {case.request.offload}"
-            note(f"{number}/{len(cases)} {what}", quiet=quiet)
-        record, ended = _one(case, alone=len(cases) == 1)
-        if not ended.elsewhere:
-            found.append((record, ended))
-            _keep(path, record)
-        elif ended.outcome == "interrupted":
-            raise KeyboardInterrupt
-        elif ended.outcome not in ("ok", "oom"):
-            raise ended.error()
+            note(f"{number}/{len(cases)} {what}", quiet=options.quiet)
+        record, result = worker.run(case) if single else worker.run_or_record_error(case)
+        if result.rank_zero_elsewhere:
+            status = max(status, _status_elsewhere(result, options))
         else:
-            note(f"{ended.outcome}: rank 0 is on another node, which has the record", quiet=quiet)
-            status = max(status, NONE_FITS if ended.outcome == "oom" else FITS)
-    return _show(found, destination, form, quiet) if found else status
+            _append(record, options)
+            found.append((record, result))
+    if not found:
+        return status
+    return _show_single(*found[0], options) if single else _show([record for record, _ in found], options)
 
 
-def _as_rank(cases: list[Case], path: Path | None, destination: Destination, form: str, quiet: bool) -> int:
-    """One case on ranks that the user has started, of which this process is one: rank 0 keeps and shows it."""
+def _run_as_rank(cases: list[Case], options: ValidateOptions) -> int:
+    """Run one case on the ranks that the user has started. Rank 0 appends the record and shows it."""
     from fsdp_advisor.cli import complain
-    from fsdp_advisor.validation.started import as_rank
+    from fsdp_advisor.validation.external_launcher import run_as_rank
 
     if len(cases) > 1:
         raise UsageError(
-            f"{len(cases)} cases, and ranks that are started by hand run one: the next needs fresh processes",
-            hint="give one --strategy; all of them: without torchrun and srun, on several nodes with --rdzv-endpoint",
+            f"{len(cases)} cases, but ranks started by torchrun or srun can run only one",
+            hint="give one --strategy; or start it without torchrun and srun, on several nodes with --rdzv-endpoint",
         )
 
-    def leave(record: Record | None, ended: Ended) -> int:
-        """Where a rank has failed, which every rank's process then ends by."""
+    def on_failure(record: Record | None, result: RunResult) -> int:
+        """The exit status after a failure on any rank."""
         try:
-            if record is not None:
-                _keep(path, record)
-                return _show([(record, ended)], destination, form, quiet)
-            if ended.outcome == "interrupted":
-                raise KeyboardInterrupt
-            if ended.outcome == "oom":
-                note(f"{ended.message} Rank 0 has the record", quiet=quiet)
-                return NONE_FITS
-            raise ended.error()
+            if record is None:
+                return _status_elsewhere(result, options)
+            _append(record, options)
+            return _show_single(record, result, options)
         except (AdvisorError, KeyboardInterrupt) as error:
             return complain(error)
 
-    (case,) = cases
-    if (ours := as_rank(case, leave)) is None:
+    found = run_as_rank(cases[0], on_failure)
+    if found is None:
         return FITS
-    _keep(path, ours[0])
-    return _show([ours], destination, form, quiet)
+    _append(found[0], options)
+    return _show_single(*found, options)
 
 
-def _keep(path: Path | None, record: Record) -> None:
+def _status_elsewhere(result: RunResult, options: ValidateOptions) -> int:
+    """The exit status of a process that has no record, because rank 0 runs on another node. Raises for failed runs."""
+    if result.outcome == "interrupted":
+        raise KeyboardInterrupt
+    if result.outcome not in ("ok", "oom"):
+        raise result.to_error()
+    message = " ".join(filter(None, (result.message, "Rank 0 has the record")))
+    note(f"{result.outcome}: {message}", quiet=options.quiet)
+    return NONE_FITS if result.outcome == "oom" else FITS
+
+
+def _append(record: Record, options: ValidateOptions) -> None:
+    """Append the record to --records. Raises KeyboardInterrupt if Ctrl-C ended its case."""
     from fsdp_advisor.validation import records
 
-    if path is not None:
-        records.append(path, record)
+    if options.records is not None:
+        records.append(options.records, record)
     if record.outcome == "interrupted":
         raise KeyboardInterrupt
 
 
-def _show(found: list[tuple[Record, Ended]], destination: Destination, form: str, quiet: bool) -> int:
-    from fsdp_advisor.validation import report
+def _show_single(record: Record, result: RunResult, options: ValidateOptions) -> int:
+    if record.outcome not in ("ok", "oom"):
+        raise result.to_error()
+    return _show([record], options)
 
-    if len(found) == 1 and found[0][0].outcome not in ("ok", "oom"):
-        raise found[0][1].error()
-    made = [record for record, _ in found]
-    destination.write(report.render_case(made[0], form) if len(made) == 1 else report.render(made, form))
-    for record in made:
+
+def _show(records: list[Record], options: ValidateOptions) -> int:
+    """Write the records, and the warnings of their predictions as notes. Returns the exit status."""
+    from fsdp_advisor.validation import report_text
+
+    single = len(records) == 1
+    form = options.form
+    options.destination.write(
+        report_text.render_case(records[0], form) if single else report_text.render(records, form)
+    )
+    for record in records:
         for warning in record.predicted.get("warnings", []):
-            note(warning, quiet=quiet)
-    return _status(made)
-
-
-def _one(case: Case, *, alone: bool) -> tuple[Record, Ended]:
-    """A case's record; among several, one that this machine cannot run says why in its place."""
-    from fsdp_advisor.validation import launch, worker
-
-    try:
-        return worker.run(case)
-    except AdvisorError as error:
-        if alone:
-            raise
-        ended = launch.Ended(**launch.failure_of(error))
-        return worker.record_of(case, ended), ended
-
-
-def _status(made: list[Record]) -> int:
-    if any(record.fits_really for record in made):
+            note(warning, quiet=options.quiet)
+    if any(record.fits_really for record in records):
         return FITS
-    return NONE_FITS if any(record.fits_really is False for record in made) else FAILED
+    return NONE_FITS if any(record.fits_really is False for record in records) else FAILED
 
 
-def _campaign(
-    name: str, given: dict[str, Any], rung: Rung | None, device: Device | None, path: Path,
-    timeout: float | None, destination: Destination, form: str, quiet: bool, **options: Any,
-) -> int:  # fmt: skip
+def _run_campaign(name: str, given: dict[str, Any], options: ValidateOptions) -> int:
     from fsdp_advisor.cli.progress import Progress
-    from fsdp_advisor.validation import campaign, records, report
+    from fsdp_advisor.validation import campaign
+    from fsdp_advisor.validation.worker import run_or_record_error
 
-    if _started_rank(None) is not None:
+    path = options.records
+    assert path is not None
+    if _own_rank(options) is not None:
         raise UsageError(
-            "a campaign starts its own ranks, and torchrun or srun has started some", hint="run it in one process"
+            "a campaign starts its own ranks, but torchrun or srun has started several processes",
+            hint="start it without torchrun and srun",
         )
-    cases = _cases(campaign.load(name, **given), rung, device, timeout, quiet, **options)
-    with Progress(quiet) as progress:
-        for event in campaign.run(cases, path, lambda case: _one(case, alone=False)[0]):
+    cases = _cases(campaign.load(name, **given), options)
+    with Progress(options.quiet) as progress:
+        for event in campaign.run(cases, path, lambda case: run_or_record_error(case)[0]):
             progress.show(event)
-    made, notes = records.read(path)
-    for remark in notes:
-        note(remark, quiet=quiet)
-    destination.write(report.render(report.latest(made), form))
-    return FITS if any(record.outcome in ("ok", "oom") for record in made) else FAILED
+    records = _summarize(path, options.destination, options.form, options.quiet)
+    return FITS if any(record.outcome in ("ok", "oom") for record in records) else FAILED
 
 
-def report(options: RecordsOptions) -> int:
-    """Sum up records: every case, the errors by rung, strategy and figure, and the verdicts."""
-    from fsdp_advisor.validation import drawing, records
-    from fsdp_advisor.validation import report as summary
+def _summarize(path: Path, destination: Destination, form: str, quiet: bool, plot: Path | None = None) -> list[Record]:
+    """Write the report over the records of a file. Returns all records."""
+    from fsdp_advisor.validation import drawing, records, report_text
+    from fsdp_advisor.validation.report import latest
 
-    path, plot, quiet = options.path, options.plot, options.quiet
-    if path is None:
-        raise UsageError("FILE is missing", hint="name a file that --records has written")
-    form = form_of(options.format, options.json)
-    destination = Destination(path=options.output, force=options.force)
-    destination.check()
-    made, notes = records.read(path)
-    if notes and not made:
+    found, notes = records.read(path)
+    if notes and not found:
         raise UsageError(notes[0].removesuffix("; skipped"), hint="name a file that --records has written")
     for remark in notes:
         note(remark, quiet=quiet)
-    made = summary.latest(made)
     if plot is not None:
-        drawing.draw(made, plot)
-    destination.write(summary.render(made, form))
+        drawing.draw(latest(found), plot)
+    destination.write(report_text.render(latest(found), form))
+    return found
+
+
+def report(options: RecordsOptions) -> int:
+    """Sum up records: every case, the errors by mode, strategy and figure, and the verdicts."""
+    if options.path is None:
+        raise UsageError("FILE is missing", hint="name a file that --records has written")
+    destination = Destination(path=options.output, force=options.force)
+    form = form_of(options.format, options.json)
+    destination.check()
+    _summarize(options.path, destination, form, options.quiet, options.plot)
     return FITS

@@ -42,8 +42,7 @@ def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 
 @lru_cache(maxsize=64)
 def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
-    marked = wrapping.marked(profile, tape, wrapping.marks_for(profile, plan))
-    return build_program(profile, marked, step_of_engine(profile, plan), plan.gradient_accumulation_steps)
+    return build_program(profile, tape, step_of_engine(profile, plan), plan.gradient_accumulation_steps)
 
 
 def states_of(profile: Profile, plan: Plan) -> States:

@@ -1,4 +1,6 @@
-"""Files that launch a plan: one module per consumer, and what they have in common in `job`.
+"""Files that launch a plan: configurations, training scripts and launch scripts.
+
+One module per consumer defines a `Target`. `job` is their input; `header`, `limits` and `constants` are what they share.
 
 >>> from fsdp_advisor import estimate
 >>> report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=8, gpu="H100-80GB", strategy="zero3")
@@ -7,7 +9,7 @@
 'accelerate.yaml'
 >>> export("deepspeed", job)
 Traceback (most recent call last):
-fsdp_advisor.errors.UsageError: deepspeed cannot do ZeRO-3 (fsdp2): it shards with DeepSpeed: --backend deepspeed
+fsdp_advisor.errors.UsageError: deepspeed cannot do ZeRO-3 (fsdp2): it shards only with DeepSpeed; use --backend deepspeed
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from types import MappingProxyType
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, script, trainer
-from fsdp_advisor.export.job import FRAMEWORKS, Exported, Job, Target, left_out, with_environment
+from fsdp_advisor.export.constants import FRAMEWORK_NAMES
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.target import Exported, Target, with_environment
 
 __all__ = ["TARGETS", "Exported", "Job", "Target", "export", "find"]
 
@@ -34,26 +38,29 @@ _ALL = (
     launch.SBATCH,
 )
 TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target in _ALL})
-"""Every consumer by its name, in the order in which they are listed."""
+"""Every target by name, in the order of `fsdp-advisor export --list`."""
 
 
 def find(name: str) -> Target:
-    """The target of that name. Raises UsageError with what it could have been."""
+    """The target of that name, ignoring case and underscores. Raises UsageError with the nearest names."""
     wanted = name.strip().lower().replace("_", "-")
     if wanted not in TARGETS:
         import difflib
 
         near = difflib.get_close_matches(wanted, TARGETS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"targets: {', '.join(TARGETS)}"
-        raise UsageError(f"no export is called {name[:80]!r}", hint=hint)
+        raise UsageError(f"unknown export target {name[:80]!r}", hint=hint)
     return TARGETS[wanted]
 
 
 def export(target: str, job: Job) -> Exported:
-    """The consumer's file of a job. Raises UsageError where the consumer cannot do the job's plan, and says which can."""
+    """The file with which `target` trains the job.
+
+    Raises UsageError if the target is unknown or cannot train the job; its hint lists the targets that can.
+    """
     consumer = find(target)
-    if consumer.cannot(job) is not None:
-        raise _refusal(consumer, job)
+    if consumer.unsupported(job) is not None:
+        raise _unsupported(consumer, job)
     text, notes = consumer.write(job)
     return Exported(
         target=consumer.name,
@@ -66,20 +73,24 @@ def export(target: str, job: Job) -> Exported:
 
 
 def _notes(consumer: Target, job: Job) -> list[str]:
-    """What holds for every consumer: whose behaviour was estimated, and what a file cannot set."""
-    notes = left_out(job)
-    readers = ("deepspeed", job.plan.framework)  # accelerate and the Trainer read DeepSpeed's file
-    runs_it = consumer.framework in readers
-    if job.plan.prepared and not runs_it:
-        notes.append(f"the prediction is of {FRAMEWORKS[job.plan.framework]}, which {consumer.name} does not run")
+    """The notes that apply to every consumer."""
+    notes = []
+    if job.plan.prepared and job.not_modelled:
+        notes.append("not in the prediction: " + "; ".join(job.not_modelled))
+    runs_framework = consumer.framework in (
+        "deepspeed",
+        job.plan.framework,
+    )  # accelerate and Trainer read DeepSpeed's file
+    if job.plan.prepared and not runs_framework:
+        notes.append(f"the prediction is for {FRAMEWORK_NAMES[job.plan.framework]}, which {consumer.name} does not use")
     if job.environment and not consumer.command:
         notes.append("launch it with " + with_environment(job, "...").removesuffix(" ..."))
     return notes
 
 
-def _refusal(consumer: Target, job: Job) -> UsageError:
-    able = [t.name for t in _ALL if t.cannot(job) is None]
+def _unsupported(consumer: Target, job: Job) -> UsageError:
+    able = [t.name for t in _ALL if t.unsupported(job) is None]
     return UsageError(
-        f"{consumer.name} cannot do {job.what}: {consumer.cannot(job)}",
-        hint=f"those that can: {', '.join(able)}",
+        f"{consumer.name} cannot do {job.strategy}: {consumer.unsupported(job)}",
+        hint=f"targets that can: {', '.join(able)}",
     )

@@ -12,41 +12,47 @@ import yaml
 
 from fsdp_advisor.engines.deepspeed.settings import stage
 from fsdp_advisor.export import deepspeed
-from fsdp_advisor.export.job import (
+from fsdp_advisor.export.constants import (
+    ACCELERATE_FILE,
+    ACCELERATE_PORT,
+    DEEPSPEED_FILE,
+    FSDP1_PREFETCH,
+    HEAD_NODE,
+    MIXED,
     WEIGHTS,
-    Job,
-    Target,
-    comments,
-    header,
-    no_8bit_on_fsdp2,
-    no_bf16_masters_on_the_host,
-    no_single_shard,
-    refused,
+    WRAP_POLICY,
 )
+from fsdp_advisor.export.header import header
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.limits import framework_limit, fsdp2_optimizer_limit
+from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import Framework
 from fsdp_advisor.policies.optimizers import optimizer_named
 
-HEAD_NODE = "HEAD_NODE"
-PORT = 29500
-
-MIXED = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}
-WRAP_POLICY = {"layer": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP"}
-FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 
 
-def cannot(job: Job) -> str | None:
-    plan = job.plan
+def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
+    """Why `framework`, which trains through accelerate, cannot train the job; None if it can."""
     return (
-        refused(job, "accelerate")
-        or no_8bit_on_fsdp2(plan)
-        or no_single_shard(plan)
-        or no_bf16_masters_on_the_host(plan)
+        framework_limit(job, framework)
+        or fsdp2_optimizer_limit(job.plan)
+        or _unsharded_replicas(job.plan)
+        or deepspeed.host_optimizer_limit(job.plan)
     )
 
 
+def _unsharded_replicas(plan: Plan) -> str | None:
+    """accelerate refuses replicas of a model that is not sharded. Source: accelerate.parallelism_config.ParallelismConfig."""
+    if plan.backend == "fsdp2" and plan.strategy == "hsdp" and plan.shard_degree == 1 < plan.replica_degree:
+        return "replicas of one GPU each are DDP, not HSDP"
+    return None
+
+
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
-    text = comments(header(job, *TARGET.checked)) + yaml.safe_dump(_config(job), sort_keys=False)
+    """The configuration, and notes on what it cannot set."""
+    text = header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False)
     return text, tuple(_notes(job.plan))
 
 
@@ -68,7 +74,7 @@ def _config(job: Job) -> dict[str, Any]:
         "enable_cpu_affinity": False,
     }
     if plan.nnodes > 1:
-        config |= {"main_process_ip": HEAD_NODE, "main_process_port": PORT}
+        config |= {"main_process_ip": HEAD_NODE, "main_process_port": ACCELERATE_PORT}
     match plan.backend:
         case "fsdp2":
             config["fsdp_config"] = _fsdp(job) | _fsdp2(plan)
@@ -81,7 +87,7 @@ def _config(job: Job) -> dict[str, Any]:
             config["fsdp_config"] = _fsdp(job) | _fsdp1(plan)
         case "deepspeed":
             config["deepspeed_config"] = _deepspeed(plan)
-            if _needs_a_file(plan):  # accelerate refuses to be told the precision twice
+            if _needs_a_file(plan):  # accelerate refuses a precision that is set twice
                 del config["mixed_precision"]
     return config
 
@@ -93,7 +99,7 @@ def _distributed_type(plan: Plan) -> str:
 
 
 def _fsdp(job: Job) -> dict[str, Any]:
-    """What both versions take. Without a class to wrap, accelerate takes the model's own `_no_split_modules`."""
+    """The options that FSDP1 and FSDP2 share. Without a class to wrap, accelerate uses the model's `_no_split_modules`."""
     plan = job.plan
     wrap = {"fsdp_auto_wrap_policy": WRAP_POLICY[plan.wrap]}
     if job.layer_classes and plan.wrap == "layer":
@@ -123,11 +129,12 @@ def _fsdp1(plan: Plan) -> dict[str, Any]:
 
 
 def _needs_a_file(plan: Plan) -> bool:
-    """bf16 master weights, where NVMe is mounted and other optimizers on the host are said in DeepSpeed's own file alone; and
-    so are the bucket sizes that "auto" would mean, without which DeepSpeed takes its own.
+    """Whether the plan needs settings that only DeepSpeed's own configuration file can express.
 
-    The launcher hands no `offload_*_nvme_path` on (utils/launch.py, prepare_deepspeed_cmd_env); without a file the plugin
-    writes none of the keys that are filled in where they are "auto" (utils/dataclasses.py, DeepSpeedPlugin.__post_init__).
+    These are bf16 master weights, the NVMe path, optimizers other than AdamW on the host, and bucket sizes other than
+    DeepSpeed's defaults. The launcher does not pass `offload_*_nvme_path` on (utils/launch.py, prepare_deepspeed_cmd_env).
+    Without a file, the plugin does not write the bucket sizes that it would fill in for "auto" (utils/dataclasses.py,
+    DeepSpeedPlugin.__post_init__).
     """
     if plan.precision == "bf16" or plan.prepared:
         return True
@@ -137,7 +144,7 @@ def _needs_a_file(plan: Plan) -> bool:
 def _deepspeed(plan: Plan) -> dict[str, Any]:
     launcher = {"deepspeed_multinode_launcher": "standard"} if plan.nnodes > 1 else {}
     if _needs_a_file(plan):
-        return {"deepspeed_config_file": deepspeed.FILE, "zero3_init_flag": stage(plan) == 3, **launcher}
+        return {"deepspeed_config_file": DEEPSPEED_FILE, "zero3_init_flag": stage(plan) == 3, **launcher}
     return {
         "zero_stage": stage(plan),
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -156,12 +163,12 @@ def _notes(plan: Plan) -> list[str]:
             f"load the model with dtype=torch.{WEIGHTS[plan.precision]}: accelerate leaves the weights as they are"
         )
     if plan.nnodes > 1:
-        notes.append(f"on every node: --machine_rank RANK --main_process_ip HOST, the host in place of {HEAD_NODE}")
+        notes.append(f"on every node, pass --machine_rank RANK --main_process_ip HOST; HOST replaces {HEAD_NODE}")
     if plan.backend == "deepspeed" and _needs_a_file(plan):
         framework = f" --framework {plan.framework}" if plan.prepared else ""
         command = f"fsdp-advisor export deepspeed{framework} --strategy {plan.strategy}"
         notes.append(
-            f"it reads {deepspeed.FILE}, which `{command}` writes, given the same --model, --gpus and the like"
+            f"it reads {DEEPSPEED_FILE}; write that file with `{command}` and the same --model, --gpus and other options"
         )
     if plan.gradient_accumulation_steps > 1 and plan.backend in ("fsdp1", "fsdp2"):
         notes.append(_accumulation(plan))
@@ -171,21 +178,26 @@ def _notes(plan: Plan) -> list[str]:
 def _accumulation(plan: Plan) -> str:
     plugin = f"GradientAccumulationPlugin(num_steps={plan.gradient_accumulation_steps}, sync_each_batch=True)"
     if plan.defers_reduction:
-        return f"gradients stay whole until the last micro-batch, as predicted; {plugin} reduces each, for less memory"
-    return f"the estimate reduces each micro-batch's gradients: {plugin}"
+        return (
+            "gradients stay unsharded until the last micro-batch, as predicted; "
+            f"to reduce them after each micro-batch and save memory, pass {plugin}"
+        )
+    return f"the estimate assumes that gradients are reduced after each micro-batch: pass {plugin}"
 
 
 def behaviour(plan: Plan) -> list[str]:
-    """Where accelerate, and what trains through it, does otherwise than the plain engine, if that was estimated."""
+    """Notes on how training through accelerate differs from plain PyTorch; empty if accelerate itself was estimated."""
     if plan.prepared:
         return []
     if plan.backend == "fsdp2":
         reduced = "" if not plan.mixed else f", and reduces gradients in {MIXED[plan.precision]}, not fp32"
-        return [f"accelerate wraps embedding and head as units of their own{reduced}; the estimate is of plain PyTorch"]
+        return [
+            f"accelerate wraps the embedding and the head as separate units{reduced}; the estimate is for plain PyTorch"
+        ]
     if plan.backend == "fsdp1" and plan.mixed:
         return [
             f"accelerate reduces gradients in {MIXED[plan.precision]}, not fp32, and runs the model under autocast as well; "
-            "the estimate is of plain PyTorch"
+            "the estimate is for plain PyTorch"
         ]
     return []
 
@@ -193,10 +205,10 @@ def behaviour(plan: Plan) -> list[str]:
 TARGET = Target(
     name="accelerate",
     description="accelerate launch configuration (YAML)",
-    file_name="accelerate.yaml",
+    file_name=ACCELERATE_FILE,
     media_type="application/yaml",
     checked=("accelerate", "transformers", "torch"),
-    cannot=cannot,
+    unsupported=unsupported,
     write=write,
     usage=lambda job, file: f"accelerate launch --config_file {file} train.py",
     framework="accelerate",

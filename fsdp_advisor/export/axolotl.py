@@ -1,4 +1,4 @@
-"""An axolotl configuration: the plan's part of it, and a data set to replace.
+"""An axolotl configuration: the settings of the plan, and an example data set to replace.
 
 Source: axolotl 0.18.0, src/axolotl/utils/schemas/{config,fsdp,model,training,validation}.py (the schema that it publishes),
 utils/trainer.py (`setup_fsdp_envs`, `setup_deepspeed_env`), utils/config/__init__.py (`resolve_dtype`).
@@ -10,48 +10,41 @@ from typing import Any
 
 import yaml
 
-from fsdp_advisor.export import accelerate, deepspeed
-from fsdp_advisor.export.job import (
-    Job,
-    Target,
-    comments,
-    header,
-    no_8bit_on_fsdp2,
-    no_bf16_masters_on_the_host,
-    no_single_shard,
-    refused,
-    transformers_optimizer,
-)
+from fsdp_advisor.export import accelerate, deepspeed, trainer
+from fsdp_advisor.export.constants import LEARNING_RATE, NVME_NOTE, WRAP_POLICY
+from fsdp_advisor.export.header import header
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
 
 PRECISION = {
     "fp32": {"bf16": False, "fp16": False},
-    "bf16": {"bf16": True, "fp16": False},  # DeepSpeed alone, whose own section says what the master weights are
+    "bf16": {"bf16": True, "fp16": False},  # only DeepSpeed, whose own section sets the dtype of the master weights
     "bf16-mixed": {"bf16": True, "fp16": False},
     "fp16-mixed": {"bf16": False, "fp16": True},
 }
 
 
-def cannot(job: Job) -> str | None:
+def unsupported(job: Job) -> str | None:
+    """Why axolotl cannot train the job; None if it can. axolotl trains through the Trainer and accelerate."""
     plan = job.plan
     if job.task != "causal-lm":
-        return "it trains causal language models" if job.task else "a bare parameter count is no model"
+        return "it trains only causal language models" if job.task else "a bare parameter count is not a model"
     if plan.backend == "fsdp1":
-        return "it has given up FSDP1: --backend fsdp2"
+        return "it no longer supports FSDP1; use --backend fsdp2"
     if plan.precision == "bf16" and plan.backend != "deepspeed":
-        return "it takes any bf16 for mixed precision: --precision bf16-mixed"
-    return (
-        refused(job, "trainer") or no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
-    )
+        return "it always treats bf16 as mixed precision; use --precision bf16-mixed"
+    return accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
-    notes = ["datasets is an example: put your own there", *accelerate.behaviour(job.plan)]
+    """The configuration, and notes on what it cannot set."""
+    notes = ["datasets is an example: replace it with your own", *accelerate.behaviour(job.plan)]
     if job.plan.mixed and job.plan.backend == "ddp":
-        notes.append("axolotl loads weights in 16 bits, so that DDP needs less than predicted, of fp32 weights")
-    if job.plan.offload_device == "nvme" and job.plan.offload != "none":
-        notes.append(deepspeed.NVME_NOTE)
-    return comments(header(job, *TARGET.checked)) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes)
+        notes.append("axolotl loads the weights in 16 bits, so DDP needs less memory than predicted for fp32 weights")
+    if job.offloads_to_nvme:
+        notes.append(NVME_NOTE)
+    return header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes)
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def _config(job: Job) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "num_epochs": 1,
-        "learning_rate": deepspeed.LEARNING_RATE,
+        "learning_rate": LEARNING_RATE,
         **_optimizer(plan),
         **PRECISION[plan.precision],
         "tf32": False,
@@ -76,7 +69,7 @@ def _config(job: Job) -> dict[str, Any]:
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:
-    named = transformers_optimizer(plan)
+    named = trainer.optimizer_of(plan)
     return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {})}
 
 
@@ -89,7 +82,7 @@ def _engine(job: Job) -> dict[str, Any]:
             "dp_shard_size": plan.shard_degree,
             **({"dp_replicate_size": plan.replica_degree} if plan.replica_degree > 1 else {}),
             "fsdp_config": {
-                "auto_wrap_policy": accelerate.WRAP_POLICY[plan.wrap],
+                "auto_wrap_policy": WRAP_POLICY[plan.wrap],
                 **({"transformer_layer_cls_to_wrap": ",".join(job.layer_classes)} if plan.wrap == "layer" else {}),
                 "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
                 "offload_params": plan.offload == "parameters",
@@ -115,7 +108,7 @@ TARGET = Target(
     file_name="axolotl.yaml",
     media_type="application/yaml",
     checked=("axolotl",),
-    cannot=cannot,
+    unsupported=unsupported,
     write=write,
     usage=lambda job, file: f"axolotl train {file}",
     framework="trainer",

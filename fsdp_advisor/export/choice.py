@@ -1,4 +1,4 @@
-"""Which plan is exported: the one that was named, else the recommended one of those that the target can do."""
+"""Choose the plan to export: the one the user named, else the recommended one among those that the target supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from fsdp_advisor.advice import recommend_resolved
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import find
-from fsdp_advisor.export.job import Job, Target
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, refusal
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
 from fsdp_advisor.model.resolve import Resolved, resolve
@@ -17,28 +18,28 @@ from fsdp_advisor.report import Report
 
 
 class NothingFits(AdvisorError):
-    """No configuration fits that the target can do."""
+    """No configuration that the target supports fits."""
 
     exit_status = 1
 
 
 def report_for(target: str, request: EstimateRequest, model: Resolved | None = None) -> Report:
-    """A report of one row, the plan to export.
+    """A report with one row: the plan to export, with its allocator simulated.
 
-    With a strategy it is that one, with the target's backend where the choice is left open; without one, the fastest that
-    fits with the recommendation's margin, and what was not given is searched. Unless a framework is given, it is estimated
-    as the target trains it, and its allocator is walked. Raises NothingFits, or as `estimate` does.
+    If the request names a strategy, the row is that strategy, with the target's backend if the backend is "auto". If not, it is
+    the fastest plan that fits with the recommendation's margin; options that were not given are searched. Unless a framework
+    is given, the estimate assumes the target's. Raises NothingFits, and the errors of `estimate`.
     """
     consumer = find(target)
     model = model or resolve(request.model)
-    request = _as_it_trains(consumer, _with_backend(consumer, request))
+    request = _with_framework(consumer, _with_backend(consumer, request))
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
     return estimate_resolved(request.but(reserved=True), model)
 
 
 def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest:
-    """The only backend that the target has, if it does what is asked."""
+    """The request with the target's only backend, if that backend supports the strategy and offload asked for."""
     if consumer.backend is None or request.backend != "auto":
         return request
     able = OFFLOADS[request.offload]
@@ -48,8 +49,11 @@ def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest
     return request.but(backend=consumer.backend)
 
 
-def _as_it_trains(consumer: Target, request: EstimateRequest) -> EstimateRequest:
-    """With the target's framework, unless it cannot do what is asked: then the target says so itself, and who can."""
+def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateRequest:
+    """The request with the target's framework, if that framework supports what is asked.
+
+    Otherwise the request is unchanged, and the target itself reports what it does not support.
+    """
     if "framework" in request.given:
         return request
     known = FRAMEWORK_BACKENDS[consumer.framework]
@@ -74,31 +78,31 @@ def _as_it_trains(consumer: Target, request: EstimateRequest) -> EstimateRequest
 
 
 def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) -> EstimateRequest:
-    """The request of the best plan that fits; what was given is held, as by `recommend`."""
+    """The request with the options of the best plan that fits. Like `recommend`, it keeps the options that were given."""
     searched = RecommendRequest(**{name: getattr(request, name) for name in request.given}, given=request.given)
     report = estimate_resolved(searched.as_estimate, model)
     job = Job.of(report, report.estimates[0])
     try:
         advice = recommend_resolved(
-            report, model, searched, allowed=lambda plan: consumer.cannot(replace(job, plan=plan)) is None
+            report, model, searched, allowed=lambda plan: consumer.unsupported(replace(job, plan=plan)) is None
         )
     except NotRecordable:
-        reasons = {consumer.cannot(Job.of(report, estimate)) for estimate in report.estimates}
+        reasons = {consumer.unsupported(Job.of(report, estimate)) for estimate in report.estimates}
         if None in reasons or len(reasons) > 1:
             raise
         raise UsageError(
-            f"{consumer.name} can do none of what is asked: {reasons.pop()}",
-            hint="the other targets: fsdp-advisor export --list",
+            f"{consumer.name} supports none of the possible plans: {reasons.pop()}",
+            hint="`fsdp-advisor export --list` lists the other targets",
         ) from None
     if advice.winner is not None:
         return request.but(**_options(advice.winner.plan), allocator_conf=advice.winner.allocator_conf)
     raise NothingFits(
-        f"nothing that {consumer.name} can do fits {report.gpu_name} with {100 * searched.margin:g} % left free",
+        f"no plan that {consumer.name} supports fits {report.gpu_name} with {100 * searched.margin:g} % left free",
         hint="; ".join(remedy.because for remedy in advice.remedies[:2])
-        or "a named --strategy is exported whether it fits or not",
+        or "name a --strategy to export it although it does not fit",
     )
 
 
 def _options(plan: Plan) -> dict[str, Any]:
-    """A plan's fields that are a request's too."""
+    """The options of a request that reproduce the plan."""
     return {name: getattr(plan, name) for name in fields_of(EstimateRequest) if name in Plan.__dataclass_fields__}

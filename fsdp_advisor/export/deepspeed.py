@@ -1,6 +1,7 @@
-"""DeepSpeed's JSON configuration, with integers only: the batch, the buckets and offload as the estimate assumes them.
+"""DeepSpeed's JSON configuration: the batch, the buckets and offload that the estimate assumes.
 
-Where accelerate or the Trainer trains, the buckets are those that they fill in for "auto".
+Every value is a number, never "auto". If accelerate or the Trainer trains, the bucket sizes are those that they fill in
+for "auto".
 
 Source: deepspeed/runtime/config.py, zero/config.py, zero/offload_config.py, precision_config.py (0.19.8).
 """
@@ -12,68 +13,79 @@ from typing import Any
 
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
-from fsdp_advisor.export.job import Job, Target, global_batch_size, no_bf16_masters_on_the_host
+from fsdp_advisor.export.constants import DEEPSPEED_FILE, LEARNING_RATE, NVME_NOTE, NVME_PATH
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import OFFLOADS, Plan
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
-FILE = "ds_config.json"
-NVME_PATH = "/local_nvme"
-LEARNING_RATE = 1e-5
 SWAP_BUFFER_ELEMENTS = 100_000_000
-"""`offload_param.buffer_size`, DeepSpeed's default; a parameter's shard must fit into it."""
-
-NVME_NOTE = f"nvme_path is {NVME_PATH}: put the mount point of a local NVMe drive there"
+"""DeepSpeed's default of `offload_param.buffer_size`, in elements. The shard of every parameter must fit into it."""
 
 
-def cannot(job: Job) -> str | None:
+def unsupported(job: Job) -> str | None:
+    """Why DeepSpeed cannot train the job; None if it can."""
     plan = job.plan
     if plan.backend != "deepspeed":
         able = "deepspeed" in OFFLOADS[plan.offload].get(plan.strategy, ())
-        return "it shards with DeepSpeed" + (": --backend deepspeed" if able else "")
-    return no_bf16_masters_on_the_host(plan)
+        return "it shards only with DeepSpeed" + ("; use --backend deepspeed" if able else "")
+    return host_optimizer_limit(plan)
+
+
+def host_optimizer_limit(plan: Plan) -> str | None:
+    """DeepSpeed steps bf16 master weights on the host with AdamW only.
+
+    Source: deepspeed/runtime/base_optimizer.py (0.19.8), ZeROOptimizer._configure_master_weights.
+    """
+    on_host = plan.backend == "deepspeed" and plan.offload != "none"
+    if on_host and plan.precision == "bf16" and not optimizer_named(plan.optim).is_cpu_adam:
+        return "DeepSpeed offloads bf16 master weights only with AdamW"
+    return None
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
+    """The configuration, and notes on what it cannot set."""
     optimizer = _optimizer(job.plan)
     section = {} if isinstance(optimizer, Refusal) else optimizer
-    config = {**_batch(job.plan), **engine(job), **section}
+    config = {**_batch(job), **engine(job), **section}
     notes: list[str] = []
-    if job.plan.offload_device == "nvme" and job.plan.offload != "none":
+    if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
     if isinstance(optimizer, Refusal):
         notes.append(optimizer.reason)
     elif not section:
-        notes.append("the optimizer is the training loop's own, as accelerate hands it to DeepSpeed")
+        notes.append("the training loop creates the optimizer, and accelerate passes it to DeepSpeed")
     else:
         notes.append(
-            "a training loop of accelerate needs accelerate.utils.DummyOptim, for the optimizer is named in this file"
+            "a training loop with accelerate needs accelerate.utils.DummyOptim, because this file names the optimizer"
         )
     return json.dumps(config, indent=2), tuple(notes)
 
 
 def through_trainer(job: Job) -> dict[str, Any]:
-    """What Hugging Face's Trainer hands to DeepSpeed: "auto" follows its own arguments, the optimizer is its own too.
+    """The configuration that Hugging Face's Trainer passes to DeepSpeed.
 
-    Only bf16 masters on the host need DeepSpeed's, for Trainer would make a DeepSpeedCPUAdam with fp32 states.
+    "auto" takes the Trainer's own argument. The Trainer also creates the optimizer, with one exception: for bf16 master
+    weights on the host it would create a DeepSpeedCPUAdam with fp32 states, so the configuration names AdamW instead.
     """
-    config = dict.fromkeys(_batch(job.plan), "auto") | engine(job)
+    config = dict.fromkeys(_batch(job), "auto") | engine(job)
     if job.plan.precision == "bf16" and job.plan.offload != "none":
         config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
     return config
 
 
-def _batch(plan: Plan) -> dict[str, int]:
-    """DeepSpeed asserts that the first is the product of the others and the ranks."""
+def _batch(job: Job) -> dict[str, int]:
+    """The batch sizes. DeepSpeed asserts that the first is the product of the others and the number of ranks."""
     return {
-        "train_batch_size": global_batch_size(plan),
-        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "train_batch_size": job.global_batch_size,
+        "train_micro_batch_size_per_gpu": job.plan.micro_batch_size,
+        "gradient_accumulation_steps": job.plan.gradient_accumulation_steps,
     }
 
 
 def engine(job: Job) -> dict[str, Any]:
-    """Precision, ZeRO and offload: what every way into DeepSpeed takes in the same words."""
+    """The sections for precision, ZeRO and offload, which are the same for every training loop."""
     plan = job.plan
     config: dict[str, Any] = {"zero_optimization": _zero(job), "zero_allow_untested_optimizer": True}
     if plan.offload != "none" and not optimizer_named(plan.optim).is_cpu_adam:
@@ -119,11 +131,11 @@ def _place(plan: Plan) -> dict[str, Any]:
 
 
 def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
-    """The plan's optimizer; AdamW on the host is DeepSpeedCPUAdam.
+    """The optimizer section; empty if the training loop creates the optimizer, a Refusal if DeepSpeed cannot create it.
 
-    Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes its arguments,
-    any name DeepSpeed does not know is one of torch.optim. Under a framework it is the training loop's own, but for bf16
-    masters on the host.
+    AdamW on the host is DeepSpeedCPUAdam. accelerate and the Trainer create the optimizer, except for bf16 master weights on
+    the host. Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes
+    torch's arguments; a name that DeepSpeed does not know is looked up in torch.optim.
     """
     if plan.prepared and not (plan.precision == "bf16" and plan.offload != "none"):
         return {}
@@ -137,10 +149,10 @@ def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
 TARGET = Target(
     name="deepspeed",
     description="DeepSpeed configuration (JSON)",
-    file_name=FILE,
+    file_name=DEEPSPEED_FILE,
     media_type="application/json",
     checked=("deepspeed", "torch"),
-    cannot=cannot,
+    unsupported=unsupported,
     write=write,
     usage=lambda job, file: f"deepspeed --num_gpus {job.plan.ranks_per_node} train.py --deepspeed {file}",
     backend="deepspeed",

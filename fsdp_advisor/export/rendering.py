@@ -1,4 +1,4 @@
-"""Templates whose values are quoted by what they are written in: a value is never pasted as it came."""
+"""Jinja templates for exports. Filters quote every value for the language of the file, so no value can inject code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INDENT = "    "
 
 
 def python_literal(value: Any, depth: int = 0) -> str:
-    """The Python source of a plain value; a dictionary goes over several lines, indented by `depth`.
+    """The Python source of a plain value. A dictionary takes one line per key, indented by `depth` levels.
 
     >>> python_literal({"a": [1, "it's"]})
     '{\\n    "a": [1, "it\\'s"],\\n}'
@@ -23,14 +23,14 @@ def python_literal(value: Any, depth: int = 0) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(python_literal, value)) + "]"
     if isinstance(value, str) and '"' not in value:
-        return '"' + repr("'" + value)[2:]  # the quote that is put before it makes repr take double ones
+        return '"' + repr("'" + value)[2:]  # the added single quote makes repr use double quotes
     return repr(value)
 
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("fsdp_advisor.export"),
     undefined=StrictUndefined,
-    autoescape=False,  # it writes Python and shell, whose filters are below
+    autoescape=False,  # the output is Python or shell, not HTML; the filters below quote values
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
@@ -39,5 +39,5 @@ _ENVIRONMENT.filters |= {"python": python_literal, "shell": shlex.quote}
 
 
 def render(template: str, **values: Any) -> str:
-    """The text of a template of this room."""
+    """The text of a template of this package with the values filled in."""
     return _ENVIRONMENT.get_template(template).render(**values)

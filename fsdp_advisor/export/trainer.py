@@ -1,4 +1,4 @@
-"""Arguments for Hugging Face's Trainer, as a Python file that a training script imports.
+"""Arguments of Hugging Face's Trainer, as a Python module that a training script imports.
 
 Source: transformers 5.23.0, training_args.py (`TrainingArguments`, `_process_fsdp_args`), trainer.py; accelerate 1.15.0.
 """
@@ -9,48 +9,48 @@ from pathlib import PurePath
 from typing import Any
 
 from fsdp_advisor.export import accelerate, deepspeed
-from fsdp_advisor.export.job import (
-    WEIGHTS,
-    Job,
-    Target,
-    comments,
-    header,
-    no_8bit_on_fsdp2,
-    no_bf16_masters_on_the_host,
-    no_single_shard,
-    refused,
-    transformers_optimizer,
-)
+from fsdp_advisor.export.constants import AUTO_CLASSES, FSDP1_PREFETCH, LEARNING_RATE, NVME_NOTE, WEIGHTS, WRAP_POLICY
+from fsdp_advisor.export.header import header
+from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.rendering import render
-from fsdp_advisor.export.script import AUTO
+from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Refusal
 
 
-def cannot(job: Job) -> str | None:
-    plan = job.plan
+def unsupported(job: Job) -> str | None:
+    """Why the Trainer cannot train the job; None if it can."""
     if job.task is None:
-        return "a bare parameter count is no model"
-    return (
-        refused(job, "trainer") or no_8bit_on_fsdp2(plan) or no_single_shard(plan) or no_bf16_masters_on_the_host(plan)
-    )
+        return "a bare parameter count is not a model"
+    return accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
+    """The module, and notes on what it cannot set."""
     plan = job.plan
     text = render(
         "trainer.py.jinja",
-        header=comments(header(job, *TARGET.checked)),
+        header=header(job, *TARGET.checked),
         model=job.model_name,
-        auto=AUTO[job.task or ""],
+        auto=AUTO_CLASSES[job.task or ""],
         model_arguments=_model_arguments(plan),
         arguments=_arguments(job),
         replicas=plan.replica_degree if _replicated(plan) else None,
         shards=plan.shard_degree,
     )
     notes = accelerate.behaviour(plan)
-    if plan.offload_device == "nvme" and plan.offload != "none":
-        notes.append(deepspeed.NVME_NOTE)
+    if job.offloads_to_nvme:
+        notes.append(NVME_NOTE)
     return text, tuple(notes)
+
+
+def optimizer_of(plan: Plan) -> NamedOptimizer:
+    """The optimizer as transformers names it. Raises ValueError for an optimizer that `unsupported` reports."""
+    named = optimizer_named(plan.optim).transformers
+    if isinstance(named, Refusal):
+        raise ValueError(named.reason)
+    return named
 
 
 def _replicated(plan: Plan) -> bool:
@@ -58,17 +58,20 @@ def _replicated(plan: Plan) -> bool:
 
 
 def _model_arguments(plan: Plan) -> dict[str, Any]:
-    """What `from_pretrained` is to be told. sdpa is left to transformers, which takes eager where a model has no sdpa."""
+    """The arguments of `from_pretrained`.
+
+    sdpa is not named: it is transformers' default, which falls back to eager if a model has no sdpa.
+    """
     attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     return {"dtype": WEIGHTS[plan.precision], **attention}
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    plan, optimizer = job.plan, transformers_optimizer(job.plan)
+    plan, optimizer = job.plan, optimizer_of(job.plan)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "learning_rate": deepspeed.LEARNING_RATE,
+        "learning_rate": LEARNING_RATE,
         "optim": optimizer.name,
     }
     if optimizer.options:
@@ -76,7 +79,7 @@ def _arguments(job: Job) -> dict[str, Any]:
     if plan.precision == "fp16-mixed":
         arguments["fp16"] = True
     elif plan.precision == "bf16-mixed" or (plan.precision == "bf16" and plan.backend == "deepspeed"):
-        arguments["bf16"] = True  # DeepSpeed's section must say the same, whatever its master weights are
+        arguments["bf16"] = True  # must agree with DeepSpeed's section, whatever the dtype of its master weights
     checkpointing = plan.activation_checkpointing == "full"
     if plan.backend in ("fsdp1", "fsdp2"):
         arguments |= {"fsdp": True, "fsdp_config": _fsdp(job)}
@@ -95,7 +98,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
     config: dict[str, Any] = {
         "version": 2 if plan.backend == "fsdp2" else 1,
         "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
-        "auto_wrap_policy": accelerate.WRAP_POLICY[plan.wrap],
+        "auto_wrap_policy": WRAP_POLICY[plan.wrap],
         **({"transformer_layer_cls_to_wrap": list(job.layer_classes)} if plan.wrap == "layer" else {}),
         "cpu_offload": plan.offload == "parameters",
         "activation_checkpointing": plan.activation_checkpointing == "full",
@@ -105,7 +108,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
     if plan.backend == "fsdp1":
         config |= {
             "reshard_after_forward": "full_shard",
-            "backward_prefetch": accelerate.FSDP1_PREFETCH[plan.backward_prefetch].lower(),
+            "backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch].lower(),
             "forward_prefetch": False,
             "use_orig_params": True,
             "sync_module_states": True,
@@ -119,7 +122,7 @@ TARGET = Target(
     file_name="training_arguments.py",
     media_type="text/x-python",
     checked=("transformers", "accelerate", "torch"),
-    cannot=cannot,
+    unsupported=unsupported,
     write=write,
     usage=lambda job, file: f"from {PurePath(file).stem} import training_arguments",
     framework="trainer",

@@ -1,4 +1,4 @@
-"""GPUs and the links between them: one typed table, a source for every row."""
+"""GPUs and the links between them: typed tables with a source for every row, and look-ups by name."""
 
 from fsdp_advisor.hardware.attached import attached_gpu
 from fsdp_advisor.hardware.gpus import GPUS, Gpu, usual_host_bytes

@@ -1,4 +1,4 @@
-"""The GPU of this machine, asked of the driver (NVML) without torch and without making a CUDA context."""
+"""Detect the GPU of this machine through NVML, without torch and without creating a CUDA context."""
 
 import os
 import sys
@@ -12,14 +12,15 @@ from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.hardware.lookup import lookup
 
 _SOURCE = "NVML on this machine, total less what the driver reserves"
-_DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last: WSL
+DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one is for WSL
+"""On Linux, one of these files exists if an NVIDIA driver is loaded."""
 
 
 def attached_gpu() -> Gpu | None:
-    """The first GPU that CUDA would use here, with its measured memory; None where there is none or NVML is missing.
+    """The first GPU that CUDA would use on this machine, with its measured memory; None if there is none.
 
-    A card the table does not know, and a MIG slice, come back under the driver's name with no rates. AMD's GPUs have
-    no NVML and are not seen. Needs the `pynvml` module of nvidia-ml-py; never raises.
+    A GPU that is not in the table, or a MIG slice, has the driver's name and no rates. AMD GPUs are not detected, because
+    they have no NVML. Needs the `pynvml` module of nvidia-ml-py and returns None without it. Never raises.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = None if visible is None else visible.split(",")[0].strip()
@@ -33,11 +34,14 @@ def attached_gpu() -> Gpu | None:
 
 
 def _driver_present() -> bool:
-    """Whether it is worth importing pynvml, which takes 10 ms. Where the driver's files are unknown, it is."""
+    """Whether an NVIDIA driver may be present, so that importing pynvml (10 ms) is worthwhile.
+
+    True on every system but Linux, because the driver's files are not known there.
+    """
     return (
         "pynvml" in sys.modules
         or not sys.platform.startswith("linux")
-        or any(os.path.exists(path) for path in _DRIVER_FILES)  # noqa: PTH110  # pathlib would cost the start more than the whole look-up
+        or any(os.path.exists(path) for path in DRIVER_FILES)  # noqa: PTH110  # importing pathlib would take longer than the look-up
     )
 
 
@@ -52,7 +56,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _handle(nvml: Any, first: str | None) -> Any:
-    """The device of the first entry of CUDA_VISIBLE_DEVICES: an index, or the UUID of a GPU or of a MIG slice."""
+    """The NVML handle of the first entry of CUDA_VISIBLE_DEVICES: an index, or the UUID of a GPU or of a MIG slice."""
     if first is not None and not first.isdecimal():
         return nvml.nvmlDeviceGetHandleByUUID(first)
     device = nvml.nvmlDeviceGetHandleByIndex(int(first or 0))
@@ -64,6 +68,7 @@ def _handle(nvml: Any, first: str | None) -> Any:
 
 
 def _describe(nvml: Any, device: Any) -> Gpu | None:
+    """The table's row with the measured memory; a GPU without rates if the table does not contain it."""
     name = nvml.nvmlDeviceGetName(device)
     if isinstance(name, bytes):  # pynvml before 11.5
         name = name.decode()
@@ -79,12 +84,15 @@ def _describe(nvml: Any, device: Any) -> Gpu | None:
         memory_bytes=memory_bytes,
         nominal_memory_bytes=memory_bytes,
         memory_source=_SOURCE,
-        source="not in the table: nothing but its memory is known",
+        source="not in the table: only its memory is known",
     )
 
 
 def _memory_bytes(nvml: Any, device: Any) -> int | None:
-    """What CUDA offers as total. NVML's own total holds some 500 MiB more, which the driver keeps ("reserved")."""
+    """The total memory that CUDA reports, in bytes; None if NVML does not tell.
+
+    NVML's own total includes about 500 MiB that the driver reserves.
+    """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
         usable = int(memory.total) - int(memory.reserved)

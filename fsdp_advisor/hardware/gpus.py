@@ -1,15 +1,16 @@
-"""The table of GPUs: what the driver really offers, what the datasheet promises, and where each figure comes from.
+"""The table of GPUs: the memory that the driver offers, the rates of the datasheets, and the source of each figure.
 
-memory_bytes is what `torch.cuda.mem_get_info()[1]` gives, because that is what runs out. It is less than the box says
-(`nominal_memory_bytes`): the driver keeps 0.3 to 2 GiB, and ECC on GDDR memory takes another sixteenth. Drivers differ
-by some 0.2 GiB; a row takes a recent one's reading and quotes where it was read.
+`memory_bytes` is the value of `torch.cuda.mem_get_info()[1]`, because a job runs out of that memory. It is less than the
+advertised size (`nominal_memory_bytes`): the driver reserves 0.3 to 2 GiB, and ECC on GDDR memory takes another sixteenth.
+Drivers differ by about 0.2 GiB. A row contains the reading of a recent driver and names its source.
 
-Rates are dense (never the doubled "with sparsity") and of a matrix multiplication that accumulates in fp32, as training
-does; GeForce cards do that at half the rate of their headline. fp32_flops leaves the tensor cores out on NVIDIA
-(`allow_tf32=False`) and is the fp32 matrix rate on AMD. None: the hardware cannot, or nobody has published it.
+Rates are for dense matrices, without the doubling of "with sparsity", and for matrix multiplications that accumulate in
+fp32, as training does. GeForce cards run those at half of their advertised rate. `fp32_flops` excludes tensor cores on
+NVIDIA (`allow_tf32=False`) and is the fp32 matrix rate on AMD. None: the hardware does not support the dtype, or no rate
+is published.
 
-host_memory_bytes is what its maker's or cloud's specification gives the machine that node_source names. A DGX has 2 TB of
-modules (with the A100 40GB 1 TB), and takes more. None: it is an assumed machine, or its memory is chosen when it is ordered.
+`host_memory_bytes` is the specification of the machine that `node_source` names. A DGX is sold with 2 TB (1 TB with the A100
+40GB) and can be extended. None: the machine is assumed, or the buyer chooses its memory.
 """
 
 from dataclasses import dataclass
@@ -23,15 +24,18 @@ Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell"
 
 _MIB = 2**20
 
-H100_MULTIPROCESSORS = 132
-MOST_THREADS = 2048
-FEWER_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Of a multiprocessor, by compute capability where they are fewer. Source: CUDA C++ Programming Guide, technical specifications."""
+_H100_MULTIPROCESSORS = 132
+_MAX_THREADS = 2048
+_THREADS_BY_CAPABILITY = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""Resident threads per multiprocessor, by compute capability, where they are fewer than _MAX_THREADS.
+
+Source: CUDA C++ Programming Guide, technical specifications.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One device as PyTorch counts them (a MI250X board is two). None: unknown, or not supported by the hardware."""
+    """One device as PyTorch counts devices (a MI250X board is two). None: unknown, or not supported by the hardware."""
 
     name: str
     full_name: str
@@ -48,25 +52,25 @@ class Gpu:
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None  # streaming multiprocessors; compute units on AMD
     intra_node: Link | None = None
-    inter_node: Link | None = None  # this GPU's share of the node's adapters
-    gpus_per_node: int | None = None  # in the usual node
+    inter_node: Link | None = None  # this GPU's share of the node's network adapters
+    gpus_per_node: int | None = None  # in the node that node_source names
     node_source: str = ""
-    host_memory_bytes: int | None = None  # of that node, as it is sold
+    host_memory_bytes: int | None = None  # of that node
     source: str
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """How many threads a multiprocessor runs at once."""
-        return FEWER_THREADS.get(self.compute_capability or (0, 0), MOST_THREADS)
+        """The number of threads that are resident on one multiprocessor."""
+        return _THREADS_BY_CAPABILITY.get(self.compute_capability or (0, 0), _MAX_THREADS)
 
     @property
     def resident_threads(self) -> int:
-        """How many threads it runs at once; of an unknown number of multiprocessors as many as an H100."""
-        return (self.multiprocessors or H100_MULTIPROCESSORS) * self.threads_per_multiprocessor
+        """The number of threads that are resident on the GPU. An unknown GPU counts as many multiprocessors as an H100."""
+        return (self.multiprocessors or _H100_MULTIPROCESSORS) * self.threads_per_multiprocessor
 
 
 def _gib(reading: float) -> int:
-    """Bytes of a reading of two decimals, to the MiB. An out-of-memory message tells no more."""
+    """Bytes of a reading with two decimals, rounded to MiB. Out-of-memory messages are no more precise."""
     return round(reading * 1024) * _MIB
 
 
@@ -78,7 +82,7 @@ _SERVER = "assumed: 8 cards in a server with one 100 Gb/s port (no maker's refer
 _WORKSTATION = "assumed: 4 cards in a workstation with one 10 Gb/s port (no maker's reference node)"
 _DGX = "one adapter per GPU, as in NVIDIA "
 
-# One row per GPU, packed by hand so that a row can be read at a glance.
+# One row per GPU, formatted by hand to keep each row compact.
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
     # Volta and Turing: no bf16, no TF32.
@@ -433,7 +437,7 @@ GPUS: tuple[Gpu, ...] = (
 
 
 def usual_host_bytes(gpu: Gpu) -> int:
-    """What the host of a GPU's usual node is sold with; where the table does not say, the most that any in it is.
+    """Bytes of host memory of the GPU's typical node; the largest value of the table if that is unknown.
 
     >>> from fsdp_advisor.hardware import find_gpu
     >>> [usual_host_bytes(find_gpu(name)) // GIB for name in ("A10G", "H100", "24GiB")]

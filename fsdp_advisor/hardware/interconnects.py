@@ -1,4 +1,4 @@
-"""From what people type for the network between nodes to what one GPU has of it."""
+"""Parse the name or rate of the network between nodes into the link of one GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.hardware.links import LINKS, Link
 
 BETWEEN_NODES: tuple[Link, ...] = tuple(link for link in LINKS if link.kind not in ("nvlink", "pcie", "xgmi"))
-"""What the name of a network may mean."""
+"""The links that a network name can select."""
 
-_OF_A_NODE = ("ethernet", "efa")
-"""Kinds of which a node has one for all its GPUs; of the others it has one per GPU."""
+_ONE_PER_NODE = ("ethernet", "efa")
+"""Kinds of networks of which a node has one adapter for all GPUs. Of other kinds, each GPU has an adapter."""
 
 _GENERATIONS = {"hdr": via.INFINIBAND_HDR, "ndr": via.INFINIBAND_NDR, "xdr": via.INFINIBAND_XDR}
 _ALIASES: dict[str, Link] = {
@@ -30,11 +30,11 @@ _WORDS = re.compile(r"(?<=\d)(?:gbps|gbits?|gbe|gb|g)(?:s|ps)?$")
 
 
 def find_interconnect(name: str, gpu: Gpu, gpus_per_node: int) -> Link:
-    """What one of a node's GPUs has of the network between nodes.
+    """One GPU's share of the network between nodes.
 
-    A name (`InfiniBand NDR`, `ndr`, `RoCE 200 Gb/s`, `EFA`, `100GbE`), of which InfiniBand, RoCE and Slingshot are one adapter
-    per GPU and Ethernet and EFA one for the node; or a rate one way, `400Gb/s` or `50GB/s` per GPU, `8x200Gb/s` per node. A
-    small b is bits, a capital B bytes. Raises UsageError with the nearest names.
+    `name` is a network (`InfiniBand NDR`, `ndr`, `RoCE 200 Gb/s`, `EFA`, `100GbE`) or a rate in one direction (`400Gb/s` or
+    `50GB/s` per GPU, `8x200Gb/s` per node). Lower-case b means bits, upper-case B bytes. InfiniBand, RoCE and Slingshot have
+    one adapter per GPU; Ethernet and EFA have one per node, which its GPUs share. Raises UsageError with the nearest names.
 
     >>> from fsdp_advisor.hardware import find_gpu
     >>> find_interconnect("ndr", find_gpu("H100"), 8).bytes_per_s, find_interconnect("100GbE", find_gpu("H100"), 8).bytes_per_s
@@ -45,7 +45,7 @@ def find_interconnect(name: str, gpu: Gpu, gpus_per_node: int) -> Link:
     text = name.strip()
     link = _named(text, gpu)
     if link is not None:
-        return link.shared_by(gpus_per_node) if link.kind in _OF_A_NODE else link
+        return link.shared_by(gpus_per_node) if link.kind in _ONE_PER_NODE else link
     match = _RATE.fullmatch(text)
     if match is None:
         raise UsageError(f"unknown interconnect {name!r}", hint=_nearest(text))
@@ -56,7 +56,7 @@ def find_interconnect(name: str, gpu: Gpu, gpus_per_node: int) -> Link:
     if not 1e6 <= rate <= 1e13:
         raise UsageError(f"interconnect {name!r} is {rate:g} bytes/s per GPU", hint="from 10Mb/s to 10TB/s")
     kind = "ethernet" if gpu.inter_node is None else gpu.inter_node.kind
-    return Link(name=text, kind=kind, bytes_per_s=rate, source="as asked for; latency as of the GPU's usual network")
+    return Link(name=text, kind=kind, bytes_per_s=rate, source="as requested; latency of the GPU's default network")
 
 
 def _key(name: str) -> str:
@@ -83,12 +83,12 @@ def _named(name: str, gpu: Gpu) -> Link | None:
 
 
 def _nearest(name: str) -> str:
-    import difflib  # costs 1 ms, needed only here
+    import difflib  # takes 1 ms to import and is needed only here
 
     by_key = {_key(link.name): link.name for link in BETWEEN_NODES} | {
         k: link.name for k, link in (_ALIASES | _GENERATIONS).items()
     }
     near = difflib.get_close_matches(_key(name)[:64], by_key, n=4, cutoff=0.4)
     names = list(dict.fromkeys(by_key[key] for key in near))[:3]
-    other = "a rate such as 400Gb/s or 50GB/s per GPU does too"
+    other = "a rate per GPU such as 400Gb/s or 50GB/s also works"
     return f"did you mean {' or '.join(names)}? {other}" if names else f"InfiniBand NDR, RoCE, EFA, 100GbE ...; {other}"

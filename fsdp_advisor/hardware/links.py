@@ -1,7 +1,7 @@
-"""What GPUs talk over: inside a node, to the host, and between nodes.
+"""The links of a GPU: inside a node, to the host, and between nodes.
 
-Every rate is the raw rate of one direction. Makers like to quote both directions added up (NVLink 4: "900 GB/s" is
-450 GB/s each way); here they are halved. What a collective gets of it (70 to 90 %) is not this file's business.
+Every rate is the raw rate of one direction. Vendors often quote the sum of both directions (NVLink 4: "900 GB/s" is
+450 GB/s each way); this table contains half of that. Collectives reach 70 to 90 % of a rate; `timing` models that.
 """
 
 from dataclasses import dataclass, replace
@@ -18,21 +18,21 @@ _NCCL = "; latency: NCCL's cost model, ring and Simple protocol, per hop"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One GPU's way to the others.
+    """One GPU's connection to other GPUs.
 
-    bytes_per_s is per direction and per GPU, over all its lanes at once. A node's single network adapter stands in
-    LINKS whole; `shared_by` gives each GPU its part, and that is what `Gpu.inter_node` holds.
+    `bytes_per_s` is per direction and per GPU, over all lanes. LINKS contains the full rate of a network adapter that a node's
+    GPUs share; `shared_by` returns one GPU's share, which is the value of `Gpu.inter_node`.
     """
 
     name: str
     kind: LinkKind
     bytes_per_s: float
-    latency_s: float | None = None  # one hop; None where nobody publishes one
-    peer_bytes_per_s: float | None = None  # to one other GPU, where that is less than to all; None: the same
+    latency_s: float | None = None  # one hop; None if no figure is published
+    peer_bytes_per_s: float | None = None  # to a single other GPU, if that is less than the total; None: the same
     source: str
 
     def shared_by(self, gpus: int) -> "Link":
-        """The part of a node's adapter that each of `gpus` GPUs has when all send at once.
+        """The share of this adapter that each of `gpus` GPUs has if all send at once. Raises ValueError if `gpus` < 1.
 
         >>> ETHERNET_100G.shared_by(8).bytes_per_s
         1562500000.0
@@ -85,7 +85,7 @@ PCIE_5_X16 = Link(
     source="PCI-SIG: 32 GT/s per lane, 128b/130b" + _NCCL,
 )
 
-# xGMI (AMD Infinity Fabric): a mesh, so two GPUs alone get one link, not the whole.
+# xGMI (AMD Infinity Fabric) is a mesh: a pair of GPUs has one link, not the total.
 XGMI_MI210 = Link(
     name="xGMI (MI210)", kind="xgmi", bytes_per_s=3 * 50e9, peer_bytes_per_s=50e9,
     source="AMD Instinct MI210 brochure: 3 links, 300 GB/s both ways, with the bridge of a 4-card hive",

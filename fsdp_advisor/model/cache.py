@@ -1,8 +1,8 @@
-"""Recorded profiles kept on disk, so that an uncatalogued configuration is recorded once.
+"""Recorded profiles on disk, so that a configuration that is not in the catalog is recorded only once.
 
-One file per configuration and versions, `<configuration>-<versions>.profile`, holds all tapes recorded so far. Writing is
-atomic; a file that cannot be read back is removed, never trusted. Nothing here imports torch: a configuration recorded once
-can be estimated afterwards without it.
+There is one file per configuration and package versions, `<configuration>-<versions>.profile`, with all tapes recorded so
+far. Files are written atomically, and a file that cannot be read is deleted. This module does not import torch, so a recorded
+configuration can be estimated without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,32 +18,26 @@ from functools import lru_cache
 from importlib import metadata, util
 from pathlib import Path
 
+from platformdirs import user_cache_dir
+
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import FORMAT, RECORDING, dump, load
 
 
 def folder() -> Path | None:
-    """Where the files are: `profiles` in FSDP_ADVISOR_CACHE, or in fsdp-advisor in the platform's folder for caches."""
+    """The folder of the files: `profiles` in FSDP_ADVISOR_CACHE or in the user's cache folder.
+
+    None if the user has no home directory. On Linux the user's cache folder is $XDG_CACHE_HOME or ~/.cache.
+    """
     if chosen := os.environ.get("FSDP_ADVISOR_CACHE"):
         return Path(chosen) / "profiles"
-    base: str | Path | None
-    try:
-        if sys.platform == "win32":
-            base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-        elif sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        else:
-            base = os.environ.get("XDG_CACHE_HOME")
-            if not base or not Path(base).is_absolute():  # as the XDG specification has it
-                base = Path.home() / ".cache"
-    except RuntimeError:  # nobody's home
-        return None
-    return Path(base) / "fsdp-advisor" / "profiles"
+    cache = Path(user_cache_dir("fsdp-advisor", appauthor=False))
+    return cache / "profiles" if cache.is_absolute() else None
 
 
 @lru_cache(maxsize=1)
 def installed_versions() -> dict[str, str] | None:
-    """What a recording made here would name, without importing it; None where torch or transformers is missing."""
+    """The versions of torch and transformers, found without importing them; None if either is not installed."""
     try:
         if util.find_spec("torch") is None or util.find_spec("transformers") is None:
             return None
@@ -54,9 +47,10 @@ def installed_versions() -> dict[str, str] | None:
 
 
 def fetch(config: Mapping[str, object], task: str | None) -> Profile | None:
-    """The profile kept of this configuration, or None.
+    """The cached profile of this configuration; None if there is none.
 
-    One of the installed versions if torch is there to record anew, else the one of any versions written last.
+    If torch and transformers are installed, the profile must be of the installed versions. If not, the newest profile of any
+    version is returned.
     """
     target = folder()
     if target is None:
@@ -70,7 +64,7 @@ def fetch(config: Mapping[str, object], task: str | None) -> Profile | None:
 
 
 def keep(profile: Profile, task: str | None) -> bool:
-    """Write the profile with all its tapes and refusals and those already kept; whether that could be done."""
+    """Add the tapes and refusals of the profile to its file. Returns whether the file could be written."""
     target = folder()
     if target is None:
         return False
@@ -86,7 +80,7 @@ def keep(profile: Profile, task: str | None) -> bool:
 
 
 def writable() -> bool:
-    """Whether `keep` can be expected to succeed. Writes nothing."""
+    """Whether `keep` is expected to succeed. Writes nothing."""
     place = folder()
     while place is not None and not place.exists():
         if place == place.parent:
@@ -119,7 +113,7 @@ def _read(path: Path, config: Mapping[str, object]) -> Profile | None:
         profile = load(data)
         if _digest(profile.config) == _digest(config):
             return profile
-    except Exception:  # whatever is wrong with it, it is recorded again
+    except Exception:  # the profile is recorded again, whatever is wrong with the file
         pass
     with contextlib.suppress(OSError):
         path.unlink()

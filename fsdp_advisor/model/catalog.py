@@ -1,4 +1,4 @@
-"""The shipped profiles: well-known models, recorded from their published architecture numbers.
+"""The catalog: profiles of well-known models, recorded from their published configurations and shipped with the package.
 
 `catalog.zip` holds `index.json` (one row per model) and one stored profile per model; `recording.catalog` builds it from
 `architectures.yaml`.
@@ -36,7 +36,7 @@ class Entry:
     experts: int | None
 
     def as_row(self) -> dict[str, object]:
-        """What lists show."""
+        """The fields that `models` and its REST route show."""
         return {key: value for key, value in asdict(self).items() if key != "member"}
 
 
@@ -49,40 +49,41 @@ def entries() -> tuple[Entry, ...]:
 
 
 @lru_cache(maxsize=1)
-def _by_name() -> dict[str, Entry]:
+def entries_by_name() -> dict[str, Entry]:
+    """Every model by its lower-case id and aliases."""
     names = {name.lower(): e for e in entries() for name in e.aliases}
     return names | {e.id.lower(): e for e in entries()}
 
 
 def find(name: str) -> Entry | None:
-    """The model of this hub id or alias, without regard to case."""
-    return _by_name().get(name.strip().lower())
+    """The model with this hub id or alias, ignoring case; None if there is none."""
+    return entries_by_name().get(name.strip().lower())
 
 
 def nearest(name: str) -> list[str]:
-    """Up to three ids that look like `name`."""
+    """Up to three ids or aliases that are similar to `name`, most similar first."""
     import difflib
 
     known = {e.id.lower(): e.id for e in entries()} | {a.lower(): a for e in entries() for a in e.aliases}
     wanted = name.strip().lower()
     found = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
-    if not found:  # the owner may be missing or wrong
+    if not found:  # the repository's owner may be missing or wrong
         tails = {k.rpartition("/")[2]: k for k in reversed(known)}
         found = [tails[t] for t in difflib.get_close_matches(wanted.rpartition("/")[2], tails, n=3, cutoff=0.6)]
     return [known[f] for f in found]
 
 
 def search(pattern: str | None = None) -> list[Entry]:
-    """Models that every word of `pattern` is said of: in an id, an alias, a type or what such models are called.
+    """The models that match every word of `pattern` by id, alias, model type, task or a word for their task.
 
-    Case and dashes make no difference, and numbers are whole: `llama3` is said of Llama-3.1 and not of CodeLlama-34b, `7b` of
-    Mixtral-8x7B and not of gemma-2-27b.
+    The search ignores case and dashes. Numbers must match as a whole: `llama3` finds Llama-3.1 but not CodeLlama-34b, and `7b`
+    finds Mixtral-8x7B but not gemma-2-27b.
     """
-    words = [_said(word) for word in (pattern or "").split()]
+    words = [_word_pattern(word) for word in (pattern or "").split()]
     return [e for e in entries() if all(any(word.search(name) for name in _names(e)) for word in words)]
 
 
-def _said(word: str) -> re.Pattern[str]:
+def _word_pattern(word: str) -> re.Pattern[str]:
     parts = re.findall(r"\d[\d.]*|[^\W\d_]+|[^\w-]+", word)
     whole = r"[\s_-]*".join(map(re.escape, parts))
     begins, ends = word[:1].isdigit(), word[-1:].isdigit()
@@ -90,13 +91,13 @@ def _said(word: str) -> re.Pattern[str]:
 
 
 def _names(entry: Entry) -> tuple[str, ...]:
-    """All that a model may be searched by."""
+    """The texts in which a search looks for a model."""
     experts = ("moe", "mixture-of-experts") if entry.experts else ()
     return (entry.id, *entry.aliases, entry.model_type, entry.task, *task_of(entry.task).words, *experts)
 
 
-@cache  # one copy of each: what is computed of a profile holds it, so that a forgotten one would be there twice
+@cache  # other caches keep profiles alive; an evicted profile would be loaded a second time
 def profile(entry: Entry) -> Profile:
-    """The shipped profile of a model."""
+    """The profile of a model of the catalog."""
     with zipfile.ZipFile(PATH) as archive:
         return load(archive.read(entry.member))

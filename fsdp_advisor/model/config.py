@@ -1,7 +1,6 @@
-"""A config.json: where it is on disk, what is in it, and what of it is trained.
+"""Find, read and check a config.json, and select the part of it that is trained.
 
-Configurations are hostile until shown otherwise: they are bounded and checked here, before torch is imported to build the
-model.
+A configuration may be hostile. Its size, nesting and numbers are checked here, before torch builds the model.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ MAX_DEPTH = 32
 MAX_INTEGER = 10**12
 MAX_MODULES = 200_000
 
-CONFIG_HINT = "a model is described by the config.json that transformers saves with it"
+CONFIG_HINT = "use the config.json that transformers saves with a model"
 
 _LAYERS = re.compile(r"n_layers?|num_(hidden_|encoder_|decoder_)?layers|(encoder|decoder)_layers")
 _EXPERTS = re.compile(r"num_experts|num_local_experts|n_routed_experts|moe_num_experts")
-_STRICT = (  # key, lowest, highest, whether a list will do: null, or an integer between them
+_STRICT = (  # (key, minimum, maximum, whether a list is allowed) of values that must be null or an integer in this range
     (_LAYERS, 1, 1024, False),
     (re.compile(r"hidden_size|n_embd|d_model"), 1, 10**6, False),
     (re.compile(r"hidden_dim|embed_dim|dim"), 1, 10**6, True),
@@ -38,13 +37,13 @@ _STRICT = (  # key, lowest, highest, whether a list will do: null, or an integer
     (re.compile(r"(num|n|encoder|decoder)_(attention_|key_value_|kv_)?heads?"), 1, 10**5, True),
     (_EXPERTS, 0, 4096, False),
 )
-_LOOSE = (  # key, highest, if it is an integer: of what is made one by one when the model is built
+_LOOSE = (  # (key, maximum) of values that may have any type; building a model loops over some of these integers
     (re.compile(r".*(param|token|step|position|ctx).*"), MAX_INTEGER),
     (re.compile(r".*layers"), 1024),
     (re.compile(r".*experts"), 4096),
     (re.compile(r"(num|n)_.*"), 10**6),
 )
-_TOKEN = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
+_TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)  # a string, or a bracket outside of strings
 _SHOWN_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _NOT_SHAPES = (
     "_name_or_path", "auto_map", "quantization_config", "transformers_version", "torch_dtype", "dtype", "use_cache",
@@ -52,27 +51,27 @@ _NOT_SHAPES = (
 
 
 def parse_config(data: bytes, name: str) -> Config:
-    """The JSON object in `data`, with nothing in it that could hurt. Raises UnreadableConfig, naming the key."""
+    """The JSON object in `data`, after checking its size, nesting and numbers.
+
+    Raises UnreadableConfig, which names the file and the key that is wrong.
+    """
 
     def refuse(what: str, hint: str = CONFIG_HINT) -> NoReturn:
         raise UnreadableConfig(f"{name}: {what}", hint=hint)
 
     if len(data) > MAX_CONFIG_BYTES:
-        refuse("larger than 1 MiB, so no config.json")
+        refuse("larger than 1 MiB, so not a config.json")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         refuse(f"not UTF-8 text (byte {error.start})")
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
-        if depth > MAX_DEPTH:
-            refuse(f"nested deeper than {MAX_DEPTH} levels")
+    if json_depth_exceeds(data, MAX_DEPTH):
+        refuse(f"nested deeper than {MAX_DEPTH} levels")
     try:
         config = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
     except (ValueError, RecursionError) as error:
         where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
-        refuse(f"not valid JSON{where}", "is the file whole? " + CONFIG_HINT)
+        refuse(f"not valid JSON{where}", "check that the file is complete; " + CONFIG_HINT)
     if not isinstance(config, dict):
         refuse(f"{_json_type(config)}, not an object")
     for keys, problem in _problems(config, ()):
@@ -80,8 +79,52 @@ def parse_config(data: bytes, name: str) -> Config:
     return config
 
 
+def json_depth_exceeds(data: bytes, limit: int) -> bool:
+    """Whether JSON text nests deeper than `limit` levels. The text is not parsed and need not be valid.
+
+    >>> json_depth_exceeds(b'[[1], "[[["]', 2), json_depth_exceeds(b"[[[", 2)
+    (False, True)
+    """
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return False
+    depth = 0
+    for token in _TOKEN.finditer(data):
+        if token[0] in (b"[", b"{"):
+            depth += 1
+            if depth > limit:
+                return True
+        elif token[0] in (b"]", b"}"):
+            depth -= 1
+    return False
+
+
 def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
-    """What of a checked configuration is built and trained, and notes on what is left out."""
+    """The part of a checked configuration that is built and trained, and notes on what is not estimated.
+
+    Of a multimodal model, this is the text part. Raises UnreadableConfig if no model can be built from the configuration.
+    """
+    config, notes = _text_part(config)
+    config = {k: v for k, v in config.items() if k not in _NOT_SHAPES}
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not _SHOWN_KEY.fullmatch(model_type):
+        problem = "no model_type" if model_type is None else "an invalid model_type"
+        raise UnreadableConfig(f"{name}: the configuration has {problem}", hint=CONFIG_HINT)
+    architectures = config.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
+    ):
+        raise UnreadableConfig(f"{name}: architectures must be a list of names", hint=CONFIG_HINT)
+    layers, experts = _largest(config, _LAYERS), _largest(config, _EXPERTS)
+    if layers * experts > MAX_MODULES:
+        raise UnreadableConfig(
+            f"{name}: {layers} layers x {experts} experts = {layers * experts}, more than {MAX_MODULES}",
+            hint=CONFIG_HINT,
+        )
+    return config, notes
+
+
+def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """The text part of a multimodal configuration, or the whole of another one; and notes on what is not estimated."""
     notes: tuple[str, ...] = ()
     quantized = config.get("quantization_config")
     inner = config.get("text_config")
@@ -93,29 +136,17 @@ def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
         quantized = quantized or config.get("quantization_config")
         notes += (f"only the text part ({_shown(str(config['model_type']))}) of a multimodal model is estimated",)
     if quantized:
-        notes += ("the configuration's quantization is left out: training keeps whole weights",)
-    config = {k: v for k, v in config.items() if k not in _NOT_SHAPES}
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not _SHOWN_KEY.fullmatch(model_type):
-        missing = "no model_type" if model_type is None else "a model_type that is no name"
-        raise UnreadableConfig(f"{name}: the configuration has {missing}", hint=CONFIG_HINT)
-    architectures = config.get("architectures")
-    if architectures is not None and not (
-        isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
-    ):
-        raise UnreadableConfig(f"{name}: architectures must be a list of names", hint=CONFIG_HINT)
-    layers = max([1, *(v for k, v in config.items() if type(v) is int and _LAYERS.fullmatch(k))])
-    experts = max([1, *(v for k, v in config.items() if type(v) is int and _EXPERTS.fullmatch(k))])
-    if layers * experts > MAX_MODULES:
-        raise UnreadableConfig(
-            f"{name}: {layers} layers x {experts} experts = {layers * experts}, more than {MAX_MODULES}",
-            hint=CONFIG_HINT,
-        )
+        notes += ("the quantization in the configuration is ignored: training uses unquantized weights",)
     return config, notes
 
 
+def _largest(config: Config, key: re.Pattern[str]) -> int:
+    """The largest integer of the configuration whose key matches; at least 1."""
+    return max([1, *(v for k, v in config.items() if type(v) is int and key.fullmatch(k))])
+
+
 def _problems(value: Config | list[Any], keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every value that cannot be, with the keys that lead to it."""
+    """Yield every impossible value: the keys that lead to it, and what is wrong with it."""
     for key, item in value.items() if isinstance(value, dict) else ((None, item) for item in value):
         here = keys if key is None else (*keys, key)
         if isinstance(item, (dict, list)):
@@ -128,6 +159,7 @@ def _problems(value: Config | list[Any], keys: tuple[str, ...]) -> Iterator[tupl
 
 
 def _problem(key: str, item: object) -> str | None:
+    """What is wrong with one value; None if it is possible."""
     if isinstance(item, float) and not math.isfinite(item):
         return "is not a finite number"
     if isinstance(item, int) and abs(item) > MAX_INTEGER:
@@ -169,20 +201,20 @@ def _json_type(value: object) -> str:
 
 
 def config_path(wanted: str) -> Path | None:
-    """The file that `wanted` names on disk, directly or as its directory; None where nothing of that name is there.
+    """The configuration file that `wanted` names, as a file or as its directory; None if no such path exists.
 
-    A `~` or `~user` that it begins with is a home directory.
+    A leading `~` or `~user` means a home directory. Raises UnreadableConfig if the path exists but holds no config.json.
     """
-    path = Path(os.path.expanduser(wanted))  # noqa: PTH111  # Path.expanduser raises where there is no such user
+    path = Path(os.path.expanduser(wanted))  # noqa: PTH111  # Path.expanduser raises if there is no such user
     mode = _mode(path, wanted)
     if mode is None:
         return None
     if stat.S_ISDIR(mode):
         inside = path / "config.json"
         if _mode(inside, wanted) is None:
-            hint = "save the model's config.json there"
+            hint = "save the config.json of the model there"
             if (path / "adapter_config.json").is_file():
-                hint = "it holds an adapter: name its base model"
+                hint = "the directory contains an adapter: pass its base model instead"
             raise UnreadableConfig(f"{wanted}: a directory without a config.json", hint=hint)
         return inside
     if path.suffix.lower() != ".json":
@@ -197,12 +229,12 @@ def _mode(path: Path, wanted: str) -> int | None:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise _unreadable(wanted, error) from error
         return None
-    except ValueError:  # a name that no file can have
+    except ValueError:  # a path that no file can have, such as one with a null character
         return None
 
 
 def read_config(path: Path, wanted: str) -> bytes:
-    """At most one byte more than is allowed, of a regular file."""
+    """The content of a regular file, cut off one byte after MAX_CONFIG_BYTES. Raises UnreadableConfig."""
     try:
         if not path.is_file():
             raise UnreadableConfig(f"{wanted}: not a regular file", hint=CONFIG_HINT)

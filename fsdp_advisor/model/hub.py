@@ -1,6 +1,6 @@
-"""From a hub repository's id to its config.json, through the Hugging Face cache on disk.
+"""Download the config.json of a hub repository, through the Hugging Face cache on disk.
 
-huggingface_hub is imported only when a repository is asked for.
+huggingface_hub is imported only when a download starts.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _REPO_ID = re.compile(rf"(?:{_REPO_PART}/)?{_REPO_PART}", re.ASCII)
 
 
 def can_be_repo_id(wanted: str) -> bool:
-    """As the hub has it; nothing else is ever sent."""
+    """Whether `wanted` follows the hub's rules for repository ids. Other names are never sent."""
     return (
         bool(_REPO_ID.fullmatch(wanted)) and "--" not in wanted and ".." not in wanted and not wanted.endswith(".git")
     )
 
 
 def did_you_mean(wanted: str) -> str | None:
-    """The catalogued name most like one that the hub does not have or was not asked for, as a hint."""
+    """A hint with the catalog's most similar name; None if none is similar."""
     found = catalog.nearest(wanted) if len(wanted) <= 200 else []
     return f"did you mean {found[0]}?" if found else None
 
 
-def download(name: str, *, for_strangers: bool = False) -> tuple[bytes, tuple[str, ...]]:
-    """The config.json of a hub repository, through the Hugging Face cache on disk.
+def download(name: str, *, anonymous: bool = False) -> tuple[bytes, tuple[str, ...]]:
+    """The config.json of a hub repository, and notes.
 
-    One request for the headers goes first: unlike hf_hub_download it neither retries nor writes when it fails.
-    `for_strangers`: what the public may see and nothing else. No token is sent, nothing on this disk is read or kept, and
-    no other host than the hub is asked.
+    The first request is for the headers only, because unlike hf_hub_download it neither retries nor writes when it fails.
+    With `anonymous`, only public repositories are read: no token is sent, no local cache is used, and no host other than the
+    hub is contacted. Raises UnknownModel, UnreadableConfig or HubError.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
@@ -51,42 +51,46 @@ def download(name: str, *, for_strangers: bool = False) -> tuple[bytes, tuple[st
     timeout = min(constants.HF_HUB_ETAG_TIMEOUT, HUB_TIMEOUT_SECONDS)
     try:
         with _quiet_hub():
-            token = False if for_strangers else None
+            token = False if anonymous else None
             found = get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=timeout, token=token)
             if found.commit_hash is None or found.etag is None:
                 raise HubError(
-                    f"{_hub()} does not answer as a hub does", hint="check HF_ENDPOINT and the network's proxy"
+                    f"{_hub()} does not answer like a Hugging Face hub",
+                    hint="check HF_ENDPOINT and the proxy of the network",
                 )
             if found.size is not None and found.size > MAX_CONFIG_BYTES:
-                raise UnreadableConfig(f"{name}: larger than 1 MiB, so no config.json", hint=CONFIG_HINT)
-            if for_strangers and urlsplit(found.location).netloc != urlsplit(constants.ENDPOINT).netloc:
-                raise UnreadableConfig(f"{name}: its config.json is not on the hub itself", hint=CONFIG_HINT)
-            return _downloaded(name, timeout) if for_strangers else _fetched(name, timeout), ()
+                raise UnreadableConfig(f"{name}: larger than 1 MiB, so not a config.json", hint=CONFIG_HINT)
+            if anonymous and urlsplit(found.location).netloc != urlsplit(constants.ENDPOINT).netloc:
+                raise UnreadableConfig(
+                    f"{name}: its config.json is stored on another host than the hub", hint=CONFIG_HINT
+                )
+            return _past_cache(name, timeout) if anonymous else _through_cache(name, timeout), ()
     except AdvisorError:
         raise
     except Exception as error:
         explained = _hub_error(name, error)
-        no_use = for_strangers or isinstance(error, EntryNotFoundError)
-        here = None if no_use else try_to_load_from_cache(name, "config.json")
-        if not isinstance(here, str):
+        skip_cache = anonymous or isinstance(error, EntryNotFoundError)
+        cached = None if skip_cache else try_to_load_from_cache(name, "config.json")
+        if not isinstance(cached, str):
             raise explained from error
-        why = "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else explained.message
-        return read_config(Path(here), name), (f"config.json is from the local Hugging Face cache: {why}",)
+        reason = "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else explained.message
+        return read_config(Path(cached), name), (f"config.json is from the local Hugging Face cache: {reason}",)
 
 
-def _fetched(name: str, timeout: float) -> bytes:
+def _through_cache(name: str, timeout: float) -> bytes:
+    """Download into the Hugging Face cache, or to a temporary folder if that cache cannot be written."""
     from huggingface_hub import hf_hub_download
 
-    try:  # and where the Hugging Face cache cannot be written, past it
+    try:
         return read_config(Path(hf_hub_download(name, "config.json", etag_timeout=timeout)), name)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
             raise
-    return _downloaded(name, timeout, token=None)
+    return _past_cache(name, timeout, token=None)
 
 
-def _downloaded(name: str, timeout: float, token: bool | None = False) -> bytes:
-    """Past the Hugging Face cache."""
+def _past_cache(name: str, timeout: float, token: bool | None = False) -> bytes:
+    """Download to a temporary folder, without the Hugging Face cache."""
     from huggingface_hub import hf_hub_download
 
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +99,7 @@ def _downloaded(name: str, timeout: float, token: bool | None = False) -> bytes:
 
 
 def _hub_error(name: str, error: Exception) -> AdvisorError:
-    """What went wrong, in one line. Never the library's own text: it may quote the token."""
+    """The error that explains a failed download. It never contains the library's own text, which may quote the token."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -107,15 +111,15 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
     guess = did_you_mean(name)
     if isinstance(error, OfflineModeIsEnabled):
         if guess:
-            return UnknownModel(name, hint=f"{guess} (the hub was not asked: HF_HUB_OFFLINE is set)")
+            return UnknownModel(name, hint=f"{guess} (HF_HUB_OFFLINE is set, so the hub was not asked)")
         return HubError(
-            f"{name} is not in the catalog, and HF_HUB_OFFLINE forbids to ask the hub",
-            hint="unset HF_HUB_OFFLINE, or name a directory that holds the model's config.json",
+            f"{name} is not in the catalog, and HF_HUB_OFFLINE forbids access to the hub",
+            hint="unset HF_HUB_OFFLINE, or pass a directory that contains the model's config.json",
         )
     if isinstance(error, EntryNotFoundError):
         return UnreadableConfig(
             f"{name}: the hub repository has no config.json",
-            hint="is it an adapter or a conversion? name its base model",
+            hint="if it is an adapter or a converted model, pass its base model instead",
         )
     if isinstance(error, GatedRepoError):
         return HubError(f"{name} is gated on the hub", hint=f"accept its licence at {_hub()}/{name}, then set HF_TOKEN")
@@ -124,10 +128,10 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         status = error.response.status_code
         if status in (401, 403):
-            hint = f"check HF_TOKEN, and that its account may read {_hub()}/{name}"
+            hint = f"check HF_TOKEN, and that its account can read {_hub()}/{name}"
             return HubError(f"the hub refused {name} (HTTP status {status})", hint=hint)
-        return HubError(f"the hub failed to give {name} (HTTP status {status})", hint="try again in a while")
-    hint = "check the network and HF_ENDPOINT, or name a directory that holds the model's config.json"
+        return HubError(f"the hub could not deliver {name} (HTTP status {status})", hint="try again later")
+    hint = "check the network and HF_ENDPOINT, or pass a directory that contains the model's config.json"
     return HubError(
         f"{name} is not in the catalog, and {_hub()} cannot be reached: {_reason(error)}",
         hint=f"{guess} If not, {hint}" if guess else hint,
@@ -135,6 +139,7 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
 
 
 def _reason(error: BaseException | None) -> str:
+    """Why a connection failed, from the first system error in the chain of causes."""
     names = []
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
@@ -145,7 +150,7 @@ def _reason(error: BaseException | None) -> str:
 
 
 def _hub() -> str:
-    """The hub's address, without credentials."""
+    """The address of the hub, without credentials."""
     from huggingface_hub import constants
 
     parts = urlsplit(constants.ENDPOINT)
@@ -154,7 +159,7 @@ def _hub() -> str:
 
 @contextlib.contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """No progress bar for a kilobyte, no log lines beside our own, and no request but for the file."""
+    """Disable huggingface_hub's progress bars, log messages and telemetry."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fsdp_advisor.errors import ErrorPayload
 
@@ -57,14 +57,28 @@ Size = Polynomial | Staging
 """Of a storage, in bytes."""
 
 
+ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "other"]
+"""What a parameter's module does in the model.
+
+``embedding``: the input embedding, also where it is tied to the head; ``head``: what else the module has that makes the logits;
+``final_norm``: the last norm among the base model's own children; ``norm``: any other norm; ``expert``: one of the experts of a
+mixture. Embedding and head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`).
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter tensor, tied names counted once. `name` is relative to its unit."""
+    """One parameter tensor, tied names counted once. `name` is relative to its unit.
+
+    `dtype` is the one it is stored in; None: the one that the plan's precision says.
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
     tied: tuple[str, ...] = ()
+    role: ParameterRole = "other"
+    dtype: str | None = None
     elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -174,11 +188,21 @@ class Op(IntEnum):
 
     ALLOC = 0  # (size, category)
     FREE = 1  # (segment of birth, index among that segment's births)
-    PRE_FORWARD = 2  # a unit's forward begins: (1 if the root's else 0, 0)
+    PRE_FORWARD = 2  # a unit's forward begins: (`MarkedUnit`, 0)
     POST_FORWARD = 3
     PRE_BACKWARD = 4
     POST_BACKWARD = 5
     GRAD_READY = 6  # (parameter, 1 if the root's else 0): accumulated into param.grad
+
+
+class MarkedUnit(IntEnum):
+    """Which unit a mark (PRE_FORWARD to POST_BACKWARD) belongs to. Readers skip marks of units that a plan does not have."""
+
+    LAYER = 0  # the layer whose segment it is
+    ROOT = 1
+    EMBEDDING = 2  # an input embedding that is not tied to the head
+    HEAD = 3  # final norm and head, with the embedding where they are tied
+    OUTPUTS = 4  # what the model returns: POST_FORWARD at the end of forward
 
 
 Event = tuple[int, int, int]
@@ -351,9 +375,7 @@ class Profile:
     @cached_property
     def experts(self) -> int | None:
         """Experts that a layer chooses among; None of a model without. transformers stacks their weights on dim 0."""
-        stacked = [
-            p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if "experts" in p.name.split(".")
-        ]
+        stacked = [p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if p.role == "expert"]
         return max(stacked, default=None)
 
     @cached_property

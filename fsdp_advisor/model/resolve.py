@@ -1,6 +1,6 @@
-"""From what a user calls a model to its profile: a catalogued id, a config.json on disk or on the hub, a parameter count.
+"""Find a model by the name that the user gives: an id of the catalog, a config.json on disk or on the hub, or a count.
 
-Code that a repository brings along is never run.
+Code in a hub repository is never run.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from fsdp_advisor.model.config import Config
     from fsdp_advisor.recording import Recorder
 
-# The cache, the hub and the reading of configurations are imported where they are needed: a catalogued model needs none of them.
+# Models of the catalog need neither the cache, the hub nor the parser of configurations; those are imported when needed.
 
 MIN_COUNT, MAX_COUNT = 1000, 10**15
 
 NAMES_HINT = (
     "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
 )
-PASTING_HINT = "a model is an id listed by `fsdp-advisor models`, or a count such as 7B; of any other its config.json can be pasted"
-"""Where no paths are taken: on a server."""
+PASTING_HINT = "a model is an id listed by `fsdp-advisor models`, or a count such as 7B; for any other model, paste its config.json"
+"""The hint of a server, which accepts no paths."""
 _NUMBER_SHAPED = re.compile(r"[-+]?\.?\d[\d.,_]*(?:e[-+]?\d*)?\s*[kmbt]?", re.IGNORECASE | re.ASCII)
 _PATH_SHAPED = re.compile(r"[./~]|.*\.json$|.*\\|.*/.*/", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A model found. `profile` is None for a bare parameter count, which says nothing else about the model."""
+    """A model that was found. `profile` is None for a bare parameter count, of which nothing else is known."""
 
     name: str
     source: Literal["catalog", "config", "hub", "count"]
@@ -53,73 +53,80 @@ class Resolved:
     parameters: int
     trainable_parameters: int
     notes: tuple[str, ...] = ()
-    may_record: bool = True
-    recorded_here: bool = False
-    """Of a catalogued model: its profile is of the installed versions and none of the catalog's."""
+    recording_allowed: bool = True
+    recorded_locally: bool = False
+    """Whether the profile of a catalog model was recorded with the installed versions instead of taken from the catalog."""
 
     @property
-    def shipped(self) -> bool:
-        """Whether the profile is the catalog's, which has what a GPU runs beside what fake tensors do."""
-        return self.source == "catalog" and not self.recorded_here
+    def from_catalog(self) -> bool:
+        """Whether the profile comes from the catalog, which also contains the tapes of what a GPU runs."""
+        return self.source == "catalog" and not self.recorded_locally
 
     def tape(self, variant: Variant) -> Tape:
-        """The tape of a variant: shipped or kept from before, else recorded now (needs torch) and kept.
+        """The tape of a variant: from the catalog or the cache, else recorded now (which needs torch) and cached.
 
-        So is what cannot be recorded: the refusal is raised again, until other versions of torch or transformers are there.
+        If recording fails, the error is cached too. It is raised again until other versions of torch or transformers are
+        installed. Raises UsageError for a bare parameter count, NotRecordable or MissingExtra.
         """
         if self.profile is None:
             raise UsageError(f"{self.name} is a bare parameter count: it has no layers", hint="name a model")
         tapes = self.profile.tapes
         if variant.key not in tapes and self._is_refused(variant):
             raise from_payload(self.profile.refusals[variant.key])
-        if variant.key not in tapes and not self.may_record:
-            raise NotRecordable(f"{self.name}: {_described(variant)} is not in the catalog", hint="ask for another")
+        if variant.key not in tapes and not self.recording_allowed:
+            raise NotRecordable(
+                f"{self.name}: {_described(variant)} is not in the catalog",
+                hint="choose another attention or precision",
+            )
         if variant.key not in tapes:
-            with _RECORDING:
+            with _RECORDER_LOCK:
                 if variant.key not in tapes:
-                    tapes[variant.key] = self._kept(variant) or self._recorded(variant)
+                    tapes[variant.key] = self._load_cached(variant) or self._record_now(variant)
         return tapes[variant.key]
 
     def _is_refused(self, variant: Variant) -> bool:
-        """Whether it is known that the variant cannot be recorded here."""
+        """Whether an earlier attempt showed that the variant cannot be recorded with the installed versions."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
         return variant.key in self.profile.refusals and (
-            not self.may_record or cache.installed_versions() in (None, self.profile.versions)
+            not self.recording_allowed or cache.installed_versions() in (None, self.profile.versions)
         )
 
     @property
     def _task(self) -> str | None:
-        return self.profile.task if self.profile and self.source == "catalog" else None  # others' task is derived
+        """The task of a catalog model; None for others, whose task is derived from the configuration."""
+        return self.profile.task if self.profile and self.source == "catalog" else None
 
-    def _kept(self, variant: Variant) -> Tape | None:
+    def _load_cached(self, variant: Variant) -> Tape | None:
+        """The variant's tape in the cache; None if there is none. Raises the cached error of a failed recording."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
-        kept = cache.fetch(self.profile.config, self._task)
-        if kept is None or not _same_inventory(kept, self.profile):
+        cached = cache.fetch(self.profile.config, self._task)
+        if cached is None or not _same_inventory(cached, self.profile):
             return None
-        if variant.key in kept.refusals:
-            raise from_payload(kept.refusals[variant.key])
-        return kept.tapes.get(variant.key)
+        if variant.key in cached.refusals:
+            raise from_payload(cached.refusals[variant.key])
+        return cached.tapes.get(variant.key)
 
-    def _recorded(self, variant: Variant) -> Tape:
+    def _record_now(self, variant: Variant) -> Tape:
+        """Record the variant's tape and cache it, or cache and raise the error."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
         where = "catalog" if self.source == "catalog" else "cache"
         what = f"{self.name}: {_described(variant)} is not in the {where}"
-        recorder = _recorder_of(self.profile.config, self.name, self._task, what)
+        recorder = _recorder_for(self.profile.config, self.name, self._task, what)
         if not _same_inventory(recorder.profile, self.profile):
             raise NotRecordable(
-                f"{what}, and {_versions(recorder.profile)} build the model otherwise than {_versions(self.profile)}",
+                f"{what}, and {_versions(recorder.profile)} build another model than {_versions(self.profile)}",
                 hint=f"pip install transformers=={self.profile.versions.get('transformers')}",
             )
         try:
             tape = recorder.profile.tapes[variant.key] = recorder.tape(variant)
         except NotRecordable as error:
-            if not isinstance(error.__cause__, (MemoryError, OSError)):  # those are this machine's, and may pass
+            if not isinstance(error.__cause__, (MemoryError, OSError)):  # these may not occur again
                 recorder.profile.refusals[variant.key] = self.profile.refusals[variant.key] = to_payload(error)
                 cache.keep(recorder.profile, self._task)
             raise
@@ -130,9 +137,9 @@ class Resolved:
 def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allow_recording: bool = True) -> Resolved:
     """The model that `name` means.
 
-    In order: a catalogued id or alias; a file or directory on disk (if `allow_paths`); a bare parameter count; the hub (if
-    `allow_hub`). Without `allow_recording` torch is never imported, whatever is asked of a model of the catalog later.
-    Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra, each with a hint.
+    Tries, in this order: an id or alias of the catalog; a file or directory on disk (if `allow_paths`); a bare parameter count;
+    the hub (if `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
+    Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
     """
     wanted = name.strip()
     names_hint = NAMES_HINT if allow_paths else PASTING_HINT
@@ -156,7 +163,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
 
 
 def is_count(name: str) -> bool:
-    """Whether `resolve` takes it for a bare parameter count."""
+    """Whether `resolve` takes `name` for a bare parameter count."""
     from fsdp_advisor.model.config import config_path
 
     wanted = name.strip()
@@ -167,12 +174,14 @@ def _count_shaped(wanted: str) -> bool:
     return _NUMBER_SHAPED.fullmatch(wanted) is not None or parse_count(wanted) is not None
 
 
-def _catalogued(entry: catalog.Entry, wanted: str, may_record: bool) -> Resolved:
+def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> Resolved:
     profile = catalog.profile(entry)
     notes: tuple[str, ...] = ()
     if "/" in wanted and wanted.lower() != entry.id.lower():
         notes = (f"{wanted} has the shapes of {entry.id}, whose profile is used",)
-    return Resolved(entry.id, "catalog", profile, profile.parameters, profile.trainable_parameters, notes, may_record)
+    return Resolved(
+        entry.id, "catalog", profile, profile.parameters, profile.trainable_parameters, notes, recording_allowed
+    )
 
 
 def _counted(wanted: str) -> Resolved:
@@ -186,42 +195,45 @@ def _counted(wanted: str) -> Resolved:
 
 
 def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: tuple[str, ...] = ()) -> Resolved:
-    """The model that a config.json describes: kept from before, or its inventory recorded now."""
+    """The model that a config.json describes, with its profile from the cache or recorded now without tapes.
+
+    Raises UnreadableConfig, NotRecordable or MissingExtra.
+    """
     from fsdp_advisor.model import cache
     from fsdp_advisor.model.config import parse_config, trained_part
 
     config, more = trained_part(parse_config(data, name), name)
     notes += more
-    kept = cache.fetch(config, None)
-    if kept is not None:
-        profile = _renamed(kept, name)
+    cached = cache.fetch(config, None)
+    if cached is not None:
+        profile = _renamed(cached, name)
         if cache.installed_versions() is None:
             notes += (f"recorded earlier, with {_versions(profile)}",)
     else:
-        with _RECORDING:
+        with _RECORDER_LOCK:
             own_code = "auto_map" in json.loads(data)
-            profile = _recorder_of(config, name, None, f"{name} is not in the catalog", own_code=own_code).profile
+            profile = _recorder_for(config, name, None, f"{name} is not in the catalog", own_code=own_code).profile
         if not cache.writable():
             notes += (
-                f"the cache folder {cache.folder()} cannot be written: the model will be recorded again each time",
+                f"the cache folder {cache.folder() or ''} cannot be written: the model will be recorded again each time",
             )
     return Resolved(name, source, profile, profile.parameters, profile.trainable_parameters, notes)
 
 
 # Recording
 
-_RECORDING = threading.RLock()
-"""One recording at a time: the recorder halts the garbage collector and installs a global mode."""
+_RECORDER_LOCK = threading.RLock()
+"""Only one thread records: the recorder disables the garbage collector and installs a global dispatch mode."""
 
 
-def _recorder_of(config: Config, name: str, task: str | None, what: str, *, own_code: bool = False) -> Recorder:
-    """A recorder of the configuration. `what` begins the sentence that says why one is needed."""
+def _recorder_for(config: Config, name: str, task: str | None, what: str, *, own_code: bool = False) -> Recorder:
+    """A recorder for the configuration. `what` is the beginning of the error message if torch is missing."""
     from fsdp_advisor.model import cache
 
     if cache.installed_versions() is None:
         raise MissingExtra(f"{what}, and recording it needs torch and transformers")
     try:
-        return _recorder(json.dumps(config, sort_keys=True), name, task)
+        return build_recorder(json.dumps(config, sort_keys=True), name, task)
     except ImportError as error:
         raise MissingExtra(f"{what}, and torch or transformers cannot be imported: {_line(error)}") from error
     except UnreadableConfig as error:
@@ -229,21 +241,20 @@ def _recorder_of(config: Config, name: str, task: str | None, what: str, *, own_
             raise
         raise UnreadableConfig(
             f"{name}: the installed transformers has no model of type {config['model_type']!r}",
-            hint="code that a repository brings along (auto_map) is never run"
-            if own_code
-            else "a newer transformers may have it",
+            hint="code in the repository (auto_map) is never run" if own_code else "a newer transformers may have it",
         ) from error
     except AdvisorError:
         raise
     except Exception as error:
         raise NotRecordable(
             f"{name} could not be built to record it: {type(error).__name__}: {_line(error)}",
-            hint="check the configuration's model_type and its sizes",
+            hint="check model_type and the sizes in the configuration",
         ) from error
 
 
 @lru_cache(maxsize=4)
-def _recorder(config: str, name: str, task: str | None) -> Recorder:
+def build_recorder(config: str, name: str, task: str | None) -> Recorder:
+    """The recorder of a configuration, given as JSON. Imports torch and transformers."""
     import huggingface_hub.constants  # noqa: F401  # reads HF_HUB_OFFLINE before the recorder sets it for transformers
 
     from fsdp_advisor.recording import Recorder, TransformersSource
@@ -252,17 +263,21 @@ def _recorder(config: str, name: str, task: str | None) -> Recorder:
 
 
 def _same_inventory(one: Profile, other: Profile) -> bool:
-    """Whether tapes of one fit the other."""
+    """Whether both profiles have the same parameters, so that tapes of one are valid for the other."""
     return (one.root, one.stacks) == (other.root, other.stacks)
 
 
-def _renamed(kept: Profile, name: str) -> Profile:
-    """A kept profile under the name that its configuration has now."""
-    refusals = {key: {**why, "message": why["message"].replace(kept.name, name)} for key, why in kept.refusals.items()}
-    return replace(kept, name=name, refusals=refusals)
+def _renamed(cached: Profile, name: str) -> Profile:
+    """A cached profile with the current name of its configuration, also in its error messages."""
+    refusals = {
+        key: {**payload, "message": payload["message"].replace(cached.name, name)}
+        for key, payload in cached.refusals.items()
+    }
+    return replace(cached, name=name, refusals=refusals)
 
 
 def _described(variant: Variant) -> str:
+    """The variant as messages name it."""
     batch = "micro-batch 1" if variant.single else "micro-batch 2 and more"
     checkpointing = f"activation checkpointing {variant.checkpointing}"
     return f"the variant {variant.engine}, {variant.precision}, {variant.attention}, {checkpointing}, {batch}"
@@ -273,4 +288,5 @@ def _versions(profile: Profile) -> str:
 
 
 def _line(error: BaseException) -> str:
+    """The first line of an error's text, at most 200 characters."""
     return (str(error).strip().splitlines() or [""])[0][:200]

@@ -32,8 +32,8 @@ from fsdp_advisor.model.profile import (
     Unit,
 )
 
-FORMAT = 2
-RECORDING = 4
+FORMAT = 3
+RECORDING = 5
 """To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
 _COLUMNS = "BHH"
 """The type of each column of events, as `array` has it."""
@@ -209,7 +209,7 @@ def _size(row: list[Any]) -> Size:
 def _unit_row(unit: Unit) -> list[Any]:
     return [
         unit.kind,
-        [[p.name, p.shape, p.trainable, p.tied] for p in unit.parameters],
+        [[p.name, p.shape, p.trainable, p.tied, p.role, p.dtype] for p in unit.parameters],
         [[b.name, b.shape, b.dtype, b.bytes_per_element] for b in unit.buffers],
     ]
 
@@ -229,7 +229,7 @@ def _unit(row: list[Any]) -> Unit:
     kind, parameters, buffers = row
     return Unit(
         kind,
-        tuple(Parameter(n, tuple(s), t, tuple(ties)) for n, s, t, ties in parameters),
+        tuple(Parameter(n, tuple(s), t, tuple(ties), role, dtype) for n, s, t, ties, role, dtype in parameters),
         tuple(Buffer(n, tuple(s), d, b) for n, s, d, b in buffers),
     )
 

@@ -32,11 +32,13 @@ AT_ROOT: UnitId = (ROOT, 0)
 class StepHooks:
     """What a training engine does around the units of a step; here: nothing. Each method adds instructions to the builder.
 
-    `gradient_hooks`: whether `gradient_ready` is called. `gradient_stream`: where autograd allocates gradients.
+    `gradient_hooks`: whether `gradient_ready` is called. `marked_units`: the units within the root's code (`MarkedUnit`) that
+    have hooks. `gradient_stream`: where autograd allocates gradients.
     `lazily_created`: the accounts of states that the first step creates.
     """
 
     gradient_hooks = False
+    marked_units: frozenset[int] = frozenset()
     gradient_stream = Stream.COMPUTE
     lazily_created: frozenset[Account] = frozenset()
 
@@ -84,7 +86,7 @@ def build_program(profile: Profile, tape: Tape, hooks: StepHooks, accumulation: 
 
     The first, the last and one of those between are walked; the one between stands for all of them.
     """
-    layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks)
+    layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks, marked_units=hooks.marked_units)
     step = StepBuilder()
     hooks.begin_step(step)
     states = tuple(i for i in step.take() if isinstance(i, Alloc))

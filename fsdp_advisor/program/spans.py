@@ -15,6 +15,7 @@ from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model.profile import (
     ROOT,
     Category,
+    MarkedUnit,
     Op,
     Polynomial,
     Profile,
@@ -104,16 +105,21 @@ def stays_near(born: Segment, dying: Segment) -> bool:
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
-def tape_layout(profile: Profile, tape: Tape, *, gradient_hooks: bool) -> TapeLayout:
-    """The tape cut at its marks. `gradient_hooks` keeps the marks at which a parameter's gradient is ready."""
-    return _LayoutReader(profile, tape.read(), gradient_hooks).layout()
+def tape_layout(
+    profile: Profile, tape: Tape, *, gradient_hooks: bool, marked_units: frozenset[int] = frozenset()
+) -> TapeLayout:
+    """The tape cut at its marks. `gradient_hooks` keeps the marks at which a parameter's gradient is ready; `marked_units` are
+    the units within the root's code (`MarkedUnit`) whose marks are kept, in addition to those of layers and root.
+    """
+    units = marked_units | {MarkedUnit.LAYER, MarkedUnit.ROOT}
+    return _LayoutReader(profile, tape.read(), gradient_hooks, units).layout()
 
 
 class _LayoutReader:
     """Reads a tape once, from end to end."""
 
-    def __init__(self, profile: Profile, tape: Tape, gradient_hooks: bool) -> None:
-        self._profile, self._tape, self._gradient_hooks = profile, tape, gradient_hooks
+    def __init__(self, profile: Profile, tape: Tape, gradient_hooks: bool, units: frozenset[int]) -> None:
+        self._profile, self._tape, self._gradient_hooks, self._units = profile, tape, gradient_hooks, units
         self._spans: list[Span] = []
 
     def layout(self) -> TapeLayout:
@@ -144,12 +150,17 @@ class _LayoutReader:
         start = 0
         events = self._tape.segments[index].events
         for at, (op, a, b) in enumerate(events):
-            if op in (Op.ALLOC, Op.FREE) or (op == Op.GRAD_READY and not self._gradient_hooks):
+            if not self._is_hook(op, a):
                 continue
             yield from self._span(index, start, at, is_last)
             yield Hook(Op(op), a, b)
             start = at + 1
         yield from self._span(index, start, len(events), is_last)
+
+    def _is_hook(self, op: int, unit: int) -> bool:
+        if op in (Op.ALLOC, Op.FREE):
+            return False
+        return self._gradient_hooks if op == Op.GRAD_READY else unit in self._units
 
     def _span(self, index: int, start: int, end: int, is_last: bool) -> Iterator[Span]:
         """The span of these events; none if nothing is allocated or freed in it."""

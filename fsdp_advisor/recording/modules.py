@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.recording.source import LayerStack
+from fsdp_advisor.recording.source import LayerStack, RootModules
 
 
 class ModuleSource:
@@ -74,8 +74,8 @@ class ModuleSource:
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
         return dict(self._batch(micro_batch_size, seq_len))
 
-    def head(self, module: nn.Module) -> nn.Module | None:
-        return None
+    def root_modules(self, module: nn.Module) -> RootModules:
+        return RootModules()
 
     def config(self) -> dict[str, object]:
         return {"module": self.name, "wrap": [w if isinstance(w, str) else w.__name__ for w in self._wrap]}

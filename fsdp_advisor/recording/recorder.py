@@ -18,6 +18,7 @@ from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.model.profile import (
     Buffer,
     Parameter,
+    ParameterRole,
     Profile,
     Stack,
     Tape,
@@ -28,6 +29,7 @@ from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.on_gpu import as_on_gpu
+from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
 from fsdp_advisor.recording.take import Fitted, Take, fit_takes, storages_of, tape_of
@@ -121,6 +123,7 @@ class Recorder:
         return copy.deepcopy(self._models[dtype])
 
     def _inventory(self, model: nn.Module, stacks: list[LayerStack]) -> Profile:
+        roles = parameter_roles(model, self.source.root_modules(model))
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -135,7 +138,7 @@ class Recorder:
                 prefixes.append(prefix)
                 seen |= {id(p) for p in layer.parameters()}
                 if index in self._kept[stack.path]:
-                    units.append(_unit(layer, prefix, names))
+                    units.append(_unit(layer, prefix, names, roles))
             recorded.append(
                 Stack(stack.path, tuple(units), kinds.runs(self._kinds[stack.path], self._kept[stack.path]))
             )
@@ -146,6 +149,7 @@ class Recorder:
                 tuple(p.shape),
                 p.requires_grad,
                 tuple(m for m in names[id(p)] if m != n and not m.startswith(starts)),
+                roles[id(p)],
             )
             for n, p in model.named_parameters()
             if id(p) not in seen
@@ -233,13 +237,14 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
 
 
-def _unit(layer: nn.Module, prefix: str, names: dict[int, list[str]]) -> Unit:
+def _unit(layer: nn.Module, prefix: str, names: dict[int, list[str]], roles: Mapping[int, ParameterRole]) -> Unit:
+    def tied(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
+        others = (n for n in names[id(parameter)] if n != prefix + name and n.startswith(prefix))
+        return tuple(n.removeprefix(prefix) for n in others)
+
     parameters = tuple(
-        Parameter(
-            n, tuple(p.shape), p.requires_grad, tuple(m[len(prefix) :] for m in names[id(p)] if m != prefix + n and m.startswith(prefix))
-        )
-        for n, p in layer.named_parameters()
-    )  # fmt: skip
+        Parameter(n, tuple(p.shape), p.requires_grad, tied(n, p), roles[id(p)]) for n, p in layer.named_parameters()
+    )
     return Unit(type(layer).__name__, parameters, tuple(_buffer(n, b) for n, b in layer.named_buffers()))
 
 

@@ -18,6 +18,18 @@ class LayerStack:
     layers: tuple[nn.Module, ...]
 
 
+@dataclass(frozen=True)
+class RootModules:
+    """The modules of a model's root that have a name in every model; None where it has none such.
+
+    `embedding` and `head` share a weight where they are tied. `final_norm` is the last norm among the base model's own children.
+    """
+
+    embedding: nn.Module | None = None
+    final_norm: nn.Module | None = None
+    head: nn.Module | None = None
+
+
 class Source(Protocol):
     """A model that can be recorded. Everything is called outside any fake mode; modules are on the meta device."""
 
@@ -45,8 +57,8 @@ class Source(Protocol):
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
         """Inputs and labels, created on the current default device."""
 
-    def head(self, module: nn.Module) -> nn.Module | None:
-        """The module whose output are the logits, where the loss chain begins."""
+    def root_modules(self, module: nn.Module) -> RootModules:
+        """Embedding, final norm and head. The head's outputs are the logits, where the loss chain begins."""
 
     def config(self) -> dict[str, object]:
         """What identifies the model, JSON-compatible."""

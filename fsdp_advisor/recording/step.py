@@ -15,10 +15,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_advisor.model.profile import ROOT, Category, Op, Variant
+from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Variant
+from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.flash import in_scratch
 from fsdp_advisor.recording.operators import rows_and_columns, work_of
+from fsdp_advisor.recording.root_units import mark_root_units
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.take import RawSegment, Take
@@ -84,8 +86,11 @@ class Step:
         self._cast = torch.bfloat16 if variant.mixed else None
         for module, stack_index, layer in self._units:
             self._hook_unit(module, stack_index, layer)
-        if (head := source.head(model)) is not None:
-            head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
+        modules = source.root_modules(model)
+        if modules.head is not None:
+            modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
+        if variant.engine == "fsdp2" and task_of(source.task).has_root_units:
+            mark_root_units(modules, self._mark_root_unit)
         self._reset()
 
     def _assign(self) -> dict[int, tuple[int, int, int]]:
@@ -121,6 +126,7 @@ class Step:
         self._alive: dict[int, int] = {}
         self._in_loss = False
         self._seen: set[tuple[str, int, int]] = set()
+        self._seen_of_root: set[tuple[Op, MarkedUnit]] = set()
 
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
         """One step: forward, backward, and the gradients dropped."""
@@ -139,6 +145,8 @@ class Step:
             self._inputs(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=self._variant.autocasts):
                 loss = self._source.loss(self._model, batch)
+            if self._variant.engine == "plain":
+                self._mark(Op.POST_FORWARD, MarkedUnit.OUTPUTS)
             self._phase = "backward"
             self._begin("backward", ROOT, 0)
             loss.backward()
@@ -236,7 +244,13 @@ class Step:
         self._segments.append(RawSegment(phase, stack, layer))
 
     def _mark(self, op: Op, a: int, b: int = 0) -> None:
-        self._segments[-1].events.append((op, a, b))
+        self._segments[-1].events.append((op, int(a), b))
+
+    def _mark_root_unit(self, op: Op, unit: MarkedUnit) -> None:
+        """A unit of several tensors, or of modules that run more than once, has each mark once in a step."""
+        if (op, unit) not in self._seen_of_root:
+            self._seen_of_root.add((op, unit))
+            self._mark(op, unit)
 
     def _hook_unit(self, module: nn.Module, stack: int, layer: int) -> None:
         root = stack == ROOT

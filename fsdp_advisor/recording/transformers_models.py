@@ -22,7 +22,8 @@ from fsdp_advisor.model.profile import (
     SDPA_ON_GPU,
     SDPA_ON_GPU_WINDOWED,
 )
-from fsdp_advisor.recording.source import LayerStack
+from fsdp_advisor.recording.roles import is_norm
+from fsdp_advisor.recording.source import LayerStack, RootModules
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
 import transformers  # after the switch above
@@ -154,9 +155,17 @@ class TransformersSource:
             return {"input_features": frames, "labels": tokens()}
         return {"input_ids": tokens(), "labels": tokens()}
 
-    def head(self, module: nn.Module) -> nn.Module | None:
-        head = module.get_output_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
-        return head if isinstance(head, nn.Module) else None
+    def root_modules(self, module: nn.Module) -> RootModules:
+        """As accelerate looks for them. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model and _find_final_norm."""
+        embedding = module.get_input_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
+        head = module.get_output_embeddings()  # type: ignore[operator]  # likewise
+        base = getattr(module, str(getattr(module, "base_model_prefix", "")), None)
+        norms = [m for m in base.children() if is_norm(m)] if isinstance(base, nn.Module) else []
+        return RootModules(
+            embedding=embedding if isinstance(embedding, nn.Module) else None,
+            final_norm=norms[-1] if norms else None,
+            head=head if isinstance(head, nn.Module) else None,
+        )
 
 
 def _untie_head(model: Any) -> None:

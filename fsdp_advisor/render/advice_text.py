@@ -89,7 +89,7 @@ def _runners_up(view: AdviceView, screen: Screen) -> str:
     more, rejected = len(view.runners_up) - len(shown), len(view.rejected)
     counts = [
         *([f"{more} more {'fit' if view.fits else 'may fit'}"] if more else []),
-        *([f"{rejected} do not fit"] if rejected else []),
+        *([f"{rejected} do not fit or are slower"] if rejected else []),
         f"{view.configurations:,} configurations were evaluated",
     ]
     return f"Runners-up\n{_table(shown, screen, reasons=True)}\n" + wrap(

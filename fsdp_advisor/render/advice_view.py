@@ -8,8 +8,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from fsdp_advisor.advice import Advice, Candidate, Recommendation
-from fsdp_advisor.advice.nodes import Node
+from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
+from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import dashed
@@ -52,6 +52,16 @@ class CandidateView:
     def batch(self) -> str:
         """`4 x 2`: micro-batch and accumulation steps."""
         return f"{self.plan.micro_batch_size} x {self.plan.gradient_accumulation_steps}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionView:
+    """A configuration that is not recommended. `micro_batch_size` and `needed_text` are empty if it was not estimated."""
+
+    label: str
+    micro_batch_size: str
+    needed_text: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +132,7 @@ class AdviceView:
     tree: tuple[DecisionView, ...]
     found: FindView | None
     runners_up: tuple[CandidateView, ...]
-    rejected: tuple[CandidateView, ...]
+    rejected: tuple[RejectionView, ...]
     configurations: int
     margin: str
     rules: tuple[RuleView, ...]
@@ -161,8 +171,8 @@ def advice_view(advice: Advice) -> AdviceView:
         path=tuple(node for node in decisions if node.taken and not node.outcome),
         tree=decisions,
         found=_found(r),
-        runners_up=tuple(_candidate(r, c) for c in r.rivals),
-        rejected=tuple(_candidate(r, c) for c in r.refused),
+        runners_up=tuple(_candidate(r, c) for c in r.runners_up),
+        rejected=tuple(map(_rejection, r.rejected)),
         configurations=r.configurations,
         margin=f"{100 * r.request.margin:g} %",
         rules=tuple(
@@ -212,6 +222,16 @@ def _candidate(r: Recommendation, c: Candidate) -> CandidateView:
     )
 
 
+def _rejection(rejection: Rejection) -> RejectionView:
+    needed = rejection.candidate.needed_bytes if rejection.candidate else None
+    return RejectionView(
+        label=rejection.choice.label,
+        micro_batch_size="" if rejection.micro_batch_size is None else str(rejection.micro_batch_size),
+        needed_text="" if needed is None else _bare(needed),
+        reason=rejection.reason,
+    )
+
+
 def _bare(n_bytes: int) -> str:
     return format_gib(n_bytes).removesuffix(" GiB")
 
@@ -251,13 +271,10 @@ def _figures(r: Recommendation) -> str:
         return ""
     has = format_gib(winner.available_bytes)
     if winner.needed_bytes is None:
-        simplest = "" if r.finding else "the simplest plan whose states leave the margin: "
+        simplest = "" if r.sweep else "the simplest plan whose states leave the margin: "
         items = [f"{simplest}states {format_gib(winner.state_bytes)}, has {has}"]
     else:
-        needed = (
-            winner.known_bytes if r.estimate is None or r.estimate.needed_bytes is None else r.estimate.needed_bytes
-        )
-        items = [f"needs {format_gib(needed)}, has {has}"]
+        items = [f"needs {format_gib(winner.needed_bytes)}, has {has}"]
     if winner.host_bytes_per_node:
         items.append(f"host memory {format_gib(winner.host_bytes_per_node)} per node")
     if winner.tokens_per_second_per_gpu and winner.step_seconds:
@@ -282,16 +299,16 @@ def _training(r: Recommendation) -> str:
 
 
 def _found(r: Recommendation) -> FindView | None:
-    finding = r.finding
-    if finding is None:
+    sweep = r.sweep
+    if sweep is None:
         return None
-    answer = f"{finding.answer}, {finding.because}" if finding.answer is not None else finding.because
+    answer = f"{sweep.answer}, {sweep.because}" if sweep.answer is not None else sweep.because
     return FindView(
-        what=finding.what,
-        title=_FIND_TITLES[finding.what],
+        what=sweep.what,
+        title=_FIND_TITLES[sweep.what],
         answer=answer,
-        rows=tuple(_candidate(r, c) for c in finding.rows),
-        frontier=tuple(_candidate(r, c) for c in finding.frontier),
+        rows=tuple(_candidate(r, c) for c in sweep.rows),
+        frontier=tuple(_candidate(r, c) for c in sweep.frontier),
     )
 
 
@@ -301,7 +318,7 @@ def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if r.winner is None or r.estimate is None:
         return (), ()
     job = Job.of(advice.report, r.estimate, environment=r.winner.environment)
-    able = [target for target in TARGETS.values() if target.cannot(job) is None]
+    able = [target for target in TARGETS.values() if target.unsupported(job) is None]
     able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # the estimated framework first
     if not able:
         return (), ()

@@ -138,15 +138,15 @@ def _job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
     low, high = sizes.scaled(overhead.low_bytes), sizes.scaled(overhead.high_bytes)
     files = ", ".join(
         f"{f.count} {'file' if f.count == 1 else 'files'} {f.name} of {sizes.scaled(f.tensor_bytes)}"
-        for f in job.saving.files
+        for f in job.save_method.files
     )
     return [
         *lines,
         f"Outside PyTorch: {low} to {high} ({', '.join(part.name for part in overhead.parts)})",
         f"Tensors on each GPU by phase of the job: {_gpu_by_phase(job, sizes)}",
-        f"Loading ({job.loading.way}): {_host_text(job.phases['load'], sizes)}; {job.loading.how}",
+        f"Loading ({job.load_method.way}): {_host_text(job.phases['load'], sizes)}; {job.load_method.how}",
         *_other_loadings(job, sizes),
-        f"Saving ({job.saving.way}): {files}; {_host_text(job.phases['save'], sizes)}",
+        f"Saving ({job.save_method.way}): {files}; {_host_text(job.phases['save'], sizes)}",
     ]
 
 
@@ -163,7 +163,7 @@ def _host_text(peak: PhasePeak, sizes: Sizes) -> str:
 
 
 def _other_loadings(job: JobPeaks, sizes: Sizes) -> list[str]:
-    others = [method for method in job.loadings if method is not job.loading]
+    others = [method for method in job.load_methods if method is not job.load_method]
     if not others:
         return []
     texts = (f"{m.way} {sizes.full(m.gpu_bytes)} and {sizes.full(m.host_bytes_per_node)}" for m in others)

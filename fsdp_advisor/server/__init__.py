@@ -1,4 +1,4 @@
-"""The REST API and the page: a thin face on `estimate`, safe to put on the internet."""
+"""The REST API and the web page."""
 
 from __future__ import annotations
 

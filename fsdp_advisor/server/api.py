@@ -3,132 +3,112 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from fsdp_advisor.export import TARGETS, find
 from fsdp_advisor.hardware import Gpu, list_gpus
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import schema
-from fsdp_advisor.server.answers import Answers
-from fsdp_advisor.server.errors import Problem
-from fsdp_advisor.server.questions import (
+from fsdp_advisor.server.answers import ModelSource, estimate_document, export_document, recommend_document
+from fsdp_advisor.server.api_models import (
+    PASTED,
     EstimateBody,
     EstimateQuery,
     ExportBody,
     ExportQuery,
-    Question,
     RecommendBody,
     RecommendQuery,
 )
-from fsdp_advisor.server.replies import HOUR, reply
+from fsdp_advisor.server.errors import Problem
+from fsdp_advisor.server.responses import body_response, document_response
+from fsdp_advisor.server.service import service_of
 
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body cannot be read"},
     404: {"model": Problem, "description": "No such model or GPU"},
-    408: {"model": Problem, "description": "The request took too long to arrive"},
+    408: {"model": Problem, "description": "The body took too long to arrive"},
     413: {"model": Problem, "description": "The body is too large"},
     422: {"model": Problem, "description": "Impossible values, or a configuration that describes no model"},
-    503: {
-        "model": Problem,
-        "description": "More requests than are answered at once; Retry-After says when to ask again",
-    },
+    503: {"model": Problem, "description": "The server is busy; Retry-After says when to ask again"},
 }
-_CHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "Not changed since the ETag that was sent"}}
+_NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "Not changed since the ETag that was sent"}}
+_FILE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {target.media_type: {} for target in TARGETS.values()}, "description": "The file"},
+    **_NOT_MODIFIED,
+}
 
-
-class AskedRoute(APIRoute):
-    """A route that asks by its query string alone has the whole of it read by its model.
-
-    FastAPI takes a query apart field by field, which is longer than all else that a kept answer needs.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        query: list[Any] = [p.field_info.annotation for p in self.dependant.query_params]
-        if query not in ([EstimateQuery], [RecommendQuery]) or self.dependant.path_params:
-            return super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            try:
-                asked = query[0].model_validate(dict(request.query_params))
-            except ValidationError as error:
-                errors = error.errors(include_url=False)
-                raise RequestValidationError([{**e, "loc": ("query", *e["loc"])} for e in errors]) from None
-            answer: Response = await self.endpoint(request, asked)
-            return answer
-
-        return handle
-
-
-router = APIRouter(prefix="/api/v1", responses=_PROBLEMS, route_class=AskedRoute)
 Pattern = Annotated[str | None, Query(max_length=200, description="Only names that contain this")]
+Target = Annotated[str, Path(max_length=64, description="What the file is for", examples=list(TARGETS))]
+
+router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
 
 
 @router.get("/estimate", summary="Memory and time of a job under one strategy or all", tags=["answers"],
-            response_model=schema.Estimate, responses=_CHANGED)  # fmt: skip
-async def estimate_asked(request: Request, query: Annotated[EstimateQuery, Query()]) -> Response:
-    return await _answer(request, query.question())
+            response_model=schema.Estimate, responses=_NOT_MODIFIED)  # fmt: skip
+async def get_estimate(request: Request, query: Annotated[EstimateQuery, Query()]) -> Response:
+    asked = query.request(EstimateRequest)
+    return await _estimate(request, ModelSource(asked.model), asked, query.explain)
 
 
 @router.post("/estimate", summary="The same, for a job or a config.json in the body", tags=["answers"],
              response_model=schema.Estimate)  # fmt: skip
-async def estimate_posted(request: Request, body: EstimateBody) -> Response:
-    return await _answer(request, body.question())
+async def post_estimate(request: Request, body: EstimateBody) -> Response:
+    return await _estimate(request, body.source(), body.request(EstimateRequest, model=PASTED), body.explain)
+
+
+async def _estimate(request: Request, source: ModelSource, asked: EstimateRequest, explain: bool) -> Response:
+    return document_response(request, await service_of(request).answer(source, estimate_document, asked, explain))
 
 
 @router.get("/recommend", summary="The fastest configuration that fits, and why", tags=["answers"],
-            response_model=schema.Advice, responses=_CHANGED)  # fmt: skip
-async def recommend_asked(request: Request, query: Annotated[RecommendQuery, Query()]) -> Response:
-    return await _answer(request, query.question())
+            response_model=schema.Advice, responses=_NOT_MODIFIED)  # fmt: skip
+async def get_recommend(request: Request, query: Annotated[RecommendQuery, Query()]) -> Response:
+    asked = query.request(RecommendRequest)
+    return await _recommend(request, ModelSource(asked.model), asked, query.explain)
 
 
 @router.post("/recommend", summary="The same, for a job or a config.json in the body", tags=["answers"],
              response_model=schema.Advice)  # fmt: skip
-async def recommend_posted(request: Request, body: RecommendBody) -> Response:
-    return await _answer(request, body.question())
+async def post_recommend(request: Request, body: RecommendBody) -> Response:
+    return await _recommend(request, body.source(), body.request(RecommendRequest, model=PASTED), body.explain)
 
 
-Target = Annotated[str, Path(max_length=64, description="What the file is for", examples=list(TARGETS))]
-_FILE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {made.media_type: {} for made in TARGETS.values()}, "description": "The file"},
-    **_CHANGED,
-}
+async def _recommend(request: Request, source: ModelSource, asked: RecommendRequest, explain: bool) -> Response:
+    return document_response(request, await service_of(request).answer(source, recommend_document, asked, explain))
 
 
 @router.get("/export/{target}", summary="The file that launches a job, or the recommended one", tags=["answers"],
             responses=_FILE)  # fmt: skip
-async def export_asked(request: Request, target: Target, query: Annotated[ExportQuery, Query()]) -> Response:
-    return await _answer(request, query.question(find(target).name))
+async def get_export(request: Request, target: Target, query: Annotated[ExportQuery, Query()]) -> Response:
+    asked = query.request(EstimateRequest)
+    return await _export(request, target, ModelSource(asked.model), asked)
 
 
 @router.post("/export/{target}", summary="The same, for a job or a config.json in the body", tags=["answers"],
              responses=_FILE)  # fmt: skip
-async def export_posted(request: Request, target: Target, body: ExportBody) -> Response:
-    return await _answer(request, body.question(find(target).name))
+async def post_export(request: Request, target: Target, body: ExportBody) -> Response:
+    return await _export(request, target, body.source(), body.request(EstimateRequest, model=PASTED))
 
 
-async def _answer(request: Request, question: Question) -> Response:
-    answers: Answers = request.app.state.answers
-    document = await answers.answer(question)
-    return document.reply(request)
+async def _export(request: Request, target: str, source: ModelSource, asked: EstimateRequest) -> Response:
+    name = find(target).name
+    return document_response(request, await service_of(request).answer(source, export_document, asked, name))
 
 
 @router.get("/models", summary="Models known without looking any up", tags=["lists"],
-            response_model=list[schema.ModelRow], responses=_CHANGED)  # fmt: skip
+            response_model=list[schema.ModelRow], responses=_NOT_MODIFIED)  # fmt: skip
 async def models(request: Request, pattern: Pattern = None) -> Response:
     rows = [entry.as_row() for entry in catalog.search(pattern)]
-    return reply(request, json.dumps(rows, separators=(",", ":")).encode(), max_age=HOUR)
+    return body_response(request, json.dumps(rows, separators=(",", ":")).encode())
 
 
 @router.get("/gpus", summary="GPUs known by name", tags=["lists"],
-            response_model=list[Gpu], responses=_CHANGED)  # fmt: skip
+            response_model=list[Gpu], responses=_NOT_MODIFIED)  # fmt: skip
 async def gpus(request: Request, pattern: Pattern = None) -> Response:
     rows = [asdict(gpu) for gpu in list_gpus(pattern)]
-    return reply(request, json.dumps(rows, separators=(",", ":")).encode(), max_age=HOUR)
+    return body_response(request, json.dumps(rows, separators=(",", ":")).encode())

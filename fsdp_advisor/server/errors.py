@@ -1,7 +1,4 @@
-"""Every error that leaves the server has one shape: {"error", "hint", "status"}. Nothing of the host is in it.
-
-Where a browser asks for a page that there is not, the same words are a page.
-"""
+"""Every error leaves the server in one shape: {"error", "hint", "status"}. Browsers that ask for a page get it as a page."""
 
 from __future__ import annotations
 
@@ -21,23 +18,22 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.server.rendering import HTML, render
 from fsdp_advisor.server.request_models import complaint
 
-RETRY_AFTER_SECONDS = 2
-"""Where the number of requests or connections is all that stands in the way."""
-LONGEST_TEXT = 400
-"""Characters of a message; hostile input is quoted in it."""
+MAX_TEXT = 400
+"""Characters of a message, which may quote hostile input."""
 
 _HINTS = {
-    400: "the body must be a JSON object",
+    400: "the body must be a JSON object in UTF-8",
     404: "the routes are listed at /docs",
     405: "the routes and their methods are listed at /docs",
     408: "send the whole request sooner",
-    413: "a config.json is a few kilobytes",
+    413: "a config.json has a few kilobytes",
     415: "send JSON, with Content-Type: application/json",
+    422: "a config.json has a few levels",
 }
 
 
 class Problem(BaseModel):
-    """What went wrong, and what to do about it."""
+    """An error, and what to do about it."""
 
     error: str = Field(examples=["unknown model 'meta-lama/Llama-2-7b-hf'"])
     hint: str = Field(examples=["did you mean meta-llama/Llama-2-7b-hf?"])
@@ -45,14 +41,22 @@ class Problem(BaseModel):
 
 
 class ServerBusy(AdvisorError):
-    """More was asked at once than this server does at once."""
+    """The server has no time or memory for a request now."""
 
     http_status = 503
     retry_after_seconds = 5
 
 
+class RequestRefused(AdvisorError):
+    """A request that no route is asked to answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message, hint=_HINTS[status])
+        self.http_status = status
+
+
 def problem(status: int, error: str, hint: str, headers: Mapping[str, str] | None = None) -> Response:
-    """The one shape of an error."""
+    """A response in the shape of every error."""
     body = {"error": shortened(error), "hint": shortened(hint), "status": status}
     return Response(
         json.dumps(body, ensure_ascii=True),
@@ -63,22 +67,22 @@ def problem(status: int, error: str, hint: str, headers: Mapping[str, str] | Non
 
 
 def shortened(text: str) -> str:
-    """On one line, printable, of bounded length."""
-    flat = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
-    return flat if len(flat) <= LONGEST_TEXT else flat[: LONGEST_TEXT - 4] + " ..."
+    """The text on one line, without control characters, at most MAX_TEXT long."""
+    flat = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    return flat if len(flat) <= MAX_TEXT else flat[: MAX_TEXT - 4] + " ..."
 
 
-def refusal(error: AdvisorError) -> Response:
+def refusal(error: AdvisorError, headers: Mapping[str, str] | None = None) -> Response:
     """An AdvisorError as a response."""
-    headers = {"Retry-After": str(error.retry_after_seconds)} if isinstance(error, ServerBusy) else None
-    return problem(error.http_status, error.message, rest_words(error.hint), headers)
+    retry = {"Retry-After": str(error.retry_after_seconds)} if isinstance(error, ServerBusy) else {}
+    return problem(error.http_status, error.message, rest_words(error.hint), {**retry, **(headers or {})})
 
 
 _OPTION = re.compile(r"(?<!\S)--([a-z][a-z-]*)")
 
 
 def rest_words(hint: str) -> str:
-    """A hint that speaks of the command line, in the words of a query string.
+    """A hint about the command line, with the names that the REST API uses.
 
     >>> rest_words("see fsdp-advisor estimate --help")
     'see /docs'
@@ -96,8 +100,8 @@ def rest_words(hint: str) -> str:
     return _OPTION.sub(lambda option: option[1].replace("-", "_"), hint)
 
 
-def explained(errors: Sequence[Any]) -> AdvisorError:
-    """The first of FastAPI's complaints, in the words of the command line."""
+def validation_error(errors: Sequence[Any]) -> AdvisorError:
+    """The first of FastAPI's validation errors, worded as on the command line."""
     first = dict(errors[0])
     if first["type"] == "json_invalid":
         return AdvisorError("the body is not valid JSON", hint='send an object such as {"model": "7B", "gpus": 8}')
@@ -107,38 +111,28 @@ def explained(errors: Sequence[Any]) -> AdvisorError:
     return complaint({**first, "loc": tuple(n for n in names if isinstance(n, (str, int)))})
 
 
-def _methods(request: Request) -> list[str]:
-    """What the route can do: its path may stand there once for each method."""
-    asked = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    routes = request.app.openapi()["paths"].items()
-    return sorted(m.upper() for path, able in routes if compile_path(path)[0].match(asked) for m in able)
+def _allowed_methods(request: Request) -> str:
+    """The methods of a path. Starlette knows those of one route, but each method has a route of its own here."""
+    asked = _route_path(request)
+    paths = request.app.openapi()["paths"].items()
+    methods = {m.upper() for path, operations in paths if compile_path(path)[0].match(asked) for m in operations}
+    return ", ".join(sorted(methods))
 
 
-def is_program(request: Request) -> bool:
-    """Whether an error is told in JSON: on the routes of the API, and wherever HTML is not preferred by name."""
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    if path.startswith("/api/") or path.endswith(".json"):
-        return True
-    accepted = request.headers.get("accept", "")
-    return _preference(accepted, "text/html") <= _preference(accepted, "application/json")
+def _route_path(request: Request) -> str:
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
 
 
-def _preference(accepted: str, kind: str) -> float:
-    """How much an Accept header prefers a media type that it names; 0 of one that it does not.
-
-    >>> _preference("text/html, application/json;q=0.9", "application/json"), _preference("*/*", "text/html")
-    (0.9, 0.0)
-    """
-    for part in accepted.split(","):
-        named, *parameters = (word.strip().lower() for word in part.split(";"))
-        if named == kind:
-            quality = next((p.removeprefix("q=") for p in parameters if p.startswith("q=")), "1")
-            return float(quality) if re.fullmatch(r"[01](\.\d{0,3})?", quality) else 0.0
-    return 0.0
+def _wants_page(request: Request) -> bool:
+    """Whether a browser asks for a page: browsers, unlike programs, prefer HTML to everything else."""
+    path = _route_path(request)
+    is_data = path.startswith("/api/") or path.endswith(".json")
+    return not is_data and request.headers.get("accept", "").startswith("text/html")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Errors of every origin become the one shape; what nobody foresaw is the middleware's."""
+    """Give all errors that routes raise the same shape. Unforeseen exceptions are left to `middleware.RequestLog`."""
 
     @app.exception_handler(AdvisorError)
     async def _advisor(request: Request, error: AdvisorError) -> Response:
@@ -146,16 +140,17 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return refusal(explained(error.errors()))
+        return refusal(validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         what = {404: "no such page", 405: f"{request.method} is not possible here"}.get(error.status_code, error.detail)
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(_methods(request)) or headers.get("Allow", "GET")
+            headers["Allow"] = _allowed_methods(request) or headers.get("Allow", "GET")
         hint = _HINTS.get(error.status_code, "see /docs")
-        if is_program(request):
+        if not _wants_page(request):
             return problem(error.status_code, what, hint, headers)
-        page = render(request, "problem.html", error=what, hint=hint, status=error.status_code)
+        root = request.scope.get("root_path", "")
+        page = render("problem.html", root, _route_path(request), error=what, hint=hint, status=error.status_code)
         return Response(page, error.status_code, {"Cache-Control": "no-store", "Vary": "Accept", **headers}, HTML)

@@ -1,15 +1,14 @@
-"""How right the estimates have been: the records that ship with the package, and the published runs that the time is held against."""
+"""The accuracy page: estimates compared with the package's own measurements and with published runs."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from fsdp_advisor.render.svg import AccuracyPoint, accuracy, speed_errors
-from fsdp_advisor.server.page_drawings import Drawing, drawing
+from fsdp_advisor.server.page_drawings import drawing
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.validation import published, records, report
 
@@ -23,7 +22,7 @@ def records_dir() -> Path:
 
 
 def view(folder: Path | None = None) -> dict[str, Any]:
-    """The records of a folder's .jsonl files: a row per case, the spread of errors, and the drawing; and the published runs."""
+    """The page's values: the records of a folder's .jsonl files with their errors, the published runs, and drawings."""
     folder = folder or records_dir()
     files = sorted(folder.rglob("*.jsonl")) if folder.is_dir() else []
     read = [(path, *records.read(path)) for path in files]
@@ -31,7 +30,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
     known = [(record, figure) for record in found if (figure := report.main_figure(record)) and figure in record.errors]
     points = [
         AccuracyPoint(
-            group=report.place(record),
+            group=report.mode_and_device(record),
             measured_bytes=record.measured[figure],
             predicted_bytes=record.predicted[figure],
         )
@@ -43,7 +42,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "cases": [
             {
                 "case": record.label,
-                "rung": report.place(record),
+                "rung": report.mode_and_device(record),
                 "figure": figure,
                 "predicted": format_gib(record.predicted[figure]),
                 "measured": format_gib(record.measured[figure]),
@@ -55,7 +54,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "without_kernels": sum(record.device == records.WITHOUT_KERNELS for record, _ in known),
         "spreads": [
             {
-                "rung": s.rung,
+                "rung": s.mode,
                 "strategy": s.strategy,
                 "figure": s.figure,
                 "cases": s.cases,
@@ -70,10 +69,5 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "bounds_percent": published.BOUNDS,
         "published": published.summaries(),
         "published_runs": published.runs(),
-        "speed_errors_drawing": _speed_errors(),
+        "speed_errors_drawing": drawing(speed_errors, [run.point for run in published.runs()], key="speed-errors"),
     }
-
-
-@lru_cache(maxsize=1)
-def _speed_errors() -> Drawing:
-    return drawing(speed_errors, [run.point for run in published.runs()], key="speed-errors")

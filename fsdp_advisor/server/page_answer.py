@@ -10,12 +10,12 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, streams_of
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, RejectionView, advice_view
 from fsdp_advisor.render.explanation import components, share_text
 from fsdp_advisor.render.view import RowView, model_text, report_view
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server import page_drawings as drawings
-from fsdp_advisor.server.answers import advised
+from fsdp_advisor.server.answers import advise
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import figure_groups
 from fsdp_advisor.timing import Interval
@@ -36,7 +36,7 @@ class Answer:
 
 def answer(model: Resolved, request: RecommendRequest) -> Answer:
     """The recommendation and all strategies. If nothing fits, the strategies as asked, and `chosen` needs least."""
-    advice = advice_view(advised(model, request))
+    advice = advice_view(advise(model, request))
     winner = advice.winner
     asked = advice.report.request if winner is None else _like(advice.report, winner)
     report = _asked_for(estimate_resolved(asked, model, explain=True), request)
@@ -118,7 +118,7 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
             }
             for c in components(chosen.needed_breakdown or {})
         ],
-        "others": [_other(c) for c in (*advice.runners_up, *advice.rejected)],
+        "others": [*map(_other, advice.runners_up), *map(_rejected, advice.rejected)],
         "find": advice.found,
         "rows": [
             (r, "" if config or r is row else urlencode(pinned(report, e.plan)))
@@ -170,6 +170,17 @@ def reason(advice: AdviceView) -> str:
         best = "simplest" if advice.winner.throughput is None else "fastest"
         text = f"The {best} of {1 + len(advice.runners_up)} kinds of configuration that leave {free}"
     return f"{text}{f'; {advice.training}' if advice.training else ''}.".replace("..", ".")
+
+
+def _rejected(rejection: RejectionView) -> dict[str, Any]:
+    """A row of the same table, for a configuration that was rejected."""
+    return {
+        "label": rejection.label,
+        "micro_batch_size": rejection.micro_batch_size,
+        "needs": rejection.needed_text or "?",
+        "speed": "",
+        "reason": rejection.reason,
+    }
 
 
 def _other(candidate: CandidateView) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page's exports: files that launch what is recommended."""
+"""The page's exports: files that launch the shown plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_advisor.report import Report, StrategyEstimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """One file to take away; `href` downloads it."""
+    """One file with its text; `href` downloads it."""
 
     target: str
     name: str
@@ -28,14 +28,14 @@ class Export:
 
 
 def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> list[Export]:
-    """Every file that can be written for the chosen row. One of a pasted configuration cannot be asked for by its address."""
+    """Every file that can be written for the chosen row. With a pasted `config` they have no address to download from."""
     job = Job.of(report, chosen)
     if not job.layer_classes:
         return []
     query = pinned(report, chosen.plan)
     found = []
     for name, target in TARGETS.items():
-        if target.cannot(job) is not None:
+        if target.unsupported(job) is not None:
             continue
         made = export(name, job)
         found.append(
@@ -53,7 +53,7 @@ def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> lis
 
 
 def pinned(report: Report, plan: Plan) -> dict[str, Any]:
-    """The query of exactly this plan: what differs from the defaults, and what would else be chosen."""
+    """The query that asks for exactly this plan: options that differ from their defaults, and those that would be chosen."""
     known = fields_of(EstimateRequest)
     asked = report.request.as_dict()
     asked = {name: getattr(plan, name, value) for name, value in asked.items() if value is not None}
@@ -62,13 +62,13 @@ def pinned(report: Report, plan: Plan) -> dict[str, Any]:
 
 
 def launch_line(found: Sequence[Export]) -> str | None:
-    """The command that starts the job, of the first launch script whose own files are all among the exports."""
+    """The command that starts the job: the last line of the first launch script that needs only files of these exports."""
     texts = {e.target: e.text for e in found}
     order: tuple[str, ...] = ("deepspeed-launch", "accelerate-launch", "torchrun")
     if "fsdp2" in texts or "ddp" in texts:
         order = ("torchrun", *order)
     for script in (texts[name] for name in order if name in texts):
-        if "\nexec " in script:  # without what a script has around it
+        if "\nexec " in script:  # only the command, without the rest of the script
             line = script.partition("\nexec ")[2].strip().removesuffix('"$@"').rstrip(" \\\n")
             set_before = re.findall(r"^export (PYTORCH_\w+=\S+)$", script, re.MULTILINE)
             return " ".join([*set_before, line])

@@ -1,4 +1,4 @@
-"""The page's form: a control per field of the request, made from its type; and from a query string to a request's words."""
+"""The page's form: one control per field of the request, derived from the field's type."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fsdp_advisor.job.fields import Field, fields_of
 from fsdp_advisor.job.request import RecommendRequest
 
 EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}
-"""What the page answers before anything is asked."""
+"""The job that the page shows first."""
 
 MAIN = (
     "model", "gpus", "nnodes", "gpu",
     "precision", "optim", "micro_batch_size", "seq_len", "activation_checkpointing", "offload",
 )  # fmt: skip
-"""The fields that are always in sight; the others are folded away."""
+"""The fields that are always visible; the others are folded away."""
 
 _LABELS = {
     "gpus": "GPUs in all",
@@ -47,13 +47,13 @@ _PLACEHOLDER = {
     "tokens": "10e9",
 }
 _WRITTEN = ("margin", "host_memory", "tokens")
-"""Numbers that may be written with a unit: 8%, 512GiB, 10B."""
+"""Numbers that users may write with a unit: 8%, 512GiB, 10B."""
 _WIDTH = {"model": "wide", "gpu": "half", "optim": "half", "micro_batch_size": "few", "activation_checkpointing": "few"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """One input. `default` is the request's own, so that a permalink can leave it out; `suggestions` names a datalist."""
+    """One input of the form. Permalinks leave out values that equal `default`. `suggestions` names a datalist."""
 
     name: str
     label: str
@@ -72,15 +72,15 @@ class Control:
     invalid: bool = False
 
 
-def given(query: Mapping[str, str], *, extra: tuple[str, ...] = ("config",)) -> tuple[dict[str, str], list[str]]:
-    """The options that a query string gives, blank ones left out, and the names that are no options (a link's tracking)."""
-    known = {*fields_of(RecommendRequest), *extra}
-    said = {name: value for name, value in query.items() if name in known and value.strip()}
-    return said, [name for name in query if name not in known]
+def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The options that a query string gives, without blank ones, and names that are no options (a link's tracking)."""
+    known = {*fields_of(RecommendRequest), "config"}
+    options = {name: value for name, value in query.items() if name in known and value.strip()}
+    return options, [name for name in query if name not in known]
 
 
 def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], list[Control]]:
-    """Those in sight and those folded away; `invalid` names the field that was refused."""
+    """The visible and the folded controls, with `values` filled in. `invalid` names the field with the error."""
     fields = fields_of(RecommendRequest)
     made = {name: _control(field, values, invalid) for name, field in fields.items() if not field.rule.hidden}
     return [made[name] for name in MAIN], [control for name, control in made.items() if name not in MAIN]

@@ -1,11 +1,10 @@
-"""How an estimate is made, with a worked example, and rules of thumb compared with estimates of the same jobs."""
+"""The page that explains estimates by a worked example, and compares them with rules of thumb."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-from fsdp_advisor.advice.rules import decision_tree_by_size
+from fsdp_advisor.advice.rules_of_thumb import decision_tree_by_size
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.render.explanation import components, share_text
@@ -31,9 +30,8 @@ _BYTES_PER_PARAMETER = 16
 """fp32 weights, gradients and Adam's two moments: 4 + 4 + 8."""
 
 
-@lru_cache(maxsize=1)
 def view() -> dict[str, Any]:
-    """The page's numbers."""
+    """The page's values."""
     example = estimate(**EXAMPLE)
     (row,) = example.estimates
     return {

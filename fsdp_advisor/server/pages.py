@@ -1,11 +1,10 @@
-"""The pages: each for people, and under the same path with `.json` for programs."""
+"""The routes of the pages. Every page is also served as JSON, under its path with `.json`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,135 +13,142 @@ from starlette.responses import Response
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.hardware import GPUS, list_gpus
+from fsdp_advisor.hardware import list_gpus
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.model import catalog
-from fsdp_advisor.server import page_accuracy, page_answer, page_form, page_how
-from fsdp_advisor.server.answers import Answers, advised
-from fsdp_advisor.server.assets import static_dir
-from fsdp_advisor.server.errors import refusal
-from fsdp_advisor.server.questions import PASTED, Question
-from fsdp_advisor.server.rendering import HTML, render
-from fsdp_advisor.server.replies import HOUR, reply
+from fsdp_advisor.server import page_accuracy, page_form, page_how
+from fsdp_advisor.server.answers import Document, ModelSource, recommend_document
+from fsdp_advisor.server.api_models import PASTED
+from fsdp_advisor.server.page_home import error_page, home_page
+from fsdp_advisor.server.rendering import HTML, render, static_dir
+from fsdp_advisor.server.responses import body_response, document_response
+from fsdp_advisor.server.service import service_of
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.get("/")
 async def home(request: Request) -> Response:
-    """The form, and the answer to what the query string asks; an example's where it asks nothing."""
-    said, strange = page_form.given(request.query_params)
-    said = said or dict(page_form.EXAMPLE)
-    config = said.get("config")
+    """The form with its answer; without a query string, an example's."""
+    options, unknown = page_form.read_query(request.query_params)
+    options = options or page_form.EXAMPLE
+    where = (_root(request), request.url.query)
     try:
-        question, asked = _question(said)
-        answers: Answers = request.app.state.answers
-        view = await answers.worked(question, lambda model: page_answer.view(page_answer.answer(model, asked), config))
-        view["notes"] = (*view["notes"], *(f"{name[:40]} is no option and was left aside" for name in strange[:5]))
-        status = 200
+        source, asked = _job(options)
+        arguments = (tuple(options.items()), tuple(unknown), *where)
+        document = await service_of(request).answer(source, home_page, asked, *arguments)
     except AdvisorError as error:
-        view, status = {"problem": error, "title": "fsdp-advisor"}, error.http_status
-    body = await run_in_threadpool(_home, request, said, view)
-    if status != 200:
-        return Response(body, status_code=status, media_type=HTML, headers={"Cache-Control": "no-store"})
-    return reply(request, body, HTML, max_age=HOUR if view["lasting"] else None)
-
-
-def _home(request: Request, said: dict[str, str], view: dict[str, Any]) -> bytes:
-    problem = view.get("problem")
-    main, more = page_form.controls(said, invalid=getattr(problem, "option", ""))
-    return render(
-        request,
-        "index.html",
-        main=main,
-        more=more,
-        more_open=any(control.value != control.default for control in more),
-        config=said.get("config", ""),
-        can_record=find_spec("torch") is not None,
-        models=catalog.entries(),
-        gpus=GPUS,
-        query=f"?{request.url.query}" if request.url.query else "",
-        **view,
-    )
+        page = await run_in_threadpool(error_page, error, options, *where)
+        return Response(page, error.http_status, {"Cache-Control": "no-store"}, HTML)
+    return document_response(request, document)
 
 
 @router.get("/.json")
 async def home_json(request: Request) -> Response:
-    """The page's answer as data: the estimate's document with the timeline, and `recommendation` filled."""
-    said, _ = page_form.given(request.query_params)
-    try:
-        question, asked = _question(said or dict(page_form.EXAMPLE))
-        answers: Answers = request.app.state.answers
-        document = await answers.worked(question, lambda model: advised(model, asked).as_dict(timeline=True))
-    except AdvisorError as error:
-        return refusal(error)
-    lasting = document["model"]["source"] != "hub"
-    body = json.dumps(document, separators=(",", ":")).encode()
-    return reply(request, body, max_age=HOUR if lasting else None)
+    """The first page's answer as REST gives it, with timelines."""
+    options, _ = page_form.read_query(request.query_params)
+    source, asked = _job(options or page_form.EXAMPLE)
+    return document_response(request, await service_of(request).answer(source, recommend_document, asked, True))
 
 
-def _question(said: dict[str, str]) -> tuple[Question, RecommendRequest]:
-    """The question of a form; a pasted configuration takes the model's place. Raises UsageError."""
-    options: dict[str, Any] = dict(said)
-    config = options.pop("config", None)
+def _job(options: dict[str, str]) -> tuple[ModelSource, RecommendRequest]:
+    """The job that a form describes; a pasted configuration takes the model's place. Raises UsageError."""
+    values: dict[str, Any] = dict(options)
+    config = values.pop("config", None)
     if config is not None:
-        options["model"] = PASTED
-    request = make_request(options, RecommendRequest)
-    return Question(request, config=config), request
+        values["model"] = PASTED
+    request = make_request(values, RecommendRequest)
+    return ModelSource(request.model, None if config is None else config.encode()), request
 
 
-def _page(path: str, template: str, make: Callable[[str], dict[str, Any]]) -> None:
-    """A page whose data take no question but a pattern, where it is a list: `make` gives them, as what JSON can hold."""
+def _add_list(path: str, template: str, find: Callable[[str], dict[str, Any]]) -> None:
+    """Add a page that lists what contains the query's `pattern`."""
 
     async def page(request: Request) -> Response:
-        values = await run_in_threadpool(make, _pattern(request))
-        return reply(request, await run_in_threadpool(lambda: render(request, template, **values)), HTML)
+        values = await run_in_threadpool(find, _pattern(request))
+        html = await run_in_threadpool(render, template, _root(request), path, **values)
+        return body_response(request, html, HTML)
 
-    async def as_json(request: Request) -> Response:
-        values = await run_in_threadpool(make, _pattern(request))
-        data = {name: value for name, value in values.items() if not name.endswith("_drawing")}
-        return reply(request, json.dumps(data, default=asdict, separators=(",", ":")).encode())
+    async def data(request: Request) -> Response:
+        return body_response(request, _json(await run_in_threadpool(find, _pattern(request))))
 
+    _add(path, page, data)
+
+
+def _add_report(path: str, template: str, view: Callable[[], dict[str, Any]]) -> None:
+    """Add a page whose values take long to compute."""
+
+    async def page(request: Request) -> Response:
+        arguments = (view, template, _root(request), path)
+        return document_response(request, await service_of(request).page(report_page, *arguments))
+
+    async def data(request: Request) -> Response:
+        return document_response(request, await service_of(request).page(report_data, view))
+
+    _add(path, page, data)
+
+
+def _add(path: str, page: Callable[..., Any], data: Callable[..., Any]) -> None:
     router.add_api_route(path, page, methods=["GET"], name=path)
-    router.add_api_route(f"{path}.json", as_json, methods=["GET"], name=f"{path}.json")
+    router.add_api_route(f"{path}.json", data, methods=["GET"], name=f"{path}.json")
+
+
+def report_page(view: Callable[[], dict[str, Any]], template: str, root: str, path: str) -> Document:
+    """A page with the values of `view`; a worker process runs this."""
+    return Document.of(render(template, root, path, **view()), media_type=HTML)
+
+
+def report_data(view: Callable[[], dict[str, Any]]) -> Document:
+    """The values of `view` as JSON, without the drawings; a worker process runs this."""
+    return Document.of(_json({name: value for name, value in view().items() if not name.endswith("_drawing")}))
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, default=asdict, separators=(",", ":")).encode()
 
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
-    """The REST routes as the OpenAPI document has them; complete for programs at /openapi.json."""
+    """The REST routes, as /openapi.json describes them to programs."""
     described = request.app.openapi()
     routes = [
         {
             "method": method.upper(),
             "path": path,
             "summary": operation.get("summary"),
-            "parameters": _parameters(operation),
+            "parameters": [_parameter(parameter) for parameter in operation.get("parameters", [])],
         }
         for path, operations in described["paths"].items()
         for method, operation in operations.items()
     ]
-    body = await run_in_threadpool(lambda: render(request, "docs.html", routes=routes))
-    return reply(request, body, HTML)
+    html = await run_in_threadpool(render, "docs.html", _root(request), "/docs", routes=routes)
+    return body_response(request, html, HTML)
 
 
-def _parameters(operation: dict[str, Any]) -> list[dict[str, Any]]:
-    """An operation's parameters as a table shows them."""
-    rows = []
-    for parameter in operation.get("parameters", []):
-        schema = parameter.get("schema", {})
-        kinds = [schema, *schema.get("anyOf", [])]
-        takes = next((", ".join(map(str, k["enum"])) for k in kinds if "enum" in k), None)
-        default = schema.get("default")
-        rows.append(
-            {
-                "name": parameter["name"],
-                "required": parameter.get("required", False),
-                "takes": takes or " or ".join(k["type"] for k in kinds if k.get("type") not in (None, "null")),
-                "default": "" if default is None else default,
-                "meaning": parameter.get("description") or schema.get("description") or "",
-            }
-        )
-    return rows
+def _parameter(parameter: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAPI parameter as a row of a table."""
+    schema = parameter.get("schema", {})
+    kinds = [schema, *schema.get("anyOf", [])]
+    takes = next((", ".join(map(str, k["enum"])) for k in kinds if "enum" in k), None)
+    default = schema.get("default")
+    return {
+        "name": parameter["name"],
+        "required": parameter.get("required", False),
+        "takes": takes or " or ".join(k["type"] for k in kinds if k.get("type") not in (None, "null")),
+        "default": "" if default is None else default,
+        "meaning": parameter.get("description") or schema.get("description") or "",
+    }
+
+
+@router.get("/favicon.ico")
+async def favicon(request: Request) -> Response:
+    """The icon, where browsers look for it if a response names none."""
+    return body_response(request, (static_dir() / "icon.svg").read_bytes(), "image/svg+xml")
+
+
+def _root(request: Request) -> str:
+    """The prefix under which a proxy serves the site."""
+    return str(request.scope.get("root_path", ""))
 
 
 def _pattern(request: Request) -> str:
@@ -157,13 +163,7 @@ def _gpus(pattern: str) -> dict[str, Any]:
     return {"pattern": pattern, "gpus": [asdict(gpu) for gpu in list_gpus(pattern)]}
 
 
-_page("/models", "models.html", _models)
-_page("/gpus", "gpus.html", _gpus)
-_page("/how", "how.html", lambda _: page_how.view())
-_page("/accuracy", "accuracy.html", lambda _: page_accuracy.view())
-
-
-@router.get("/favicon.ico")
-async def favicon(request: Request) -> Response:
-    """Where browsers look for an icon, whatever a page names; of a page of JSON they know no other."""
-    return reply(request, (static_dir() / "icon.svg").read_bytes(), "image/svg+xml")
+_add_list("/models", "models.html", _models)
+_add_list("/gpus", "gpus.html", _gpus)
+_add_report("/how", "how.html", page_how.view)
+_add_report("/accuracy", "accuracy.html", page_accuracy.view)

@@ -1,6 +1,6 @@
-"""The answers' JSON, described once: what /openapi.json says of them. A test holds it against every kind of real answer.
+"""Pydantic models of the answers' JSON, for /openapi.json. A test validates every kind of real answer with them.
 
-Keys may be added to an answer, never renamed; readers are to ignore what they do not know.
+Keys may be added, never renamed or removed. Readers must ignore keys they do not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Searched: Any = model_of(RecommendRequest)
 
 
 class Model(BaseModel):
-    """What is trained."""
+    """The trained model."""
 
     name: str
     source: Literal["catalog", "config", "hub", "count"]
@@ -28,14 +28,14 @@ class Model(BaseModel):
 
 
 class GpuMemory(BaseModel):
-    """What it is trained on."""
+    """The GPU it is trained on."""
 
     name: str
     memory_bytes: Bytes
 
 
 class Moment(BaseModel):
-    """One point of a step's timeline: live bytes at its end, the highest since the point before, and how often it recurs."""
+    """One point of a step's timeline: live bytes at its end, the maximum since the previous point, and how often it repeats."""
 
     phase: Phase
     where: str
@@ -48,17 +48,17 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class PhasePeak(BaseModel):
-    """A phase of the job at its highest."""
+    """The peak of one phase of the job."""
 
     gpu_bytes: Bytes | None
     host_bytes_per_node: Bytes | None
-    way: Annotated[str | None, Field(description="Which of the ways to load or to save the figures are of")] = None
+    way: Annotated[str | None, Field(description="The method of loading or saving that the figures assume")] = None
     how: str | None = None
     files: list[dict[str, Any]] | None = None
 
 
 class Allocator(BaseModel):
-    """What a walk of the job's steps through PyTorch's caching allocator found."""
+    """The result of simulating PyTorch's caching allocator over the job's steps."""
 
     verdict: Literal["fits", "fits_with_retries", "does_not_fit"] | None
     retries_per_step: int
@@ -67,32 +67,32 @@ class Allocator(BaseModel):
 
 
 class StrategyEstimate(BaseModel):
-    """One strategy's figures on rank 0, which holds the largest shard. null: not known; `not_modelled` says why."""
+    """One strategy's figures on rank 0, which holds the largest shard. null: unknown; `not_modelled` says why."""
 
     strategy: Strategy
     backend: Backend
     offload: Offload
     fits: bool | None
     fits_by: Annotated[str, Field(description="The figure behind `needed_bytes`")]
-    needed_bytes: Annotated[Bytes | None, Field(description="What `fits` compares with the GPU's memory")]
+    needed_bytes: Annotated[Bytes | None, Field(description="`fits` compares this with the GPU's memory")]
     needed_breakdown: Annotated[
         dict[str, Bytes | None] | None,
-        Field(description="What `needed_bytes` is made of: tensors on a GPU by account, and what lies beside them"),
+        Field(description="The parts of `needed_bytes`: tensors on a GPU by account, and other memory"),
     ]
     headroom_bytes: int | None
     peak_tensor_bytes: Annotated[Bytes | None, Field(description="Live tensor storages")]
     peak_allocated_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_allocated")]
     peak_reserved_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_reserved; with `reserved`")]
-    peak_device_bytes: Annotated[Bytes | None, Field(description="What nvidia-smi shows; with `reserved`")]
+    peak_device_bytes: Annotated[Bytes | None, Field(description="Memory that nvidia-smi shows; with `reserved`")]
     peak_device_bytes_range: list[Bytes] | None
     allocated_breakdown: dict[str, Bytes] | None
     allocator: Allocator | None
     device_overhead_bytes_range: Annotated[list[Bytes] | None, Field(description="CUDA context and NCCL")]
     peak_phase: Phase | None
     peak_where: str | None
-    phase_peaks: Annotated[dict[str, Bytes] | None, Field(description="The highest moment of each phase")]
+    phase_peaks: Annotated[dict[str, Bytes] | None, Field(description="The peak of each phase")]
     states: Annotated[dict[str, Bytes], Field(description="Bytes kept from step to step")]
-    at_peak: Annotated[dict[str, Bytes] | None, Field(description="Bytes alive at the highest moment, by account")]
+    at_peak: Annotated[dict[str, Bytes] | None, Field(description="Live bytes at the peak, by account")]
     fused_loss_peak_bytes: Bytes | None
     host_bytes_per_node: Bytes | None
     host_loading_bytes_per_node: dict[str, Bytes] | None
@@ -109,7 +109,7 @@ class StrategyEstimate(BaseModel):
     fails_in: str | None
     warnings: list[str]
     not_modelled: list[str]
-    timeline: Annotated[list[Moment] | None, Field(description="With `explain` alone")] = None
+    timeline: Annotated[list[Moment] | None, Field(description="Only with `explain`")] = None
 
 
 class Estimate(BaseModel):
@@ -125,13 +125,13 @@ class Estimate(BaseModel):
 
 
 class Advice(Estimate):
-    """The answer to a job of which some things were open: the report with the estimate's defaults, and what to take."""
+    """A recommendation: the report of the job with the estimate's defaults, and the recommended configuration."""
 
-    request: Annotated[_Searched, Field(description="The job, with what is open")]
+    request: Annotated[_Searched, Field(description="The job as it was asked; null means: to be chosen")]
 
 
 class ModelRow(BaseModel):
-    """One model of the catalog."""
+    """A model of the catalog."""
 
     id: str
     aliases: list[str]
@@ -140,4 +140,4 @@ class ModelRow(BaseModel):
     max_seq_len: int | None
     model_type: str
     source: str
-    experts: Annotated[int | None, Field(description="Experts that a layer chooses among; null of a dense model")]
+    experts: Annotated[int | None, Field(description="Experts per layer; null for a dense model")]

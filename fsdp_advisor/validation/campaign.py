@@ -1,6 +1,6 @@
-"""Many cases one after the other: read from a file, shown as they go, recorded as they come, resumed where they stopped.
+"""Campaigns: many cases, run one after the other, recorded as they end, and continued where they stopped.
 
-A campaign is a file of JSON lines, each the options of one request under the contract's names.
+A campaign is a file of JSON lines; each line holds the options of one request under the names of the JSON interface.
 """
 
 from __future__ import annotations
@@ -15,88 +15,73 @@ from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation import records
-from fsdp_advisor.validation.case import TIMEOUT_SECONDS, Case, Device
-from fsdp_advisor.validation.records import Record, Rung
+from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.records import Record
 
-SHIPPED = Path(__file__).with_name("campaigns")
-
-
-def shipped() -> list[str]:
-    """Names of the campaigns that come with the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.jsonl"))
+_FOLDER = Path(__file__).with_name("campaigns")
 
 
 def load(name: str, **overrides: Any) -> list[EstimateRequest]:
-    """The requests of a shipped campaign or of a file. `overrides` replace an option in each.
+    """The requests of a campaign that comes with the package, or of a file. `overrides` replace options in all of them.
 
-    Raises UsageError where a line is no request, with its number.
+    Raises UsageError with the line number if a line is not a request for one strategy.
     """
-    path = SHIPPED / f"{name}.jsonl" if name in shipped() else Path(name)
+    shipped = sorted(path.stem for path in _FOLDER.glob("*.jsonl"))
+    path = _FOLDER / f"{name}.jsonl" if name in shipped else Path(name)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        known = ", ".join(shipped())
-        raise UsageError(
-            f"cannot read the campaign {name}: {error}", hint=f"shipped are {known}; or name a file"
-        ) from None
+        hint = f"the package has {', '.join(shipped)}; or name a file"
+        raise UsageError(f"cannot read the campaign {name}: {error}", hint=hint) from None
     requests = []
     for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{path}, line {number}: {error}", hint="each line is one JSON object") from None
-        if not isinstance(values, dict):
-            raise UsageError(
-                f"{path}, line {number}: no JSON object", hint='as in {"model": "gpt2", "strategy": "ddp"}'
-            )
-        try:
-            request = make_request({**values, **overrides})
-        except AdvisorError as error:
-            raise UsageError(f"{path}, line {number}: {error.message}", hint=error.hint) from None
-        if request.strategy == "all":
-            raise UsageError(
-                f"{path}, line {number}: no strategy", hint="a case is one strategy: ddp, zero2, zero3 ..."
-            )
-        requests.append(request)
+        if line.strip() and not line.lstrip().startswith("#"):
+            try:
+                requests.append(_request(line, overrides))
+            except AdvisorError as error:
+                raise UsageError(f"{path}, line {number}: {error.message}", hint=error.hint) from None
     if not requests:
-        raise UsageError(f"{path}: no cases", hint="each line is one JSON object")
+        raise UsageError(f"{path} has no cases", hint="each line is one JSON object")
     return requests
 
 
-def case_of(request: EstimateRequest, rung: Rung, device: Device, timeout_seconds: float | None = None) -> Case:
-    return Case(request=request, rung=rung, device=device, timeout_seconds=timeout_seconds or TIMEOUT_SECONDS[rung])
+def _request(line: str, overrides: dict[str, Any]) -> EstimateRequest:
+    """The request of one line. Raises AdvisorError."""
+    example = 'for example {"model": "gpt2", "strategy": "ddp"}'
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise UsageError(str(error), hint=f"each line is one JSON object, {example}") from None
+    if not isinstance(values, dict):
+        raise UsageError("not a JSON object", hint=f"each line is one, {example}")
+    request = make_request({**values, **overrides})
+    if request.strategy == "all":
+        raise UsageError("no strategy", hint="a case has one strategy: ddp, zero2, zero3 ...")
+    return request
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The campaign after `done` of `total` cases; `record` is the last one, None for cases that were done before."""
+    """The campaign after `done` of `total` cases. `record` is the last case's; None for the cases of an earlier run."""
 
     done: int
     total: int
     record: Record | None = None
 
 
-def run(cases: list[Case], path: Path, runner: Callable[[Case], Record] | None = None) -> Iterator[Event]:
-    """Run the cases that `path` has no final record of, appending each as it ends.
+def run(cases: list[Case], path: Path, run_case: Callable[[Case], Record]) -> Iterator[Event]:
+    """Run the cases that have no final record in `path`, and append the record of each.
 
-    Raises KeyboardInterrupt after recording the case that Ctrl-C ended, UsageError when the disk is full.
+    Raises KeyboardInterrupt after recording the case that Ctrl-C ended, and UsageError if the disk is full.
     """
-    if runner is None:
-        from fsdp_advisor.validation import worker
-
-        def runner(case: Case) -> Record:
-            return worker.run(case)[0]
-
-    before = records.read(path)[0] if path.exists() else []
-    known = {r.detail.get("asked") for r in before if r.outcome in records.FINAL}
-    waiting = [case for case in cases if identity(case) not in known]
-    done = len(cases) - len(waiting)
+    earlier = records.read(path)[0] if path.exists() else []
+    finished = {r.detail.get("asked") for r in earlier if r.outcome in records.FINAL}
+    pending = [case for case in cases if _identity(case) not in finished]
+    done = len(cases) - len(pending)
     yield Event(done, len(cases))
-    for case in waiting:
-        record = runner(case)
-        record.detail["asked"] = identity(case)
+    for case in pending:
+        record = run_case(case)
+        record.detail["asked"] = _identity(case)
         records.append(path, record)
         if record.outcome == "interrupted":
             raise KeyboardInterrupt
@@ -104,6 +89,6 @@ def run(cases: list[Case], path: Path, runner: Callable[[Case], Record] | None =
         yield Event(done, len(cases), record)
 
 
-def identity(case: Case) -> str:
-    """A case as it was asked for: `asked` in the detail of its record, whose request is the one resolved."""
-    return records.case_key(case.request.as_dict(), case.rung, "cpu" if case.rung == "simulate" else case.device)
+def _identity(case: Case) -> str:
+    """The case as requested. A record keeps it as `detail.asked`, because its `request` is the resolved one."""
+    return records.case_key(case.request.as_dict(), case.mode, "cpu" if case.mode == "simulate" else case.device)

@@ -1,4 +1,4 @@
-"""A case: one job on one rung. Imports no torch."""
+"""A case: one job validated in one mode. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.validation.records import Rung
+from fsdp_advisor.validation.records import Mode
 
 Device = Literal["cuda", "cpu"]
+Zero1 = Literal["deepspeed", "torch"]
+"""The implementation of ZeRO-1: DeepSpeed, or torch.distributed.optim.ZeroRedundancyOptimizer under DDP."""
 
-TIMEOUT_SECONDS: dict[str, float] = {"simulate": 600, "stand-in": 300, "measure": 1800}
-"""How long a case may take where nothing else is said; loading dominates."""
+DEFAULT_TIMEOUT_SECONDS: dict[Mode, float] = {"simulate": 600, "stand-in": 300, "measure": 1800}
+"""Loading dominates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to run and how.
+    """What to run, and how.
 
-    `snapshot` is where PyTorch's memory history goes; `zero1` who does ZeRO-1; `rdzv_endpoint` (HOST:PORT) where the nodes of
-    a measurement on several of them meet, the same command being given on each.
+    `timeout_seconds`: None means the mode's default. `snapshot`: the file for PyTorch's memory history. `rdzv_endpoint`
+    (HOST:PORT): the rendezvous of a measurement on several nodes, where each node runs the same command.
     """
 
     request: EstimateRequest
-    rung: Rung
+    mode: Mode
     device: Device
-    timeout_seconds: float
+    timeout_seconds: float | None = None
     snapshot: Path | None = None
-    zero1: Literal["deepspeed", "torch"] = "deepspeed"
+    zero1: Zero1 = "deepspeed"
     rdzv_endpoint: str | None = None
+
+    @property
+    def time_limit_seconds(self) -> float:
+        """Seconds after which the case is ended."""
+        return self.timeout_seconds or DEFAULT_TIMEOUT_SECONDS[self.mode]
+
+
+def uses_zero_redundancy_optimizer(plan: Plan, zero1: Zero1) -> bool:
+    """Whether the case runs torch's ZeroRedundancyOptimizer, which the estimate does not model."""
+    return plan.strategy == "zero1" and zero1 == "torch"

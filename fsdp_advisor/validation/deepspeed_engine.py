@@ -1,4 +1,4 @@
-"""DeepSpeed itself as a trainer, with its defaults, as the estimate assumes it."""
+"""DeepSpeed as a trainer, with the defaults that the estimate assumes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fsdp_advisor.recording.engines import cast_floating
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.engines import optimizer_for
-from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.records import Rung
+from fsdp_advisor.validation.failures import ModeUnavailable
+from fsdp_advisor.validation.records import Mode
 from fsdp_advisor.validation.steps import batch_of
 
 
 @dataclass
 class DeepspeedTrainer:
-    """A DeepSpeed engine; it clears gradients by itself."""
+    """A DeepSpeed engine. It clears gradients in `step`, so `zero_grad` does nothing."""
 
     source: Source
     engine: Any
@@ -37,7 +37,7 @@ class DeepspeedTrainer:
         self.engine.backward(loss)
         if self.engine.is_gradient_accumulation_boundary():
             return
-        self.engine.step()  # between micro-batches it only counts
+        self.engine.step()  # between micro-batches, `step` only counts
 
     def step(self) -> None:
         self.engine.step()
@@ -46,12 +46,8 @@ class DeepspeedTrainer:
         pass
 
 
-def installed() -> bool:
-    return importlib.util.find_spec("deepspeed") is not None
-
-
-def config_of(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's configuration of a plan; whatever is not named keeps DeepSpeed's default."""
+def _config(plan: Plan) -> dict[str, Any]:
+    """The DeepSpeed configuration of a plan. Everything else keeps DeepSpeed's default."""
     zero: dict[str, Any] = {"stage": int(plan.strategy[-1])}
     if plan.offload != "none":
         zero["offload_optimizer"] = {"device": plan.offload_device}
@@ -75,29 +71,31 @@ def config_of(plan: Plan) -> dict[str, Any]:
     return config
 
 
-def deepspeed_trainer(source: Source, plan: Plan, device: str, rung: Rung) -> DeepspeedTrainer:
-    """The model under DeepSpeed on this rank. Weights are made on the host; stage 3 brings shards alone to the device."""
-    if rung != "measure":
-        raise NotHere(
-            f"deepspeed looks into what other ranks sent, so that no {rung} can be made of it",
-            hint="--rung measure with as many GPUs as --gpus",
+def deepspeed_trainer(source: Source, plan: Plan, device: str, mode: Mode) -> DeepspeedTrainer:
+    """The model under DeepSpeed on this rank. Weights are made on the host; stage 3 copies only shards to the device.
+
+    Raises ModeUnavailable without real ranks, and if DeepSpeed is not installed.
+    """
+    if mode != "measure":
+        raise ModeUnavailable(
+            f"DeepSpeed reads the data of other ranks, so --mode {mode} cannot run it",
+            hint="--mode measure with as many GPUs as --gpus",
         )
-    if not installed():
-        raise NotHere(
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ModeUnavailable(
             "DeepSpeed is not installed",
-            hint="pip install deepspeed; or --zero1 torch measures torch's ZeroRedundancyOptimizer",
+            hint="pip install deepspeed; --zero1 torch measures torch's ZeroRedundancyOptimizer instead",
         )
     os.environ.setdefault("DS_ACCELERATOR", device)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed: Any = importlib.import_module("deepspeed")
     deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
-    config = config_of(plan)
     dtype = {"fp32": torch.float32, "fp16-mixed": torch.float16}.get(plan.precision, torch.bfloat16)
     model = source.build(torch.float32 if plan.mixed else dtype)
     source.configure(model, attention=plan.attention, checkpointing=plan.activation_checkpointing == "full")
-    weights.Materialiser("cpu").whole(model)
+    weights.Materialiser("cpu").model(model)
     optimizer = optimizer_for(model, plan)
-    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    engine, *_ = deepspeed.initialize(model=model, config=_config(plan), optimizer=optimizer)
     with torch.device(device):
         batch = batch_of(source, plan, model, real=True)
     batch = {name: cast_floating(tensor, dtype) for name, tensor in batch.items()}

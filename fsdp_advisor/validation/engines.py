@@ -1,7 +1,6 @@
-"""A model wrapped by PyTorch's own DDP, FSDP1 or FSDP2 as a plan says, on rank 0 of a process group of any size.
+"""Wrap a model with PyTorch's own DDP, FSDP1 or FSDP2 as a plan says, on real ranks or as rank 0 of a fake process group.
 
-The fake process group's collectives allocate what real ones do and move nothing, so one process stands for a world. The same
-code wraps on real ranks.
+The collectives of the fake process group allocate like real ones and move nothing, so one process can be rank 0 of any world.
 """
 
 from __future__ import annotations
@@ -34,19 +33,20 @@ from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Constructor, Refusal
-from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.records import Rung
+from fsdp_advisor.validation.failures import ModeUnavailable
+from fsdp_advisor.validation.records import Mode
 
+_LEARNING_RATE = 1e-6
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
 @contextlib.contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """Rank 0 of `world_size` ranks that exist in name only."""
+    """A process group in which this process is rank 0 of `world_size`. Raises MeasurementError if there is one already."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise MeasurementError("a process group is already there", hint="simulate in a process of its own")
+        raise MeasurementError("a process group exists already", hint="simulate in a process of its own")
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -55,19 +55,19 @@ def fake_process_group(world_size: int) -> Iterator[None]:
 
 
 def mesh_of(plan: Plan, device: str) -> DeviceMesh:
-    """One dimension to shard over; two, replicas outermost, for HSDP."""
+    """The device mesh of a plan: (shard,), or (replicate, shard) for HSDP."""
     if plan.strategy == "hsdp":
         return init_device_mesh(device, (plan.replica_degree, plan.shard_degree), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device, (plan.shard_degree,))
 
 
 def half(plan: Plan) -> torch.dtype:
-    """The dtype in which a mixed plan computes."""
+    """The dtype in which a mixed-precision plan computes."""
     return torch.float16 if plan.precision.startswith("fp16") else torch.bfloat16
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:
-    """The dtype in which PyTorch's engines are handed the model."""
+    """The dtype of the model's weights before an engine wraps them."""
     return torch.bfloat16 if plan.precision == "bf16" else torch.float32
 
 
@@ -78,25 +78,26 @@ def wrap(
     mesh: DeviceMesh | None,
     device: str,
     *,
-    rung: Rung = "simulate",
+    mode: Mode = "simulate",
     materialise: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """`model` under the plan's engine; each of `layers` and the root are units.
+    """`model` under the plan's engine; each of `layers` and the root is an FSDP unit.
 
-    `rung` tells DDP how real its group and its tensors are; `materialise` makes FSDP1's modules real one unit at a time.
+    `mode` decides how DDP and offload treat a fake process group and fake tensors. `materialise` makes the weights of one FSDP1 unit
+    at a time.
     """
     match plan.backend:
         case "ddp":
-            return _ddp(model, rung) if plan.world_size > 1 else model
+            return _ddp(model, mode) if plan.world_size > 1 else model
         case "fsdp1":
             return _fsdp1(model, layers, plan, mesh, device, materialise)
         case "fsdp2":
-            return _fsdp2(model, layers, plan, mesh, rung)
+            return _fsdp2(model, layers, plan, mesh, mode)
     raise MeasurementError(f"{plan.backend} is not one of PyTorch's engines", hint="fsdp2, fsdp1 or ddp")
 
 
 class _FixedBuckets:
-    """DDP's reducer, which would look into gradients' memory to rebuild its buckets after the first step."""
+    """DDP's reducer without the rebuild of its buckets after the first step, which would read the gradients' memory."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -108,37 +109,37 @@ class _FixedBuckets:
         return False
 
 
-def _ddp(model: nn.Module, rung: Rung) -> nn.Module:
-    """DDP with its defaults; the fake group needs a communication hook that returns the bucket as it is."""
-    if rung == "measure":
+def _ddp(model: nn.Module, mode: Mode) -> nn.Module:
+    """DDP with its defaults."""
+    if mode == "measure":
         return DistributedDataParallel(model)
     wrapped = DistributedDataParallel(model, init_sync=False)
-    on_fake_group(wrapped, fake_tensors=rung == "simulate")
+    adapt_ddp_to_fake_group(wrapped, fake_tensors=mode == "simulate")
     return wrapped
 
 
-def on_fake_group(wrapped: DistributedDataParallel, *, fake_tensors: bool) -> None:
-    """Let DDP run where its collectives reduce nothing."""
+def adapt_ddp_to_fake_group(wrapped: DistributedDataParallel, *, fake_tensors: bool) -> None:
+    """Give DDP a communication hook that returns each bucket unreduced, because the fake group reduces nothing."""
 
     def reduced(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    reduced.__annotations__ = {}  # DDP compares them with classes, and here they are strings
+    reduced.__annotations__ = {}  # DDP compares annotations with classes; here they are strings
     wrapped.register_comm_hook(None, reduced)
     if fake_tensors:
-        wrapped.reducer = _FixedBuckets(wrapped.reducer)  # type: ignore[assignment]  # it stands in for one
+        wrapped.reducer = _FixedBuckets(wrapped.reducer)  # type: ignore[assignment]  # a proxy of a Reducer
 
 
-def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, rung: Rung) -> nn.Module:
+def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, mode: Mode) -> nn.Module:
     kwargs: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
         "mp_policy": MixedPrecisionPolicy(param_dtype=half(plan), reduce_dtype=torch.float32)
         if plan.mixed
         else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=rung != "simulate")
+        "offload_policy": CPUOffloadPolicy(pin_memory=mode != "simulate")
         if plan.offload == "parameters"
         else OffloadPolicy(),
     }
@@ -182,19 +183,35 @@ def _is_unit(units: set[int], module: nn.Module) -> bool:
 
 
 def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """The plan's optimizer over the wrapped model's parameters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """The plan's optimizer over the wrapped model's parameters. Raises MeasurementError if it cannot be measured."""
     optimizer = optimizer_named(plan.optim)
     if plan.backend == "fsdp2" and optimizer.fsdp2_step_failure:
-        raise NotHere(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
+        raise ModeUnavailable(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
     constructor = optimizer.measured
     if isinstance(constructor, Refusal):
         raise MeasurementError(constructor.reason, hint="try another --optim")
-    made: torch.optim.Optimizer = optimizer_class(constructor)(parameters, lr=1e-6, **constructor.options)
+    made: torch.optim.Optimizer = optimizer_class(constructor)(
+        _trainable(model), lr=_LEARNING_RATE, **constructor.options
+    )
     return made
+
+
+def zero_redundancy_optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+    """The plan's optimizer under torch's ZeroRedundancyOptimizer, which keeps each parameter's whole state on one rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    constructor = optimizer_named(plan.optim).measured_zero1
+    if isinstance(constructor, Refusal):
+        raise ModeUnavailable(constructor.reason, hint="--optim adamw_torch or sgd")
+    options: dict[str, Any] = {"lr": _LEARNING_RATE, **constructor.options}
+    return ZeroRedundancyOptimizer(_trainable(model), optimizer_class(constructor), **options)
 
 
 def optimizer_class(constructor: Constructor) -> type[Any]:
     """The class that `constructor` names."""
     found: type[Any] = getattr(importlib.import_module(constructor.module), constructor.name)
     return found
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]

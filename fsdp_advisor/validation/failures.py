@@ -1,4 +1,4 @@
-"""What can go wrong with a run, and how it is told: an out-of-memory message read, an exit status named. Imports no torch."""
+"""Reading failures: out-of-memory messages, lost connections and exit statuses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.units import parse_bytes
 
 
-class NotHere(MeasurementError):
-    """A rung that this machine cannot climb: no GPU, too few of them, a package missing."""
+class ModeUnavailable(MeasurementError):
+    """This machine cannot validate the case in this mode: no GPU, too few GPUs, or a missing package."""
 
     exit_status = 2
 
@@ -28,7 +28,7 @@ _CUDA = {
     "unallocated_bytes": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
 }
 _CPU = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes")
-_OTHER = re.compile(
+_LIBRARY = re.compile(
     r"CUDA error: out of memory|Cuda failure[^\n]*out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
 )
 _LOST = re.compile(
@@ -39,14 +39,19 @@ _LOST = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch.OutOfMemoryError, or what CUDA, its libraries, PyTorch's CPU allocator and Python itself raise instead."""
+    """Whether the error is an out-of-memory error of CUDA, of its libraries, of PyTorch's CPU allocator or of Python."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return True
-    return bool(_CPU.search(str(error)) or _OTHER.search(str(error)))
+    return bool(_CPU.search(str(error)) or _LIBRARY.search(str(error)))
+
+
+def is_host_out_of_memory(error: BaseException) -> bool:
+    """Whether the host, not the GPU, is out of memory."""
+    return isinstance(error, MemoryError) or bool(_CPU.search(str(error)))
 
 
 def read_out_of_memory(message: str) -> dict[str, int]:
-    """What an out-of-memory message tells, in bytes: asked for, free, the GPU's total, held by PyTorch and idle in its cache.
+    """The sizes in an out-of-memory message, in bytes: requested, free, total, allocated, and cached by PyTorch.
 
     Source: c10/cuda/CUDACachingAllocator.cpp, c10/core/impl/alloc_cpu.cpp (torch 2.13).
     >>> read_out_of_memory("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of "
@@ -64,15 +69,10 @@ def read_out_of_memory(message: str) -> dict[str, int]:
     return found
 
 
-def is_of_host(error: BaseException) -> bool:
-    """Out of the host's memory, which says nothing of a GPU's."""
-    return isinstance(error, MemoryError) or bool(_CPU.search(str(error)))
-
-
-def memory_now(*, host: bool) -> dict[str, int]:
-    """What is free, for an out-of-memory message that does not say: on the host, or on this process's GPU."""
+def free_memory(*, host: bool) -> dict[str, int]:
+    """Free bytes of the host or of this process's GPU, for out-of-memory messages without sizes. Empty if unknown."""
     torch: Any = sys.modules.get("torch")
-    with contextlib.suppress(Exception):  # a context that an error has broken answers nothing
+    with contextlib.suppress(Exception):  # a CUDA context that is in an error state cannot answer
         if not host and torch is not None and torch.cuda.is_initialized():
             return dict(zip(("free_bytes", "total_bytes"), map(int, torch.cuda.mem_get_info()), strict=True))
     if not host:
@@ -83,8 +83,8 @@ def memory_now(*, host: bool) -> dict[str, int]:
     return {}
 
 
-def is_lost_rank(error: BaseException) -> bool:
-    """What gloo, NCCL and their store say in a rank whose neighbour has ended: a consequence, seldom the cause.
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether gloo, NCCL or their store lost the connection to another rank: usually a consequence of that rank's failure.
 
     Source: gloo/transport/tcp/pair.cc, nccl.h (ncclRemoteError), c10d/TCPStore.cpp (torch 2.13).
     """
@@ -92,7 +92,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """A process's exit status in words; negative for a signal, as `subprocess` has it.
+    """A process's exit status in words. Negative statuses are signals, as in `subprocess`.
 
     >>> describe_exit(3), describe_exit(-11)
     ('exit status 3', 'killed by SIGSEGV')

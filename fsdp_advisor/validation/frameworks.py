@@ -1,7 +1,7 @@
-"""A model prepared by accelerate's or by the Trainer's own code, as rank 0 of a fake process group.
+"""A model prepared by accelerate's or the Trainer's own code, as rank 0 of a fake process group.
 
-Both take their place among the ranks from accelerate's `PartialState`, which a launcher fills; here it is filled as on GPUs, with
-the CPU for a device. Whatever follows is theirs: how units are wrapped, what is cast, how a loss is normalized, what clips.
+Both read the rank and the world size from accelerate's `PartialState`, which a launcher fills. Here it is filled as on GPUs, but with
+the CPU as the device. Wrapping, casts, loss normalization and gradient clipping are then the frameworks' own.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import engines
-from fsdp_advisor.validation.failures import NotHere
+from fsdp_advisor.validation.failures import ModeUnavailable
 
 MAX_STEPS = 10
+_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 
 
 @dataclass
 class AccelerateTrainer:
-    """The loop that accelerate's guide shows: `accumulate`, `loss = model(**batch).loss`, `backward`, `step`."""
+    """The loop of accelerate's guide: `accumulate`, `loss = model(**batch).loss`, `backward`, `step`."""
 
     source: Source
     accelerator: Any
@@ -60,7 +61,7 @@ class AccelerateTrainer:
 
 @dataclass
 class TransformersTrainer:
-    """What `Trainer._run_epoch` and `Trainer.training_step` do to one update, phase by phase."""
+    """The phases of one optimizer step as in `Trainer._run_epoch` and `Trainer.training_step`."""
 
     trainer: Any
     model: nn.Module
@@ -109,26 +110,30 @@ class TransformersTrainer:
 
 
 def check(plan: Plan) -> None:
-    """Raises NotHere for what neither can be asked here."""
+    """Raises ModeUnavailable for a plan that the framework cannot run without a GPU."""
     if plan.precision == "fp16-mixed":
-        raise NotHere("accelerate has no fp16 without a GPU", hint="bf16-mixed takes the same memory but for a scaler")
+        raise ModeUnavailable(
+            "accelerate does not run fp16 without a GPU",
+            hint="bf16-mixed needs the same memory, except for the loss scaler",
+        )
     if plan.world_size == 1 and plan.backend != "ddp" and plan.framework == "trainer":
-        raise NotHere("the Trainer has no FSDP on one GPU", hint="--gpus 2 or more, or --strategy ddp")
+        raise ModeUnavailable("the Trainer does not run FSDP on one GPU", hint="--gpus 2 or more, or --strategy ddp")
     if importlib.util.find_spec("accelerate") is None:
-        raise NotHere(f"{plan.framework} needs accelerate, which is not installed", hint="pip install accelerate")
+        raise ModeUnavailable(
+            f"framework {plan.framework} needs accelerate, which is not installed", hint="pip install accelerate"
+        )
 
 
 @contextlib.contextmanager
 def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
-    """accelerate's idea of the process group, as a launcher would make it, with the CPU for a device.
+    """accelerate's state as a launcher would fill it, but on the CPU. Gives accelerate's ParallelismConfig, None without replicas.
 
-    `mesh` stands for the one that FSDP2 makes over all ranks: its numbers cannot be fake. Gives accelerate's own
-    configuration of replicas, its mesh made.
+    `mesh` replaces the mesh that FSDP2 makes over all ranks, because its rank numbers must be real tensors.
     """
     state: Any = importlib.import_module("accelerate.state")
     kinds: Any = importlib.import_module("accelerate.utils").DistributedType
     environment = dict(os.environ)
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP on a CPU takes no device ids
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP on the CPU accepts no device ids
     state.AcceleratorState._reset_state(reset_partial_state=True)
     alone = plan.world_size == 1 and plan.backend == "ddp"
     state.PartialState._shared_state.update(
@@ -138,9 +143,9 @@ def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
     )  # fmt: skip
     try:
         with (
-            # accelerate tells parameters apart by their addresses
+            # accelerate identifies parameters by their addresses
             patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
-            patch.object(nn.Module, "to", lambda module, *_, **__: module),  # everything is on its device
+            patch.object(nn.Module, "to", lambda module, *_, **__: module),  # everything is on its device already
             patch.object(DistributedDataParallel, "__init__", _ddp_on_fake_group),
             patch("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", lambda: mesh),
             patch("torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups", _node_groups(plan)),
@@ -153,7 +158,7 @@ def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
 
 
 def _node_groups(plan: Plan) -> Callable[..., Any]:
-    """FSDP1 counts a node's GPUs to know who shards with whom."""
+    """FSDP1's function that makes the groups of HSDP, with the plan's ranks per node instead of the GPUs of this machine."""
     module: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
     original: Callable[..., Any] = module._init_intra_and_inter_node_groups
 
@@ -167,24 +172,24 @@ _INIT_DDP = DistributedDataParallel.__init__
 
 
 def _ddp_on_fake_group(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-    """The search for unused parameters looks into a table of flags: a few bytes per parameter. Its clones of outputs stay."""
+    """Make DDP on the fake group. Its search for unused parameters reads flags from tensors, so it is switched on only afterwards.
+
+    The search then still clones the outputs; only its flags, a few bytes per parameter, are missing.
+    """
     unused = kwargs.get("find_unused_parameters", False)
     _INIT_DDP(ddp, *args, **{**kwargs, "init_sync": False, "find_unused_parameters": False})
     ddp.find_unused_parameters = unused
-    engines.on_fake_group(ddp, fake_tensors=True)
-
-
-def mixed_precision(plan: Plan) -> str:
-    return "bf16" if plan.mixed else "no"
+    engines.adapt_ddp_to_fake_group(ddp, fake_tensors=True)
 
 
 def accelerate_trainer(
     source: Source, model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
 ) -> AccelerateTrainer:
+    """The model, its optimizer and the batch as accelerate prepares them. `parallel` is what `as_launched` gives."""
     accelerate: Any = importlib.import_module("accelerate")
     accelerator = accelerate.Accelerator(
-        mixed_precision=mixed_precision(plan),
-        fsdp_plugin=_plugin(plan, layer_classes(source, model)),
+        mixed_precision="bf16" if plan.mixed else "no",
+        fsdp_plugin=_plugin(plan, _layer_classes(source, model)),
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         parallelism_config=parallel,
     )
@@ -193,13 +198,13 @@ def accelerate_trainer(
     return AccelerateTrainer(source, accelerator, prepared, optimizer, batch)
 
 
-def layer_classes(source: Source, model: nn.Module) -> list[str]:
-    """The classes to wrap, as every exported configuration names them."""
+def _layer_classes(source: Source, model: nn.Module) -> list[str]:
+    """The names of the layer classes to wrap, as in exported configurations."""
     return sorted({type(layer).__name__ for stack in source.stacks(model) for layer in stack.layers})
 
 
 def _plugin(plan: Plan, classes: list[str]) -> Any:
-    """The FSDP section of a configuration file, as `accelerate launch` hands it on."""
+    """The FSDP section of an accelerate configuration; None for DDP."""
     if plan.backend == "ddp":
         return None
     plugin: Any = importlib.import_module("accelerate").FullyShardedDataParallelPlugin
@@ -212,15 +217,14 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
     if plan.backend == "fsdp2":
         return plugin(fsdp_version=2, reshard_after_forward=plan.strategy in ("zero3", "hsdp"), **common)
     sharding = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}[plan.strategy]
-    prefetch = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}[plan.backward_prefetch]
     return plugin(
-        fsdp_version=1, sharding_strategy=sharding, backward_prefetch=prefetch, use_orig_params=True,
-        sync_module_states=False, **common,
+        fsdp_version=1, sharding_strategy=sharding, backward_prefetch=_PREFETCH[plan.backward_prefetch],
+        use_orig_params=True, sync_module_states=False, **common,
     )  # fmt: skip
 
 
 def _parallelism(plan: Plan) -> Any:
-    """How accelerate is told of replicas, its mesh made; None where it shards over all ranks."""
+    """accelerate's ParallelismConfig for HSDP, with its mesh; None without replicas."""
     if plan.strategy != "hsdp" or plan.backend != "fsdp2":
         return None
     make: Any = importlib.import_module("accelerate").ParallelismConfig
@@ -229,30 +233,37 @@ def _parallelism(plan: Plan) -> Any:
     return config
 
 
+def _fsdp_config(plan: Plan, classes: list[str]) -> dict[str, Any]:
+    """The Trainer's `fsdp_config`; empty for DDP."""
+    if plan.backend == "ddp":
+        return {}
+    common = {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if plan.wrap == "layer" else "NO_WRAP",
+        "transformer_layer_cls_to_wrap": classes,
+        "activation_checkpointing": plan.activation_checkpointing == "full",
+    }
+    if plan.backend == "fsdp2":
+        return {"version": 2, "reshard_after_forward": plan.strategy in ("zero3", "hsdp"), **common}
+    return {
+        "version": 1,
+        "reshard_after_forward": "full_shard",
+        "backward_prefetch": _PREFETCH[plan.backward_prefetch].lower(),
+        "sync_module_states": False,
+        **common,
+    }
+
+
 def transformers_trainer(
     source: Source, model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
 ) -> TransformersTrainer:
+    """The model and its optimizer as the Trainer prepares them. `parallel` is what `as_launched` gives."""
     transformers: Any = importlib.import_module("transformers")
     optimizer = optimizer_named(plan.optim).transformers
     if isinstance(optimizer, Refusal):
         raise MeasurementError(optimizer.reason, hint="try another --optim")
-    fsdp: dict[str, Any] = {}
+    fsdp = _fsdp_config(plan, _layer_classes(source, model))
     checkpointing = plan.activation_checkpointing == "full"
-    if plan.backend == "fsdp2":
-        fsdp = {"version": 2, "reshard_after_forward": plan.strategy in ("zero3", "hsdp")}
-    elif plan.backend == "fsdp1":
-        prefetch = {"pre": "backward_pre", "post": "backward_post", "none": "no_prefetch"}[plan.backward_prefetch]
-        fsdp = {
-            "version": 1,
-            "reshard_after_forward": "full_shard",
-            "backward_prefetch": prefetch,
-            "sync_module_states": False,
-        }
-    if fsdp:
-        fsdp["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP" if plan.wrap == "layer" else "NO_WRAP"
-        fsdp["transformer_layer_cls_to_wrap"] = layer_classes(source, model)
-        fsdp["activation_checkpointing"] = checkpointing
-    with tempfile.TemporaryDirectory() as scratch:  # the Trainer makes sure of its output directory, and writes nothing
+    with tempfile.TemporaryDirectory() as scratch:  # the Trainer creates its output directory, but writes nothing
         arguments = transformers.TrainingArguments(
             output_dir=scratch,
             accelerator_config={"use_configured_state": True},
@@ -279,7 +290,7 @@ def transformers_trainer(
 
 
 class _OneBatch(torch.utils.data.Dataset[Any]):
-    """A Trainer asks for data before it is asked to train."""
+    """A data set that is never read; the Trainer needs one when it is made."""
 
     def __len__(self) -> int:
         return 1

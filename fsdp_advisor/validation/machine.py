@@ -1,4 +1,4 @@
-"""What this machine is: its GPUs, its driver, the versions that decide what a run does. `gpu_here` alone makes a CUDA context."""
+"""This machine's GPUs, driver and versions. Only `gpu_here` makes a CUDA context in this process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fsdp_advisor.errors import MeasurementError, MissingExtra
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.lookup import lookup
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.validation.launch import forked
+from fsdp_advisor.validation.child_process import run_in_child
 
-_ASKED = "torch.cuda.get_device_properties on this machine"
+_MEMORY_SOURCE = "torch.cuda.get_device_properties on this machine"
 _COUNT_SECONDS = 120
-"""A driver that wakes many GPUs takes its time."""
+"""Initializing the driver with many GPUs takes long."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def require_torch() -> None:
-    """Raises MissingExtra where torch or transformers is not there to run anything."""
+    """Raises MissingExtra if torch or transformers is not installed."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise MissingExtra(f"validation runs the model, which needs {name}")
@@ -33,22 +33,24 @@ def require_torch() -> None:
 
 @functools.cache
 def gpu_count() -> int:
-    """GPUs that CUDA would use here. Where NVML does not answer, CUDA is asked, which a process that is to be forked must not do."""
+    """The number of GPUs that CUDA can use. Counted in a child process: if NVML does not answer, torch initializes CUDA to count,
+    after which a process cannot fork children that use CUDA.
+    """
     torch: Any = importlib.import_module("torch")
     if torch.cuda.is_initialized():
         return int(torch.cuda.device_count())
     if not torch.backends.cuda.is_built():
         return 0
-    asked = forked(lambda tell: tell("gpus", int(torch.cuda.device_count())), timeout_seconds=_COUNT_SECONDS)
-    if asked.outcome == "interrupted":
+    counted = run_in_child(lambda send: send("gpus", int(torch.cuda.device_count())), timeout_seconds=_COUNT_SECONDS)
+    if counted.outcome == "interrupted":
         raise KeyboardInterrupt
-    if "gpus" not in asked.reported:
-        raise MeasurementError(f"the GPUs could not be counted: {asked.message}", hint="does nvidia-smi answer?")
-    return int(asked.reported["gpus"])
+    if "gpus" not in counted.reported:
+        raise MeasurementError(f"the GPUs could not be counted: {counted.message}", hint="check that nvidia-smi works")
+    return int(counted.reported["gpus"])
 
 
 def gpu_here(index: int = 0) -> Gpu | None:
-    """The GPU that this process uses, as CUDA describes it, with the table's rates if it is there. Makes a CUDA context."""
+    """The GPU that this process uses, as CUDA describes it, with the rates of the table of GPUs. Makes a CUDA context."""
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return None
@@ -59,28 +61,28 @@ def gpu_here(index: int = 0) -> Gpu | None:
         full_name=found.name,
         memory_bytes=memory_bytes,
         nominal_memory_bytes=memory_bytes,
-        memory_source=_ASKED,
-        source="not in the table: nothing but what CUDA says is known",
+        memory_source=_MEMORY_SOURCE,
+        source="not in the table of GPUs; known only from CUDA",
     )
-    known = replace(known, memory_bytes=memory_bytes, memory_source=_ASKED)
-    if torch.version.hip is not None:  # AMD's version numbers are no compute capabilities
+    known = replace(known, memory_bytes=memory_bytes, memory_source=_MEMORY_SOURCE)
+    if torch.version.hip is not None:  # AMD's version numbers are not compute capabilities
         return known
     return replace(known, compute_capability=(found.major, found.minor), multiprocessors=found.multi_processor_count)
 
 
 def set_allocator(conf: str | None) -> None:
-    """Give this process the allocator's settings, before it allocates; the environment's stay where there are none.
+    """Set the allocator's configuration of this process, before it allocates. None keeps the environment's.
 
     Raises UsageError for settings that PyTorch does not have.
     """
     if conf is not None:
-        AllocatorConf.parse(conf)  # torch's own complaint has no hint
+        AllocatorConf.parse(conf)  # raises an error with a hint, unlike torch
         torch: Any = importlib.import_module("torch")
         torch._C._accelerator_setAllocatorSettings(conf)
 
 
 def versions(*, deepspeed: bool = False, cuda: bool = False) -> dict[str, str]:
-    """Of everything that a run depends on; without DeepSpeed's where there is none, which the rung then says itself."""
+    """The versions of everything that a run depends on. Without DeepSpeed's if it is not installed."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers"):
         found[name] = metadata.version(name)
@@ -107,7 +109,7 @@ def _version(name: str) -> str:
 
 
 def driver_version() -> str | None:
-    """NVIDIA's kernel driver, as it says itself."""
+    """The version of NVIDIA's kernel driver; None without one."""
     try:
         match = re.search(r"Kernel Module\D*?([\d.]{5,})", _DRIVER_FILE.read_text())
     except OSError:

@@ -1,6 +1,6 @@
-"""The third rung: real ranks, launched by torch.distributed.run, over NCCL on GPUs or over gloo on the CPU.
+"""Mode `measure`: real ranks, started by torch.distributed.run, over NCCL on GPUs or over gloo on the CPU.
 
-On the CPU the same code counts live bytes of storages instead of asking CUDA's allocator.
+On the CPU, the live bytes of tensor storages are counted; CUDA's allocator does not exist there.
 """
 
 from __future__ import annotations
@@ -16,212 +16,218 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.validation import launch, machine
-from fsdp_advisor.validation.alarm import ELSEWHERE, MEET_SECONDS
+from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Case
-from fsdp_advisor.validation.failures import NotHere, describe_exit
-from fsdp_advisor.validation.launch import Ended, Tell
+from fsdp_advisor.validation.child_process import Send, preload, run_in_child
+from fsdp_advisor.validation.failure_broadcast import JOIN_SECONDS, SEE_OTHER_NODE
+from fsdp_advisor.validation.failures import ModeUnavailable, describe_exit
 from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.process_tree import die_with_parent, interrupts_ignored, kill_tree
+from fsdp_advisor.validation.rank import RankSettings
+from fsdp_advisor.validation.run_result import RunResult
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-_PARTED = re.compile(r"RendezvousConnectionError|RendezvousClosedError")
-_LAST_WORDS = re.compile(r"(?:what\(\):\s*|DistBackendError: )(.+)")
+_RENDEZVOUS_LOST = re.compile(r"RendezvousConnectionError|RendezvousClosedError")
+_ABORT_MESSAGE = re.compile(r"(?:what\(\):\s*|DistBackendError: )(.+)")
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
-def launch_ranks(case: Case) -> Ended:
-    """The case on real ranks; outcome, figures and trouble as of a forked worker.
-
-    Raises NotHere where this machine has too few GPUs, before anything is started.
-    """
+def run_on_ranks(case: Case) -> RunResult:
+    """Run the case on real ranks. Raises ModeUnavailable before anything starts if this machine has too few GPUs."""
     check(case)
     if case.rdzv_endpoint is not None:
         check_endpoint(case.rdzv_endpoint)
-    launch.warm_up()
+    preload()
     began = time.monotonic()
-    predicted = launch.forked(lambda tell: _predict(case, tell), timeout_seconds=case.timeout_seconds)
+    predicted = run_in_child(lambda send: _predict(case, send), timeout_seconds=case.time_limit_seconds)
     if predicted.outcome != "ok":
         return predicted
     folder = Path(tempfile.mkdtemp(prefix="fsdp-advisor-"))
-    job = {
-        "prediction": predicted.reported["prediction"],
-        "device": case.device,
-        "zero1": case.zero1,
-        "snapshot": str(case.snapshot.absolute()) if case.snapshot else None,
-    }
+    job = {"prediction": predicted.reported["prediction"], "settings": RankSettings.of_case(case).as_dict()}
     (folder / "job.json").write_text(json.dumps(job))
-    left = max(1.0, case.timeout_seconds - (time.monotonic() - began))
-    ended = _watch(folder, command(case, folder, timeout_seconds=left), left)
-    alone = case.rdzv_endpoint is None
-    if not alone and ended.outcome in ("timeout", "crash", "error") and not any(folder.glob("started-*")):
-        ended = _did_not_meet(str(case.rdzv_endpoint), min(left, MEET_SECONDS))
-    versions = folder / "versions.json"
-    reported = {**predicted.reported, **({"versions": json.loads(versions.read_text())} if versions.exists() else {})}
-    elsewhere = not alone and not (folder / "started-0").exists()
-    if ended.outcome == "ok":
-        shutil.rmtree(folder, ignore_errors=True)
-    return Ended(
-        outcome=ended.outcome,
-        reported={**reported, **ended.reported},
-        message=ended.message,
-        detail=ended.detail if ended.outcome == "ok" else {**ended.detail, "log": str(folder)},
+    left = max(1.0, case.time_limit_seconds - (time.monotonic() - began))
+    result = run_launcher(folder, launch_command(case, folder, timeout_seconds=left), left)
+    several_nodes = case.rdzv_endpoint is not None
+    if several_nodes and result.outcome in ("timeout", "crash", "error") and not any(folder.glob("started-*")):
+        result = _no_rendezvous(str(case.rdzv_endpoint), min(left, JOIN_SECONDS))
+    result = replace(
+        result,
+        reported={**predicted.reported, **_sent(folder, "versions"), **result.reported},
+        detail=result.detail if result.outcome == "ok" else {**result.detail, "log": str(folder)},
         seconds=round(time.monotonic() - began, 3),
-        exit_status=ended.exit_status,
-        hint=ended.hint,
-        elsewhere=elsewhere,
+        rank_zero_elsewhere=several_nodes and not (folder / "started-0").exists(),
     )
+    if result.outcome == "ok":
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises UsageError for what is no HOST:PORT, or no host that this machine knows; torchrun would try for minutes."""
+    """Raises UsageError unless `endpoint` is HOST:PORT with a known host. torchrun would retry for minutes."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"--rdzv-endpoint {endpoint} is no HOST:PORT", hint="as in --rdzv-endpoint node1:29500")
+        raise UsageError(f"--rdzv-endpoint {endpoint} is not HOST:PORT", hint="for example --rdzv-endpoint node1:29500")
     try:
         socket.getaddrinfo(host.strip("[]"), int(port))
     except (OSError, UnicodeError):
         raise UsageError(
-            f"--rdzv-endpoint {endpoint}: this machine knows no host {host}",
-            hint="name one of the nodes, or its address",
+            f"--rdzv-endpoint {endpoint}: the host {host} is unknown here",
+            hint="give the name or address of one of the nodes",
         ) from None
 
 
 def check(case: Case) -> None:
-    """Raises NotHere for ranks that this machine cannot have."""
-    request, per_node = case.request, ranks_here(case)
-    if case.device == "cuda":
-        there = machine.gpu_count()
-        if not there:
-            raise NotHere(
-                "no GPU is at hand, and a measurement needs one per rank",
-                hint="--rung simulate needs none; --device cpu runs real ranks over gloo and counts live bytes",
-            )
-        if there < per_node:
-            if request.nnodes > 1 and case.rdzv_endpoint is None and there >= request.gpus // request.nnodes:
-                raise UsageError(
-                    f"a measurement on {request.nnodes} nodes needs a place for them to meet",
-                    hint="give --rdzv-endpoint HOST:PORT on each node, or run it under torchrun or srun: --sbatch prints an example",
-                )
-            raise NotHere(
-                f"gpus {request.gpus}, nnodes {request.nnodes}: {per_node} on this machine, more than the {there} it has",
-                hint=f"--gpus {there} measures on those there are; --device cpu runs real ranks over gloo"
-                if request.backend == "deepspeed"
-                else "--rung stand-in lets one GPU play rank 0 of any world",
-            )
-    elif case.snapshot is not None:
-        raise NotHere("PyTorch keeps a memory history of GPUs alone", hint="leave --snapshot out")
+    """Raises ModeUnavailable or UsageError if this machine cannot run the case's ranks."""
+    if case.device == "cpu":
+        if case.snapshot is not None:
+            raise ModeUnavailable("PyTorch records a memory history only on GPUs", hint="omit --snapshot")
+        return
+    request, needed, available = case.request, _ranks_here(case), machine.gpu_count()
+    if not available:
+        raise ModeUnavailable(
+            "no GPU was found; --mode measure needs one per rank",
+            hint="--mode simulate needs none; --device cpu runs real ranks over gloo and counts live bytes",
+        )
+    if available >= needed:
+        return
+    if request.nnodes > 1 and case.rdzv_endpoint is None and available >= request.gpus // request.nnodes:
+        raise UsageError(
+            f"a measurement on {request.nnodes} nodes needs a rendezvous",
+            hint="give --rdzv-endpoint HOST:PORT on each node, or run it under torchrun or srun: --sbatch prints an example",
+        )
+    raise ModeUnavailable(
+        f"gpus {request.gpus}, nnodes {request.nnodes}: {needed} ranks on this machine, but it has {available} GPUs",
+        hint=f"--gpus {available} measures on the GPUs of this machine; --device cpu runs real ranks over gloo"
+        if request.backend == "deepspeed"
+        else "--mode stand-in lets one GPU play rank 0 of any world size",
+    )
 
 
-def ranks_here(case: Case) -> int:
-    """Ranks on this machine: a node's where nodes have a place to meet, else all, nodes being groups of them in name."""
-    nodes = case.request.nnodes if case.rdzv_endpoint is not None else 1
-    return case.request.gpus // nodes
+def _ranks_here(case: Case) -> int:
+    """Ranks on this machine: those of one node if there is a rendezvous, else all, with nodes that exist in name only."""
+    return case.request.gpus // (case.request.nnodes if case.rdzv_endpoint is not None else 1)
 
 
-def _predict(case: Case, tell: Tell) -> None:
+def _predict(case: Case, send: Send) -> None:
     from fsdp_advisor.validation import real
 
     prediction = predict(case.request, "measure", case.device)
-    tell("prediction", prediction.as_dict())
+    send("prediction", prediction.as_dict())
     real.check(prediction.plan, case.device)
 
 
-def command(case: Case, folder: Path, timeout_seconds: float = MEET_SECONDS) -> list[str]:
-    """The torch.distributed.run command line of a case. Nodes on which another case was asked for do not meet these."""
-    meeting = ["--standalone"]
+def launch_command(case: Case, folder: Path, timeout_seconds: float = JOIN_SECONDS) -> list[str]:
+    """The torch.distributed.run command line of a case. The rendezvous id keeps nodes with different cases apart."""
+    rendezvous = ["--standalone"]
     if case.rdzv_endpoint is not None:
-        meeting = [f"--nnodes={case.request.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={case.rdzv_endpoint}"]
-        same = json.dumps([case.request.as_dict(), case.device, case.zero1], sort_keys=True)
-        meeting.append(f"--rdzv-id=fsdp-advisor-{hashlib.sha256(same.encode()).hexdigest()[:12]}")
-        meeting.append(f"--rdzv-conf=join_timeout={math.ceil(min(timeout_seconds, MEET_SECONDS))}")
+        identity = json.dumps([case.request.as_dict(), case.device, case.zero1], sort_keys=True)
+        rendezvous = [
+            f"--nnodes={case.request.nnodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={case.rdzv_endpoint}",
+            f"--rdzv-id=fsdp-advisor-{hashlib.sha256(identity.encode()).hexdigest()[:12]}",
+            f"--rdzv-conf=join_timeout={math.ceil(min(timeout_seconds, JOIN_SECONDS))}",
+        ]
     return [
-        sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={ranks_here(case)}",
+        sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={_ranks_here(case)}",
         f"--log-dir={folder / 'ranks'}", "--redirects=3", "--monitor-interval=0.1",
         "-m", "fsdp_advisor.validation.rank", str(folder),
     ]  # fmt: skip
 
 
-def _watch(folder: Path, arguments: list[str], timeout_seconds: float) -> Ended:
-    """Wait for the launcher; whatever happens, no rank is left."""
+def run_launcher(folder: Path, command: list[str], timeout_seconds: float) -> RunResult:
+    """Run the launcher and read what its ranks wrote to `folder`. Leaves no rank behind."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **os.environ}
     log = folder / "launcher.log"
     own = os.getpid()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
-            preexec_fn=lambda: launch.die_with_parent(own),  # its ranks go with it
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
+            preexec_fn=lambda: die_with_parent(own),  # the ranks in turn die with the launcher
         )  # fmt: skip
         try:
             status = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            launch.kill_tree(process.pid)
+            kill_tree(process.pid)
             process.wait()
-            return Ended(outcome="timeout", message=f"no end after {timeout_seconds:.0f} s; all ranks were ended")
+            return RunResult(
+                outcome="timeout", message=f"it did not end within {timeout_seconds:.0f} s; all ranks were ended"
+            )
         except KeyboardInterrupt:
-            with launch.undisturbed():
-                launch.kill_tree(process.pid)
+            with interrupts_ignored():
+                kill_tree(process.pid)
                 process.wait()
-            return Ended(outcome="interrupted", message="interrupted; all ranks were ended")
-    return ended_with(folder, status, log.read_text(errors="replace"))
+            return RunResult(outcome="interrupted", message="interrupted; all ranks were ended")
+    return read_result(folder, status, log.read_text(errors="replace"))
 
 
-def ended_with(folder: Path, status: int, log: str) -> Ended:
-    """What the ranks left: rank 0's result, or the first failure, or what the launcher says of a rank that died."""
-    result = folder / "result.json"
-    if status == 0 and result.exists():
-        return Ended(outcome="ok", reported=json.loads(result.read_text()))
+def read_result(folder: Path, status: int, log: str) -> RunResult:
+    """The result from rank 0's figures, the first failure, or the launcher's log. `status` is the launcher's exit status."""
     failures = [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]
+    measured = _sent(folder, "measured")
+    if status == 0 and (measured or not failures):
+        return RunResult(outcome="ok", reported=measured)
     if failures:
-        first = min(failures, key=lambda f: float(f["time"]))
-        return ended_as(first)
-    if status == 0:
-        return Ended(outcome="ok")
+        first = min(failures, key=lambda failure: float(failure["time"]))
+        return with_context(RunResult(**{name: value for name, value in first.items() if name != "time"}))
+    return _read_launcher_log(folder, status, log)
+
+
+def _sent(folder: Path, name: str) -> dict[str, Any]:
+    """What rank 0 sent under a name, if it has."""
+    path = folder / f"{name}.json"
+    return {name: json.loads(path.read_text())} if path.exists() else {}
+
+
+def _read_launcher_log(folder: Path, status: int, log: str) -> RunResult:
+    """The failure of a rank that could not write it down, as far as the launcher's log tells."""
     if _PORT_TAKEN.search(log):
         return _port_taken()
     if match := _ROOT_CAUSE.search(log):
-        what = describe_exit(int(match[2]))
-        return Ended(
-            outcome="crash",
-            message=f"rank {match[1]} {'was' if int(match[2]) < 0 else 'ended with'} {what}{_last_words(folder)}; the others were ended",
+        exit_code = int(match[2])
+        what = f"{'was' if exit_code < 0 else 'ended with'} {describe_exit(exit_code)}{_abort_message(folder)}"
+        return RunResult(outcome="crash", message=f"rank {match[1]} {what}; the others were ended")
+    if _RENDEZVOUS_LOST.search(log):
+        return RunResult(
+            outcome="crash", message="the node of the rendezvous has ended, or is unreachable", hint=SEE_OTHER_NODE
         )
-    if _PARTED.search(log):
-        return Ended(outcome="crash", message="the node where all met has ended, or is out of reach", hint=ELSEWHERE)
-    return Ended(outcome="crash", message=f"the launcher ended with {describe_exit(status)}")
+    return RunResult(outcome="crash", message=f"the launcher ended with {describe_exit(status)}")
 
 
-def ended_as(failure: dict[str, Any]) -> Ended:
-    """A rank's failure as the case's end."""
-    reported = {name: value for name, value in failure.items() if name not in ("rank", "time")}
-    if _PORT_TAKEN.search(reported["message"]):
+def with_context(failure: RunResult) -> RunResult:
+    """A rank's failure with the rank in its message; a known cause is explained instead."""
+    if _PORT_TAKEN.search(failure.message):
         return _port_taken()
-    if "rank" in failure and reported["outcome"] != "timeout" and reported.get("exit_status") != UsageError.exit_status:
-        reported["message"] = f"rank {failure['rank']}: {reported['message']}"
-    return Ended(**reported)
+    common = failure.outcome == "timeout" or failure.exit_status == UsageError.exit_status
+    if failure.rank is None or common:  # the same on every rank
+        return failure
+    return replace(failure, message=f"rank {failure.rank}: {failure.message}")
 
 
-def _last_words(folder: Path) -> str:
-    """What NCCL, or whatever else aborts a process, wrote before it did."""
+def _abort_message(folder: Path) -> str:
+    """The message with which NCCL or another library aborted a rank."""
     for path in sorted((folder / "ranks").rglob("stderr.log")):
-        if match := _LAST_WORDS.search(path.read_text(errors="replace")):
+        if match := _ABORT_MESSAGE.search(path.read_text(errors="replace")):
             return f" ({' '.join(match[1].split())[:200]})"
     return ""
 
 
-def _did_not_meet(endpoint: str, seconds: float) -> Ended:
-    return Ended(
+def _no_rendezvous(endpoint: str, seconds: float) -> RunResult:
+    return RunResult(
         outcome="error",
-        message=f"the nodes did not meet at {endpoint} in {seconds:.0f} s",
-        hint="start the same command on every node; or something else answers there, and another port is free",
+        message=f"the nodes did not meet at {endpoint} within {seconds:.0f} s",
+        hint="start the same command on every node; if another program uses the port, choose another one",
     )
 
 
-def _port_taken() -> Ended:
-    return Ended(
+def _port_taken() -> RunResult:
+    return RunResult(
         outcome="error",
-        message="the ranks' meeting port is taken",
-        hint="give another port: --rdzv-endpoint HOST:PORT, or MASTER_PORT under torchrun or srun",
+        message="the port of the rendezvous is already in use",
+        hint="choose another port: --rdzv-endpoint HOST:PORT, or MASTER_PORT under torchrun or srun",
     )

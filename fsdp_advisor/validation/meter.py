@@ -1,4 +1,4 @@
-"""Meters: the peak of each phase of a step. One counts the bytes of live storages, one reads CUDA's allocator."""
+"""Meters of the peak memory of each phase of a step: live tensor storages, or CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import gc
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,57 +18,37 @@ from fsdp_advisor.recording.storages import StorageWatch, local_tensor
 CUDA_FIGURES = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
 """Source: torch.cuda.memory_stats, `<figure>.all.peak`; `allocated_bytes` is what `max_memory_allocated` returns."""
 
-Ids = frozenset[int]
+StorageIds = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The peak of one phase: bytes by figure (`tensor_bytes`, or those of CUDA_FIGURES), and its duration."""
+    """The peaks of one phase in bytes (`tensor_bytes`, or CUDA_FIGURES), and its duration."""
 
     peaks: dict[str, int]
     seconds: float
 
     def __or__(self, other: Phase) -> Phase:
-        """The two as one phase: the higher peaks, the sum of the durations."""
+        """Both phases as one: the higher peaks, the sum of the durations."""
         peaks = {k: max(v, other.peaks.get(k, 0)) for k, v in self.peaks.items()}
         return Phase(peaks, self.seconds + other.seconds)
 
 
-class Meter(Protocol):
-    """Used as a context around everything that allocates; phases follow each other."""
-
-    def __enter__(self) -> Meter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def begin(self, phase: str) -> None: ...
-
-    def end(self) -> Phase: ...
-
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor's storage out: one that is on the host wherever the model is."""
-
-    def settle(self) -> None:
-        """Let go of what is left from building: it is no part of a step."""
-
-
 class _Watch(StorageWatch):
-    """Not seen is what holds nothing on a GPU: tensors on the meta device; the unsharded ones on which DTensor tries an operator
-    to know the shape of its result, which torch 2.11 does in every step that runs under fake tensors; and gloo's own copy, of
-    which `gloo_bytes` is the largest.
+    """A StorageWatch that ignores storages which a real run has not on the GPU.
 
-    gloo has no reduce-scatter: it copies the input, all-reduces the copy and splits it where the caller waits, which is where
-    the copy first comes into sight. NCCL, in whose place gloo runs, makes none.
-    Source: ProcessGroupGloo.cpp, reduce_scatter_tensor_coalesced (torch 2.13).
+    These are: tensors on the meta device; unsharded tensors on which DTensor runs an operator only to know the shape of its result
+    (in every step under fake tensors with torch 2.11); and gloo's own copies, the largest of which is `gloo_bytes`.
+
+    gloo has no reduce-scatter: it copies the input, all-reduces the copy, and splits it when the caller waits. The split is the first
+    operator that sees the copy. NCCL makes no copy. Source: ProcessGroupGloo.cpp, reduce_scatter_tensor_coalesced (torch 2.13).
     """
 
     gloo_bytes = 0
-    _tries = False
+    _propagating_shapes = False
 
     def see(self, tensor: torch.Tensor) -> None:
-        if not self._tries and not local_tensor(tensor).is_meta:
+        if not self._propagating_shapes and not local_tensor(tensor).is_meta:
             super().see(tensor)
 
     def __torch_dispatch__(
@@ -84,30 +63,28 @@ class _Watch(StorageWatch):
         name = "_propagate_tensor_meta_non_cached"
         propagate = getattr(ShardingPropagator, name)
 
-        def unseen(*args: Any) -> Any:
-            self._tries = True
+        def unwatched(*args: Any) -> Any:
+            self._propagating_shapes = True
             try:
                 return propagate(*args)
             finally:
-                self._tries = False
+                self._propagating_shapes = False
 
-        self._patch = mock.patch.object(ShardingPropagator, name, unseen)
+        self._patch = mock.patch.object(ShardingPropagator, name, unwatched)
         self._patch.start()
         super().__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         self._patch.stop()
 
 
 class StorageMeter:
-    """Live bytes of tensor storages, each rounded up to 512, of fake or of real tensors on the CPU.
+    """Live bytes of the storages of fake tensors, or of real tensors on the CPU. Each storage is rounded up to 512 bytes.
 
-    Each storage has a number from its birth (or from its growth out of nothing) on; `events` are those of the current step,
-    as (number, bytes more or less), so that the live set at any moment can be told afterwards.
+    A storage gets an id when it is allocated, and a new one when it grows from 0 bytes. The events of the current step, (id, change in
+    bytes), determine the live storages at its peak.
     """
 
     def __init__(self, *, timeline: bool = False) -> None:
@@ -116,44 +93,43 @@ class StorageMeter:
         self.timeline: list[tuple[str, str, int]] = []
         self._keep_timeline = timeline
         self._watch = _Watch(self._resized)
-        self._numbers: dict[int, int] = {}
-        self._born = 0
-        self._standing: dict[int, int] = {}
+        self._ids: dict[int, int] = {}
+        self._next_id = 0
+        self._live_before_step: dict[int, int] = {}
         self._events: list[tuple[int, int]] = []
-        self._highest, self._highest_at = 0, 0
+        self._peak, self._peak_at = 0, 0
         self._began = 0.0
 
     def __enter__(self) -> StorageMeter:
         self._watch.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._watch.__exit__(*exception)
 
     def _resized(self, key: int, before: int, after: int, operator: str, args: tuple[Any, ...]) -> None:
-        more = round_up(after) - round_up(before)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = self._born
-            self._born += 1
+        change = round_up(after) - round_up(before)
+        storage = self._ids.get(key)
+        if storage is None:
+            storage = self._ids[key] = self._next_id
+            self._next_id += 1
         if after == 0:
-            del self._numbers[key]
-        self._events.append((number, more))
-        self.live += more
+            del self._ids[key]
+        self._events.append((storage, change))
+        self.live += change
         self.high = max(self.high, self.live)
-        if self.live > self._highest:
-            self._highest, self._highest_at = self.live, len(self._events)
+        if self.live > self._peak:
+            self._peak, self._peak_at = self.live, len(self._events)
         if self._keep_timeline:
             self.timeline.append((self.phase, operator, self.live))
 
     @property
     def gloo_bytes(self) -> int:
-        """The largest copy that gloo has made to reduce-scatter, which is in no figure."""
+        """The largest copy that gloo has made for a reduce-scatter. No figure includes it."""
         return self._watch.gloo_bytes
 
     def ignore(self, tensor: torch.Tensor) -> None:
+        """Do not count a tensor's storage, because it is on the host in a real run too."""
         self._watch.ignore(tensor)
 
     def begin(self, phase: str) -> None:
@@ -163,40 +139,42 @@ class StorageMeter:
         return Phase({"tensor_bytes": self.high}, time.perf_counter() - self._began)
 
     def settle(self) -> None:
+        """Free what building the model has left behind."""
         gc.collect()
 
     def begin_step(self) -> None:
-        """Forget the events so far; what is alive now stands from before the step."""
-        standing = self._standing
-        for number, more in self._events:
-            standing[number] = standing.get(number, 0) + more
-        self._standing = {number: n_bytes for number, n_bytes in standing.items() if n_bytes}
+        """Start a step: forget its predecessor's events. Storages that are alive now are from before the step."""
+        self._live_before_step = self._live_after(len(self._events))
         self._events.clear()
         self.timeline.clear()
-        self._highest, self._highest_at = self.live, 0
+        self._peak, self._peak_at = self.live, 0
 
-    def numbers_of(self, tensors: Iterable[torch.Tensor]) -> Ids:
-        """The numbers of the storages behind tensors, as far as they are alive and were seen."""
+    def storage_ids(self, tensors: Iterable[torch.Tensor]) -> StorageIds:
+        """The ids of the tensors' storages that are alive and were seen."""
         keys = {local_tensor(t).untyped_storage()._cdata for t in tensors}
-        return frozenset(self._numbers[key] for key in keys if key in self._numbers)
+        return frozenset(self._ids[key] for key in keys if key in self._ids)
 
-    def at_peak(self, accounts: dict[str, Ids]) -> dict[str, int]:
-        """Bytes alive at the step's highest moment, by account; `kept` and `step` are the rest: alive before it, born in it."""
-        alive = dict(self._standing)
-        for number, more in self._events[: self._highest_at]:
-            alive[number] = alive.get(number, 0) + more
+    def at_peak(self, accounts: dict[str, StorageIds]) -> dict[str, int]:
+        """Bytes alive at the step's peak, by account. Other storages count as `kept` (alive before the step) or `step`."""
         result = dict.fromkeys((*accounts, "kept", "step"), 0)
-        for number, n_bytes in alive.items():
-            account = next((name for name, numbers in accounts.items() if number in numbers), None)
-            result[account or ("kept" if number in self._standing else "step")] += n_bytes
+        for storage, n_bytes in self._live_after(self._peak_at).items():
+            account = next((name for name, ids in accounts.items() if storage in ids), None)
+            result[account or ("kept" if storage in self._live_before_step else "step")] += n_bytes
         return result
+
+    def _live_after(self, events: int) -> dict[int, int]:
+        """Bytes of each live storage after so many events of the step."""
+        live = dict(self._live_before_step)
+        for storage, change in self._events[:events]:
+            live[storage] = live.get(storage, 0) + change
+        return {storage: n_bytes for storage, n_bytes in live.items() if n_bytes}
 
 
 class CudaMeter:
-    """What CUDA's caching allocator says: `reset_peak_memory_stats` at a phase's start, peaks at its end.
+    """The peaks of CUDA's caching allocator: reset at a phase's start, read at its end.
 
-    The allocator counts when the host asks, so phases need no waiting for the GPU, which would change what it holds; only a
-    step's end waits, as reading the loss does. Durations are therefore right for whole steps alone.
+    The allocator counts when the host allocates, so phases do not wait for the GPU; waiting would change what is allocated. Only the
+    end of a step waits, as reading the loss does. Durations are therefore correct only for whole steps.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -207,9 +185,7 @@ class CudaMeter:
     def __enter__(self) -> CudaMeter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         pass
 
     def begin(self, phase: str) -> None:
@@ -231,3 +207,7 @@ class CudaMeter:
         gc.collect()
         torch.cuda.synchronize(self._index)
         torch.cuda.empty_cache()
+
+
+Meter = StorageMeter | CudaMeter
+"""A context around everything that allocates. Phases follow each other: `begin`, `end`, `begin`, ..."""

@@ -1,4 +1,4 @@
-"""What the estimate says of one case, made with a profile recorded under the very versions that are about to run it."""
+"""The prediction of one case, from a profile recorded with the installed versions of torch and transformers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, peak_of_step, timeline_of_step
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, Segment
-from fsdp_advisor.memory.ledger import Point
+from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.tapes import taped
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Device
-from fsdp_advisor.validation.on_gpu import conf_in_force, estimate_on
-from fsdp_advisor.validation.records import Rung, thinned
+from fsdp_advisor.validation.on_gpu import GpuPrediction, effective_conf, gpu_run_of, predict_on_gpu
+from fsdp_advisor.validation.records import Mode, downsampled
 
 if TYPE_CHECKING:
     from fsdp_advisor.recording.source import Source
 
-PREDICTED = (
+_KEPT = (
     "peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "peak_device_bytes_range",
-    "device_overhead_bytes_range", "allocated_breakdown", "allocator", "peak_phase", "phase_peaks", "states", "at_peak",
+    "device_overhead_bytes_range", "allocator", "peak_phase", "phase_peaks", "states", "at_peak",
     "step_seconds", "tokens_per_second_per_gpu", "warnings",
 )  # fmt: skip
 """Keys of an estimate that a record keeps."""
@@ -34,10 +35,10 @@ PREDICTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One case as estimated, and what is needed to run it.
+    """One case as predicted, and what its run needs.
 
-    `fits` is of the steps, which are all that is run. `needed_bytes` is what they take of the GPU, None where it is not known;
-    `segments` what the allocator of a run on a GPU holds in the end.
+    `fits` and `needed_bytes` are for the steps, without loading and saving; None if unknown. `segments` are the allocator's at the
+    end of a run on a GPU.
     """
 
     request: dict[str, Any]
@@ -51,7 +52,7 @@ class Prediction:
     segments: tuple[Segment, ...] = ()
 
     def source(self) -> Source:
-        """The model, to be run. Imports torch."""
+        """The model to run. Imports torch."""
         from fsdp_advisor.recording import TransformersSource
 
         return TransformersSource(self.config, name=str(self.request["model"]), task=self.task)
@@ -61,79 +62,88 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Prediction:
-        """What `as_dict` gave, through JSON or not."""
+        """The prediction that `as_dict` made these values of, also if they went through JSON."""
         segments = tuple(Segment(**{**s, "blocks": tuple(map(tuple, s["blocks"]))}) for s in values["segments"])
         return cls(**{**values, "plan": Plan(**values["plan"]), "segments": segments})
 
 
 def predict(
-    request: EstimateRequest, rung: Rung = "simulate", device: Device = "cpu", *, gpu: Gpu | None = None
+    request: EstimateRequest,
+    mode: Mode = "simulate",
+    device: Device = "cpu",
+    *,
+    gpu: Gpu | None = None,
+    gpu_keeps_up: bool = False,
 ) -> Prediction:
-    """The prediction of a request for one strategy. Raises AdvisorError as `estimate` does, and for a bare count.
+    """The prediction of a request for one strategy. Raises AdvisorError as `estimate` does, and for a bare parameter count.
 
-    For a rung on a GPU it is of `gpu`, or else of the one at hand, with the memory of the one asked for; to ask what is at
-    hand makes a CUDA context.
+    On a GPU the prediction is for `gpu`, or else for the attached GPU with the memory of the requested one; to look at the attached
+    GPU makes a CUDA context. `gpu_keeps_up`: as of `GpuRun`.
     """
     if request.strategy == "all":
-        raise UsageError("one strategy at a time is run", hint="--strategy ddp, zero1, zero2, zero3 or hsdp")
-    model = resolve_here(request.model)
+        raise UsageError("a run needs one strategy", hint="--strategy ddp, zero1, zero2, zero3 or hsdp")
+    model = recorded_with_installed_versions(request.model)
+    on_gpu = mode != "simulate" and device == "cuda"
+    report = estimate_resolved(request, model)
+    (row,) = report.estimates
+    if on_gpu:
+        gpu = gpu or _attached_or_requested_gpu(request)
+        conf = effective_conf(request)
+        settings = AllocatorConf.parse(conf) if conf else AllocatorConf()
+        run = replace(gpu_run_of(model, row.plan, gpu, mode, settings), gpu_keeps_up=gpu_keeps_up)
+        found = predict_on_gpu(model, run)
+        gpu_name, gpu_memory_bytes = gpu.name if request.gpu is None else report.gpu_name, gpu.memory_bytes
+    else:
+        gpu_name, gpu_memory_bytes, conf = report.gpu_name, report.gpu_memory_bytes, request.allocator_conf
+        found = _on_cpu(model, row)
+    row = found.estimate
+    values = {**row.as_dict(), **found.figures}
+    resolved = {**request.as_dict(), "model": report.model_name, "gpu": gpu_name, "allocator_conf": conf}
+    resolved |= {name: getattr(row.plan, name) for name in resolved if hasattr(row.plan, name)}
+    kept = {name: values[name] for name in (*_KEPT, *found.figures) if values.get(name) is not None}
     profile = model.profile
     assert profile is not None
-    on_gpu = rung != "simulate" and device == "cuda"
-    conf = conf_in_force(request) if on_gpu else request.allocator_conf
-    report = estimate_resolved(request, model, walk="never" if on_gpu else "if open")
-    (one,) = report.estimates
-    plan, needed = one.plan, one.needed_bytes
-    gpu_name, gpu_memory_bytes = report.gpu_name, report.gpu_memory_bytes
-    fits = _steps_fit(one, gpu_memory_bytes)
-    timeline: tuple[Point, ...] = one.timeline
-    segments: tuple[Segment, ...] = ()
-    figures: dict[str, Any] = {}
-    if on_gpu:
-        gpu = gpu or _at_hand(request)
-        gpu_memory_bytes = gpu.memory_bytes
-        gpu_name = gpu.name if request.gpu is None else gpu_name
-        found = estimate_on(model, plan, gpu, rung, AllocatorConf.parse(conf) if conf else AllocatorConf())
-        one, fits, figures, timeline, segments = (
-            found.estimate, found.fits, found.figures, found.timeline, found.segments
-        )  # fmt: skip
-        needed = one.needed_bytes
-    values = {**one.as_dict(), **figures}
-    resolved = {**request.as_dict(), "model": report.model_name, "gpu": gpu_name, "allocator_conf": conf}
-    resolved |= {name: getattr(plan, name) for name in resolved if hasattr(plan, name)}
-    kept = {name: values[name] for name in (*PREDICTED, *figures) if values.get(name) is not None}
     return Prediction(
         request=resolved,
-        plan=plan,
-        predicted=kept | _time(one) | _timeline(timeline),
-        fits=fits,
-        needed_bytes=needed,
+        plan=row.plan,
+        predicted=kept | _step_seconds(row) | _timeline(found.timeline),
+        fits=found.fits,
+        needed_bytes=row.needed_bytes,
         gpu_memory_bytes=gpu_memory_bytes,
         config=dict(profile.config),
         task=profile.task,
-        segments=segments,
+        segments=found.segments,
     )
 
 
-def _steps_fit(one: StrategyEstimate, gpu_memory_bytes: int) -> bool | None:
-    """The estimate's verdict less what it says of loading and saving, which no run does."""
-    if one.reserved is not None:
-        return one.reserved.verdict != "does_not_fit"
-    return one.fits if one.needed_bytes is None else one.needed_bytes <= gpu_memory_bytes
+def _on_cpu(model: Resolved, row: StrategyEstimate) -> GpuPrediction:
+    """The prediction of a run on a CPU: the tensors of PyTorch's own step there, and the verdict on a GPU's steps alone."""
+    assert model.profile is not None
+    tape = taped(model, model.profile, row.plan)[1]
+    step = peak_of_step(model.profile, tape, row.plan)
+    figures: dict[str, Any] = {
+        "peak_tensor_bytes": step.peak,
+        "peak_phase": step.phase,
+        "phase_peaks": step.phase_peaks,
+        "at_peak": step.at_peak,
+    }
+    fits = row.fits if row.allocator is None else row.allocator.verdict != "does_not_fit"
+    timeline = timeline_of_step(model.profile, tape, row.plan)
+    return GpuPrediction(estimate=row, fits=fits, figures=figures, timeline=timeline, segments=())
 
 
-def _at_hand(request: EstimateRequest) -> Gpu:
-    """The attached GPU, with the memory and the network of the one asked for; that one itself where there is none."""
-    asked, _ = gpu_of(request)
-    here = machine.gpu_here()
-    if here is None:
-        return asked
-    here = replace(here, inter_node=asked.inter_node or here.inter_node)
-    return here if request.gpu is None else replace(here, memory_bytes=asked.memory_bytes)
+def _attached_or_requested_gpu(request: EstimateRequest) -> Gpu:
+    """The attached GPU with the memory and the network of the requested one; the requested one if no GPU is attached."""
+    requested, _ = gpu_of(request)
+    attached = machine.gpu_here()
+    if attached is None:
+        return requested
+    attached = replace(attached, inter_node=requested.inter_node or attached.inter_node)
+    return attached if request.gpu is None else replace(attached, memory_bytes=requested.memory_bytes)
 
 
-def resolve_here(name: str) -> Resolved:
-    """The model, its profile recorded anew where the shipped one is of other versions than those installed."""
+def recorded_with_installed_versions(name: str) -> Resolved:
+    """The model; recorded again if its profile was recorded with other versions of torch or transformers."""
     model = resolve(name)
     profile = model.profile
     if profile is None:
@@ -146,17 +156,17 @@ def resolve_here(name: str) -> Resolved:
         from fsdp_advisor.recording import Recorder, TransformersSource
 
         kept = Recorder(TransformersSource(profile.config, name=model.name, task=task)).profile
-    return replace(model, profile=kept, recorded_here=True)
+    return replace(model, profile=kept, recorded_locally=True)
 
 
-def _time(one: StrategyEstimate) -> dict[str, float]:
-    """The step without collectives, which is what one GPU that plays one of many ranks takes."""
+def _step_seconds(one: StrategyEstimate) -> dict[str, float]:
+    """The step's seconds without communication, which is what a stand-in measures."""
     return {} if one.step is None else {"step_seconds_without_communication": one.step.seconds_without_communication}
 
 
-def _timeline(points: Iterable[Point]) -> dict[str, Any]:
-    """The highest bytes of each stretch of the step, by phase, for a plot beside the measured ones."""
+def _timeline(points: Iterable[TimelinePoint]) -> dict[str, Any]:
+    """The live bytes through the step by phase, downsampled, to be drawn together with the measured ones."""
     highs: dict[str, list[int]] = {}
     for point in points:
         highs.setdefault(point.phase, []).extend([point.high_bytes] * point.repeats)
-    return {"timeline": {phase: thinned(values) for phase, values in highs.items()}} if highs else {}
+    return {"timeline": {phase: downsampled(values) for phase, values in highs.items()}} if highs else {}

@@ -1,6 +1,6 @@
-"""The errors of the time model against published training runs, as they ship: the table, and the drawing of it. Imports no torch.
+"""The errors of predicted step times against published training runs, from `published.csv`. Imports no torch.
 
-`tests/speed/errors_table.py` writes `published.csv` from the runs as published and what the model says of each.
+`tests/timing/errors_table.py` writes the file from the published runs and the predictions.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fsdp_advisor.render.svg import ErrorPoint
 
 TABLE = Path(__file__).with_name("published.csv")
 BOUNDS = (15, 30)
-"""Errors in percent that are counted and drawn as bands."""
+"""Errors in percent within which runs are counted and drawn as bands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """One published run beside its prediction: a line of the table, whose columns are these fields.
+    """One published run and its prediction. The fields are the columns of the table.
 
-    `part` says what its source is for: on the `fitted` ones constants of the model were chosen, the others judge it.
-    `doubts` is what the estimate itself says against its step time, in the few words of `speed.trust`.
+    `part`: `fitted` if constants of the time model were chosen with this run, else `judged`. `doubts`: the caveats that the estimate
+    itself gives for its step time, separated by semicolons.
     """
 
     id: str
@@ -69,7 +69,7 @@ COLUMNS = tuple(field.name for field in fields(PublishedRun))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Errors of one part by size, in percent: their median, and how many are within each of BOUNDS."""
+    """Absolute errors of one part in percent: their median, and how many are within each of BOUNDS."""
 
     part: str
     runs: int
@@ -79,19 +79,19 @@ class Summary:
 
 @lru_cache(maxsize=1)
 def runs() -> tuple[PublishedRun, ...]:
-    """Every line of the table that ships."""
+    """All runs of the table."""
     return read(TABLE.read_text(encoding="utf-8"))
 
 
 def read(table: str) -> tuple[PublishedRun, ...]:
-    """The lines of a table."""
+    """The runs of a table in CSV."""
     kinds = get_type_hints(PublishedRun)
     rows = csv.DictReader(table.splitlines())
     return tuple(PublishedRun(**{name: kinds[name](text) for name, text in row.items()}) for row in rows)
 
 
 def summaries() -> tuple[Summary, ...]:
-    """The judged part first: it is what counts."""
+    """The summary of the judged runs, then of the fitted ones."""
     found = []
     for part in ("judged", "fitted"):
         errors = [abs(run.error_percent) for run in runs() if run.part == part]

@@ -1,4 +1,4 @@
-"""One real rank: ``python -m fsdp_advisor.validation.rank FOLDER`` under torch.distributed.run. FOLDER holds job.json."""
+"""One real rank. `python -m fsdp_advisor.validation.rank FOLDER` runs one under torch.distributed.run; FOLDER holds job.json."""
 
 from __future__ import annotations
 
@@ -9,199 +9,209 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.validation import machine
-from fsdp_advisor.validation.alarm import Alarm
-from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.launch import die_with_parent
-from fsdp_advisor.validation.on_gpu import STEADY
+from fsdp_advisor.validation.case import Case, Device, Zero1, uses_zero_redundancy_optimizer
+from fsdp_advisor.validation.child_process import Send
+from fsdp_advisor.validation.failure_broadcast import FailureBroadcaster
+from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.predict import Prediction
+from fsdp_advisor.validation.process_tree import die_with_parent
+from fsdp_advisor.validation.run_result import RunResult
 
 if TYPE_CHECKING:
-    from fsdp_advisor.validation.stand_in import Baseline
+    from fsdp_advisor.validation.gpu_memory import Baseline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What every rank needs to know besides the prediction. Rank 0 alone writes the memory history `snapshot`."""
+
+    device: Device
+    zero1: Zero1 = "deepspeed"
+    snapshot: str | None = None
+    allocator_conf: str | None = None
+
+    @classmethod
+    def of_case(cls, case: Case) -> RankSettings:
+        return cls(
+            device=case.device,
+            zero1=case.zero1,
+            snapshot=str(case.snapshot.absolute()) if case.snapshot else None,
+            allocator_conf=case.request.allocator_conf,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def main(folder: Path) -> None:
-    """Rank 0 writes result.json; whatever ends a rank, of whichever node, is written on each, upon which the others are ended."""
+    """Run the case of FOLDER/job.json. Rank 0 writes versions.json and measured.json; a failed rank writes failure-RANK.json."""
     rank = int(os.environ["RANK"])
-    end_on_termination()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends a rank even inside a collective
     die_with_parent(os.getppid())
     (folder / f"started-{rank}").touch()
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    with Alarm(rank, lambda failure: _leave(folder, failure), lingers=nodes > 1) as alarm:
+    several_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+
+    def on_failure(failure: RunResult) -> int:
+        _write(folder / f"failure-{rank}.json", {**failure.as_dict(), "time": time.time()})
+        return 1
+
+    with FailureBroadcaster(rank, on_failure, keep_alive_after_failure=several_nodes) as broadcaster:
         job = json.loads((folder / "job.json").read_text())
-        device: str = job["device"]
-        prediction = Prediction.from_dict(job["prediction"])
-        machine.set_allocator(prediction.request.get("allocator_conf"))
-        base = with_group(device)
-        alarm.connect()
-        if rank == 0:
-            (folder / "versions.json").write_text(json.dumps(versions(prediction, device, job["zero1"])))
-        snapshot = Path(job["snapshot"]) if job["snapshot"] and rank == 0 else None
-        reported = measure(prediction, device, zero1=job["zero1"], snapshot=snapshot, base=base)
-        if rank == 0:
-            (folder / "result.json").write_text(json.dumps(reported))
-        alarm.stop()
-        end_group()
+        run_rank(
+            RankSettings(**job["settings"]),
+            broadcaster,
+            lambda: Prediction.from_dict(job["prediction"]),
+            lambda name, value: _write(folder / f"{name}.json", value),
+        )
 
 
-def end_on_termination() -> None:
-    """Let the launcher's SIGTERM end a rank at once, in the middle of a collective."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _write(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the whole file or none."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(json.dumps(value))
+    partial.replace(path)
 
 
-def _leave(folder: Path, failure: dict[str, Any]) -> int:
-    """Write a rank's failure for the process that launched this node's."""
-    name = f"failure-{os.environ['RANK']}"
-    partial = folder / f".{name}"
-    partial.write_text(json.dumps({**failure, "time": time.time()}))
-    partial.replace(folder / f"{name}.json")
-    return 1
+def run_rank(
+    settings: RankSettings, broadcaster: FailureBroadcaster, prediction_of: Callable[[], Prediction], send: Send
+) -> None:
+    """Join the ranks, measure, and leave together. Rank 0 sends `versions` and `measured`.
+
+    `prediction_of` is called once the ranks have met, because rank 0 may have to share the prediction.
+    """
+    machine.set_allocator(settings.allocator_conf)
+    baseline = join_group(settings.device)
+    broadcaster.connect()
+    prediction = prediction_of()
+    first = os.environ["RANK"] == "0"
+    if first:
+        deepspeed = prediction.plan.backend == "deepspeed" and settings.zero1 == "deepspeed"
+        send("versions", machine.versions(deepspeed=deepspeed, cuda=settings.device == "cuda"))
+    measured = measure(prediction, settings, baseline)
+    if first:
+        send("measured", measured)
+    broadcaster.stop()
+    leave_group()
 
 
-def with_group(device: str) -> Baseline | None:
-    """Join the ranks; on GPUs the local rank's own is made the current one first, and what it holds by then is told."""
+def join_group(device: Device) -> Baseline | None:
+    """Make the process group: gloo on the CPU, NCCL on GPUs. On a GPU, returns the memory in use before."""
     import torch
     import torch.distributed as dist
-
-    from fsdp_advisor.validation.stand_in import baseline
 
     if device == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         return None
+    from fsdp_advisor.validation.gpu_memory import measure_baseline
+
     index = gpu_index(int(os.environ.get("LOCAL_RANK", "0")), machine.gpu_count())
-    base = baseline(index)
+    baseline = measure_baseline(index)
     dist.init_process_group("nccl", device_id=torch.device("cuda", index))
-    return base
+    return baseline
 
 
-def gossip() -> Any:
-    """All ranks, to tell each other what is no part of the job: on the host, for the GPU is what is measured."""
-    import torch.distributed as dist
-
-    return dist.new_group(backend="gloo")
-
-
-def gpu_index(local_rank: int, gpus: int) -> int:
-    """Which GPU is a rank's: the only one that it is shown, as by `srun --gpus-per-task=1`, else the one of its local number.
-
-    >>> gpu_index(3, 8), gpu_index(3, 1)
-    (3, 0)
-    """
-    if local_rank >= gpus and gpus != 1:
-        raise NotHere(
-            f"local rank {local_rank} has no GPU: this machine shows {gpus or 'none'}",
-            hint="start as many ranks per node as it has GPUs; --device cpu runs real ranks over gloo",
-        )
-    return local_rank if gpus > 1 else 0
-
-
-def end_group() -> None:
-    """Leave together: a rank that leaves early takes its store with it."""
+def leave_group() -> None:
+    """Leave the process group together: if rank 0 leaves early, the store ends with it."""
     import torch.distributed as dist
 
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(
-    prediction: Prediction,
-    device: str,
-    *,
-    zero1: Any = "deepspeed",
-    snapshot: Path | None = None,
-    base: Baseline | None = None,
-) -> dict[str, Any]:
-    """This rank's steady step, and on rank 0 everybody's; needs the process group. What comes back is as a worker tells it."""
-    import torch
+def host_group() -> Any:
+    """A second process group over gloo, for messages that must not use the GPUs that are measured."""
     import torch.distributed as dist
 
-    from fsdp_advisor.validation.meter import CudaMeter, Meter, StorageMeter
-    from fsdp_advisor.validation.real import WATCHDOG_SECONDS, assemble, figures, mesh_for, steady_step
-    from fsdp_advisor.validation.stand_in import allocator_figures, memory_history, untimed
+    return dist.new_group(backend="gloo")
+
+
+def gpu_index(local_rank: int, gpus: int) -> int:
+    """The GPU of a rank: the only visible one (as under `srun --gpus-per-task=1`), or the one with the local rank's number.
+
+    >>> gpu_index(3, 8), gpu_index(3, 1)
+    (3, 0)
+    """
+    if local_rank >= gpus and gpus != 1:
+        raise ModeUnavailable(
+            f"local rank {local_rank} has no GPU: this machine has {gpus or 'none'}",
+            hint="start as many ranks per node as it has GPUs; --device cpu runs real ranks over gloo",
+        )
+    return local_rank if gpus > 1 else 0
+
+
+def measure(prediction: Prediction, settings: RankSettings, baseline: Baseline | None = None) -> dict[str, Any]:
+    """Rank 0's figures of a steady step, combined with those of all ranks. Needs the process group."""
+    import torch.distributed as dist
+
+    from fsdp_advisor.validation.real import RealRun, run_steady_step
 
     plan = prediction.plan
-    group = gossip()
-    nodes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(nodes, node(os.environ), group=group)
-    placed = ranks_per_node(nodes, plan.nnodes)
-    cuda = device == "cuda"
-    index = torch.cuda.current_device() if cuda else 0
-    meter: Meter = CudaMeter(index) if cuda else StorageMeter()
-    with memory_history(snapshot):
-        mesh = mesh_for(plan, device, meter)
-        with meter:
-            trainer = assemble(prediction.source(), plan, device, mesh, rung="measure", zero1=zero1)
-            phases = steady_step(
-                trainer,
-                meter,
-                plan.gradient_accumulation_steps,
-                pick=max if cuda else min,
-                steady=STEADY["measure"] if cuda else 5,
-                pause_seconds=WATCHDOG_SECONDS if cuda else 0,
-            )
-        found = figures(phases, communicates=True)
-        if isinstance(meter, StorageMeter) and meter.gloo_bytes:
-            found["gloo_bytes"] = meter.gloo_bytes
-        if snapshot is not None:
-            found = untimed(found)
-        if base is not None:
-            modelled = dist.get_rank() == 0 and not (plan.strategy == "zero1" and zero1 == "torch")
-            ours = prediction.segments if modelled else None
-            found |= allocator_figures(index, base, found, ours)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found, group=group)
-    return {"measured": {**combined(everyone), "ranks_per_node": placed}}
+    group = host_group()
+
+    def gathered(value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    placement = ranks_per_node(gathered(node_name(os.environ)), plan.nnodes)
+    first = dist.get_rank() == 0
+    run = RealRun(
+        source=prediction.source(),
+        plan=plan,
+        mode="measure",
+        device=settings.device,
+        zero1=settings.zero1,
+        snapshot=Path(settings.snapshot) if settings.snapshot and first else None,
+        baseline=baseline,
+        segments=prediction.segments if first and not uses_zero_redundancy_optimizer(plan, settings.zero1) else None,
+    )
+    return {**combined(gathered(run_steady_step(run))), "ranks_per_node": placement}
 
 
-def versions(prediction: Prediction, device: str, zero1: str) -> dict[str, str]:
-    """What this rank runs on."""
-    deepspeed = prediction.plan.backend == "deepspeed" and zero1 == "deepspeed"
-    return machine.versions(deepspeed=deepspeed, cuda=device == "cuda")
-
-
-def node(environment: Mapping[str, str]) -> str:
-    """This rank's node, as torchrun or srun number them, else by its host's name."""
+def node_name(environment: Mapping[str, str]) -> str:
+    """The number of this rank's node under torchrun or srun, or else the host's name."""
     return environment.get("GROUP_RANK") or environment.get("SLURM_NODEID") or socket.gethostname()
 
 
 def ranks_per_node(nodes: Sequence[str], nnodes: int) -> list[int]:
-    """How many ranks each node has, from every rank's; one node may stand for several.
+    """The number of ranks on each node. `nodes` is the node of each rank; a single node may stand for several.
 
-    Raises UsageError where the ranks are not placed as the request says: what shards within a node would shard across.
+    Raises UsageError if the ranks are not placed as the request says, because HSDP would then shard across nodes.
 
     >>> ranks_per_node(["a", "a", "b", "b"], 2), ranks_per_node(["a"] * 4, 2)
     ([2, 2], [4])
     """
-    placed = [len(list(ranks)) for _, ranks in itertools.groupby(nodes)]
+    placement = [len(list(ranks)) for _, ranks in itertools.groupby(nodes)]
     count = len(set(nodes))
     if count not in (1, nnodes):
-        raise UsageError(f"nnodes {nnodes}, but the ranks are on {count} nodes", hint=f"--nnodes {count}")
-    if len(placed) != count or len(set(placed)) != 1:
+        raise UsageError(f"nnodes {nnodes}, but the ranks run on {count} nodes", hint=f"--nnodes {count}")
+    if len(placement) != count or len(set(placement)) != 1:
         raise UsageError(
-            f"the ranks do not fill one node after the other: theirs are {', '.join(nodes)}",
-            hint="as many on each; under Slurm: srun --distribution=block --ntasks-per-node=N",
+            f"consecutive ranks must fill one node after the other, but their nodes are {', '.join(nodes)}",
+            hint="start equally many ranks on each node; under Slurm: srun --distribution=block --ntasks-per-node=N",
         )
-    return placed
+    return placement
 
 
 def combined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's figures under their names; `largest` and `spread` (largest less smallest) over all ranks; peaks rank by rank.
+    """Rank 0's figures; `largest` and `spread` (largest - smallest) of each peak over all ranks; `by_rank`, each rank's peaks.
 
     >>> combined([{"peak_tensor_bytes": 5, "phase_peaks": {"forward": 5}}, {"peak_tensor_bytes": 3, "phase_peaks": {}}])["spread"]
     {'peak_tensor_bytes': 2}
     """
-    names = [n for n in ranks[0] if n.startswith("peak_")]
-    by_rank = {n: [rank[n] for rank in ranks] for n in names}
+    by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0] if name.startswith("peak_")}
     return {
         **ranks[0],
-        "largest": {n: max(values) for n, values in by_rank.items()},
-        "spread": {n: max(values) - min(values) for n, values in by_rank.items()},
+        "largest": {name: max(values) for name, values in by_rank.items()},
+        "spread": {name: max(values) - min(values) for name, values in by_rank.items()},
         "by_rank": by_rank,
     }
 

@@ -1,4 +1,4 @@
-"""Real tensors: the model's weights made where they live, the plan's engine around it, and steps until they are steady."""
+"""A training step with real tensors: weights made where they live, the plan's engine, and steps until they are steady."""
 
 from __future__ import annotations
 
@@ -6,55 +6,105 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
-from fsdp_advisor.policies.optimizers.interface import Refusal
+from fsdp_advisor.memory.allocator import Segment
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
-from fsdp_advisor.validation.engines import mesh_of, optimizer_class, optimizer_for, weight_dtype, wrap
-from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.meter import Meter, Phase
-from fsdp_advisor.validation.on_gpu import WARM_UP
-from fsdp_advisor.validation.records import Rung
+from fsdp_advisor.validation.case import Device, Zero1, uses_zero_redundancy_optimizer
+from fsdp_advisor.validation.engines import (
+    mesh_of,
+    optimizer_for,
+    weight_dtype,
+    wrap,
+    zero_redundancy_optimizer_for,
+)
+from fsdp_advisor.validation.failures import ModeUnavailable
+from fsdp_advisor.validation.gpu_memory import Baseline, allocator_figures, memory_history
+from fsdp_advisor.validation.meter import CudaMeter, Meter, Phase, StorageMeter
+from fsdp_advisor.validation.on_gpu import COUNTED_STEPS, WARM_UP_STEPS
+from fsdp_advisor.validation.records import Mode
 from fsdp_advisor.validation.steps import PHASES, TorchTrainer, Trainer, autocast_of, batch_of, layers_of, take_step
 
 WATCHDOG_SECONDS = 0.5
-"""How long NCCL's process group may hold the tensors of collectives that have ended; a thread of its own looks every 0.1 s, and the
-next collective after that lets go. DDP's first buckets, which the second step replaces, would else stand in short steps.
+"""How long NCCL's process group may keep the tensors of finished collectives: a thread checks every 0.1 s, and the next collective
+after that releases them. In short steps, DDP's first buckets, which the second step replaces, would otherwise still be alive.
 Source: ProcessGroupNCCL.hpp, kWatchdogThreadSleepMillis and shelvesToUnstash_ (torch 2.13)."""
 
-Zero1 = Literal["deepspeed", "torch"]
-"""Who does ZeRO-1: DeepSpeed, or torch.distributed.optim.ZeroRedundancyOptimizer under DDP."""
+_COUNTED_STEPS_OVER_GLOO = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
+    """A model and a plan to run with real tensors, in mode `stand-in` or `measure`.
+
+    `snapshot`: the file for PyTorch's memory history. `baseline`: the GPU's memory in use before, None on the CPU. `segments`: the
+    allocator's segments as predicted, None if they are not to be compared.
+    """
+
+    source: Source
+    plan: Plan
+    mode: Mode
+    device: Device
+    zero1: Zero1 = "deepspeed"
+    snapshot: Path | None = None
+    baseline: Baseline | None = None
+    segments: Iterable[Segment] | None = None
+
+    @property
+    def over_gloo(self) -> bool:
+        """Whether real collectives run over gloo."""
+        return self.mode == "measure" and self.device == "cpu"
 
 
 def check(plan: Plan, device: str) -> None:
-    """Raises NotHere for a plan whose figures this device cannot tell."""
+    """Raises ModeUnavailable for a plan that cannot be measured on this device."""
     if plan.prepared:
-        raise NotHere(
-            f"{plan.framework} is simulated, not measured",
-            hint="--rung simulate, or --framework torch for the engine by itself",
+        raise ModeUnavailable(
+            f"framework {plan.framework} can be simulated, not measured",
+            hint="--mode simulate, or --framework torch for the engine without the framework",
         )
     if device == "cpu" and plan.offload != "none":
-        raise NotHere(
-            f"offload {plan.offload} cannot be measured on the CPU: host and device tensors look the same there",
+        raise ModeUnavailable(
+            f"offload {plan.offload} cannot be measured on the CPU, where host and device tensors look the same",
             hint="measure it on a machine with a GPU",
         )
     if plan.attention == "flash_attention_2" and device == "cpu":
-        raise NotHere("flash_attention_2 needs a GPU", hint="--attention sdpa or eager")
+        raise ModeUnavailable("flash_attention_2 needs a GPU", hint="--attention sdpa or eager")
     if plan.offload != "none" and plan.offload_device == "nvme":
-        raise NotHere("offload to nvme is not measured", hint="--offload-device cpu")
+        raise ModeUnavailable("offload to NVMe cannot be measured", hint="--offload-device cpu")
+
+
+def run_steady_step(run: RealRun) -> dict[str, Any]:
+    """This rank's figures of a steady-state step, under the names of the JSON interface. Needs a process group."""
+    cuda = run.device == "cuda"
+    index = torch.cuda.current_device() if cuda else 0
+    meter: Meter = CudaMeter(index) if cuda else StorageMeter()
+    with memory_history(run.snapshot):
+        mesh = mesh_for(run.plan, run.device, meter)
+        with meter:
+            trainer = assemble(run, mesh)
+            phases = steady_step(trainer, meter, run.plan.gradient_accumulation_steps, _sampling(run))
+        figures = _figures(phases, communicates=run.mode == "measure" or run.plan.world_size == 1)
+        if isinstance(meter, StorageMeter) and run.over_gloo and meter.gloo_bytes:
+            figures["gloo_bytes"] = meter.gloo_bytes
+        if run.snapshot is not None:  # recording the stack of each allocation takes time
+            figures = {name: value for name, value in figures.items() if not name.startswith("step_seconds")}
+        if run.baseline is not None:
+            figures |= allocator_figures(index, run.baseline, int(figures["peak_reserved_bytes"]), run.segments)
+    return figures
 
 
 def mesh_for(plan: Plan, device: str, meter: Meter) -> DeviceMesh | None:
-    """The plan's mesh. Its ranks' numbers are host tensors: it is to be made before `meter` watches."""
+    """The plan's mesh, None for engines without one. To be made before `meter` watches: its rank numbers are host tensors."""
     if plan.backend not in ("fsdp1", "fsdp2"):
         return None
     mesh = mesh_of(plan, device)
@@ -62,102 +112,95 @@ def mesh_for(plan: Plan, device: str, meter: Meter) -> DeviceMesh | None:
     return mesh
 
 
-def assemble(
-    source: Source, plan: Plan, device: str, mesh: DeviceMesh | None, *, rung: Rung, zero1: Zero1 = "deepspeed"
-) -> Trainer:
-    """The model with random weights under the plan's engine, ready to take steps; needs a process group.
+def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
+    """The model with random weights under the plan's engine, ready to take steps. Needs a process group.
 
-    Weights are never whole where they are to be sharded: FSDP2 shards the model on the meta device and gets its shards
-    filled, FSDP1 gets one unit at a time. DDP has them whole, as it must.
+    Sharded weights are never whole: FSDP2 shards the model on the meta device and its shards are filled; FSDP1 gets one unit at a
+    time. DDP needs whole weights.
     """
+    source, plan, device = run.source, run.plan, run.device
     check(plan, device)
-    if plan.backend == "deepspeed" and not (plan.strategy == "zero1" and zero1 == "torch"):
+    if plan.backend == "deepspeed" and not uses_zero_redundancy_optimizer(plan, run.zero1):
         from fsdp_advisor.validation.deepspeed_engine import deepspeed_trainer
 
-        return deepspeed_trainer(source, plan, device, rung)
+        return deepspeed_trainer(source, plan, device, run.mode)
     model = source.build(weight_dtype(plan))
-    attention = plan.attention
-    if attention == "flash_attention_2":  # the package itself, where the recorder uses an outline of its kernels
-        source.configure(model, attention="sdpa", checkpointing=plan.activation_checkpointing == "full")
-        model.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
+    checkpointing = plan.activation_checkpointing == "full"
+    if plan.attention == "flash_attention_2":  # the real package; the recorder replaces its kernels
+        source.configure(model, attention="sdpa", checkpointing=checkpointing)
+        model.set_attn_implementation(plan.attention)  # type: ignore[operator]  # a method of every PreTrainedModel
     else:
-        source.configure(model, attention=attention, checkpointing=plan.activation_checkpointing == "full")
-    layers = layers_of(source.stacks(model)) if plan.wrap == "layer" else []
+        source.configure(model, attention=plan.attention, checkpointing=checkpointing)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = _wrapped(model, layers, plan, mesh, device, rung)
-        optimizer = _zero1(wrapped, plan) if plan.strategy == "zero1" else optimizer_for(wrapped, plan)
+        wrapped = _wrapped(model, run, mesh)
+        optimizer = (zero_redundancy_optimizer_for if plan.strategy == "zero1" else optimizer_for)(wrapped, plan)
     with torch.device(device):
         batch = batch_of(source, plan, model, real=True)
     return TorchTrainer(source, wrapped, optimizer, batch, autocast_of(plan, device))
 
 
-def _wrapped(
-    model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, device: str, rung: Rung
-) -> nn.Module:
+def _wrapped(model: nn.Module, run: RealRun, mesh: DeviceMesh | None) -> nn.Module:
+    """The model with real weights, under the plan's engine."""
+    plan, device, mode = run.plan, run.device, run.mode
+    layers = layers_of(run.source.stacks(model)) if plan.wrap == "layer" else []
+    materialiser = weights.Materialiser(device)
     if plan.backend in ("ddp", "deepspeed"):
-        weights.Materialiser(device).whole(model)
-        return wrap(model, layers, replace(plan, backend="ddp"), None, device, rung=rung)
+        materialiser.model(model)
+        return wrap(model, layers, replace(plan, backend="ddp"), None, device, mode=mode)
     if plan.backend == "fsdp1":
-        one = weights.Materialiser(device)
-        return wrap(model, layers, plan, mesh, device, rung=rung, materialise=one.module)
-    wrapped = wrap(model, layers, plan, mesh, device, rung=rung)
-    weights.shards(wrapped, device, offloaded=plan.offload == "parameters")
+        return wrap(model, layers, plan, mesh, device, mode=mode, materialise=materialiser.module)
+    wrapped = wrap(model, layers, plan, mesh, device, mode=mode)
+    weights.materialise_shards(wrapped, device, offloaded=plan.offload == "parameters")
     return wrapped
 
 
-def _zero1(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """torch's ZeroRedundancyOptimizer: each parameter's state lives on one rank, whole."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How many steps count, which of their peaks is taken, and the pause after the first warm-up step."""
 
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    constructor = optimizer_named(plan.optim).measured_zero1
-    if isinstance(constructor, Refusal):
-        raise NotHere(constructor.reason, hint="an AdamW or SGD can be")
-    options: dict[str, Any] = {"lr": 1e-6, **constructor.options}
-    return ZeroRedundancyOptimizer(parameters, optimizer_class(constructor), **options)
+    counted_steps: int
+    pick: Callable[[list[int]], int] = max
+    pause_seconds: float = 0
 
 
-def steady_step(
-    trainer: Trainer,
-    meter: Meter,
-    accumulation: int,
-    *,
-    steady: int,
-    pick: Callable[[list[int]], int] = max,
-    pause_seconds: float = 0,
-) -> dict[str, Phase]:
-    """The steady-state step's phases: of each figure `pick` over the last steps, of each duration the median.
+def _sampling(run: RealRun) -> Sampling:
+    """The minimum over gloo, whose threads release a collective's tensors late; a pause for NCCL's watchdog."""
+    if run.over_gloo:
+        return Sampling(counted_steps=_COUNTED_STEPS_OVER_GLOO, pick=min)
+    pause = WATCHDOG_SECONDS if run.mode == "measure" else 0
+    return Sampling(counted_steps=COUNTED_STEPS[run.mode], pause_seconds=pause)
 
-    Over gloo `pick` is `min`: its threads let go of a collective's tensors some moments late, which only ever adds.
-    `pause_seconds` is between the warm-up steps.
-    """
-    meter.settle()  # but not later, for what the first steps leave in the allocator's cache is part of what a job holds
+
+def steady_step(trainer: Trainer, meter: Meter, accumulation: int, sampling: Sampling) -> dict[str, Phase]:
+    """The phases of the steady-state step: of each peak one over the counted steps, of each duration the median."""
+    meter.settle()  # only now: what the first steps leave in the allocator's cache is part of the job's memory
     take_step(trainer, meter, accumulation)
-    time.sleep(pause_seconds)
-    for _ in range(WARM_UP - 1):
+    time.sleep(sampling.pause_seconds)
+    for _ in range(WARM_UP_STEPS - 1):
         take_step(trainer, meter, accumulation)
     gc.collect()
-    steps = [take_step(trainer, meter, accumulation) for _ in range(steady)]
+    steps = [take_step(trainer, meter, accumulation) for _ in range(sampling.counted_steps)]
     result = {}
     for phase in PHASES:
         found = [step[phase] for step in steps]
-        peaks = {name: pick([f.peaks[name] for f in found]) for name in found[0].peaks}
+        peaks = {name: sampling.pick([f.peaks[name] for f in found]) for name in found[0].peaks}
         result[phase] = Phase(peaks, statistics.median(f.seconds for f in found))
     return result
 
 
-def figures(phases: dict[str, Phase], *, communicates: bool) -> dict[str, object]:
-    """The steady step under the contract's names. `step_seconds` only where the ranks really talk to each other.
+def _figures(phases: dict[str, Phase], *, communicates: bool) -> dict[str, Any]:
+    """The step's figures under the names of the JSON interface.
 
-    Where the allocator was asked, `phases` has all it said; where storages were counted, `phase_peaks` has their bytes.
+    `phases` holds all statistics of CUDA's allocator; `phase_peaks` holds counted tensor bytes. `communicates`: the time includes
+    real communication.
     """
     names = list(phases[PHASES[0]].peaks)
-    result: dict[str, object] = {f"peak_{name}": max(phases[phase].peaks[name] for phase in PHASES) for name in names}
+    figures: dict[str, Any] = {f"peak_{name}": max(phases[phase].peaks[name] for phase in PHASES) for name in names}
     if names == ["tensor_bytes"]:
-        result["phase_peaks"] = {phase: phases[phase].peaks["tensor_bytes"] for phase in PHASES}
+        figures["phase_peaks"] = {phase: phases[phase].peaks["tensor_bytes"] for phase in PHASES}
     else:
-        result["phases"] = {phase: phases[phase].peaks for phase in PHASES}
+        figures["phases"] = {phase: phases[phase].peaks for phase in PHASES}
     seconds = sum(phases[phase].seconds for phase in PHASES)
-    result["step_seconds" if communicates else "step_seconds_without_communication"] = round(seconds, 6)
-    return result
+    figures["step_seconds" if communicates else "step_seconds_without_communication"] = round(seconds, 6)
+    return figures

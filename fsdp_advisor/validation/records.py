@@ -1,49 +1,52 @@
-"""Records: one JSON line per run, the project's evidence. Imports no torch, so that records can be read anywhere.
+"""Records: one JSON line per run. Imports no torch, so records can be read anywhere.
 
-A record holds the request in the contract's words, the rung, how the run ended, the versions it ran under, what was measured,
-what was predicted, and the signed error of every figure that both know. Figures are bytes (or seconds) under the contract's
-names; what a rung cannot measure is absent.
+A record holds the request under the names of the JSON interface, the mode, the outcome, the versions, the measured figures and
+the predicted figures. Figures are bytes or seconds; figures that a mode cannot measure are absent.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fsdp_advisor.errors import UsageError
 
 SCHEMA_VERSION = 1
 
 WITHOUT_KERNELS = "cuda without kernels"
-"""The device of a record for which PyTorch's CUDA build ran without a GPU (tests/cuda_without_kernels)."""
+"""`Record.device` of runs of PyTorch's CUDA build on a machine without a GPU (tests/cuda_without_kernels)."""
 
-Rung = Literal["simulate", "stand-in", "measure"]
+Mode = Literal["simulate", "stand-in", "measure"]
+"""How a case is validated: PyTorch's engines on fake tensors; one GPU as rank 0 of any world size; real ranks."""
 Outcome = Literal["ok", "oom", "crash", "timeout", "interrupted", "error"]
-RUNGS: tuple[Rung, ...] = ("simulate", "stand-in", "measure")
-OUTCOMES: tuple[Outcome, ...] = ("ok", "oom", "crash", "timeout", "interrupted", "error")
-FINAL: frozenset[str] = frozenset({"ok", "oom", "crash", "timeout"})
-"""Outcomes that say something of the case; one that was interrupted or never started properly is run again."""
+FINAL: frozenset[Outcome] = frozenset({"ok", "oom", "crash", "timeout"})
+"""Outcomes that say something about the case. A campaign runs cases with other outcomes again."""
 
 FIGURES = ("peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
-"""The four memory figures, in the order of what decides whether a job fits, from weakest to strongest."""
+"""The four memory figures, from the smallest to the largest; the largest known one decides whether a job fits."""
+
+_MODE_KEY = "rung"
+"""The JSON key of `mode` in schema version 1."""
+_REQUIRED = frozenset({"model", "strategy", "backend", "gpus", "micro_batch_size", "seq_len", "precision"})
+"""Keys without which a request has no label."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One run of one case.
 
-    `request` are the contract's options as resolved; `measured` and `predicted` figures under the contract's names; `detail`
-    whatever else the run told (an out-of-memory's sizes, the log's path). `fits_predicted` and `fits_really` are the verdicts,
-    None where nothing known decides.
+    `request`: the options as resolved. `measured`, `predicted`: figures under the names of the JSON interface. `detail`: other
+    facts, such as the sizes in an out-of-memory message or the path of a log. `fits_predicted`, `fits_really`: None if unknown.
     """
 
     request: dict[str, Any]
-    rung: Rung
+    mode: Mode
     device: str
     outcome: Outcome
     versions: dict[str, str] = field(default_factory=dict)
@@ -58,86 +61,85 @@ class Record:
 
     @property
     def key(self) -> str:
-        return case_key(self.request, self.rung, self.device)
+        return case_key(self.request, self.mode, self.device)
 
     @property
     def errors(self) -> dict[str, float]:
-        """Signed relative errors, (predicted - measured) / measured, of every figure both sides know.
+        """Signed relative errors, (predicted - measured) / measured, of all figures that are both predicted and measured.
 
-        Members are named with dots: `phase_peaks.backward`, `phases.backward.reserved_bytes`.
+        Nested figures have dotted names: `phase_peaks.backward`, `phases.backward.reserved_bytes`. Step times count only on GPUs.
         """
-        predicted, measured = dict(_flat(self.predicted)), dict(_flat(self.measured))
-        timed = self.device.startswith("cuda")  # a CPU's time says nothing of a GPU's
+        predicted, measured = dict(_flattened(self.predicted)), dict(_flattened(self.measured))
+        timed = self.device.startswith("cuda")
         return {
-            name: (predicted[name] - found) / found
-            for name, found in measured.items()
-            if name in predicted and found and (timed or not name.startswith("step_seconds"))
+            name: (predicted[name] - value) / value
+            for name, value in measured.items()
+            if name in predicted and value and (timed or not name.startswith("step_seconds"))
         }
 
     @property
     def label(self) -> str:
         """The case on one line."""
         r = self.request
-        what = f"{r['model']} {r['strategy']} {r['backend']} x{r['gpus']}"
         tokens = f" T{r['seq_len']}" if r["seq_len"] else ""
-        what += f" B{r['micro_batch_size']}{tokens} {r['precision']}"
-        for name, usual in (("offload", "none"), ("activation_checkpointing", "none"), ("attention", "sdpa")):
-            if r.get(name, usual) != usual:
-                what += f" {name.split('_')[-1]}={r[name]}"
-        return what
+        label = f"{r['model']} {r['strategy']} {r['backend']} x{r['gpus']} B{r['micro_batch_size']}{tokens} {r['precision']}"
+        for name, default in (("offload", "none"), ("activation_checkpointing", "none"), ("attention", "sdpa")):
+            if r.get(name, default) != default:
+                label += f" {name.split('_')[-1]}={r[name]}"
+        return label
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "errors": {k: round(v, 6) for k, v in self.errors.items()}}
+        """The record as JSON values, with its errors."""
+        return {**json_fields(self), "errors": {k: round(v, 6) for k, v in self.errors.items()}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """Keys that are unknown are a newer version's and left out. Raises ValueError where values are no record."""
+        """The record of a JSON object. Ignores unknown keys, which newer versions may add. Raises ValueError if it is not a record."""
         known = {f.name for f in fields(cls)}
-        given = {k: v for k, v in values.items() if k in known}
-        mappings = all(
-            isinstance(given.get(k, {}), dict) for k in ("request", "versions", "measured", "predicted", "detail")
-        )
-        if not mappings or given.get("rung") not in RUNGS or given.get("outcome") not in OUTCOMES:
-            raise ValueError("no record")
-        missing = {"model", "strategy", "backend", "gpus", "micro_batch_size", "seq_len", "precision"} - {
-            *given["request"]
-        }
-        if missing:
+        given = {name: v for k, v in values.items() if (name := "mode" if k == _MODE_KEY else k) in known}
+        mappings = ("request", "versions", "measured", "predicted", "detail")
+        if not all(isinstance(given.get(name, {}), dict) for name in mappings):
+            raise ValueError("not a record")
+        if given.get("mode") not in get_args(Mode) or given.get("outcome") not in get_args(Outcome):
+            raise ValueError("not a record")
+        if missing := _REQUIRED - {*given["request"]}:
             raise ValueError(f"its request lacks {', '.join(sorted(missing))}")
         return cls(**given)
 
 
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def json_fields(row: Any) -> dict[str, Any]:
+    """The fields of a dataclass under their JSON names."""
+    return {_MODE_KEY if name == "mode" else name: value for name, value in asdict(row).items()}
+
+
+def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of nested mappings, with dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", number) for inner, number in _flat(value))
-        elif _is_number(value):
+            yield from ((f"{name}.{inner}", number) for inner, number in _flattened(value))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, value
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def case_key(request: Mapping[str, Any], rung: str, device: str) -> str:
-    """What makes two runs the same case: every option, the rung and the kind of device; not the GPU's name, nor versions."""
+def case_key(request: Mapping[str, Any], mode: Mode, device: str) -> str:
+    """The identity of a case: all options except the GPU, the mode and the kind of device. Versions do not count."""
     options = {k: v for k, v in request.items() if k != "gpu" and v is not None}
-    return json.dumps([options, rung, device.split(":")[0]], sort_keys=True, separators=(",", ":"))
+    return json.dumps([options, mode, device.split(":")[0]], sort_keys=True, separators=(",", ":"))
 
 
-def check(path: Path) -> None:
-    """Raises UsageError before anything is run for a file that `append` could not open after."""
-    place = path if path.exists() else path.parent
-    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-        why = "it is a directory" if path.is_dir() else "is its directory there, and may you write in it?"
-        raise UsageError(f"cannot write {path}: {why}", hint="choose another file for --records")
+def check_writable(path: Path) -> None:
+    """Raises UsageError if `append` could not write to the file. To be called before anything runs."""
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+        reason = "it is a directory" if path.is_dir() else "its directory does not exist or is not writable"
+        raise UsageError(f"cannot write {path}: {reason}", hint="choose another file for --records")
 
 
 def append(path: Path, record: Record) -> None:
-    """Add one line, whole or not at all, and put it on the disk before returning.
+    """Add one line, whole or not at all, and flush it to the disk.
 
-    A line that a full disk cut short is taken off again; a line torn by a power cut is ended, so that ours stands alone.
-    Raises UsageError where the file cannot be written.
+    Removes a line that a full disk cut short. Ends a line that a power cut left without a newline. Raises UsageError if the file
+    cannot be written.
     """
     line = (json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False) + "\n").encode()
     try:
@@ -151,18 +153,18 @@ def append(path: Path, record: Record) -> None:
         written = os.write(handle, line)
         if written != len(line):
             os.ftruncate(handle, os.fstat(handle).st_size - written)
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
         os.fsync(handle)
     except OSError as error:
         raise UsageError(
-            f"cannot write {path}: {error.strerror}", hint="earlier records are whole; run again to go on after them"
+            f"cannot write {path}: {error.strerror}", hint="earlier records are intact; run it again to continue"
         ) from error
     finally:
         os.close(handle)
 
 
 def read(path: Path) -> tuple[list[Record], list[str]]:
-    """All records of a file, and a note for each line that is none. Raises UsageError where the file cannot be read."""
+    """All records of a file, and a note for each line that is not a record. Raises UsageError if the file cannot be read."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -176,22 +178,26 @@ def read(path: Path) -> tuple[list[Record], list[str]]:
         try:
             values = json.loads(line)
             if not isinstance(values, dict):
-                raise ValueError("no JSON object")
+                raise ValueError("not a JSON object")
             records.append(Record.from_dict(values))
         except (ValueError, TypeError, KeyError) as error:
-            torn = number == len(lines)  # without a newline after it
-            why = "the last line is torn, as if its writing was cut short" if torn else f"line {number}: {error}"
-            notes.append(f"{path}: {why}; skipped")
+            incomplete = number == len(lines)  # no newline follows it
+            reason = (
+                "the last line is incomplete, as if writing was interrupted"
+                if incomplete
+                else f"line {number}: {error}"
+            )
+            notes.append(f"{path}: {reason}; skipped")
     return records, notes
 
 
-def thinned(highs: list[int], points: int = 100) -> list[int]:
-    """At most `points` values, each the highest of its stretch, so that no peak is lost.
+def downsampled(values: list[int], points: int = 100) -> list[int]:
+    """At most `points` values, each the maximum of its part of the list, so that no peak is lost.
 
-    >>> thinned([1, 5, 2, 3, 4, 4], 3)
+    >>> downsampled([1, 5, 2, 3, 4, 4], 3)
     [5, 3, 4]
     """
-    if len(highs) <= points:
-        return highs
-    edges = [i * len(highs) // points for i in range(points + 1)]
-    return [max(highs[a:b]) for a, b in itertools.pairwise(edges)]
+    if len(values) <= points:
+        return values
+    edges = [i * len(values) // points for i in range(points + 1)]
+    return [max(values[a:b]) for a, b in itertools.pairwise(edges)]

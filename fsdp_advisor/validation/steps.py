@@ -1,4 +1,4 @@
-"""A training step, phase by phase, under a meter: the same one for fake tensors, for a stand-in and for real ranks."""
+"""A training step, phase by phase, under a meter. All modes use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Trainer(Protocol):
-    """Something that can take the three phases of a step."""
+    """The three phases of a step, and clearing gradients."""
 
     def forward(self) -> torch.Tensor: ...
 
@@ -56,7 +56,7 @@ class TorchTrainer:
 
 
 def autocast_of(plan: Plan, device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """DDP's mixed precision; the other engines cast by themselves."""
+    """A factory of the autocast context for DDP under mixed precision; the context does nothing for other engines."""
     enabled = plan.backend == "ddp" and plan.mixed
     return lambda: torch.autocast(device, half(plan), enabled=enabled)
 
@@ -64,10 +64,10 @@ def autocast_of(plan: Plan, device: str) -> Callable[[], AbstractContextManager[
 def batch_of(source: Source, plan: Plan, model: nn.Module, *, real: bool) -> dict[str, torch.Tensor]:
     """Inputs and labels on the current default device.
 
-    Real tokens are random: all the same, they would send a mixture of experts' tokens to the same experts.
+    `real`: tokens are random. Equal tokens would all go to the same experts of a mixture of experts.
     """
     batch = source.batch(plan.micro_batch_size, plan.seq_len)
-    if plan.precision == "bf16":  # a trainer hands pixels and sound over in the model's dtype
+    if plan.precision == "bf16":  # training code casts pixels and sound to the model's dtype
         batch = {name: cast_floating(tensor, torch.bfloat16) for name, tensor in batch.items()}
     vocabulary = _vocabulary(model)
     if real and vocabulary and "input_ids" in batch:
@@ -94,7 +94,7 @@ def layers_of(stacks: list[LayerStack]) -> list[nn.Module]:
 def take_step(
     trainer: Trainer, meter: Meter, accumulation: int, after_backward: Callable[[], None] | None = None
 ) -> dict[str, Phase]:
-    """One optimizer step of `accumulation` micro-batches; the peak of each phase."""
+    """Take one optimizer step of `accumulation` micro-batches. Returns the peak and the duration of each phase."""
     phases: dict[str, Phase] = {}
 
     def ended(phase: str) -> None:

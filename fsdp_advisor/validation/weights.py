@@ -1,4 +1,4 @@
-"""Random weights for real runs, made where they are to live: shard by shard, unit by unit, or whole. Ties are kept."""
+"""Random weights for real runs, made on their device: whole, unit by unit, or shard by shard. Tied weights stay tied."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ STANDARD_DEVIATION = 0.02
 
 
 class Materialiser:
-    """Makes meta tensors real on `device`, one module at a time; a parameter met before is met again.
+    """Replaces meta tensors by real ones on `device`. A tied parameter is made once.
 
-    What it has made is remembered weakly, so that a unit's whole weights go when the engine has sharded them.
+    It keeps only weak references to the parameters it has made, so that a unit's whole weights are freed once the engine has
+    sharded them.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._made: dict[int, tuple[nn.Parameter, weakref.ref[nn.Parameter]]] = {}
 
-    def whole(self, model: nn.Module) -> None:
-        kept = []  # until the end, for weak references alone would let a tied weight go between its two places
+    def model(self, model: nn.Module) -> None:
+        """Make all parameters and buffers of a model."""
+        kept = []  # strong references until the end; else a tied weight could be freed between its two modules
         for module in model.modules():
             self.module(module)
             kept.append(list(module._parameters.values()))
 
     def module(self, module: nn.Module) -> None:
-        """The module's own parameters and buffers, not those of its children."""
+        """Make the module's own parameters and buffers, not those of its children."""
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 module._parameters[name] = self._parameter(parameter)
@@ -45,14 +47,14 @@ class Materialiser:
         if made is None:
             data = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
             made = nn.Parameter(_random(data), requires_grad=meta.requires_grad)
-            self._made[id(meta)] = (meta, weakref.ref(made))  # the meta parameter keeps its id from being used again
+            self._made[id(meta)] = (meta, weakref.ref(made))  # holding `meta` keeps its id from being reused
         return made
 
 
-def shards(model: nn.Module, device: str, *, offloaded: bool = False) -> None:
-    """The local shards of a model that FSDP2 has sharded on the meta device; on the host if `offloaded`, buffers never.
+def materialise_shards(model: nn.Module, device: str, *, offloaded: bool = False) -> None:
+    """Make the local shards of a model that FSDP2 has sharded on the meta device. `offloaded`: on the host, except buffers.
 
-    `to_empty` gives every place of a tied weight a tensor of its own; the first, which FSDP2 holds, is put back everywhere.
+    `to_empty` unties weights, so the first parameter, which FSDP2 holds, is put back in all modules that share it.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -78,7 +80,7 @@ def _random(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_attributes(module: nn.Module, device: str) -> None:
-    """Tensors that a module keeps as plain attributes."""
+    """Make the meta tensors that a module holds as plain attributes."""
     values: dict[str, Any] = vars(module)
     for name, value in list(values.items()):
         if isinstance(value, torch.Tensor) and value.is_meta:

@@ -1,131 +1,144 @@
-"""What a case's own process does, and the record that comes of it."""
+"""Run one case in processes of its own, and make its record."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fsdp_advisor.validation import launch, machine
-from fsdp_advisor.validation.case import Case
-from fsdp_advisor.validation.failures import NotHere
-from fsdp_advisor.validation.launch import Ended, Tell
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.validation import machine
+from fsdp_advisor.validation.case import Case, uses_zero_redundancy_optimizer
+from fsdp_advisor.validation.child_process import Send, preload, run_in_child
+from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.predict import Prediction, predict
-from fsdp_advisor.validation.records import Record, thinned
+from fsdp_advisor.validation.records import Record, downsampled
+from fsdp_advisor.validation.run_result import RunResult
 
-_SAME = 0.97
-"""A GPU's memory in an error message is rounded, and in a table may be another driver's."""
+_SAME_MEMORY = 0.97
+"""Memory sizes in error messages are rounded, and drivers reserve different amounts."""
 
 
-def run(case: Case) -> tuple[Record, Ended]:
-    """One case in a process of its own (or in one per rank), as a record; never raises for what the case does.
+def run(case: Case) -> tuple[Record, RunResult]:
+    """Run a case in one child process, or in one per rank. Raises AdvisorError if this machine cannot run it at all.
 
-    The record of a case that was interrupted says so: it is the caller's to stop there.
+    A failed or interrupted run is a record with that outcome; the caller decides whether to continue.
     """
-    if case.rung == "measure":
-        from fsdp_advisor.validation.measure import launch_ranks
+    if case.mode == "measure":
+        from fsdp_advisor.validation.measure import run_on_ranks
 
-        ended = launch_ranks(case)
+        result = run_on_ranks(case)
     else:
-        launch.warm_up()
-        ended = launch.forked(lambda tell: work(case, tell), timeout_seconds=case.timeout_seconds)
-    return record_of(case, ended), ended
+        preload()
+        result = run_in_child(lambda send: work(case, send), timeout_seconds=case.time_limit_seconds)
+    return record_of(case, result), result
 
 
-def work(case: Case, tell: Tell) -> None:
-    """Predict, then simulate or stand in; each is told as soon as it is known. Of a GPU, first what it holds before the run."""
-    if case.rung == "simulate" and case.snapshot is not None:
-        raise NotHere("PyTorch keeps a memory history of GPUs alone", hint="leave --snapshot out, or --rung stand-in")
-    cuda = case.device == "cuda" and case.rung != "simulate" and machine.gpu_count() > 0
-    tell("versions", machine.versions(deepspeed=case.request.backend == "deepspeed"))
-    base = None
-    if cuda:
-        from fsdp_advisor.validation.stand_in import baseline
+def run_or_record_error(case: Case) -> tuple[Record, RunResult]:
+    """As `run`; a case that this machine cannot run gets a record with the error as its message."""
+    try:
+        return run(case)
+    except AdvisorError as error:
+        result = RunResult.of_exception(error)
+        return record_of(case, result), result
+
+
+def work(case: Case, send: Send) -> None:
+    """Predict, then simulate or stand in, and send each result as soon as it is known.
+
+    Measures what the GPU already holds before anything else, because the prediction needs a CUDA context.
+    """
+    if case.mode == "simulate" and case.snapshot is not None:
+        raise ModeUnavailable(
+            "PyTorch records a memory history only on GPUs", hint="omit --snapshot, or use --mode stand-in"
+        )
+    send("versions", machine.versions(deepspeed=case.request.backend == "deepspeed"))
+    baseline = None
+    if case.mode == "stand-in" and case.device == "cuda" and machine.gpu_count() > 0:
+        from fsdp_advisor.validation.gpu_memory import measure_baseline
 
         machine.set_allocator(case.request.allocator_conf)
-        base = baseline(0)
-        tell("versions", machine.versions(cuda=True))
-    prediction = predict(case.request, case.rung, case.device)
-    tell("prediction", prediction.as_dict())
-    if case.rung == "simulate":
-        from fsdp_advisor.validation.simulate import simulate
+        baseline = measure_baseline(0)
+        send("versions", machine.versions(cuda=True))
+    prediction = predict(case.request, case.mode, case.device)
+    send("prediction", prediction.as_dict())
+    if case.mode == "simulate":
+        send("measured", _simulated(prediction))
+        return
+    from fsdp_advisor.validation import stand_in
 
-        found = simulate(prediction.source(), prediction.plan, timeline=True)
-        alive = {phase: [n for at, _, n in found.timeline if at == phase] for phase in found.phase_peaks}
-        measured: dict[str, Any] = {
-            "peak_tensor_bytes": found.peak_tensor_bytes,
-            "phase_peaks": found.phase_peaks,
-            "at_peak": found.at_peak,
-            "timeline": {phase: thinned(values) for phase, values in alive.items()},
-        }
-    else:
-        from fsdp_advisor.validation.stand_in import stand_in
+    if case.device == "cpu":
+        import torch
 
-        meter = None
-        if case.device == "cpu":
-            import torch
-
-            from fsdp_advisor.validation.meter import StorageMeter
-
-            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-            meter = StorageMeter()
-        measured = stand_in(
-            prediction.source(),
-            prediction.plan,
-            device=case.device,
-            meter=meter,
-            snapshot=case.snapshot,
-            base=base,
-            segments=prediction.segments,
-        )
-    tell("measured", measured)
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    measured = stand_in.stand_in(
+        prediction.source(),
+        prediction.plan,
+        device=case.device,
+        snapshot=case.snapshot,
+        baseline=baseline,
+        segments=prediction.segments,
+    )
+    send("measured", measured)
 
 
-def record_of(case: Case, ended: Ended) -> Record:
-    """All that is known of a case. Where not even a prediction came about, the request is as it was asked."""
-    reported = dict(ended.reported)
+def _simulated(prediction: Prediction) -> dict[str, Any]:
+    """The figures of the simulated step."""
+    from fsdp_advisor.validation.simulate import simulate
+
+    found = simulate(prediction.source(), prediction.plan, timeline=True)
+    live = {phase: [n for at, _, n in found.timeline if at == phase] for phase in found.phase_peaks}
+    return {
+        "peak_tensor_bytes": found.peak_tensor_bytes,
+        "phase_peaks": found.phase_peaks,
+        "at_peak": found.at_peak,
+        "timeline": {phase: downsampled(values) for phase, values in live.items()},
+    }
+
+
+def record_of(case: Case, result: RunResult) -> Record:
+    """The record of a case. Without a prediction, its request is the one that was asked, not the resolved one."""
+    reported = result.reported
     values = reported.get("prediction")
     prediction = Prediction.from_dict(values) if values is not None else None
     measured: dict[str, Any] = reported.get("measured", {})
     predicted = prediction.predicted if prediction else {}
     fits = prediction.fits if prediction else None
-    detail = dict(ended.detail) | ({"gpu_memory_bytes": prediction.gpu_memory_bytes} if prediction else {})
-    if prediction and prediction.plan.strategy == "zero1" and case.zero1 == "torch":
+    detail = dict(result.detail) | ({"gpu_memory_bytes": prediction.gpu_memory_bytes} if prediction else {})
+    if prediction and uses_zero_redundancy_optimizer(prediction.plan, case.zero1):
         predicted, fits = {}, None
         detail["engine"] = "torch.distributed.optim.ZeroRedundancyOptimizer, which the estimate does not model"
-    asked = case.request.as_dict()
     return Record(
-        request=prediction.request if prediction else asked,
-        rung=case.rung,
-        device=case.device if case.rung != "simulate" else "cpu",
-        outcome=ended.outcome,
+        request=prediction.request if prediction else case.request.as_dict(),
+        mode=case.mode,
+        device=case.device if case.mode != "simulate" else "cpu",
+        outcome=result.outcome,
         versions=reported.get("versions", {}),
         measured=measured,
         predicted=predicted,
         fits_predicted=fits,
-        fits_really=really_fits(ended, measured, prediction),
-        message=ended.message,
+        fits_really=_fits_really(result, measured, prediction),
+        message=result.message,
         detail=detail,
-        seconds=ended.seconds,
+        seconds=result.seconds,
     )
 
 
-def really_fits(ended: Ended, measured: dict[str, Any], prediction: Prediction | None) -> bool | None:
-    """Out of memory did not fit, unless the GPU that ran out is smaller than the one asked about, or it was the host that did.
+def _fits_really(result: RunResult, measured: dict[str, Any], prediction: Prediction | None) -> bool | None:
+    """Whether the job fits, judged by its run; None if the run does not tell.
 
-    What ended well fits where the strongest figure of the worst rank is within the GPU's memory. Where tensors alone were
-    found, what else a GPU holds is taken from the prediction.
+    A run out of memory does not fit, unless the host ran out or the GPU is smaller than the requested one. A completed run fits if
+    the largest figure of the worst rank is within the GPU's memory; if only tensors were measured, the prediction adds the rest.
     """
-    if ended.outcome == "oom":
-        if ended.detail.get("memory") == "host":
+    if result.outcome == "oom":
+        if result.detail.get("memory") == "host":
             return None
-        smaller = (
-            prediction
-            and ended.detail.get("total_bytes", prediction.gpu_memory_bytes) < _SAME * prediction.gpu_memory_bytes
-        )
-        return None if smaller else False
-    measured = {**measured, **measured.get("largest", {})}
-    if ended.outcome != "ok" or prediction is None:
+        if prediction is None:
+            return False
+        total = result.detail.get("total_bytes", prediction.gpu_memory_bytes)
+        return None if total < _SAME_MEMORY * prediction.gpu_memory_bytes else False
+    if result.outcome != "ok" or prediction is None:
         return None
-    found = measured.get("peak_device_bytes", measured.get("peak_reserved_bytes"))
-    if found is None and "peak_tensor_bytes" in measured and prediction.needed_bytes is not None:
-        found = prediction.needed_bytes + measured["peak_tensor_bytes"] - prediction.predicted["peak_tensor_bytes"]
-    return None if found is None else bool(found <= prediction.gpu_memory_bytes)
+    measured = {**measured, **measured.get("largest", {})}
+    needed = measured.get("peak_device_bytes", measured.get("peak_reserved_bytes"))
+    if needed is None and "peak_tensor_bytes" in measured and prediction.needed_bytes is not None:
+        needed = prediction.needed_bytes + measured["peak_tensor_bytes"] - prediction.predicted["peak_tensor_bytes"]
+    return None if needed is None else bool(needed <= prediction.gpu_memory_bytes)

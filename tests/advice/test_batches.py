@@ -1,4 +1,4 @@
-"""micro-batch x accumulation x world = global batch."""
+"""Micro-batches and accumulations of a global batch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.request import RecommendRequest
 
 
-def asked(**options: Any) -> RecommendRequest:
+def request_of(**options: Any) -> RecommendRequest:
     return RecommendRequest(model="7e9", **options)
 
 
 @given(n=st.integers(1, 20_000))
-def test_divisors_are_all_there(n: int) -> None:
+def test_divisors_equal_exhaustive_search(n: int) -> None:
     assert divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
 @given(whole=st.integers(1, 2000), world=st.integers(1, 64))
-def test_every_choice_makes_the_global_batch(whole: int, world: int) -> None:
+def test_every_micro_batch_makes_the_global_batch(whole: int, world: int) -> None:
     try:
-        choice = batches(asked(global_batch_size=whole), world=world)
+        choice = batches(request_of(global_batch_size=whole), world=world)
     except UsageError:
         assert whole % world
         return
@@ -33,20 +33,20 @@ def test_every_choice_makes_the_global_batch(whole: int, world: int) -> None:
     assert list(choice.sizes) == sorted(set(choice.sizes))
 
 
-def test_free_batches_are_every_size_with_the_accumulation_asked_for() -> None:
-    choice = batches(asked(gradient_accumulation_steps=4), world=8)
-    assert (choice.smallest, choice.wanted, choice.sizes[99], choice.accumulation(7)) == (1, 1, 100, 4)
+def test_free_batches_have_every_size_and_the_given_accumulation() -> None:
+    choice = batches(request_of(gradient_accumulation_steps=4), world=8)
+    assert (choice.smallest, choice.preferred, choice.sizes[99], choice.accumulation(7)) == (1, 1, 100, 4)
 
 
-def test_what_is_given_is_held() -> None:
-    assert list(batches(asked(micro_batch_size=3), world=8).sizes) == [3]
-    held = batches(asked(global_batch_size=96, gradient_accumulation_steps=4), world=8)
+def test_given_sizes_are_fixed() -> None:
+    assert list(batches(request_of(micro_batch_size=3), world=8).sizes) == [3]
+    held = batches(request_of(global_batch_size=96, gradient_accumulation_steps=4), world=8)
     assert (list(held.sizes), held.accumulation(3)) == ([3], 4)
-    both = batches(asked(global_batch_size=96, micro_batch_size=3), world=8)
+    both = batches(request_of(global_batch_size=96, micro_batch_size=3), world=8)
     assert (list(both.sizes), both.accumulation(3)) == ([3], 4)
 
 
-REFUSALS: dict[str, tuple[dict[str, int], str, str]] = {
+ERRORS: dict[str, tuple[dict[str, int], str, str]] = {
     "all three": (
         {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 128},
         "micro-batch 2 x accumulation 4 x world 8 = 64, not 128",
@@ -80,9 +80,9 @@ REFUSALS: dict[str, tuple[dict[str, int], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_refusal_shows_both_sides(name: str) -> None:
-    options, message, hint = REFUSALS[name]
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_shows_both_sides_of_the_equation(name: str) -> None:
+    options, message, hint = ERRORS[name]
     with pytest.raises(UsageError) as refused:
-        batches(asked(**options), world=8)
+        batches(request_of(**options), world=8)
     assert (refused.value.message, refused.value.hint) == (message, hint)

@@ -1,18 +1,18 @@
 """What people reported to fit, to run out of memory, or to be the largest batch, against this package's verdict.
 
-Of the published rows that state one, those are here whose job can be said in this package's words and is fully told: model,
-GPUs, strategy, precision, attention, checkpointing, micro-batch and tokens. Not here, because it cannot be said: selective
-checkpointing, torch.compile, float8, tensor, pipeline and context parallelism, LoRA, Megatron-LM's and llm-foundry's own
-models, a model's own remote code, fairscale, offloaded checkpoints; or is not told: checkpointing or precision unknown,
-batches padded to lengths that vary (t5-large by the seq2seq example), the block size of the tables on GPT-2 with 2 x 24 GB
-(printed as 12). Of those last, what does not hang on the length is here, and the batches are asked to fit at 128 tokens.
+These are the published rows that state a verdict and whose job is fully described and expressible: model, GPUs, strategy,
+precision, attention, checkpointing, micro-batch and tokens. Not expressible are selective checkpointing, torch.compile,
+float8, tensor, pipeline and context parallelism, LoRA, Megatron-LM's and llm-foundry's own models, a model's own remote code,
+fairscale, and offloaded checkpoints. Not described are unknown checkpointing or precision, batches padded to varying lengths
+(t5-large in the seq2seq example), and the block size of the tables on GPT-2 with 2 x 24 GB (printed as 12). Of those last,
+the rows whose verdict does not depend on the length are included, and their batches are checked at 128 tokens.
 
 torchtitan's rows are in `tests/memory/test_published_memory.py`, which records torchtitan's own Llama: with transformers' its
-13B did not fit at batch 2, for the fp32 copies that transformers' norms save (12.7 GiB) and torchtitan's fused norm does not.
+13B did not fit at batch 2, because of the fp32 copies that transformers' norms save (12.7 GiB) and torchtitan's fused norm
+does not.
 
-A row fits if the device's memory holds what the allocator reserves, in the worst case by giving cached memory back again
-and again, and what CUDA and NCCL take; without any margin: what ran, ran. The allocator is walked where the allocated bytes
-leave it open.
+A row fits if the device's memory holds what the allocator reserves, if need be by freeing cached memory again and again, and
+what CUDA and NCCL take. There is no margin: what ran, ran.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.source.split()[0]}: {self.told}"
+        return f"{self.source.split()[0]}: {self.described}"
 
 
 def bigscience(described: str, fits: bool, size: int, offload: str = "none", **more: Any) -> Row:
@@ -160,10 +160,10 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_verdict(row: Row, configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_verdict(row: Row, configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_ADVISOR_CACHE", str(tmp_path))
     model = row.options["model"]
     request = make_request({**row.options, "model": configs.get(model, model)})
-    [found] = estimate(request, walk="if open").estimates
+    [found] = estimate(request).estimates
     assert found.needed_bytes is not None
     assert found.fits is row.fits

@@ -1,120 +1,137 @@
-"""The search against a look at every configuration."""
+"""The search against an exhaustive one."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from asked import GPT2, LLAMA, clock, search_of, unknown
+from searches import GPT2, LLAMA, clock, no_clock, search_of
 
-from fsdp_advisor.advice.search import TIE, Row, Search, choose
+from fsdp_advisor.advice.evaluator import EXPANDABLE_SEGMENTS
+from fsdp_advisor.advice.search import EVALUATED_CHOICES, SPEED_TOLERANCE, Search, choose
 from fsdp_advisor.estimator import tensor_bytes
-from fsdp_advisor.job.plan import OFFLOADS
 
 JOBS: dict[str, dict[str, Any]] = {
-    "free": {"model": GPT2, "gpus": 2, "gpu": "24GiB", "seq_len": 512},
-    "accumulating": {"model": GPT2, "gpus": 4, "gpu": "24GiB", "seq_len": 512, "gradient_accumulation_steps": 3},
-    "global batch": {"model": LLAMA, "gpus": 8, "gpu": "H100-80GB", "global_batch_size": 192},
-    "two nodes": {"model": LLAMA, "gpus": 16, "nnodes": 2, "gpu": "A100-40GB"},
-}
-
-
-def rate(row: Row, search: Search) -> float:
-    plan = row.family.plan(search.job, row.micro_batch_size, row.accumulation)
-    return (
-        row.micro_batch_size * row.accumulation * search.job.seq_len / clock(search.judge.model, plan, search.judge.gpu)
-    )
+    "free batch": {"model": GPT2, "gpus": 2, "gpu": "24GiB", "seq_len": 512, "offload": "none"},
+    "accumulation": {
+        "model": GPT2, "gpus": 4, "gpu": "24GiB", "seq_len": 512, "gradient_accumulation_steps": 3, "offload": "none",
+    },
+    "global batch": {"model": GPT2, "gpus": 8, "gpu": "24GiB", "global_batch_size": 192, "offload": "none"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_every_verdict_is_that_of_a_replay(name: str) -> None:
+def test_max_micro_batch_is_the_last_whose_lower_bound_fits(name: str) -> None:
     search = search_of(**JOBS[name])
-    rows = list(search.rows(40))
-    assert len(rows) == len(search.families) * min(40, len(search.batches.sizes))
-    assert len({(r.family, r.micro_batch_size, r.accumulation) for r in rows}) == len(rows)
-    for row in random.Random(0).sample(rows, 250 if len(rows) > 250 else len(rows)):
-        plan = row.family.plan(search.job, row.micro_batch_size, row.accumulation)
-        assert row.fits == (tensor_bytes(search.judge.model, plan) <= search.judge.available_bytes)
-        if row.fits:
-            assert row.rate == pytest.approx(rate(row, search), rel=1e-9)  # this clock is a straight line
+    sizes = search.batches.sizes
+    for choice, largest in search.max_micro_batches.items():
+        following = sizes[sizes.index(largest) + 1 :][:1]
+        assert search.may_fit(choice, largest)
+        assert not any(search.may_fit(choice, size) for size in following)
+
+
+def test_lower_bound_is_at_least_the_tensors_and_at_most_the_estimate() -> None:
+    search = search_of(**JOBS["free batch"])
+    for choice in search.choices:
+        plan = search.plan(choice, 2)
+        lower = search.evaluator.lower_bound(plan)
+        needed = search.candidate(choice, 2).needed_bytes
+        assert needed is not None
+        assert tensor_bytes(search.evaluator.model, plan) <= lower <= needed
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_leader_is_the_fastest_of_all_that_fit(name: str) -> None:
+def test_no_feasible_plan_is_faster_than_the_winner(name: str) -> None:
     search = search_of(**JOBS[name])
-    most = max(search.batches.sizes.index(size) for size in search.ceilings.values()) + 1
-    top = max(row.rate for row in search.rows(most) if row.micro_batch_size <= search.settled.get(row.family, 0))
-    winner = search.leaders[0]
-    assert winner.fits
-    assert winner.tokens_per_second_per_gpu == pytest.approx(top, rel=2 * TIE)
-    assert [c.order for c in search.leaders[1:]] == sorted(c.order for c in search.leaders[1:])
+    winner = search.result.winner
+    assert winner is not None and winner.fits and winner.tokens_per_second_per_gpu is not None
+    for choice, largest in search.max_micro_batches.items():
+        for size in (size for size in search.batches.sizes if size <= largest):
+            plan = search.plan(choice, size)
+            rate = size * plan.gradient_accumulation_steps * plan.seq_len / clock(search.evaluator.model, plan, search.evaluator.gpu)  # fmt: skip
+            if rate > (1 + 2 * SPEED_TOLERANCE) * winner.tokens_per_second_per_gpu:
+                assert not search.candidate(choice, size).fits
 
 
-def test_the_order_is_total_and_reproducible() -> None:
-    one, other = (list(search_of(**JOBS["free"]).rows(60)) for _ in range(2))
-    assert sorted(one, key=lambda r: r.order) == sorted(other, key=lambda r: r.order)
-    random.Random(1).shuffle(other)
-    assert sorted(one, key=lambda r: r.order) == sorted(other, key=lambda r: r.order)
-    fitting = [row.order for row in one if row.fits]
-    assert len(set(fitting)) == len(fitting)
+@pytest.mark.parametrize("name", JOBS)
+def test_runners_up_fit_and_are_ordered(name: str) -> None:
+    result = search_of(**JOBS[name]).result
+    assert all(candidate.fits for candidate in result.runners_up)
+    assert [c.order for c in result.runners_up] == sorted(c.order for c in result.runners_up)
+    assert result.winner not in result.runners_up
 
 
-def test_without_a_clock_the_simplest_comes_first() -> None:
-    search = search_of(unknown, **JOBS["two nodes"])
-    simplicity = [c.family.simplicity for c in search.leaders]
-    assert simplicity == sorted(simplicity)
-    assert search.leaders[0].step_seconds is None
+@pytest.mark.parametrize("name", JOBS)
+def test_every_choice_is_feasible_or_rejected_with_a_reason(name: str) -> None:
+    search = search_of(**JOBS[name])
+    feasible = [c.choice for c in search.result.feasible]
+    rejected = [rejection.choice for rejection in search.result.rejected]
+    assert sorted((*feasible, *rejected), key=lambda c: c.preference_rank) == list(search.choices)
+    assert all(rejection.reason for rejection in search.result.rejected)
+    assert all(r.candidate.fits is False for r in search.result.rejected if r.candidate is not None)
 
 
-def test_alike_is_decided_by_simplicity() -> None:
-    search = search_of(lambda model, plan, gpu: 1.0, **JOBS["two nodes"], micro_batch_size=1)
-    winner = choose(search.leaders)
-    assert winner.family == min((c.family for c in search.leaders), key=lambda f: f.simplicity)
+def test_the_result_does_not_depend_on_earlier_evaluations() -> None:
+    fresh, used = search_of(**JOBS["free batch"]), search_of(**JOBS["free batch"])
+    for choice in reversed(used.choices):
+        used.candidate(choice, 4)
+    used.frontier()
+    assert used.result == fresh.result
 
 
-def test_what_is_held_is_not_searched() -> None:
-    search = search_of(model=LLAMA, gpus=8, strategy="zero3", backend="fsdp2", activation_checkpointing="full", offload="none")  # fmt: skip
-    assert [f.label for f in search.families] == ["ZeRO-3 (fsdp2), checkpointing"]
+def test_a_quick_search_finds_the_same_winner() -> None:
+    assert search_of(**JOBS["free batch"]).winner == search_of(**JOBS["free batch"]).result.winner
 
 
-def test_families_are_what_the_backends_can_do() -> None:
-    search = search_of(model=LLAMA, gpus=16, nnodes=2, host_memory="64GiB")
-    assert all(f.backend in OFFLOADS[f.offload][f.strategy] for f in search.families)
-    assert {f.strategy for f in search.families} == {"ddp", "zero1", "zero2", "zero3", "hsdp"}
-    assert {f.backend for f in search.families if f.offload_device == "nvme"} == {"deepspeed"}
-    assert "hsdp" not in {f.strategy for f in search_of(model=LLAMA, gpus=8).families}
+def test_without_times_the_simplest_choice_wins() -> None:
+    search = search_of(no_clock, **JOBS["free batch"])
+    ranks = [c.choice.preference_rank for c in search.result.feasible]
+    assert ranks == sorted(ranks)
+    assert len(ranks) <= EVALUATED_CHOICES
+    assert search.result.winner is not None and search.result.winner.step_seconds is None
 
 
-def test_fsdp1_is_looked_at_where_it_is_named() -> None:
-    assert "fsdp1" not in {f.backend for f in search_of(model=LLAMA, gpus=16, nnodes=2).families}
-    assert {f.backend for f in search_of(model=LLAMA, gpus=16, nnodes=2, backend="fsdp1").families} == {"fsdp1"}
+def test_equal_speeds_are_decided_by_preference() -> None:
+    search = search_of(lambda model, plan, gpu: 1.0, **JOBS["free batch"], micro_batch_size=1)
+    winner = choose(search.result.feasible)
+    assert winner.choice == min((c.choice for c in search.result.feasible), key=lambda c: c.preference_rank)
 
 
-def test_families_are_what_the_framework_can_do() -> None:
-    search = search_of(model=LLAMA, gpus=8, framework="deepspeed")
-    assert {f.backend for f in search.families} == {"deepspeed"}
-    search = search_of(model=LLAMA, gpus=8, framework="trainer", backend="fsdp1")
-    assert {f.strategy for f in search.families} == {"zero3"}
-    search = search_of(model=LLAMA, gpus=8, framework="accelerate", wrap="none")
-    sharded = [f for f in search.families if f.backend == "fsdp2"]
-    assert sharded and {f.activation_checkpointing for f in sharded} == {"none"}
-    plans = [f.plan(search.job, 1) for f in search.families]
-    assert {(p.framework, p.wrap) for p in plans} == {("accelerate", "none")}
-
-
-def test_the_frontier_rises_in_memory_and_speed() -> None:
-    points = search_of(**JOBS["free"]).frontier()
-    assert len(points) > 3
+def test_frontier_rises_in_memory_and_speed() -> None:
+    points = search_of(**JOBS["free batch"]).frontier()
+    assert len(points) > 1
     assert all(c.fits for c in points)
-    speeds = [c.tokens_per_second_per_gpu or 0.0 for c in points]
+    speeds, needs = ([getattr(c, name) for c in points] for name in ("tokens_per_second_per_gpu", "needed_bytes"))
     assert speeds == sorted(speeds)
-    needs = [c.needed_bytes or 0 for c in points]
     assert needs == sorted(needs)
 
 
-def test_a_limited_host_refuses_offload() -> None:
-    open_host, small_host = (search_of(**JOBS["two nodes"], host_memory=size) for size in ("4TiB", "2GiB"))
-    assert any(c.plan.offload == "parameters" for c in open_host.leaders)
-    assert not any(c.plan.offload == "parameters" and c.plan.offload_device == "cpu" for c in small_host.leaders)
-    assert all(c.host_bytes_per_node <= 2 * 2**30 for c in small_host.leaders)
+def test_limited_host_memory_rules_offload_out() -> None:
+    job: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "24GiB", "strategy": "zero3", "backend": "fsdp2"}
+    large, small = (search_of(**job, host_memory=size).result for size in ("4TiB", "100GiB"))
+    assert any(c.plan.offload == "parameters" for c in large.feasible)
+    assert not any(c.plan.offload == "parameters" for c in small.feasible)
+    assert any("of host memory per node, which has 100.00 GiB" in rejection.reason for rejection in small.rejected)
+
+
+def _choice_that_needs_expandable_segments(search: Search) -> Any:
+    return next(c for c in search.choices if c.label == "ZeRO-3 (deepspeed)")
+
+
+def test_expandable_segments_are_used_only_if_fragmentation_decides() -> None:
+    search = search_of(model=LLAMA, gpus=8, gpu="H100", offload="none")
+    choice = _choice_that_needs_expandable_segments(search)
+    helped, plain = search.candidate(choice, 4), search.candidate(choice, 1)
+    without = search.evaluator.estimate(helped.plan).needed_bytes
+    assert without is not None and without > helped.available_bytes
+    assert helped.fits and helped.environment == {"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS}
+    assert plain.fits and plain.environment == {}
+
+
+def test_smallest_footprint_does_not_fit_if_nothing_does() -> None:
+    search = search_of(model=LLAMA, gpus=1, gpu="24GiB", offload="none")
+    smallest = search.smallest_footprint()
+    assert search.result.winner is None and search.any_fit() is None
+    assert smallest.fits is False
+    others = [search.evaluator.lower_bound(search.plan(choice, 1)) for choice in search.choices]
+    assert search.evaluator.lower_bound(smallest.plan) == min(others)

@@ -76,25 +76,25 @@ def test_a_plan_that_does_not_fit_is_written_and_told(cli: Cli, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("fsdp2", *JOB, "--strategy", "zero1"), 2, "fsdp2 cannot do ZeRO-1 (deepspeed): it trains with FSDP2"),
+        (("fsdp2", *JOB, "--strategy", "zero1"), 2, "fsdp2 cannot do ZeRO-1 (deepspeed): it trains only with FSDP2"),
         (("accelerate", *JOB, "--strategy", "zero1", "--backend", "fsdp2"), 2, "backend fsdp2 has no strategy zero1"),
-        (("deepspeed", *JOB, "--strategy", "ddp"), 2, "deepspeed cannot do DDP: it shards with DeepSpeed"),
+        (("deepspeed", *JOB, "--strategy", "ddp"), 2, "deepspeed cannot do DDP: it shards only with DeepSpeed"),
         (
             ("fsdp2", "--model", "7B", "--strategy", "zero3"),
             2,
             "fsdp2 cannot do ZeRO-3 (fsdp2): a bare parameter count",
         ),
-        (("acelerate", *ZERO3), 2, "no export is called 'acelerate'"),
+        (("acelerate", *ZERO3), 2, "unknown export target 'acelerate'"),
         (("accelerate", "--model", "./no/such-model"), 2, "unknown model"),
         (
             ("axolotl", "--model", "openai/whisper-tiny", "--gpus", "2"),
             2,
-            "axolotl can do none of what is asked: it trains causal language models",
+            "axolotl supports none of the possible plans: it trains only causal language models",
         ),
         ((), 2, "TARGET is missing"),
         (JOB, 2, "TARGET is missing"),
         (("accelerate", "--gpus", "2"), 2, "model is missing"),
-        (("ddp", *JOB[:2], "--gpu", "A100-40GB"), 1, "nothing that ddp can do fits A100-40GB"),
+        (("ddp", *JOB[:2], "--gpu", "A100-40GB"), 1, "no plan that ddp supports fits A100-40GB"),
     ],
 )
 def test_refusals_are_one_or_two_lines(arguments: tuple[str, ...], status: int, message: str, cli: Cli) -> None:

@@ -1,4 +1,4 @@
-// The CUDA driver beside the runtime: the context, and the virtual memory that expandable segments are made of.
+// The CUDA driver: the context, and the virtual memory of expandable segments.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <dlfcn.h>
@@ -22,7 +22,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
   return cudaDeviceGetAttribute(value, attribute, device);
 }
 
-// Addresses are reserved apart from memory: a handle is memory that is accounted for, and where it is mapped does not matter.
+// Addresses and memory are separate: a handle is memory taken with cudaMalloc, and mapping it to an address does nothing.
 CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags f) { *bytes = PAGE; return 0; }
 CUresult cuMemAddressReserve(CUdeviceptr *p, size_t size, size_t alignment, CUdeviceptr wanted, unsigned long long flags) {
   void *room = mmap(0, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

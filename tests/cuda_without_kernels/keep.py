@@ -1,6 +1,6 @@
-"""Of records made without kernels, what such a run can tell: `keep.py RECORDS.jsonl KEPT.jsonl`.
+"""Reduce records made without kernels to what such a run can tell: `keep.py RECORDS.jsonl KEPT.jsonl`.
 
-Left out: time, what is not PyTorch's allocator's (the CUDA context), and the list of segments, which is long.
+Times, the CUDA context and the long lists of segments are removed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_advisor.validation import records, report
 
-TOLD = (
+KEPT_FIGURES = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "peak_requested_bytes",
@@ -21,13 +21,13 @@ TOLD = (
     "phases",
     "allocator_retries",
 )
-ALIKE = ("segments", "modelled_segments", "alike")
+KEPT_COUNTS = ("segments", "modelled_segments", "alike")
 
 
-def described(figures: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: figures[name] for name in TOLD if name in figures}
+def reduced(figures: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: figures[name] for name in KEPT_FIGURES if name in figures}
     if "snapshot" in figures:
-        found["snapshot"] = {name: figures["snapshot"][name] for name in ALIKE}
+        found["snapshot"] = {name: figures["snapshot"][name] for name in KEPT_COUNTS}
     return found
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     for record in report.latest(made):
         gpu = record.versions["gpu"].removesuffix(" without kernels")
         detail = {"gpu_memory_bytes": record.detail.get("gpu_memory_bytes", record.measured.get("device_memory_bytes"))}
-        measured, predicted = described(record.measured), described(record.predicted)
+        measured, predicted = reduced(record.measured), reduced(record.predicted)
         kept = replace(
             record,
             request={**record.request, "gpu": gpu},

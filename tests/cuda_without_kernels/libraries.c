@@ -1,5 +1,5 @@
-// What must be answered of the libraries around CUDA; every other function of theirs does nothing and says that it went well.
-// A section goes into the library named on its first line.
+// The functions of CUDA's libraries whose answers PyTorch reads. run.py generates all others: they do nothing and return success.
+// The first line of a section names its library.
 
 // library libcublas
 int cublasGetVersion_v2(void *handle, int *version) { *version = 130100; return 0; }

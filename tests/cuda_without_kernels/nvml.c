@@ -1,4 +1,4 @@
-// NVML: how many devices there are, and how much of one this process has taken.
+// NVML: the number of devices, and the memory in use on each.
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,6 +1,6 @@
-"""Runs Python with PyTorch's CUDA build on a GPU that has memory and no kernels: `run.py --gpu H100-80GB -m fsdp_advisor ...`.
+"""Run Python with PyTorch's CUDA build on a machine without a GPU: `run.py --gpu H100-80GB -m fsdp_advisor ...`.
 
-See README.md beside this file for what that tells and what it cannot.
+See README.md in this folder for the architecture and the limits.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ OWNERS = {
     "cusolver": "cusolver", "cusparse": "cusparse", "cusparseLt": "cusparseLt", "cufile": "cuFile", "cupti": "cupti", "nvrtc": "nvrtc",
     "nccl": "nccl", "nvshmem_host": "nvshmem",
 }  # fmt: skip
-"""By library, what its functions' names begin with."""
-BY_HAND = {"libcudart": "runtime.c", "libcuda": "driver.c"}
+"""The prefix of each library's functions."""
+WRITTEN = {"libcudart": "runtime.c", "libcuda": "driver.c"}
 NVML = "libnvidia-ml.so.1"
 INCLUDES = "#include <stdio.h>\n#include <stdlib.h>\n"
 SHARED_KIB = {7: 96, 8: 163, 9: 227, 10: 227, 12: 99}
-"""Shared memory a block may ask for, by compute capability (major). Source: CUDA C++ Programming Guide, technical specifications."""
+"""Largest shared memory of a block by compute capability (major). Source: CUDA C++ Programming Guide, technical specifications."""
 
 
 def torch_folder() -> Path:
+    """The folder of PyTorch's libraries. Exits without a CUDA build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not (folder := Path(str(spec.origin)).parent / "lib" / "libtorch_cuda.so").exists():
         sys.exit("this Python has no CUDA build of PyTorch: pip install --no-deps torch from the default index")
@@ -41,16 +42,16 @@ def torch_folder() -> Path:
 
 
 def headers() -> Path:
-    """Where cuda_runtime_api.h is: in the toolkit, or in the wheel nvidia-cuda-runtime."""
+    """The folder of CUDA's headers: in the packages nvidia-cuda-runtime and nvidia-cuda-crt, or in a toolkit."""
     found = [*Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cu*/include"), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]  # fmt: skip
     for folder in found:
-        if (folder / "cuda_runtime_api.h").exists() and (folder / "cuda.h").exists():
+        if all((folder / name).exists() for name in ("cuda_runtime_api.h", "cuda.h", "crt/host_defines.h")):
             return folder
-    sys.exit("no CUDA headers: pip install --no-deps nvidia-cuda-runtime, or set CUDA_HOME")
+    sys.exit("no CUDA headers: pip install --no-deps nvidia-cuda-runtime nvidia-cuda-crt, or set CUDA_HOME")
 
 
-def asked_for(torch_lib: Path) -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """Of PyTorch's libraries: functions they import by the version they ask for, those without one, and the libraries."""
+def imported_symbols(torch_lib: Path) -> tuple[dict[str, set[str]], set[str], set[str]]:
+    """The functions that PyTorch's libraries import, by symbol version; those without a version; and the libraries needed."""
     versioned: dict[str, set[str]] = collections.defaultdict(set)
     plain: set[str] = set()
     libraries: set[str] = set()
@@ -70,21 +71,22 @@ def asked_for(torch_lib: Path) -> tuple[dict[str, set[str]], set[str], set[str]]
 
 
 def stub(name: str) -> str:
+    """A C function that returns success. Functions that create something also return a handle."""
     if re.search(r"Create|_init$|Init$", name) and not name.startswith("__"):
         return f"int {name}(void **handle) {{ *handle = calloc(1, 4096); return 0; }}"
     return f"int {name}(void) {{ return 0; }}"
 
 
 def build(torch_lib: Path, into: Path) -> None:
-    """Every library that PyTorch's CUDA libraries need, with every function that they import."""
-    versioned, plain, libraries = asked_for(torch_lib)
+    """Build every CUDA library that PyTorch needs, with every function that PyTorch imports."""
+    versioned, plain, libraries = imported_symbols(torch_lib)
     text = (HERE / "libraries.c").read_text()
     sections = dict(re.findall(r"(?ms)^// library (\w+)\n(.*?)(?=^// library |\Z)", text))
     prefixes = {f"lib{name}": prefix for name, prefix in OWNERS.items()}
     for library in sorted(libraries):
         base = library.split(".so")[0]
         tag = next((v for v in versioned if v == library or (v == "NVSHMEM" and "nvshmem" in base)), None)
-        own = (HERE / BY_HAND[base]).read_text() if base in BY_HAND else INCLUDES + sections.get(base, "")
+        own = (HERE / WRITTEN[base]).read_text() if base in WRITTEN else INCLUDES + sections.get(base, "")
         mine = prefixes[base]
         others = [p for p in prefixes.values() if len(p) > len(mine) and p.startswith(mine)]
         wanted = versioned.get(tag or "", set()) | {
@@ -105,6 +107,7 @@ def compile_(sources: list[Path], library: Path, *options: str) -> None:
 
 
 def environment(gpu_name: str, libraries: Path) -> dict[str, str]:
+    """The environment in which Python sees a GPU of this name. STUB_ variables that are already set stay."""
     gpu = lookup(gpu_name)
     if gpu is None or gpu.compute_capability is None:
         sys.exit(f"{gpu_name} is not in the table of GPUs, or has no compute capability there")

@@ -1,5 +1,5 @@
-// The CUDA runtime without a GPU: devices described by the environment, memory that is accounted for and lies in host pages
-// mapped when touched, streams and events that are always done, and kernels that do nothing.
+// The CUDA runtime without a GPU. The environment describes the devices. Memory is accounted for and lies in host pages that are
+// mapped when they are written. Streams and events are always complete. Kernels do nothing.
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -15,11 +15,11 @@ static u64 setting(const char *name, u64 otherwise) {
   return text && *text ? strtoull(text, 0, 10) : otherwise;
 }
 
-// ---- Memory: whole pages of 2 MiB, first fit over what was given back, ascending addresses
+// ---- Memory: whole pages of 2 MiB, first fit by ascending address
 
 #define PAGE (2ull << 20)
 #define ARENA (1ull << 42)
-#define COPIED (4ull << 20)  // larger copies and fills move nothing, so that host memory stays small
+#define COPIED (4ull << 20)  // larger copies and fills do nothing, so that host memory stays small
 
 struct block {
   u64 at, size;

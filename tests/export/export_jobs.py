@@ -1,4 +1,4 @@
-"""Every job that can be exported, pruned: what is independent of each other is not multiplied."""
+"""Jobs that cover every export: independent options are not multiplied with each other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def job(of: Plan, **changes: Any) -> Job:
 
 
 def plans() -> Iterator[Plan]:
-    """Strategy x backend x offload x device x precision x checkpointing x nodes; the rest goes round beside them."""
+    """All of strategy x backend x offload x device x precision x checkpointing x nodes; the other options take turns."""
     optimizers, steps, prefetches = cycle(get_args(OptimizerName)), cycle((1, 4)), cycle(("pre", "post", "none"))
     attentions = cycle(("sdpa", "eager", "flash_attention_2"))
     for offload, able in OFFLOADS.items():
@@ -61,7 +61,7 @@ def plans() -> Iterator[Plan]:
 
 
 def jobs(target: str) -> list[Job]:
-    """Those that the target can do; every other one as the target's own framework trains it."""
-    found = [j for p in plans() if TARGETS[target].cannot(j := job(p)) is None]
+    """The jobs that the target supports. Every second one is estimated for the target's own framework."""
+    found = [j for p in plans() if TARGETS[target].unsupported(j := job(p)) is None]
     own = TARGETS[target].framework
     return [replace(j, plan=replace(j.plan, framework=own)) if i % 2 else j for i, j in enumerate(found)]

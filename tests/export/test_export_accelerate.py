@@ -1,4 +1,4 @@
-"""accelerate's own loader, launcher and plugins over every configuration; keys inside its sections against its own options."""
+"""accelerate's own loader, launcher and plugins read every configuration."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a folder of its own, with a GPU to ask about, every port free, and the environment as it was afterwards."""
+def _gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in an empty folder, with a fake GPU and every port free. Restores the environment afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
     monkeypatch.setattr("accelerate.utils.dataclasses.is_cuda_available", lambda: True)
@@ -47,7 +47,7 @@ def _as_on_a_gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def launched(of: Job) -> tuple[ClusterConfig, dict[str, Any], dict[str, str]]:
-    """The configuration as accelerate loads it, its file, and the environment that its launcher gives to the ranks."""
+    """The configuration as accelerate loads it, the parsed file, and the environment its launcher passes to the ranks."""
     text = export("accelerate", of).text
     Path("accelerate.yaml").write_text(text)
     loaded = load_config_from_file("accelerate.yaml")
@@ -61,7 +61,7 @@ def launched(of: Job) -> tuple[ClusterConfig, dict[str, Any], dict[str, str]]:
     return loaded, yaml.safe_load(text), prepare_multi_gpu_env(args)
 
 
-def test_every_configuration_is_loaded_and_has_only_keys_that_are_read() -> None:
+def test_accelerate_reads_every_key_of_every_configuration() -> None:
     options = {action.dest for action in parser()._actions}
     for each in jobs("accelerate"):
         loaded, written, environment = launched(each)
@@ -75,7 +75,7 @@ def test_every_configuration_is_loaded_and_has_only_keys_that_are_read() -> None
         )
 
 
-def test_choices_are_among_those_that_the_launcher_offers() -> None:
+def test_values_are_among_the_choices_of_the_launcher() -> None:
     choices = {action.dest: action.choices for action in parser()._actions if action.choices}
     checked = set()
     for each in jobs("accelerate"):
@@ -89,7 +89,7 @@ def test_choices_are_among_those_that_the_launcher_offers() -> None:
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
-def test_the_plugin_of_each_rank_is_the_plan(backend: str) -> None:
+def test_fsdp_plugin_of_each_rank_matches_the_plan(backend: str) -> None:
     for each in (j for j in jobs("accelerate") if j.plan.backend == backend):
         p = each.plan
         environment = launched(each)[2]
@@ -113,7 +113,7 @@ def test_the_plugin_of_each_rank_is_the_plan(backend: str) -> None:
             assert plugin.use_orig_params and plugin.sync_module_states
 
 
-def test_the_deepspeed_plugin_of_each_rank_is_the_plan() -> None:
+def test_deepspeed_plugin_of_each_rank_matches_the_plan() -> None:
     for each in (j for j in jobs("accelerate") if j.plan.backend == "deepspeed"):
         p = each.plan
         Path("ds_config.json").write_text(export("deepspeed", each).text)
@@ -130,13 +130,13 @@ def test_the_deepspeed_plugin_of_each_rank_is_the_plan() -> None:
         assert config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") == place
         shards = p.offload_device if p.offload == "parameters" else "none"
         assert config["zero_optimization"].get("offload_param", {}).get("device", "none") == shards
-        if p.prepared:  # as "auto" would be filled in
+        if p.prepared:  # the value that accelerate fills in for "auto"
             assert config["zero_optimization"]["reduce_bucket_size"] == HIDDEN**2
         if place == "nvme":
             assert config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/local_nvme"
 
 
-def test_one_unit_is_no_wrapping() -> None:
+def test_wrap_none_disables_wrapping() -> None:
     environment = launched(job(plan("zero3", "fsdp2", wrap="none", framework="accelerate")))[2]
     assert environment["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
     assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in environment or environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] in (
@@ -146,7 +146,7 @@ def test_one_unit_is_no_wrapping() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "accelerate"])
-def test_deepspeed_has_a_file_where_its_buckets_are_not_its_own(framework: str) -> None:
+def test_deepspeed_file_is_used_if_bucket_sizes_are_not_its_defaults(framework: str) -> None:
     exported = export("accelerate", job(plan("zero3", "deepspeed", framework=framework)))
     section = yaml.safe_load(exported.text)["deepspeed_config"]
     assert ("deepspeed_config_file" in section) == (framework == "accelerate")
@@ -155,10 +155,10 @@ def test_deepspeed_has_a_file_where_its_buckets_are_not_its_own(framework: str) 
     )
 
 
-def test_several_nodes_are_launched_from_the_file() -> None:
+def test_file_for_several_nodes_names_the_head_node() -> None:
     loaded, _, _ = launched(job(plan("zero3", "fsdp2", 2)))
     assert (loaded.main_process_ip, loaded.main_process_port, loaded.num_machines) == ("HEAD_NODE", 29500, 2)
 
 
-def test_one_gpu_needs_no_distribution() -> None:
+def test_one_gpu_is_not_distributed() -> None:
     assert launched(job(plan("ddp", "ddp", gpus=1)))[0].distributed_type.value == "NO"

@@ -1,6 +1,6 @@
-"""axolotl's keys and values against its published schema; axolotl itself is not installed.
+"""Every axolotl export agrees with axolotl's published schema. axolotl itself is not installed.
 
-Read in axolotl 0.18.0 (github.com/axolotl-ai-cloud/axolotl, commit 067b021c8b87a9e5e380b9173c704cf7340e30f5), under
+Source: axolotl 0.18.0 (github.com/axolotl-ai-cloud/axolotl, commit 067b021c8b87a9e5e380b9173c704cf7340e30f5), under
 src/axolotl/utils/schemas/: config.py (AxolotlInputConfig), model.py (ModelInputConfig), training.py
 (HyperparametersConfig), fsdp.py (FSDPConfig), enums.py (CANONICAL_ATTN_IMPLS), validation.py.
 """
@@ -60,7 +60,7 @@ def config(of: Any) -> dict[str, Any]:
     return loaded
 
 
-def test_keys_and_types_are_those_of_the_schema() -> None:
+def test_keys_and_types_match_the_schema() -> None:
     for each in jobs("axolotl"):
         found = config(each)
         assert set(found) >= REQUIRED
@@ -70,7 +70,7 @@ def test_keys_and_types_are_those_of_the_schema() -> None:
         assert found["attn_implementation"] in ATTENTION
 
 
-def test_the_plan_is_in_it() -> None:
+def test_configuration_matches_the_plan() -> None:
     for each in jobs("axolotl"):
         p, found = each.plan, config(each)
         assert (found["micro_batch_size"], found["sequence_len"]) == (p.micro_batch_size, p.seq_len)
@@ -87,6 +87,6 @@ def test_the_plan_is_in_it() -> None:
         assert (found["bf16"], found["fp16"]) == (p.precision.startswith("bf16"), p.precision == "fp16-mixed")
 
 
-def test_it_trains_causal_language_models_alone() -> None:
-    with pytest.raises(UsageError, match="it trains causal language models"):
+def test_only_causal_language_models_are_supported() -> None:
+    with pytest.raises(UsageError, match="it trains only causal language models"):
         export("axolotl", job(plan("zero3", "fsdp2"), task="masked-lm"))

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration class over every file; top-level keys against those it asks for."""
+"""DeepSpeed's own configuration class reads every file, and every top-level key."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
 from fsdp_advisor.export import export
 
 
-class Asked(dict[str, Any]):
-    """A configuration that remembers which of its keys were asked for; a copy remembers with it."""
+class RecordingDict(dict[str, Any]):
+    """A dictionary that records which of its keys were read. Copies share the record."""
 
     def __init__(self, values: dict[str, Any], names: set[str] | None = None) -> None:
         super().__init__(values)
         self.names = set() if names is None else names
 
-    def __copy__(self) -> Asked:
-        return Asked(self, self.names)
+    def __copy__(self) -> RecordingDict:
+        return RecordingDict(self, self.names)
 
     def get(self, key: str, default: Any = None) -> Any:
         self.names.add(key)
@@ -41,16 +41,16 @@ class Asked(dict[str, Any]):
 
 
 @pytest.fixture(autouse=True)
-def _a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def _eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: RANKS)
     monkeypatch.setattr(deepspeed.runtime.config, "dist", world)
 
 
-def test_every_file_is_taken_whole() -> None:
-    """The batch equation is asserted by DeepSpeed, nested keys by pydantic, top-level keys by what it asks for."""
+def test_deepspeed_reads_every_key_of_every_file() -> None:
+    """DeepSpeed checks the batch equation, pydantic the nested keys, and RecordingDict the top-level keys."""
     for each in jobs("deepspeed"):
         p = each.plan
-        values = Asked(json.loads(export("deepspeed", each).text))
+        values = RecordingDict(json.loads(export("deepspeed", each).text))
         config = DeepSpeedConfig(values)
         assert set(values) <= values.names, set(values) - values.names
         assert config.train_batch_size == p.micro_batch_size * p.gradient_accumulation_steps * RANKS
@@ -64,7 +64,7 @@ def test_every_file_is_taken_whole() -> None:
         assert (shards is not None) == (p.offload == "parameters")
 
 
-def test_every_value_is_an_integer_where_hugging_face_would_say_auto() -> None:
+def test_every_value_is_an_integer_instead_of_auto() -> None:
     for each in jobs("deepspeed"):
         text = export("deepspeed", each).text
         assert "auto" not in text
@@ -72,7 +72,7 @@ def test_every_value_is_an_integer_where_hugging_face_would_say_auto() -> None:
         assert all(isinstance(v, int) for k, v in zero.items() if not k.startswith("offload"))
 
 
-def test_buckets_are_those_of_the_estimate() -> None:
+def test_bucket_sizes_equal_those_of_the_estimate() -> None:
     config = DeepSpeedConfig(json.loads(export("deepspeed", job(plan("zero3", "deepspeed"))).text)).zero_config
     assert config.reduce_bucket_size == DEFAULTS.reduce_bucket_size
     assert config.sub_group_size == DEFAULTS.sub_group_size
@@ -82,7 +82,7 @@ def test_buckets_are_those_of_the_estimate() -> None:
     assert config.max_reuse_distance == DEFAULTS.max_reuse_distance
 
 
-def test_optimizers_are_made_with_arguments_they_take() -> None:
+def test_optimizer_arguments_exist() -> None:
     seen = set()
     for each in jobs("deepspeed"):
         section = json.loads(export("deepspeed", each).text).get("optimizer")
@@ -100,7 +100,7 @@ def test_optimizers_are_made_with_arguments_they_take() -> None:
     }  # fmt: skip
 
 
-def test_a_swap_buffer_holds_the_largest_shard() -> None:
+def test_swap_buffer_is_at_least_the_largest_shard() -> None:
     offload = {"offload": "parameters", "offload_device": "nvme"}
     one = job(plan("zero3", "deepspeed", gpus=1, **offload))
     eight = job(plan("zero3", "deepspeed", **offload))

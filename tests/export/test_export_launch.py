@@ -1,4 +1,4 @@
-"""Launch lines: what they call is caught, and read by the parser of what they would have called."""
+"""Launch scripts: stub programs record their arguments, which the real programs' parsers then read."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch.distributed.run import get_args_parser
 
 from fsdp_advisor.export import TARGETS, Job, export
 
-CATCH = '#!{python}\nimport json, sys\nopen({calls!r}, "a").write(json.dumps(sys.argv) + chr(10))\n'
-HANDED_ON = ["--steps", "2", "two words"]
+STUB = '#!{python}\nimport json, sys\nopen({calls!r}, "a").write(json.dumps(sys.argv) + chr(10))\n'
+EXTRA_ARGUMENTS = ["--steps", "2", "two words"]
 
 
 def calls(target: str, of: Job, folder: Path, **environment: str) -> list[list[str]]:
-    """The commands that the script runs, without their folders."""
+    """The commands that the script runs, as program names and arguments."""
     exported = export(target, of)
     script, record = folder / exported.file_name, folder / "calls"
     script.write_text(exported.text)
     for name in ("torchrun", "accelerate", "deepspeed", "srun"):
         stub = folder / name
-        stub.write_text(CATCH.format(python=sys.executable, calls=str(record)))
+        stub.write_text(STUB.format(python=sys.executable, calls=str(record)))
         stub.chmod(0o755)
     scontrol = folder / "scontrol"
     scontrol.write_text("#!/bin/sh\nprintf 'node-1\\nnode-2\\n'\n")
     scontrol.chmod(0o755)
     done = subprocess.run(
-        ["bash", str(script), *HANDED_ON],
+        ["bash", str(script), *EXTRA_ARGUMENTS],
         env={"PATH": f"{folder}:{os.environ['PATH']}", **environment},
         cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -45,49 +45,49 @@ def calls(target: str, of: Job, folder: Path, **environment: str) -> list[list[s
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_torchrun(nodes: int, tmp_path: Path) -> None:
+def test_torchrun_script_starts_every_rank(nodes: int, tmp_path: Path) -> None:
     ((name, *arguments),) = calls("torchrun", job(plan("zero3", "fsdp2", nodes)), tmp_path, HEAD_NODE="node-1")
     found = get_args_parser().parse_args(arguments)
     assert name == "torchrun"
     assert (found.standalone, found.nnodes) == ((True, "1:1") if nodes == 1 else (False, "2"))
     assert found.nproc_per_node == str(8 // nodes)
-    assert (found.training_script, found.training_script_args) == ("train.py", HANDED_ON)
+    assert (found.training_script, found.training_script_args) == ("train.py", EXTRA_ARGUMENTS)
     if nodes > 1:
         assert (found.rdzv_backend, found.rdzv_endpoint) == ("c10d", "node-1:29400")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_accelerate(nodes: int, tmp_path: Path) -> None:
+def test_accelerate_script_uses_the_exported_configuration(nodes: int, tmp_path: Path) -> None:
     of = job(plan("zero3", "fsdp2", nodes))
     ((name, command, *arguments),) = calls("accelerate-launch", of, tmp_path, HEAD_NODE="node-1", NODE_RANK="1")
     found: Any = launch_command_parser().parse_args(arguments)
     assert (name, command) == ("accelerate", "launch")
     assert found.config_file == TARGETS["accelerate"].file_name
-    assert (found.training_script, found.training_script_args) == ("train.py", HANDED_ON)
+    assert (found.training_script, found.training_script_args) == ("train.py", EXTRA_ARGUMENTS)
     if nodes > 1:
         assert (found.machine_rank, found.main_process_ip, found.main_process_port) == (1, "node-1", 29500)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_deepspeed(nodes: int, tmp_path: Path) -> None:
+def test_deepspeed_script_uses_the_exported_configuration(nodes: int, tmp_path: Path) -> None:
     ((name, *arguments),) = calls("deepspeed-launch", job(plan("zero3", "deepspeed", nodes)), tmp_path)
     found: Namespace = deepspeed_args(arguments)
     assert name == "deepspeed"
     assert (found.num_gpus, found.user_script) == (8 // nodes, "train.py")
-    assert found.user_args == ["--deepspeed", TARGETS["deepspeed"].file_name, *HANDED_ON]
+    assert found.user_args == ["--deepspeed", TARGETS["deepspeed"].file_name, *EXTRA_ARGUMENTS]
     if nodes > 1:
         assert (found.num_nodes, found.hostfile) == (2, "hostfile")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_slurm(nodes: int, tmp_path: Path) -> None:
+def test_slurm_script_requests_nodes_and_gpus(nodes: int, tmp_path: Path) -> None:
     of = job(plan("zero3", "fsdp2", nodes))
     ((name, command, *arguments),) = calls("sbatch", of, tmp_path, SLURM_JOB_NODELIST="node-[1-2]", SLURM_JOB_ID="7")
     found = get_args_parser().parse_args(arguments)
     assert (name, command) == ("srun", "torchrun")
     assert (found.nnodes, found.nproc_per_node, found.rdzv_id) == (str(nodes), str(8 // nodes), "7")
     assert found.rdzv_endpoint == "node-1:29400"
-    assert (found.training_script, found.training_script_args) == ("train.py", HANDED_ON)
+    assert (found.training_script, found.training_script_args) == ("train.py", EXTRA_ARGUMENTS)
     directives = [line for line in export("sbatch", of).text.splitlines() if line.startswith("#SBATCH ")]
     assert directives[1:5] == [
         f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks-per-node=1", f"#SBATCH --gpus-per-node={8 // nodes}", "#SBATCH --mem=0",
@@ -96,7 +96,7 @@ def test_slurm(nodes: int, tmp_path: Path) -> None:
     assert lines[1:7] == [line for line in lines if line.startswith("#SBATCH")]  # Slurm stops reading at a command
 
 
-def test_several_nodes_ask_for_the_head_node(tmp_path: Path) -> None:
+def test_script_for_several_nodes_requires_head_node(tmp_path: Path) -> None:
     (tmp_path / "torchrun.sh").write_text(export("torchrun", job(plan("zero3", "fsdp2", 2))).text)
     done = subprocess.run(["bash", "torchrun.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "HEAD_NODE: set it to the host name of one of the nodes" in done.stderr

@@ -1,7 +1,7 @@
-"""The exported files at work: two processes over gloo on the CPU, a tiny model, two steps.
+"""Exported files train a tiny model for two steps in two processes over gloo on the CPU.
 
-The files are run as they were exported. Where a consumer knows no CPU ranks, it is shown CPU processes as GPUs
-(`workers/cpu_as_gpu.py`); the configuration, and what the consumer makes of it, stay as they are.
+The files are run unchanged. Consumers that do not support CPU ranks take each process for a GPU rank
+(`workers/cpu_as_gpu.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp_advisor.export import Job, export
 from fsdp_advisor.job.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 WORKERS = Path(__file__).with_name("workers")
 VOCABULARY = 1000
 LAYERS = 2
@@ -33,7 +35,7 @@ LAYERS = 2
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A llama with a head of its own and one whose head is the embedding, as checkpoints."""
+    """Checkpoints of a llama with a separate head and of one whose head is tied to the embedding."""
     found = {}
     for name, tied in (("untied", False), ("tied", True)):
         torch.manual_seed(0)
@@ -54,7 +56,7 @@ def written(folder: Path, target: str, of: Job) -> Path:
 
 
 def launched(folder: Path, script: str, *arguments: str, **more: str) -> str:
-    """Run an exported launch script where it lies; what it printed."""
+    """Run an exported launch script in `folder` and return its output."""
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
     }
@@ -80,20 +82,20 @@ def losses_of(output: str) -> list[float]:
 
 
 def trained(losses: list[float]) -> bool:
-    """Two steps from random weights: finite, and near the loss of a guess."""
+    """Whether there are two losses near log(vocabulary), the loss of a random model."""
     return len(losses) == 2 and all(abs(loss - math.log(VOCABULARY)) < 1 for loss in losses)
 
 
-# The scripts, under the exported torchrun line
+# Training scripts, started by the exported torchrun script
 
 
 def script(folder: Path, of: Job, *arguments: str) -> list[float]:
     written(folder, "ddp" if of.plan.backend == "ddp" else "fsdp2", of)
-    written(folder, "torchrun", job(replace(of.plan, nnodes=1)))  # both of two nodes are here
+    written(folder, "torchrun", job(replace(of.plan, nnodes=1)))  # run both nodes on this machine
     return losses_of(launched(folder, "torchrun.sh", "--device", "cpu", "--seq-len", "32", "--steps", "2", *arguments))
 
 
-def test_fsdp2_script_trains_saves_and_goes_on(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_fsdp2_script_trains_saves_and_resumes(tiny: dict[str, Path], tmp_path: Path) -> None:
     of = job(
         plan("zero3", "fsdp2", gpus=2, precision="fp32", gradient_accumulation_steps=2, activation_checkpointing="full")
     )
@@ -104,7 +106,7 @@ def test_fsdp2_script_trains_saves_and_goes_on(tiny: dict[str, Path], tmp_path: 
 
 
 def reference(model: Path, accumulation: int) -> list[float]:
-    """The script's losses in one process without sharding: the same data, the mean over both ranks."""
+    """The losses of the same data in one process without sharding: the mean over both ranks."""
     from torch.utils.data import DistributedSampler
 
     plain = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -134,12 +136,12 @@ def reference(model: Path, accumulation: int) -> list[float]:
     ],
     ids=["hsdp-offload-fp16", "zero2-bf16-sgd-random", "ddp-bf16-mixed-own-tokens"],
 )
-def test_scripts_train(of: Plan, more: list[str], tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_script_trains(of: Plan, more: list[str], tiny: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(2000, dtype=np.uint16) % VOCABULARY)
     assert trained(script(tmp_path, job(of), "--model", str(tiny["tied"]), *more))
 
 
-# Configurations, under the launch lines that are exported with them
+# Configurations, started by the exported launch scripts
 
 
 def worker(folder: Path, name: str, launch: str, of: Job, model: Path, **environment: str) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def worker(folder: Path, name: str, launch: str, of: Job, model: Path, **environ
     return found
 
 
-def test_accelerate_shards_as_its_configuration_says(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_accelerate_shards_as_configured(tiny: dict[str, Path], tmp_path: Path) -> None:
     of = job(plan("zero3", "fsdp2", gpus=2, activation_checkpointing="full"))
     written(tmp_path, "accelerate", of)
     found = worker(tmp_path, "accelerate_train.py", "accelerate-launch", of, tiny["untied"])
@@ -161,7 +163,9 @@ def test_accelerate_shards_as_its_configuration_says(tiny: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("framework", ["torch", "accelerate"])
-def test_accelerate_hands_deepspeed_its_configuration(framework: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_accelerate_passes_the_configuration_to_deepspeed(
+    framework: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     of = job(plan("zero3", "deepspeed", gpus=2, framework=framework))
     written(tmp_path, "accelerate", of)
     if framework == "accelerate":
@@ -178,7 +182,7 @@ def test_accelerate_hands_deepspeed_its_configuration(framework: str, tiny: dict
     ],
     ids=["zero3", "zero1-bf16-sgd"],
 )
-def test_deepspeed_takes_its_configuration(of: Plan, optimizer: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_deepspeed_trains_as_configured(of: Plan, optimizer: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     written(tmp_path, "deepspeed", job(of))
     found = worker(tmp_path, "deepspeed_train.py", "deepspeed-launch", job(of), tiny["tied"])
     assert (found["stage"], found["steps"]) == (int(of.strategy[-1]), 2)
@@ -198,7 +202,7 @@ def test_deepspeed_takes_its_configuration(of: Plan, optimizer: str, tiny: dict[
     ],
     ids=["fsdp2", "deepspeed", "ddp"],
 )
-def test_trainer_takes_its_arguments(
+def test_trainer_trains_as_configured(
     of: Plan, wrapped: str, environment: dict[str, str], tiny: dict[str, Path], tmp_path: Path
 ) -> None:
     written(tmp_path, "trainer", job(of))

@@ -1,4 +1,4 @@
-"""What holds for every export: the header, quoting, refusals, and that each plan has a way out."""
+"""Rules for every export: its header, quoting of names, unsupported plans, and a target for each plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.choice import NothingFits, report_for
-from fsdp_advisor.export.job import VERSIONS, global_batch_size
+from fsdp_advisor.export.constants import VERSIONS
 from fsdp_advisor.units import format_gib
 
 HOSTILE = (
@@ -39,11 +39,11 @@ DDP = job(plan("ddp", "ddp"))
 
 
 def example(target: str) -> Job:
-    return next(j for j in (ZERO3, DEEPSPEED, DDP) if TARGETS[target].cannot(j) is None)
+    return next(j for j in (ZERO3, DEEPSPEED, DDP) if TARGETS[target].unsupported(j) is None)
 
 
 def parsed(file_name: str, text: str) -> object:
-    """The file as its format's own parser reads it."""
+    """The file, read by a parser of its format."""
     match Path(file_name).suffix:
         case ".yaml":
             return yaml.safe_load(text)
@@ -57,7 +57,7 @@ def parsed(file_name: str, text: str) -> object:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_header_says_what_was_predicted_and_checked(target: str) -> None:
+def test_header_states_prediction_and_checked_versions(target: str) -> None:
     exported = export(target, example(target))
     assert exported.file_name == TARGETS[target].file_name and exported.usage
     if exported.file_name.endswith(".json"):
@@ -69,14 +69,14 @@ def test_the_header_says_what_was_predicted_and_checked(target: str) -> None:
     assert all(f"{package} {VERSIONS[package]}" in head[3] for package in TARGETS[target].checked)
 
 
-def test_the_versions_are_those_that_these_tests_run() -> None:
+def test_checked_versions_equal_installed_versions() -> None:
     installed = {package: version(package).partition("+")[0] for package in VERSIONS if package != "axolotl"}
     assert {**installed, "axolotl": VERSIONS["axolotl"]} == VERSIONS
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_name_from_the_network_stays_a_name(target: str, name: str) -> None:
+def test_hostile_model_name_cannot_inject_code(target: str, name: str) -> None:
     exported = export(target, replace(example(target), model_name=name, gpu_name=name))
     plain = export(target, example(target))
     tree, usual = parsed(exported.file_name, exported.text), parsed(plain.file_name, plain.text)
@@ -95,14 +95,14 @@ def _named(node: ast.Assign, name: str) -> bool:
 
 
 def _code(text: str) -> list[str]:
-    """A shell script without comments; a Slurm job's name is made of harmless characters."""
+    """The lines of a shell script without comments. Asserts that a Slurm job name contains only harmless characters."""
     names = re.findall(r"^#SBATCH --job-name=(.*)$", text, re.MULTILINE)
     assert all(re.fullmatch(r"[\w.-]+", n, re.ASCII) for n in names)
     return [line for line in text.splitlines() if not line.startswith("# ") and "--job-name=" not in line]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_plan_parses(target: str) -> None:
+def test_every_supported_plan_gives_a_file_that_parses(target: str) -> None:
     able = jobs(target)
     assert able
     for each in able if not TARGETS[target].file_name.endswith((".sh", ".sbatch")) else able[:8]:
@@ -110,10 +110,10 @@ def test_every_plan_parses(target: str) -> None:
         parsed(exported.file_name, exported.text)
 
 
-def test_every_plan_can_be_exported_but_for_two_that_nobody_runs() -> None:
+def test_each_plan_is_supported_by_the_expected_targets() -> None:
     for each in map(job, plans()):
         p = each.plan
-        able = {name for name, target in TARGETS.items() if target.cannot(each) is None}
+        able = {name for name, target in TARGETS.items() if target.unsupported(each) is None}
         sharded_8bit = p.backend == "fsdp2" and p.optim == "adamw_bnb_8bit"
         bf16_on_the_host = p.backend == "deepspeed" and p.precision == "bf16" and p.offload != "none"
         runs = not sharded_8bit and not (bf16_on_the_host and not p.optim.startswith("adamw"))
@@ -128,7 +128,7 @@ def test_every_plan_can_be_exported_but_for_two_that_nobody_runs() -> None:
 
 
 @pytest.mark.parametrize("target", ["trainer", "fsdp2", "ddp"])
-def test_python_files_are_formatted_and_without_findings(target: str, tmp_path: Path) -> None:
+def test_exported_python_passes_ruff(target: str, tmp_path: Path) -> None:
     for number, each in enumerate(jobs(target)):
         (tmp_path / f"export_{number}.py").write_text(export(target, each).text)
     ruff = [sys.executable, "-m", "ruff"]
@@ -143,34 +143,34 @@ def test_python_files_are_formatted_and_without_findings(target: str, tmp_path: 
 @pytest.mark.parametrize(
     ("target", "of", "message"),
     [
-        ("fsdp2", plan("zero1", "deepspeed"), "fsdp2 cannot do ZeRO-1 (deepspeed): it trains with FSDP2"),
-        ("ddp", plan("zero3", "fsdp2"), "ddp cannot do ZeRO-3 (fsdp2): it trains with DDP"),
-        ("deepspeed", plan("ddp", "ddp"), "deepspeed cannot do DDP: it shards with DeepSpeed"),
+        ("fsdp2", plan("zero1", "deepspeed"), "fsdp2 cannot do ZeRO-1 (deepspeed): it trains only with FSDP2"),
+        ("ddp", plan("zero3", "fsdp2"), "ddp cannot do ZeRO-3 (fsdp2): it trains only with DDP"),
+        ("deepspeed", plan("ddp", "ddp"), "deepspeed cannot do DDP: it shards only with DeepSpeed"),
         ("trainer", plan("zero2", "fsdp1"), "trainer cannot do ZeRO-2 (fsdp1): framework trainer with backend fsdp1 has no zero2"),
         ("accelerate", plan("zero3", "fsdp2", wrap="none", activation_checkpointing="full"), "accelerate checkpoints the layers that it wraps"),
-        ("axolotl", plan("zero3", "fsdp1"), "axolotl cannot do ZeRO-3 (fsdp1): it has given up FSDP1"),
-        ("axolotl", plan("zero3", "fsdp2", precision="bf16"), "it takes any bf16 for mixed precision"),
+        ("axolotl", plan("zero3", "fsdp1"), "axolotl cannot do ZeRO-3 (fsdp1): it no longer supports FSDP1"),
+        ("axolotl", plan("zero3", "fsdp2", precision="bf16"), "it always treats bf16 as mixed precision"),
         ("accelerate", plan("hsdp", "fsdp2", 8), "accelerate cannot do HSDP (fsdp2): replicas of one GPU each are DDP"),
         ("trainer", plan("zero3", "fsdp2", optim="adamw_bnb_8bit"), "bitsandbytes' 8-bit AdamW cannot step FSDP2's"),
     ],
 )  # fmt: skip
-def test_a_refusal_says_who_can(target: str, of: object, message: str) -> None:
+def test_unsupported_plan_names_targets_that_support_it(target: str, of: object, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as refused:
         export(target, job(of))  # type: ignore[arg-type]  # a Plan
-    able = refused.value.hint.removeprefix("those that can: ").split(", ")
+    able = refused.value.hint.removeprefix("targets that can: ").split(", ")
     assert able and target not in able
     for name in able:
         assert export(name, job(of)).text  # type: ignore[arg-type]  # likewise
 
 
-def test_an_unknown_target_is_guessed() -> None:
-    with pytest.raises(UsageError, match="no export is called 'acelerate'") as refused:
+def test_unknown_target_suggests_nearest_name() -> None:
+    with pytest.raises(UsageError, match="unknown export target 'acelerate'") as refused:
         find("acelerate")
     assert refused.value.hint == "did you mean accelerate?"
     assert find(" Accelerate_Launch ").name == "accelerate-launch"
 
 
-def test_the_backend_is_the_target_s_where_it_is_left_open() -> None:
+def test_auto_backend_becomes_the_backend_of_the_target() -> None:
     def backend(target: str, **options: object) -> str:
         request = make_request({"model": "7B", "gpus": 4, "gpu": "H100-80GB", **options})
         (chosen,) = report_for(target, request).estimates
@@ -190,7 +190,7 @@ def test_the_backend_is_the_target_s_where_it_is_left_open() -> None:
         ("torchrun", "torch"), ("sbatch", "torch"),
     ],
 )  # fmt: skip
-def test_what_is_estimated_is_what_the_target_trains(target: str, framework: str) -> None:
+def test_estimate_assumes_the_framework_of_the_target(target: str, framework: str) -> None:
     options = {
         "model": "openai-community/gpt2",
         "gpus": 4,
@@ -199,12 +199,12 @@ def test_what_is_estimated_is_what_the_target_trains(target: str, framework: str
     }
     (row,) = report_for(target, make_request(options)).estimates
     assert row.plan.framework == framework
-    assert row.peak_device_bytes is not None  # the allocator is walked
+    assert row.peak_device_bytes is not None  # the allocator is simulated
     (given,) = report_for(target, make_request(options | {"framework": "torch"})).estimates
     assert given.plan.framework == "torch"
 
 
-def test_the_header_names_the_framework_and_the_notes_what_it_leaves_out() -> None:
+def test_header_names_framework_and_notes_list_what_is_not_modelled() -> None:
     options = {"model": "openai-community/gpt2", "gpus": 4, "gpu": "24GiB", "strategy": "zero3"}
     report = report_for("accelerate", make_request(options))
     exported = export("accelerate", Job.of(report, report.estimates[0]))
@@ -212,13 +212,13 @@ def test_the_header_names_the_framework_and_the_notes_what_it_leaves_out() -> No
     assert device is not None
     assert f"Predicted peak per GPU under accelerate: {format_gib(device)} of the device's memory; " in exported.text
     assert any(note.startswith("not in the prediction: ") and "model's outputs" in note for note in exported.notes)
-    assert not any("estimate is of plain PyTorch" in note for note in exported.notes)
+    assert not any("estimate is for plain PyTorch" in note for note in exported.notes)
     trainer = export("trainer", Job.of(report, report.estimates[0]))
-    assert "the prediction is of accelerate, which trainer does not run" in trainer.notes
+    assert "the prediction is for accelerate, which trainer does not use" in trainer.notes
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_allocator_is_set_where_it_is_launched(target: str) -> None:
+def test_launch_sets_the_allocator_configuration(target: str) -> None:
     of = replace(example(target), environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     exported = export(target, of)
     variable = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -233,18 +233,18 @@ def test_the_allocator_is_set_where_it_is_launched(target: str) -> None:
     assert "PYTORCH_ALLOC_CONF" not in export(target, example(target)).text
 
 
-def test_a_job_is_made_from_a_report() -> None:
+def test_job_copies_figures_from_report() -> None:
     report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB", strategy="zero3")
     made = Job.of(report, report.estimates[0])
     assert made.layer_classes == ("LlamaDecoderLayer",) and made.task == "causal-lm"
     assert made.largest_parameter_elements == 32_000 * 4096
     assert made.peaks["peak_tensor_bytes"] == report.estimates[0].peak_tensor_bytes
     assert made.margin == pytest.approx(1 - made.peaks[made.peak or ""] / report.gpu_memory_bytes)
-    assert global_batch_size(made.plan) == 4
+    assert made.global_batch_size == 4
 
 
 @pytest.mark.parametrize("target", ["accelerate", "deepspeed", "fsdp2", "sbatch"])
-def test_without_a_strategy_it_is_the_best_that_fits_and_that_the_target_can_do(target: str) -> None:
+def test_without_strategy_the_best_supported_plan_that_fits_is_exported(target: str) -> None:
     request = make_request({"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"})
     report = report_for(target, request)
     (chosen,) = report.estimates
@@ -253,11 +253,11 @@ def test_without_a_strategy_it_is_the_best_that_fits_and_that_the_target_can_do(
     framework = TARGETS[target].framework
     best = recommend(model=request.model, gpus=4, gpu="A100-40GB", framework=framework).recommendation
     assert best.winner is not None
-    if TARGETS[target].cannot(job(best.winner.plan)) is None:
+    if TARGETS[target].unsupported(job(best.winner.plan)) is None:
         assert chosen.plan == best.winner.plan
 
 
-def test_what_is_given_is_held() -> None:
+def test_given_options_are_kept() -> None:
     request = make_request(
         {"model": "openai-community/gpt2", "gpus": 4, "gpu": "A100-40GB", "micro_batch_size": 3, "seq_len": 512}
     )
@@ -265,9 +265,9 @@ def test_what_is_given_is_held() -> None:
     assert (chosen.plan.micro_batch_size, chosen.plan.seq_len) == (3, 512)
 
 
-def test_where_nothing_fits_it_says_what_would() -> None:
+def test_error_names_a_remedy_if_nothing_fits() -> None:
     request = make_request({"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"})
-    with pytest.raises(NothingFits, match="nothing that ddp can do fits A100-40GB with 8 % left free") as refused:
+    with pytest.raises(NothingFits, match="no plan that ddp supports fits A100-40GB with 8 % left free") as refused:
         report_for("ddp", request)
     assert refused.value.exit_status == 1 and refused.value.hint
     named = make_request({**request.as_dict(), "strategy": "ddp"})
@@ -275,10 +275,10 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert "A100-40GB has 39.39 GiB, it does not fit." in export("ddp", Job.of(report, report.estimates[0])).text
 
 
-def test_of_a_bare_count_only_what_needs_no_model_is_exported() -> None:
+def test_bare_parameter_count_is_supported_only_by_targets_without_a_model() -> None:
     report = estimate(model="7B", gpus=4, gpu="A100-40GB", strategy="zero3")
     made = Job.of(report, report.estimates[0])
-    able = [name for name, target in TARGETS.items() if target.cannot(made) is None]
+    able = [name for name, target in TARGETS.items() if target.unsupported(made) is None]
     assert able == ["accelerate", "torchrun", "accelerate-launch", "sbatch"]
     text = export("accelerate", made).text
     assert "Predicted peak: unknown" in text

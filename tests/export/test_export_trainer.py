@@ -1,4 +1,4 @@
-"""TrainingArguments over every file, and what Trainer hands on to accelerate's plugin and to DeepSpeed."""
+"""TrainingArguments, accelerate's plugin and DeepSpeed read every exported file as the plan describes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AUTO = dict.fromkeys(
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _gpu_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("accelerate.utils.dataclasses.is_cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: RANKS)
@@ -47,7 +47,7 @@ def ran(of: Job) -> dict[str, Any]:
     return names
 
 
-def test_every_file_makes_arguments(tmp_path: Path) -> None:
+def test_training_arguments_match_the_plan(tmp_path: Path) -> None:
     for each in (j for j in jobs("trainer") if j.plan.backend != "deepspeed"):
         p = each.plan
         names = ran(each)
@@ -64,28 +64,28 @@ def test_every_file_makes_arguments(tmp_path: Path) -> None:
             described = arguments.accelerator_config.gradient_accumulation_kwargs
             assert (described == {"sync_each_batch": True}) == (
                 p.framework == "torch"
-            )  # else gradients wait, as the Trainer has it
+            )  # otherwise the Trainer reduces after the last micro-batch
         replicas = arguments.parallelism_config
         assert (replicas is not None) == (p.backend == "fsdp2" and p.strategy == "hsdp" and p.replica_degree > 1)
         if replicas is not None:
             assert (replicas.dp_replicate_size, replicas.dp_shard_size) == (p.replica_degree, p.shard_degree)
 
 
-def test_fsdp_keys_are_those_that_transformers_reads() -> None:
+def test_transformers_reads_every_fsdp_key() -> None:
     read = set(re.findall(r'"(\w+)"', inspect.getsource(TrainingArguments._process_fsdp_args)))
     for each in jobs("trainer"):
         assert set(written(each).get("fsdp_config", {})) <= read
 
 
 def written(of: Job) -> dict[str, Any]:
-    """The arguments as the file has them, before TrainingArguments takes them."""
+    """The keyword arguments of the file, before TrainingArguments processes them."""
     names = ran(of)
     names["TrainingArguments"] = dict
     found: dict[str, Any] = names["training_arguments"]()
     return found
 
 
-def test_the_plugin_is_the_plan(tmp_path: Path) -> None:
+def test_fsdp_plugin_matches_the_plan(tmp_path: Path) -> None:
     for each in (j for j in jobs("trainer") if j.plan.backend in ("fsdp1", "fsdp2")):
         p = each.plan
         arguments = ran(each)["training_arguments"](output_dir=str(tmp_path), use_cpu=True)
@@ -98,15 +98,15 @@ def test_the_plugin_is_the_plan(tmp_path: Path) -> None:
             assert plugin.reshard_after_forward is (p.strategy in ("zero3", "hsdp"))
             assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == (p.offload == "parameters")
         else:
-            assert p.strategy == "zero3"  # transformers has no other
+            assert p.strategy == "zero3"  # transformers supports no other
             assert plugin.reshard_after_forward.name == "FULL_SHARD"
             assert plugin.cpu_offload.offload_params == (p.offload == "parameters")
             prefetch = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}[p.backward_prefetch]
             assert getattr(plugin.backward_prefetch, "name", None) == prefetch
 
 
-def test_what_deepspeed_is_given_is_taken(tmp_path: Path) -> None:
-    """Trainer fills in what is "auto"; DeepSpeed loads the result for as many ranks as were planned."""
+def test_deepspeed_loads_the_configuration_filled_in_by_the_trainer(tmp_path: Path) -> None:
+    """The Trainer replaces "auto"; DeepSpeed loads the result for the planned number of ranks."""
     for each in (j for j in jobs("trainer") if j.plan.backend == "deepspeed"):
         p = each.plan
         arguments = ran(each)["training_arguments"](output_dir=str(tmp_path), use_cpu=True, deepspeed=None)
@@ -126,18 +126,18 @@ def test_what_deepspeed_is_given_is_taken(tmp_path: Path) -> None:
         filled.trainer_config_process(arguments)
         filled.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN)), 100)
         auto = filled.config["zero_optimization"]
-        if p.framework == "trainer":  # what Trainer would fill in
+        if p.framework == "trainer":  # the values that the Trainer fills in
             assert buckets[0] == auto["reduce_bucket_size"]
             assert p.strategy != "zero3" or buckets[1] == auto["stage3_prefetch_bucket_size"]
         else:
             assert buckets == (DEFAULTS.reduce_bucket_size, DEFAULTS.prefetch_bucket_size)
 
 
-def test_one_unit() -> None:
+def test_wrap_none_disables_wrapping() -> None:
     found = written(job(plan("zero3", "fsdp2", wrap="none", framework="trainer")))["fsdp_config"]
     assert found["auto_wrap_policy"] == "NO_WRAP" and "transformer_layer_cls_to_wrap" not in found
 
 
-def test_momentum_has_no_name_of_its_own() -> None:
+def test_momentum_is_an_argument_of_sgd() -> None:
     found = written(job(plan("zero3", "fsdp2", optim="sgd_momentum")))
     assert (found["optim"], found["optim_args"]) == ("sgd", "momentum=0.9")

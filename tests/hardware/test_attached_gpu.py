@@ -1,4 +1,4 @@
-"""The attached GPU, with a stand-in for NVML: no GPU, one, several, slices, old drivers, and drivers that fail."""
+"""The attached GPU, with a fake NVML: no GPU, one, several, MIG slices, old drivers, and drivers that fail."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ class NVMLError(Exception):
 
 
 class FakeNvml(ModuleType):
-    """As much of the pynvml module as is called, over a list of cards."""
+    """The functions of pynvml that `attached` calls, for a list of GPUs."""
 
     nvmlMemory_v2 = 0x2000028
 
@@ -69,7 +69,7 @@ Plug = Callable[..., FakeNvml]
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """Puts cards into the machine; CUDA_VISIBLE_DEVICES is unset."""
+    """A function that makes GPUs visible to NVML. CUDA_VISIBLE_DEVICES is unset."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def put(*cards: Any) -> FakeNvml:
@@ -80,7 +80,7 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
     return put
 
 
-def test_a_known_card_comes_with_its_row_and_its_measured_memory(plug: Plug) -> None:
+def test_known_gpu_has_its_rates_and_measured_memory(plug: Plug) -> None:
     nvml = plug(H100, T4)
     gpu = attached_gpu()
     assert gpu is not None
@@ -91,7 +91,7 @@ def test_a_known_card_comes_with_its_row_and_its_measured_memory(plug: Plug) -> 
     assert nvml.open == 0
 
 
-def test_an_unknown_card_has_its_memory_and_no_rates(plug: Plug) -> None:
+def test_unknown_gpu_has_measured_memory_and_no_rates(plug: Plug) -> None:
     plug(ODD)
     gpu = attached_gpu()
     assert gpu is not None
@@ -102,7 +102,9 @@ def test_an_unknown_card_has_its_memory_and_no_rates(plug: Plug) -> None:
     ("visible", "name"),
     [("0", "H100-80GB"), ("1", "T4"), ("1,0", "T4"), (" 1 , 0", "T4"), ("GPU-2", "T4"), ("0,7", "H100-80GB")],
 )
-def test_cuda_visible_devices_chooses(plug: Plug, monkeypatch: pytest.MonkeyPatch, visible: str, name: str) -> None:
+def test_cuda_visible_devices_selects_the_gpu(
+    plug: Plug, monkeypatch: pytest.MonkeyPatch, visible: str, name: str
+) -> None:
     plug(H100, T4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpu = attached_gpu()
@@ -110,13 +112,13 @@ def test_cuda_visible_devices_chooses(plug: Plug, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("visible", ["", " ", "-1", "NoDevFiles", "-1,0", "9", "GPU-9", "rubbish"])
-def test_cuda_visible_devices_hides(plug: Plug, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+def test_cuda_visible_devices_can_hide_every_gpu(plug: Plug, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     plug(H100, T4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert attached_gpu() is None
 
 
-def test_a_slice_is_not_the_whole_card(plug: Plug) -> None:
+def test_mig_slice_has_its_own_memory_and_no_rates(plug: Plug) -> None:
     part = SimpleNamespace(name="NVIDIA A100-SXM4-80GB MIG 1g.10gb", total=9728 * MIB, reserved=0, uuid="MIG-1")
     plug(SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total=81920 * MIB, reserved=0, uuid="GPU-1", slices=[part]))
     gpu = attached_gpu()
@@ -124,20 +126,20 @@ def test_a_slice_is_not_the_whole_card(plug: Plug) -> None:
     assert (gpu.name, gpu.memory_bytes, gpu.bf16_flops) == (part.name, 9728 * MIB, None)
 
 
-def test_names_in_bytes(plug: Plug) -> None:
+def test_name_may_be_bytes(plug: Plug) -> None:
     plug(SimpleNamespace(name=b"Tesla T4", total=15360 * MIB, reserved=451 * MIB, uuid="GPU-1"))
     gpu = attached_gpu()
     assert gpu is not None and gpu.name == "T4"
 
 
-def test_an_old_driver_knows_only_version_1(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_driver_without_memory_v2(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = plug(T4)
     monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda card: SimpleNamespace(total=15109 * MIB))
     gpu = attached_gpu()
     assert gpu is not None and gpu.memory_bytes == 15109 * MIB
 
 
-def test_a_card_that_does_not_tell_its_memory_has_the_table_s(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_memory_reading_has_the_memory_of_the_table(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise NVMLError("not supported")
 
@@ -149,7 +151,7 @@ def test_a_card_that_does_not_tell_its_memory_has_the_table_s(plug: Plug, monkey
 
 
 @pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName", "nvmlShutdown"])
-def test_a_driver_that_fails_is_no_gpu(plug: Plug, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_failing_driver_gives_no_gpu(plug: Plug, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def fail(*_: Any) -> None:
         raise NVMLError("driver/library version mismatch")
 
@@ -157,23 +159,23 @@ def test_a_driver_that_fails_is_no_gpu(plug: Plug, monkeypatch: pytest.MonkeyPat
     assert attached_gpu() is None
 
 
-def test_no_cards(plug: Plug) -> None:
+def test_driver_without_gpus_gives_no_gpu(plug: Plug) -> None:
     nvml = plug()
     assert attached_gpu() is None
     assert nvml.open == 0
 
 
-def test_without_pynvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pynvml_gives_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes the import fail
     assert attached_gpu() is None
 
 
-def test_without_a_driver_nothing_is_imported_and_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_driver_pynvml_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(attached, "_DRIVER_FILES", ("/nowhere/nvidiactl",))
+    monkeypatch.setattr(attached, "DRIVER_FILES", ("/nowhere/nvidiactl",))
     start = time.perf_counter()
     assert attached_gpu() is None
     assert time.perf_counter() - start < 0.005

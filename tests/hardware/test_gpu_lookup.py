@@ -1,4 +1,4 @@
-"""Names as people type them and as drivers print them, sizes, and what is refused."""
+"""GPU names as users type them and as drivers print them, memory sizes, and unknown names."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_advisor.errors import UnknownGpu
 from fsdp_advisor.hardware import GPUS, Gpu, find_gpu, list_gpus
-from fsdp_advisor.hardware.lookup import _key
+from fsdp_advisor.hardware.lookup import canonical_name
 
 GIB = 2**30
 
@@ -39,7 +39,7 @@ TYPED = {
     "GB200": "GB200",
 }
 
-# What torch.cuda.get_device_name prints.
+# Output of torch.cuda.get_device_name.
 PRINTED = {
     "Tesla T4": "T4",
     "Tesla V100-SXM2-16GB": "V100-16GB",
@@ -84,26 +84,26 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("typed", "name"), [*TYPED.items(), *PRINTED.items()])
-def test_find_by_name(typed: str, name: str) -> None:
+def test_typed_or_printed_name_finds_the_gpu(typed: str, name: str) -> None:
     assert find_gpu(typed).name == name
 
 
-def test_every_gpu_is_printed_by_some_driver() -> None:
+def test_every_gpu_has_a_printed_name() -> None:
     assert {gpu.name for gpu in GPUS} == set(PRINTED.values())
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_every_spelling_leads_back(gpu: Gpu) -> None:
+def test_every_spelling_of_a_name_finds_the_gpu(gpu: Gpu) -> None:
     for name in (gpu.name, gpu.full_name, *gpu.aliases):
         for spelling in (name, name.lower(), name.upper(), name.replace("-", " "), name.replace("-", "_")):
             assert find_gpu(spelling) is gpu
 
 
-def test_no_spelling_names_two_gpus() -> None:
+def test_no_name_belongs_to_two_gpus() -> None:
     owners: dict[str, set[str]] = {}
     for gpu in GPUS:
         for name in (gpu.name, gpu.full_name, *gpu.aliases):
-            owners.setdefault(_key(name), set()).add(gpu.name)
+            owners.setdefault(canonical_name(name), set()).add(gpu.name)
     assert {key: names for key, names in owners.items() if len(names) > 1} == {}
 
 
@@ -119,7 +119,7 @@ def test_no_spelling_names_two_gpus() -> None:
         ("81920MiB", 80 * GIB),
     ],
 )
-def test_a_size_is_an_anonymous_gpu(size: str, memory_bytes: int) -> None:
+def test_size_gives_a_gpu_without_rates(size: str, memory_bytes: int) -> None:
     gpu = find_gpu(size)
     assert (gpu.name, gpu.memory_bytes) == (size, memory_bytes)
     rates = (gpu.bf16_flops, gpu.fp16_flops, gpu.tf32_flops, gpu.fp32_flops, gpu.memory_bytes_per_s)
@@ -133,7 +133,7 @@ def test_a_size_is_an_anonymous_gpu(size: str, memory_bytes: int) -> None:
     space=st.sampled_from(["", " ", "  "]),
     change=st.sampled_from([str.lower, str.upper, str.title, str]),
 )
-def test_sizes_are_read_as_written(n: int, unit: str, space: str, change: Callable[[str], str]) -> None:
+def test_gib_and_gb_are_distinguished(n: int, unit: str, space: str, change: Callable[[str], str]) -> None:
     scale = GIB if unit == "GiB" else 10**9
     text = change(f"{n}{space}{unit}")
     if n * scale < GIB:  # 1GB
@@ -144,12 +144,12 @@ def test_sizes_are_read_as_written(n: int, unit: str, space: str, change: Callab
 
 
 @given(mib=st.integers(1024, 1024 * 1024))
-def test_fractions_of_a_gib(mib: int) -> None:
+def test_size_may_be_a_fraction(mib: int) -> None:
     assert find_gpu(f"{mib / 1024:.10f}GiB").memory_bytes == pytest.approx(mib * 2**20, abs=1)
 
 
 @given(st.text(max_size=40))
-def test_any_text_finds_a_gpu_or_is_refused_with_a_hint(text: str) -> None:
+def test_any_text_finds_a_gpu_or_raises_with_a_hint(text: str) -> None:
     try:
         assert find_gpu(text).memory_bytes >= GIB
     except UnknownGpu as refusal:
@@ -161,7 +161,7 @@ def test_any_text_finds_a_gpu_or_is_refused_with_a_hint(text: str) -> None:
     "size",
     ["0GiB", "0.0 GB", "-24GiB", "- 24 GiB", "-0GiB", "1MiB", "5TiB", "1e999GiB", "9" * 400 + "GiB", "80", "24 B"],
 )
-def test_absurd_sizes_are_refused(size: str) -> None:
+def test_impossible_size_raises(size: str) -> None:
     with pytest.raises(UnknownGpu) as refusal:
         find_gpu(size)
     assert "24GiB" in refusal.value.hint and "1024GiB" in refusal.value.hint
@@ -179,7 +179,7 @@ def test_absurd_sizes_are_refused(size: str) -> None:
         ("rtx pro 6000 max-q", "RTX-PRO-6000"),
     ],
 )
-def test_an_unknown_name_is_never_guessed_but_hinted(typo: str, meant: str) -> None:
+def test_unknown_name_raises_with_nearest_name(typo: str, meant: str) -> None:
     with pytest.raises(UnknownGpu) as refusal:
         find_gpu(typo)
     assert str(refusal.value) == f"unknown GPU {typo!r}"
@@ -187,13 +187,13 @@ def test_an_unknown_name_is_never_guessed_but_hinted(typo: str, meant: str) -> N
 
 
 @pytest.mark.parametrize("name", ["", "   ", "!?", "nvidia", "toaster", "z" * 100_000])
-def test_names_near_to_nothing_still_get_a_hint(name: str) -> None:
+def test_name_without_neighbours_still_has_a_hint(name: str) -> None:
     with pytest.raises(UnknownGpu) as refusal:
         find_gpu(name)
-    assert refusal.value.hint == "`fsdp-advisor gpus` lists them all; a size such as 24GiB does too"
+    assert refusal.value.hint == "`fsdp-advisor gpus` lists all GPUs; a memory size such as 24GiB also works"
 
 
-def test_list_gpus() -> None:
+def test_list_gpus_filters_by_any_name() -> None:
     assert list_gpus() == GPUS
     assert [gpu.name for gpu in list_gpus("h100")] == ["H100-80GB", "H100-PCIe", "H100-NVL"]
     assert [gpu.name for gpu in list_gpus("AMD")] == ["MI210", "MI250X", "MI300X", "MI325X", "MI355X"]
@@ -201,7 +201,7 @@ def test_list_gpus() -> None:
     assert list_gpus("toaster") == ()
 
 
-def test_importing_the_room_is_cheap() -> None:
+def test_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, fsdp_advisor.hardware as h; h.find_gpu('H100')\n"
         "print([m for m in ('difflib', 'pynvml', 'pydantic', 'torch', 'numpy') if m in sys.modules])"

@@ -1,4 +1,4 @@
-"""Every row of the GPU table is complete, sourced and within what physics and makers allow."""
+"""Every row of the GPU table is complete, has its sources, and is physically plausible."""
 
 import pytest
 
@@ -8,17 +8,17 @@ from fsdp_advisor.hardware.links import ETHERNET_100G, NVLINK_4, PCIE_4_X16
 each_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 each_link = pytest.mark.parametrize("link", LINKS, ids=lambda link: link.name)
 
-# ECC on GDDR memory is kept in the memory itself and takes a sixteenth; these cards have it on as delivered.
+# ECC on GDDR memory takes a sixteenth of the memory; these cards are delivered with ECC enabled.
 ECC_IN_GDDR = {"T4", "A10", "A10G", "A40", "L4", "L40S"}
 
 
-def test_names_are_unique_and_many() -> None:
+def test_gpu_names_are_unique() -> None:
     names = [gpu.name for gpu in GPUS]
     assert len(names) == len(set(names)) >= 35
 
 
 @each_gpu
-def test_memory_is_a_little_less_than_the_box_says(gpu: Gpu) -> None:
+def test_memory_is_a_little_less_than_nominal(gpu: Gpu) -> None:
     kept = gpu.memory_bytes / gpu.nominal_memory_bytes
     if gpu.name in ECC_IN_GDDR:
         assert 0.90 < kept < 15 / 16
@@ -28,7 +28,7 @@ def test_memory_is_a_little_less_than_the_box_says(gpu: Gpu) -> None:
 
 
 @each_gpu
-def test_rates_fall_with_precision(gpu: Gpu) -> None:
+def test_rates_decrease_with_precision(gpu: Gpu) -> None:
     assert gpu.fp16_flops is not None and gpu.fp32_flops is not None and gpu.memory_bytes_per_s is not None
     if gpu.bf16_flops is not None:
         assert gpu.bf16_flops == gpu.fp16_flops
@@ -39,13 +39,13 @@ def test_rates_fall_with_precision(gpu: Gpu) -> None:
 
 
 @each_gpu
-def test_half_precision_is_twice_tf32_where_there_are_tensor_cores_for_it(gpu: Gpu) -> None:
+def test_fp16_rate_is_twice_the_tf32_rate(gpu: Gpu) -> None:
     if gpu.tf32_flops is not None:
         assert gpu.fp16_flops == pytest.approx(2 * gpu.tf32_flops, rel=0.02)
 
 
 @each_gpu
-def test_what_an_architecture_can_do(gpu: Gpu) -> None:
+def test_dtypes_and_capability_match_the_architecture(gpu: Gpu) -> None:
     assert (gpu.bf16_flops is None) == (gpu.architecture in ("volta", "turing"))
     assert (gpu.tf32_flops is None) == (gpu.architecture in ("volta", "turing", "cdna2", "cdna4"))
     capability = {
@@ -57,7 +57,7 @@ def test_what_an_architecture_can_do(gpu: Gpu) -> None:
 
 
 @each_gpu
-def test_every_row_has_its_sources_and_its_links(gpu: Gpu) -> None:
+def test_every_gpu_has_sources_and_links(gpu: Gpu) -> None:
     assert gpu.source and gpu.memory_source and gpu.node_source
     assert gpu.intra_node in LINKS
     assert gpu.inter_node is not None and gpu.gpus_per_node is not None
@@ -68,7 +68,7 @@ def test_every_row_has_its_sources_and_its_links(gpu: Gpu) -> None:
 
 
 @each_gpu
-def test_a_nodes_host_is_known_where_its_machine_is(gpu: Gpu) -> None:
+def test_host_memory_is_known_only_for_named_machines(gpu: Gpu) -> None:
     if gpu.host_memory_bytes is None:
         assert 0 < usual_host_bytes(gpu) == max(known.host_memory_bytes or 0 for known in GPUS)
     else:
@@ -77,13 +77,13 @@ def test_a_nodes_host_is_known_where_its_machine_is(gpu: Gpu) -> None:
 
 
 @each_gpu
-def test_xgmi_is_amd_and_nvlink_is_not(gpu: Gpu) -> None:
+def test_only_amd_gpus_have_xgmi(gpu: Gpu) -> None:
     assert gpu.intra_node is not None
     assert gpu.full_name.startswith("AMD") == (gpu.intra_node.kind == "xgmi")
 
 
 @each_link
-def test_every_link_has_a_rate_and_a_source(link: Link) -> None:
+def test_every_link_has_a_plausible_rate_and_a_source(link: Link) -> None:
     assert 1e9 < link.bytes_per_s <= 900e9
     assert link.source
     assert link.latency_s is None or 1e-6 < link.latency_s < 1e-4
@@ -94,12 +94,12 @@ def test_link_names_are_unique() -> None:
     assert len({link.name for link in LINKS}) == len(LINKS)
 
 
-def test_rates_are_of_one_direction() -> None:
+def test_link_rates_are_for_one_direction() -> None:
     assert NVLINK_4.bytes_per_s == 450e9
     assert PCIE_4_X16.bytes_per_s == pytest.approx(31.5e9, rel=0.001)
 
 
-def test_a_shared_adapter_is_divided() -> None:
+def test_shared_adapter_is_divided_by_its_gpus() -> None:
     share = ETHERNET_100G.shared_by(8)
     assert share.bytes_per_s * 8 == ETHERNET_100G.bytes_per_s
     assert share.name == "Ethernet 100 Gb/s / 8 GPUs"
@@ -109,7 +109,7 @@ def test_a_shared_adapter_is_divided() -> None:
 
 
 @each_gpu
-def test_multiprocessors_times_their_lanes_and_a_clock_give_the_fp32_rate(gpu: Gpu) -> None:
+def test_fp32_rate_implies_a_plausible_clock(gpu: Gpu) -> None:
     assert gpu.multiprocessors is not None and gpu.fp32_flops is not None
     half_lanes = gpu.architecture in ("volta", "turing") or gpu.name.startswith(("A100", "A800", "A30"))
     lanes = 256 if (gpu.architecture or "").startswith("cdna") else 64 if half_lanes else 128

@@ -1,4 +1,4 @@
-"""What people type for the network between nodes."""
+"""Names and rates of the network between nodes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PER_GPU = {
 
 
 @pytest.mark.parametrize("typed", PER_GPU)
-def test_names_and_rates_are_forgiving(typed: str) -> None:
+def test_typed_name_or_rate_gives_the_share_of_a_gpu(typed: str) -> None:
     assert find_interconnect(typed, H100, 8).bytes_per_s == pytest.approx(PER_GPU[typed])
 
 
-def test_a_name_means_what_the_gpus_time_had() -> None:
+def test_efa_means_the_generation_of_the_gpu() -> None:
     assert find_interconnect("EFA", A100, 8).bytes_per_s == 400e9 / 8 / 8
     assert find_interconnect("EFA", V100, 8).bytes_per_s == 100e9 / 8 / 8
 
 
-def test_every_network_of_the_table_resolves_to_itself() -> None:
+def test_every_network_is_found_by_its_name() -> None:
     for link in LINKS:
         if link.kind not in ("nvlink", "pcie", "xgmi"):
             assert find_interconnect(link.name, H100, 1) == link
@@ -47,14 +47,14 @@ def test_every_network_of_the_table_resolves_to_itself() -> None:
         ("0Gb/s", "10Mb/s"),
     ],
 )
-def test_what_is_none_is_refused_with_the_nearest(typed: str, hint: str) -> None:
+def test_unknown_interconnect_raises_with_nearest_name(typed: str, hint: str) -> None:
     with pytest.raises(UsageError) as refused:
         find_interconnect(typed, H100, 8)
     assert hint in refused.value.hint
 
 
-def test_the_request_takes_it_as_typed() -> None:
-    """A small b is bits and a capital one bytes: the case is kept."""
+def test_request_keeps_the_case_of_an_interconnect() -> None:
+    """Lower-case b means bits, upper-case B bytes."""
     bits, bytes_ = (
         estimate(model="gpt2", gpus=16, nnodes=2, gpu="A100", strategy="zero3", interconnect=typed).estimates[0].step
         for typed in ("1Gb/s", "1GB/s")

@@ -147,7 +147,7 @@ def recorded(recorder: Recorder, request: EstimateRequest) -> Resolved:
         profile=profile,
         parameters=profile.parameters,
         trainable_parameters=profile.parameters,
-        may_record=False,
+        recording_allowed=False,
     )
 
 

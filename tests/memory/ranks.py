@@ -32,13 +32,15 @@ def llama(
             *(Parameter(f"self_attn.{x}_proj.weight", square) for x in "qkvo"),
             *(Parameter(f"mlp.{x}_proj.weight", (width, hidden)) for x in ("gate", "up")),
             Parameter("mlp.down_proj.weight", (hidden, width)),
-            Parameter("input_layernorm.weight", (hidden,)),
-            Parameter("post_attention_layernorm.weight", (hidden,)),
+            Parameter("input_layernorm.weight", (hidden,), role="norm"),
+            Parameter("post_attention_layernorm.weight", (hidden,), role="norm"),
         ),
     )
-    embedding = Parameter("model.embed_tokens.weight", (vocabulary, hidden), True, ("lm_head.weight",) if tied else ())
-    head = () if tied else (Parameter("lm_head.weight", (vocabulary, hidden)),)
-    root = Unit("LlamaForCausalLM", (embedding, Parameter("model.norm.weight", (hidden,)), *head))
+    ties = ("lm_head.weight",) if tied else ()
+    embedding = Parameter("model.embed_tokens.weight", (vocabulary, hidden), tied=ties, role="embedding")
+    norm = Parameter("model.norm.weight", (hidden,), role="final_norm")
+    head = () if tied else (Parameter("lm_head.weight", (vocabulary, hidden), role="head"),)
+    root = Unit("LlamaForCausalLM", (embedding, norm, *head))
     stack = Stack("model.layers", (layer,), (Run((0,), layers),))
     return Profile("llama", "causal-lm", root, (stack,), (1,), None, config or {}, {})
 

@@ -1,4 +1,4 @@
-"""How frameworks wrap the root, on catalogued models; and their schedules against themselves, storage by storage."""
+"""How frameworks wrap the root, on catalogued models; and the peaks of their programs, storage by storage."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fsdp_advisor.memory.allocator.reserve import traced
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.deepspeed.settings import settings_of
-from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, marked, marks_for, wrapping_of
+from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, marked_units, wrapping_of
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import estimate_resolved, make_request, replayed
+from fsdp_advisor.estimator import estimate_resolved, make_request, peak_of_step
 from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.memory.allocator import step_operations
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import Op, Variant
+from fsdp_advisor.model.profile import MarkedUnit, Op, Variant
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.tapes import variant_of
@@ -28,6 +29,7 @@ UNTIED, TIED, GPT2, OPT = (
     "openai-community/gpt2",
     "facebook/opt-125m",
 )
+MARKS = (Op.PRE_FORWARD, Op.POST_FORWARD, Op.PRE_BACKWARD, Op.POST_BACKWARD)
 JOB = {"gpus": 8, "micro_batch_size": 2, "seq_len": 256}
 
 
@@ -96,17 +98,13 @@ def test_every_parameter_of_a_root_is_in_one_unit() -> None:
 
 
 @pytest.mark.parametrize("model", [UNTIED, GPT2])
-def test_marks_are_added_and_nothing_else_changes(model: str) -> None:
+def test_a_plan_needs_the_marks_of_its_own_units(model: str) -> None:
     resolved = resolve(model)
     plan = plan_of(model=model, strategy="zero3", framework="accelerate")
-    tape = resolved.tape(variant_of(plan))
-    more = marked(profile_of(model), tape, marks_for(profile_of(model), plan))
-    assert more.births == tape.births
-    for ours, theirs in zip(more.segments, tape.segments, strict=True):
-        assert [e for e in ours.events if not (Op.PRE_FORWARD <= e[0] <= Op.POST_BACKWARD and e[1] > 1)] == list(
-            theirs.events
-        )
-    assert marks_for(profile_of(model), plan_of(model=model, strategy="zero3")) == "none"
+    on_tape = {u for s in resolved.tape(variant_of(plan)).segments for op, u, _ in s.events if op in MARKS}
+    units = marked_units(profile_of(model), plan)
+    assert units and units | {MarkedUnit.LAYER, MarkedUnit.ROOT} == on_tape
+    assert not marked_units(profile_of(model), plan_of(model=model, strategy="zero3"))
 
 
 def played(requests: tuple[int, ...], operations: tuple[int, ...], alive: dict[int, int]) -> int:
@@ -138,7 +136,7 @@ def played(requests: tuple[int, ...], operations: tuple[int, ...], alive: dict[i
     ],
 )
 @pytest.mark.parametrize("model", [UNTIED, GPT2])
-def test_sums_and_single_storages_agree(
+def test_allocator_operations_reach_the_live_peak(
     model: str, backend: str, strategy: str, framework: str, accumulation: int, wrap: str
 ) -> None:
     plan = plan_of(
@@ -146,16 +144,15 @@ def test_sums_and_single_storages_agree(
         nnodes=2, wrap=wrap,
     )  # fmt: skip
     profile, tape = profile_of(model), resolve(model).tape(variant_of(plan))
-    ledger = replayed(profile, tape, plan)
-    steps = traced(profile, tape, plan)
+    steps = step_operations(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len)
     alive: dict[int, int] = {}
     highest = 0
     for operations in (steps.setup, steps.first):
         highest = played(steps.requests, operations, alive)
-    for ours, next_ones in steps.handed_on:
+    for ours, next_ones in steps.carried_over:
         alive[next_ones] = alive.pop(ours)
     highest = played(steps.requests, steps.following, alive)
-    assert highest == ledger.peak
+    assert highest == peak_of_step(profile, tape, plan).peak
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1,4 +1,4 @@
-"""The table of architectures: well formed, rebuilt by transformers, and of the published size."""
+"""The table of architectures is well formed, and transformers builds models of the published size from it."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ AUTO_CLASSES = {
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
 }
 
-# Totals published elsewhere than in the table under test.
+# Parameter counts from sources independent of the table.
 HUB = "safetensors.total in the hub's model API"
 PUBLISHED = [
     ("meta-llama/Llama-2-7b-hf", 6_738_415_616, HUB),
@@ -85,24 +85,24 @@ def test_row_is_well_formed(row):
         assert not (isinstance(value, str) and value[:1].isdigit()), f"{key}: {value!r} should be a number"
 
 
-def test_names_are_unique_whatever_their_case():
+def test_names_are_unique_ignoring_case():
     names = [name.lower() for row in ROWS for name in (row["id"], *row.get("aliases", []))]
     assert sorted(names) == sorted(set(names))
 
 
-def test_there_are_models_of_every_kind():
+def test_every_task_has_models():
     assert len(ROWS) >= 85
     assert {row["task"] for row in ROWS} == set(AUTO_CLASSES)
 
 
 def build(row):
-    """The model of a row, without memory."""
+    """The model of a row on the meta device."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(**copy.deepcopy(row["config"]))
     with torch.device("meta"):
         model = getattr(transformers, AUTO_CLASSES[row["task"]]).from_config(config)
-    if row["config"].get("tie_word_embeddings") is False:  # transformers 5 ties T5's head whatever the config says
+    if row["config"].get("tie_word_embeddings") is False:  # transformers 5 ties T5's head even if the config does not
         head = model.get_output_embeddings()
         if head.weight is model.get_input_embeddings().weight:
             head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
@@ -110,11 +110,11 @@ def build(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
-def test_transformers_builds_as_many_parameters(row):
+def test_transformers_builds_the_stated_number_of_parameters(row):
     assert sum(parameter.numel() for parameter in build(row).parameters()) == row["parameters"]
 
 
 @pytest.mark.parametrize(("name", "total", "source"), PUBLISHED, ids=[name for name, *_ in PUBLISHED])
-def test_total_is_the_published_one(name, total, source):
+def test_total_equals_the_published_total(name, total, source):
     (row,) = (row for row in ROWS if name in (row["id"], *row.get("aliases", [])))
     assert row["parameters"] == total, source

@@ -1,4 +1,4 @@
-"""Configurations: hostile ones are refused in one line, real ones pass, and only the trained part is kept."""
+"""Configurations: hostile ones raise one line, real ones pass, and only the trained part is selected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiny_llama import CONFIG_HINT, LLAMA, PARAMETERS, write, written
 from fsdp_advisor.errors import UnreadableConfig
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model import resolve as module
-from fsdp_advisor.model.config import parse_config, trained_part
+from fsdp_advisor.model.config import json_depth_exceeds, parse_config, trained_part
 from fsdp_advisor.model.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -26,11 +26,19 @@ def _deep(levels: int) -> str:
 
 
 BAD_CONFIGS = [
-    (b"", "not valid JSON (line 1, column 1)", "is the file whole? " + CONFIG_HINT),
-    (b'{"model_type": "llama", "hidden', "not valid JSON (line 1, column 25)", "is the file whole? " + CONFIG_HINT),
-    (b'{"a": "' + b'\\"' * 100_000, "not valid JSON (line 1, column 7)", "is the file whole? " + CONFIG_HINT),
+    (b"", "not valid JSON (line 1, column 1)", "check that the file is complete; " + CONFIG_HINT),
+    (
+        b'{"model_type": "llama", "hidden',
+        "not valid JSON (line 1, column 25)",
+        "check that the file is complete; " + CONFIG_HINT,
+    ),
+    (
+        b'{"a": "' + b'\\"' * 100_000,
+        "not valid JSON (line 1, column 7)",
+        "check that the file is complete; " + CONFIG_HINT,
+    ),
     (b"\xff\xfe{}", "not UTF-8 text (byte 0)", CONFIG_HINT),
-    (b"{" + b" " * 2**20 + b"}", "larger than 1 MiB, so no config.json", CONFIG_HINT),
+    (b"{" + b" " * 2**20 + b"}", "larger than 1 MiB, so not a config.json", CONFIG_HINT),
     (_deep(33).encode(), "nested deeper than 32 levels", CONFIG_HINT),
     (b"[" * 500_000, "nested deeper than 32 levels", CONFIG_HINT),
     (b'{"a":' * 200_000, "nested deeper than 32 levels", CONFIG_HINT),
@@ -38,8 +46,8 @@ BAD_CONFIGS = [
     (b"null", "null, not an object", CONFIG_HINT),
     (b"7", "a number, not an object", CONFIG_HINT),
     (b"{}", "the configuration has no model_type", CONFIG_HINT),
-    ({"model_type": 7}, "the configuration has a model_type that is no name", CONFIG_HINT),
-    ({"model_type": "../x"}, "the configuration has a model_type that is no name", CONFIG_HINT),
+    ({"model_type": 7}, "the configuration has an invalid model_type", CONFIG_HINT),
+    ({"model_type": "../x"}, "the configuration has an invalid model_type", CONFIG_HINT),
     ({"model_type": None}, "the configuration has no model_type", CONFIG_HINT),
     ({"text_config": {"vocab_size": 9}}, "the configuration has no model_type", CONFIG_HINT),
     (LLAMA | {"architectures": [7]}, "architectures must be a list of names", CONFIG_HINT),
@@ -86,12 +94,12 @@ def _bytes(config: object) -> bytes:
 
 
 @pytest.mark.parametrize(("config", "message", "hint"), BAD_CONFIGS, ids=[m[:40] for _, m, _ in BAD_CONFIGS])
-def test_bad_configurations(
+def test_bad_configuration_raises_before_torch_is_imported(
     home: Path, config: object, message: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = home / "config.json"
     path.write_bytes(_bytes(config))
-    monkeypatch.setattr(module, "_recorder", lambda *_: pytest.fail("torch was asked"))
+    monkeypatch.setattr(module, "build_recorder", lambda *_: pytest.fail("torch was imported"))
     began = time.perf_counter()
     with pytest.raises(UnreadableConfig) as caught:
         resolve(str(path))
@@ -100,7 +108,7 @@ def test_bad_configurations(
     assert written(home) == []
 
 
-def test_the_text_part_of_a_multimodal_model(home: Path) -> None:
+def test_text_part_of_a_multimodal_model_is_estimated(home: Path) -> None:
     text = {k: v for k, v in LLAMA.items() if k != "architectures"}
     outer = {
         "model_type": "llava",
@@ -113,19 +121,19 @@ def test_the_text_part_of_a_multimodal_model(home: Path) -> None:
     assert found.notes == ("only the text part (llama) of a multimodal model is estimated",)
 
 
-def test_the_text_part_takes_its_type_and_its_tie_from_outside() -> None:
+def test_text_part_inherits_model_type_and_tied_embeddings() -> None:
     outer = {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": {"hidden_size": 64}}
     config, _ = trained_part(outer, "x")
     assert config == {"model_type": "gemma3_text", "tie_word_embeddings": True, "hidden_size": 64}
 
 
-def test_quantization_is_left_out(home: Path) -> None:
+def test_quantization_is_ignored_with_a_note(home: Path) -> None:
     found = resolve(str(write(home / "q.json", LLAMA | {"quantization_config": {"quant_method": "fp8"}})))
     assert found.parameters == PARAMETERS
-    assert found.notes == ("the configuration's quantization is left out: training keeps whole weights",)
+    assert found.notes == ("the quantization in the configuration is ignored: training uses unquantized weights",)
 
 
-def test_real_configurations_pass_the_bounds() -> None:
+def test_configurations_of_the_catalog_pass_the_checks() -> None:
     import yaml
 
     for row in yaml.safe_load((Path(catalog.__file__).parent / "architectures.yaml").read_text(encoding="utf-8")):
@@ -142,9 +150,18 @@ JSON = st.recursive(
 )
 
 
+@given(JSON.map(json.dumps), st.integers(0, 6))
+def test_json_depth_equals_the_depth_of_the_parsed_value(text: str, limit: int) -> None:
+    def depth(value: object) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return (1 + max(map(depth, inner), default=0)) if isinstance(value, (dict, list)) else 0
+
+    assert json_depth_exceeds(text.encode(), limit) == (depth(json.loads(text)) > limit)
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(KEYS, JSON, max_size=8) | JSON)
-def test_any_json_is_a_configuration_or_refused(value: object) -> None:
+def test_any_json_is_a_configuration_or_raises(value: object) -> None:
     try:
         config, _ = trained_part(parse_config(json.dumps(value).encode(), "x"), "x")
     except UnreadableConfig as error:
@@ -156,7 +173,7 @@ def test_any_json_is_a_configuration_or_refused(value: object) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=64) | st.text(alphabet='{}[]":,\\0e-ntf \n', max_size=64).map(str.encode))
-def test_any_bytes_are_a_configuration_or_refused(data: bytes) -> None:
+def test_any_bytes_are_a_configuration_or_raise(data: bytes) -> None:
     try:
         assert isinstance(parse_config(data, "x"), dict)
     except UnreadableConfig as error:

@@ -1,4 +1,4 @@
-"""The hub, played by a server on 127.0.0.1: what is asked, what is refused, and what serves without it."""
+"""Downloads from the hub, which is a local server here: requests, errors, and use of the cache without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 @dataclass
 class Hub:
-    """A stand-in for the hub on 127.0.0.1: what it holds and what it was asked."""
+    """A fake hub on 127.0.0.1: its files, and the requests it received."""
 
     server: ThreadingHTTPServer
     files: dict[str, bytes] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
-def test_a_model_on_the_hub(hub: Hub, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_config_of_a_hub_model_is_downloaded_once(hub: Hub, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     found = resolve("acme/model")
     assert (found.name, found.source, found.parameters, found.notes) == ("acme/model", "hub", PARAMETERS, ())
@@ -94,17 +94,17 @@ def test_a_model_on_the_hub(hub: Hub, home: Path, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr() == ("", "")
     hub.asked.clear()
     assert resolve("acme/model").parameters == PARAMETERS
-    assert {method for method, _, _ in hub.asked} == {"HEAD"}  # what has not changed is not fetched again
+    assert {method for method, _, _ in hub.asked} == {"HEAD"}  # an unchanged file is not downloaded again
 
 
-def test_the_token_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     resolve("acme/model")
     assert {token for _, _, token in hub.asked} == {"Bearer hf_secret"}
 
 
-def test_the_hub_is_asked_once_when_it_fails(hub: Hub) -> None:
+def test_failed_request_is_not_repeated(hub: Hub) -> None:
     hub.refusals["acme/broken"] = (503, None)
     with pytest.raises(HubError):
         resolve("acme/broken")
@@ -136,19 +136,19 @@ def test_the_hub_is_asked_once_when_it_fails(hub: Hub) -> None:
         ),
         (
             "acme/closed", (403, None), HubError, "the hub refused acme/closed (HTTP status 403)",
-            "check HF_TOKEN, and that its account may read {hub}/acme/closed",
+            "check HF_TOKEN, and that its account can read {hub}/acme/closed",
         ),
         (
             "acme/adapter", (404, "EntryNotFound"), UnreadableConfig, "acme/adapter: the hub repository has no config.json",
-            "is it an adapter or a conversion? name its base model",
+            "if it is an adapter or a converted model, pass its base model instead",
         ),
         (
-            "acme/broken", (500, None), HubError, "the hub failed to give acme/broken (HTTP status 500)",
-            "try again in a while",
+            "acme/broken", (500, None), HubError, "the hub could not deliver acme/broken (HTTP status 500)",
+            "try again later",
         ),
         (
-            "acme/busy", (429, None), HubError, "the hub failed to give acme/busy (HTTP status 429)",
-            "try again in a while",
+            "acme/busy", (429, None), HubError, "the hub could not deliver acme/busy (HTTP status 429)",
+            "try again later",
         ),
         (
             "slow/model", (200, None), HubError,
@@ -156,7 +156,7 @@ def test_the_hub_is_asked_once_when_it_fails(hub: Hub) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_the_hub_refuses(
+def test_hub_error_has_message_and_hint(
     hub: Hub, home: Path, name: str, refusal: tuple[int, str | None], kind: type[AdvisorError], message: str, hint: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -170,15 +170,15 @@ def test_what_the_hub_refuses(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_server_that_is_no_hub(hub: Hub) -> None:
+def test_server_that_is_not_a_hub_raises(hub: Hub) -> None:
     hub.files["acme/model"], hub.headers = b"<html>", False
     with pytest.raises(HubError) as caught:
         resolve("acme/model")
-    assert caught.value.message == f"{hub.url} does not answer as a hub does"
-    assert caught.value.hint == "check HF_ENDPOINT and the network's proxy"
+    assert caught.value.message == f"{hub.url} does not answer like a Hugging Face hub"
+    assert caught.value.hint == "check HF_ENDPOINT and the proxy of the network"
 
 
-def test_a_huge_file_on_the_hub_is_not_fetched(hub: Hub, home: Path) -> None:
+def test_large_file_is_not_downloaded(hub: Hub, home: Path) -> None:
     hub.files["acme/huge"] = b" " * (2**20 + 1)
     with pytest.raises(UnreadableConfig, match="acme/huge: larger than 1 MiB"):
         resolve("acme/huge")
@@ -186,13 +186,13 @@ def test_a_huge_file_on_the_hub_is_not_fetched(hub: Hub, home: Path) -> None:
     assert not (home / "hf").exists()
 
 
-def test_a_bad_configuration_on_the_hub(hub: Hub) -> None:
+def test_bad_configuration_on_the_hub_raises(hub: Hub) -> None:
     hub.files["acme/bad"] = b'{"model_type": "llama", "hidden_size": "big"}'
     with pytest.raises(UnreadableConfig, match='acme/bad: hidden_size must be an integer, not "big"'):
         resolve("acme/bad")
 
 
-def test_no_network_is_said_at_once(hub: Hub, home: Path) -> None:
+def test_missing_network_raises_at_once(hub: Hub, home: Path) -> None:
     hub.server.shutdown()
     hub.server.server_close()
     began = time.perf_counter()
@@ -207,14 +207,14 @@ def test_no_network_is_said_at_once(hub: Hub, home: Path) -> None:
     assert not (home / "hf").exists()
 
 
-def test_what_was_fetched_serves_without_network_and_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloaded_config_is_used_without_network_and_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     resolve("acme/model")
     hub.refusals["acme/model"] = (503, None)
     assert resolve("acme/model").notes == (
-        "config.json is from the local Hugging Face cache: the hub failed to give acme/model (HTTP status 503)",
+        "config.json is from the local Hugging Face cache: the hub could not deliver acme/model (HTTP status 503)",
     )
     hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -222,7 +222,7 @@ def test_what_was_fetched_serves_without_network_and_offline(hub: Hub, monkeypat
     assert hub.asked == []
 
 
-def test_a_hugging_face_cache_that_cannot_be_written(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_hugging_face_cache_is_bypassed(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
@@ -237,9 +237,9 @@ def test_a_hugging_face_cache_that_cannot_be_written(hub: Hub, home: Path, monke
     assert resolve("acme/model").parameters == PARAMETERS
 
 
-def test_the_environment_is_honoured(hub: Hub, home: Path, recorded: Profile) -> None:
-    """Everything through variables, in a fresh process: what a user does."""
-    keep(recorded, SHIPPED)  # so that the processes need not record
+def test_hub_variables_of_the_environment_are_used(hub: Hub, home: Path, recorded: Profile) -> None:
+    """Sets only environment variables, in a new process."""
+    keep(recorded, SHIPPED)  # so that the new processes do not record
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     code = (
         "import sys\nfrom fsdp_advisor.model.resolve import resolve\n"
@@ -256,19 +256,19 @@ def test_the_environment_is_honoured(hub: Hub, home: Path, recorded: Profile) ->
     assert (ran.stdout, ran.stderr) == (f"{PARAMETERS} False\n", "")
     ran = python(code, **there | {"HF_HOME": str(home / "none")}, HF_HUB_OFFLINE="1")
     assert ran.stdout == (
-        "HubError acme/model is not in the catalog, and HF_HUB_OFFLINE forbids to ask the hub | "
-        "unset HF_HUB_OFFLINE, or name a directory that holds the model's config.json\n"
+        "HubError acme/model is not in the catalog, and HF_HUB_OFFLINE forbids access to the hub | "
+        "unset HF_HUB_OFFLINE, or pass a directory that contains the model's config.json\n"
     )
     assert not (home / "none").exists()
     ran = python(code.replace("acme/model", "tiny-org/Tiny-Lama"), **there, HF_HUB_OFFLINE="1")
     assert ran.stdout == (
         "UnknownModel unknown model 'tiny-org/Tiny-Lama' | "
-        "did you mean tiny-org/Tiny-Llama? (the hub was not asked: HF_HUB_OFFLINE is set)\n"
+        "did you mean tiny-org/Tiny-Llama? (HF_HUB_OFFLINE is set, so the hub was not asked)\n"
     )
     assert hub.asked == []
 
 
-def test_recording_does_not_switch_the_hub_off(hub: Hub, home: Path) -> None:
+def test_recording_does_not_disable_the_hub(hub: Hub, home: Path) -> None:
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     config = write(home / "mine.json", LLAMA | {"vocab_size": 500})
     ran = python(

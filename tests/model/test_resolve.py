@@ -1,10 +1,9 @@
-"""Model resolution: catalog, disk, count, names; the recorder and the cache of recordings. Nothing beyond 127.0.0.1."""
+"""Model look-up by catalog, disk, count and name; the recorder and the cache of recordings. No network is used."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "installed_versions", lambda: None)
-    module._recorder.cache_clear()
+    module.build_recorder.cache_clear()
 
 
 # The catalog
@@ -54,20 +53,20 @@ def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", ["tiny-org/Tiny-Llama", "TINY-ORG/tiny-llama", " tiny-org/Tiny-Llama ", "tiny", "Tiny"]
 )
-def test_a_catalogued_model_by_id_or_alias(name: str) -> None:
+def test_catalog_model_is_found_by_id_or_alias(name: str) -> None:
     found = resolve(name)
     assert (found.name, found.source, found.notes) == ("tiny-org/Tiny-Llama", "catalog", ())
     assert (found.parameters, found.trainable_parameters) == (PARAMETERS, PARAMETERS)
     assert found.tape(SHIPPED).segments
 
 
-def test_another_repository_of_the_same_shapes_is_said_to_be_one() -> None:
+def test_repository_with_the_same_shapes_adds_a_note() -> None:
     found = resolve("tiny-org/tiny-llama-CHAT")
     assert found.name == "tiny-org/Tiny-Llama"
     assert found.notes == ("tiny-org/tiny-llama-CHAT has the shapes of tiny-org/Tiny-Llama, whose profile is used",)
 
 
-def test_a_catalogued_model_needs_no_heavy_import() -> None:
+def test_catalog_model_needs_no_heavy_import() -> None:
     ran = python(
         "import sys\nfrom fsdp_advisor.model.resolve import resolve\n"
         "resolve('tiny').tape(__import__('fsdp_advisor').model.profile.Variant.from_key("
@@ -77,25 +76,25 @@ def test_a_catalogued_model_needs_no_heavy_import() -> None:
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
 
 
-def test_the_catalog_wins_over_a_folder_of_the_same_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalog_takes_precedence_over_a_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(home / "tiny" / "config.json", LLAMA)
     monkeypatch.chdir(home)
     assert resolve("tiny").source == "catalog"
 
 
-def test_a_variant_that_is_not_shipped_is_recorded_and_kept(home: Path, recorded: Profile) -> None:
+def test_variant_missing_in_the_catalog_is_recorded_and_cached(home: Path, recorded: Profile) -> None:
     tape = resolve("tiny").tape(OTHER)
     assert flat(tape) == flat(recorded.tapes[OTHER.key])
     assert len(written(home)) == 1
 
 
-def test_a_variant_kept_before_needs_no_torch(recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_variant_needs_no_torch(recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(recorded, OTHER, task="causal-lm")
     _without_torch(monkeypatch)
     assert flat(resolve("tiny").tape(OTHER)) == flat(recorded.tapes[OTHER.key])
 
 
-def test_a_variant_that_is_nowhere_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_variant_without_torch_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _without_torch(monkeypatch)
     with pytest.raises(MissingExtra) as caught:
         resolve("tiny").tape(OTHER)
@@ -103,7 +102,7 @@ def test_a_variant_that_is_nowhere_says_what_to_install(home: Path, monkeypatch:
         "tiny-org/Tiny-Llama: the variant plain, bf16, eager, activation checkpointing none, micro-batch 1 is not in the "
         "catalog, and recording it needs torch and transformers"
     )
-    assert caught.value.hint == "pip install 'fsdp-advisor[torch]'"
+    assert caught.value.hint == "in a checkout of fsdp-advisor, run: pip install '.[torch]'"
     assert written(home) == []
 
 
@@ -113,7 +112,7 @@ def test_a_variant_that_is_nowhere_says_what_to_install(home: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("name", "count"), [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("350M", 350 * 10**6), ("1000", 1000), ("1e15", 10**15)]
 )
-def test_a_bare_count(name: str, count: int) -> None:
+def test_parameter_count_has_no_profile(name: str, count: int) -> None:
     found = resolve(name, allow_hub=False)
     assert (found.name, found.source, found.profile) == (name, "count", None)
     assert (found.parameters, found.trainable_parameters, found.notes) == (count, count, ())
@@ -122,14 +121,14 @@ def test_a_bare_count(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["0", "7", "999", "1.1e15", "1e18", "7e400", "-7B", "1e-3", "1,000", "1_000_000"])
-def test_a_count_that_no_model_has(name: str) -> None:
+def test_impossible_parameter_count_raises(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve(name)
     assert caught.value.message == f"a model cannot have {name} parameters"
     assert caught.value.hint == "from 1000 to 1e15, such as 7e9, 7B or 350M"
 
 
-def test_a_folder_wins_over_a_count(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_takes_precedence_over_a_count(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(home / "7B" / "config.json", LLAMA)
     monkeypatch.chdir(home)
     assert resolve("7B").parameters == PARAMETERS
@@ -140,23 +139,23 @@ def test_a_folder_wins_over_a_count(home: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("what", ["folder", "folder/config.json", "other.json"])
-def test_a_configuration_on_disk(home: Path, what: str) -> None:
+def test_configuration_on_disk_is_found_by_file_or_folder(home: Path, what: str) -> None:
     write(home / "folder" / "config.json", LLAMA)
     write(home / "other.json", LLAMA)
     found = resolve(str(home / what))
     assert (found.name, found.source, found.notes) == (str(home / what), "config", ())
     assert (found.parameters, found.profile.max_seq_len) == (PARAMETERS, 256)
-    assert written(home) == []  # nothing is kept before something is recorded
+    assert written(home) == []  # nothing is cached before a tape is recorded
 
 
-def test_what_was_recorded_is_kept_and_serves_without_torch(
+def test_recorded_tapes_are_cached_and_used_without_torch(
     home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(write(home / "mine.json", LLAMA))
     for variant in (SHIPPED, OTHER):
         resolve(path).tape(variant)
-    (kept,) = written(home)
-    assert set(load(kept.read_bytes()).tapes) == {SHIPPED.key, OTHER.key}
+    (cached,) = written(home)
+    assert set(load(cached.read_bytes()).tapes) == {SHIPPED.key, OTHER.key}
     _without_torch(monkeypatch)
     again = resolve(path)
     versions = " and ".join(f"{k} {v}" for k, v in recorded.versions.items())
@@ -166,7 +165,7 @@ def test_what_was_recorded_is_kept_and_serves_without_torch(
         again.tape(Variant("plain", "bf16", "eager", "full", True))
 
 
-def test_a_fresh_process_without_torch(home: Path, recorded: Profile) -> None:
+def test_new_process_without_torch_uses_the_cache(home: Path, recorded: Profile) -> None:
     known, unknown = write(home / "known.json", LLAMA), write(home / "unknown.json", LLAMA | {"hidden_size": 128})
     keep(recorded, SHIPPED)
     ran = python(
@@ -179,11 +178,11 @@ def test_a_fresh_process_without_torch(home: Path, recorded: Profile) -> None:
     assert ran.stdout.splitlines() == [
         str(PARAMETERS),
         f"MissingExtra {unknown} is not in the catalog, and recording it needs torch and transformers "
-        "pip install 'fsdp-advisor[torch]'",
+        "in a checkout of fsdp-advisor, run: pip install '.[torch]'",
     ]
 
 
-def test_a_kept_configuration_does_not_import_torch_though_it_is_there(home: Path, recorded: Profile) -> None:
+def test_cached_configuration_does_not_import_installed_torch(home: Path, recorded: Profile) -> None:
     path = str(write(home / "mine.json", LLAMA))
     keep(recorded, SHIPPED)
     ran = python(
@@ -193,9 +192,7 @@ def test_a_kept_configuration_does_not_import_torch_though_it_is_there(home: Pat
 
 
 @pytest.mark.parametrize("what", ["~", "~/config.json", "~/sub", "~/sub/../other.json"])
-def test_a_path_may_begin_with_the_home_directory(
-    home: Path, recorded: Profile, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_may_begin_with_tilde(home: Path, recorded: Profile, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(recorded, SHIPPED)
     for name in ("config.json", "sub/config.json", "other.json"):
         write(home / name, LLAMA)
@@ -205,9 +202,7 @@ def test_a_path_may_begin_with_the_home_directory(
 
 
 @pytest.mark.parametrize("name", ["~/absent", "~/absent.json", "~nobody-of-this-name/model", "./~/model"])
-def test_a_path_below_a_home_directory_that_is_not_there(
-    home: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_path_below_home_raises(home: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     with pytest.raises(UnknownModel) as caught:
         resolve(name)
@@ -217,17 +212,17 @@ def test_a_path_below_a_home_directory_that_is_not_there(
     )
 
 
-def test_paths_can_be_forbidden(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allow_paths_false_never_reads_the_disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(home / "folder" / "config.json", LLAMA)
     monkeypatch.chdir(home)
-    monkeypatch.setattr(Path, "stat", lambda *_, **__: pytest.fail("the disk was looked at"))
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: pytest.fail("the disk was read"))
     for name in ("folder", "./folder", str(home / "folder"), "folder/config.json", "../x/y", "~/folder"):
         with pytest.raises(UnknownModel):
             resolve(name, allow_paths=False, allow_hub=False)
 
 
 def _bad_paths(home: Path) -> dict[str, tuple[str, str]]:
-    """What can be wrong with a path: its name below the home, and the error it gives."""
+    """Bad paths below `home`, with the message and hint of each."""
     (home / "empty").mkdir()
     (home / "lora").mkdir()
     (home / "lora" / "adapter_config.json").write_text("{}")
@@ -242,16 +237,19 @@ def _bad_paths(home: Path) -> dict[str, tuple[str, str]]:
         "absent/": (whole, "there is no such file or directory"),
         "weights.bin/x": (whole, "there is no such file or directory"),
         "dangling.json": (whole, "there is no such file or directory"),
-        "empty": ("{path}: a directory without a config.json", "save the model's config.json there"),
-        "folder.json": ("{path}: a directory without a config.json", "save the model's config.json there"),
-        "lora": ("{path}: a directory without a config.json", "it holds an adapter: name its base model"),
+        "empty": ("{path}: a directory without a config.json", "save the config.json of the model there"),
+        "folder.json": ("{path}: a directory without a config.json", "save the config.json of the model there"),
+        "lora": (
+            "{path}: a directory without a config.json",
+            "the directory contains an adapter: pass its base model instead",
+        ),
         "weights.bin": ("{path}: neither a directory nor a .json file", CONFIG_HINT),
         "nested": ("{path}: not a regular file", CONFIG_HINT),
         "pipe.json": ("{path}: not a regular file", CONFIG_HINT),
     }
 
 
-def test_paths_that_hold_no_configuration(home: Path) -> None:
+def test_path_without_configuration_raises(home: Path) -> None:
     for name, (message, hint) in _bad_paths(home).items():
         path = f"{home}/{name}"
         with pytest.raises(AdvisorError) as caught:
@@ -261,7 +259,7 @@ def test_paths_that_hold_no_configuration(home: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["open", "stat"])
-def test_a_file_that_may_not_be_read(home: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_raises(home: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(home / "secret.json", LLAMA)
 
     def refuse(*_: object, **__: object) -> None:
@@ -296,7 +294,7 @@ def test_a_file_that_may_not_be_read(home: Path, where: str, monkeypatch: pytest
         ("tiny-org/Tiny-Lama!", "did you mean tiny-org/Tiny-Llama?"),
     ],
 )
-def test_names_that_are_never_sent(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_repository_name_is_never_sent(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "download", lambda *_: pytest.fail("it was sent"))
     with pytest.raises(UnknownModel) as caught:
         resolve(name)
@@ -304,7 +302,7 @@ def test_names_that_are_never_sent(name: str, hint: str, monkeypatch: pytest.Mon
     assert caught.value.hint == hint
 
 
-def test_an_unknown_name_without_the_hub_suggests_the_nearest() -> None:
+def test_unknown_name_without_hub_suggests_the_nearest() -> None:
     with pytest.raises(UnknownModel) as caught:
         resolve("tiny-orgg/Tiny-Llama", allow_hub=False)
     assert (caught.value.message, caught.value.hint) == (
@@ -327,11 +325,11 @@ def test_an_unknown_name_without_the_hub_suggests_the_nearest() -> None:
         (
             {"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}},
             "the installed transformers has no model of type 'nonesuch'",
-            "code that a repository brings along (auto_map) is never run",
+            "code in the repository (auto_map) is never run",
         ),
     ],
 )
-def test_models_that_transformers_lacks(home: Path, config: object, message: str, hint: str) -> None:
+def test_model_type_unknown_to_transformers_raises(home: Path, config: object, message: str, hint: str) -> None:
     path = write(home / "config.json", config)
     with pytest.raises(UnreadableConfig) as caught:
         resolve(str(path))
@@ -348,7 +346,7 @@ def test_models_that_transformers_lacks(home: Path, config: object, message: str
         {"pad_token_id": 5000},
     ],
 )
-def test_what_transformers_refuses_is_one_line(home: Path, change: dict[str, object]) -> None:
+def test_error_of_transformers_becomes_one_line(home: Path, change: dict[str, object]) -> None:
     path = write(home / "config.json", LLAMA | change)
     with pytest.raises(AdvisorError) as caught:
         resolve(str(path)).tape(SHIPPED)
@@ -358,7 +356,7 @@ def test_what_transformers_refuses_is_one_line(home: Path, change: dict[str, obj
     assert written(home) == []
 
 
-def test_own_code_is_not_run_where_transformers_has_the_class(home: Path) -> None:
+def test_code_of_the_repository_is_never_run(home: Path) -> None:
     (home / "model").mkdir()
     (home / "model" / "evil.py").write_text("raise SystemExit('ran')")
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
@@ -369,7 +367,7 @@ def test_own_code_is_not_run_where_transformers_has_the_class(home: Path) -> Non
 # The cache
 
 
-def test_the_installed_versions_are_the_recorders() -> None:
+def test_installed_versions_equal_the_versions_of_the_recorder() -> None:
     from fsdp_advisor.recording import recorder
 
     assert cache.installed_versions() == recorder.versions()
@@ -380,12 +378,12 @@ def test_the_installed_versions_are_the_recorders() -> None:
     [
         ({"FSDP_ADVISOR_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/profiles"),
         ({"XDG_CACHE_HOME": "/b"}, "/b/fsdp-advisor/profiles"),
-        ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/fsdp-advisor/profiles"),
         ({"HOME": "/h"}, "/h/.cache/fsdp-advisor/profiles"),
     ],
 )
-def test_where_the_cache_is(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
+def test_cache_folder_follows_the_environment(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("FSDP_ADVISOR_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -394,14 +392,14 @@ def test_where_the_cache_is(environment: dict[str, str], expected: str, monkeypa
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other", "text"])
-def test_a_damaged_file_is_discarded_and_recorded_again(home: Path, recorded: Profile, damage: str) -> None:
+def test_damaged_file_is_deleted_and_recorded_again(home: Path, recorded: Profile, damage: str) -> None:
     path = str(write(home / "mine.json", LLAMA))
     keep(recorded, SHIPPED)
-    (kept,) = written(home)
-    data = kept.read_bytes()
+    (cached,) = written(home)
+    data = cached.read_bytes()
     other = dump(load(data).__class__(**{**vars(load(data)), "config": {"model_type": "gpt2"}}))
     middle = len(data) // 2
-    kept.write_bytes(
+    cached.write_bytes(
         {
             "cut": data[:middle],
             "flipped": data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :],
@@ -418,7 +416,7 @@ def test_a_damaged_file_is_discarded_and_recorded_again(home: Path, recorded: Pr
 
 
 @pytest.mark.parametrize("how", ["file in the way", "read-only"])
-def test_a_cache_that_cannot_be_written_is_a_note(home: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_adds_a_note(home: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(write(home / "mine.json", LLAMA))
     if how == "read-only":
         monkeypatch.setattr(os, "access", lambda *_: False)  # chmod would not stop root
@@ -431,7 +429,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(home: Path, how: str, monkeypa
     assert found.tape(SHIPPED).segments
 
 
-def test_another_version_records_anew(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_do_not_use_the_cache(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(write(home / "mine.json", LLAMA))
     keep(recorded, SHIPPED)
     config = resolve(path).profile.config
@@ -444,19 +442,19 @@ BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 4, "v
 NO_FLASH = Variant("plain", "bf16", "flash_attention_2", "none", False)
 
 
-def test_what_cannot_be_recorded_is_tried_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_recording_is_not_repeated(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = resolve(str(write(home / "mine.json", BLOOM)))
     with pytest.raises(NoSuchAttention) as recorded:
         first.tape(NO_FLASH)
-    module._recorder.cache_clear()
-    monkeypatch.setattr(module, "_recorder_of", lambda *_, **__: pytest.fail("it is tried again"))
+    module.build_recorder.cache_clear()
+    monkeypatch.setattr(module, "build_recorder", lambda *_: pytest.fail("it is tried again"))
     for model in (first, resolve(str(write(home / "again.json", BLOOM)))):
         with pytest.raises(NoSuchAttention) as kept:
             model.tape(NO_FLASH)
         assert (kept.value.message, kept.value.hint) == (recorded.value.message, recorded.value.hint)
 
 
-def test_what_was_refused_is_tried_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_failed_recording_is_repeated_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     why = to_payload(NotRecordable("old.json could not be run", hint="wait"))
     assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.key: why}, tapes={}), None)
     model = resolve(str(write(home / "mine.json", LLAMA)))
@@ -467,7 +465,7 @@ def test_what_was_refused_is_tried_with_other_versions(home: Path, recorded: Pro
 
 
 @pytest.mark.parametrize("passes", [MemoryError(), OSError("disk full")])
-def test_what_a_machine_had_no_room_for_is_tried_again(home: Path, passes: Exception, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_recording_that_ran_out_of_memory_is_repeated(home: Path, passes: Exception, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     from fsdp_advisor.recording.step import Step
 
     model = resolve(str(write(home / "mine.json", BLOOM)))
@@ -483,7 +481,7 @@ def test_what_a_machine_had_no_room_for_is_tried_again(home: Path, passes: Excep
     assert model.tape(variant).segments
 
 
-def test_two_processes_write_at_once(home: Path, recorded: Profile) -> None:
+def test_two_processes_can_write_at_once(home: Path, recorded: Profile) -> None:
     (home / "whole").write_bytes(dump(recorded))
     code = (
         "import sys\nfrom dataclasses import replace\nfrom fsdp_advisor.model import cache\n"
@@ -503,7 +501,7 @@ def test_two_processes_write_at_once(home: Path, recorded: Profile) -> None:
     for thread in threads:
         thread.join()
     assert [(r.returncode, r.stderr) for r in ran] == [(0, ""), (0, "")]
-    (kept,) = written(home)  # and no partial file is left
-    found = load(kept.read_bytes()).tapes
+    (cached,) = written(home)  # and no partial file
+    found = load(cached.read_bytes()).tapes
     assert found
     assert all(flat(found[key]) == flat(recorded.tapes[key]) for key in found)

@@ -1,4 +1,4 @@
-"""What each task counts, and how long its sequences are."""
+"""Tasks: the unit of throughput and the sequence length."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ VIT = "google/vit-base-patch16-224"
 JOB: dict[str, Any] = {"model": VIT, "gpus": 2, "gpu": "H100", "strategy": "ddp", "micro_batch_size": 8}
 
 
-def test_every_task_has_its_words() -> None:
-    tracing = pytest.importorskip("fsdp_advisor.recording.transformers_models")
-    assert set(TASKS) == set(tracing.TASKS)
+def test_every_task_of_the_recorder_and_the_catalog_is_known() -> None:
+    recorder = pytest.importorskip("fsdp_advisor.recording.transformers_models")
+    assert set(TASKS) == set(recorder.TASKS)
     assert {entry.task for entry in catalog.entries()} <= set(TASKS)
     assert task_of(None).takes_any_length and task_of("a module's").counted == "tokens"
 
 
 @pytest.mark.parametrize("entry", catalog.search("vision"), ids=lambda e: e.id)
-def test_an_image_is_as_long_as_its_patches(entry: catalog.Entry) -> None:
+def test_image_length_is_the_number_of_patches_plus_one(entry: catalog.Entry) -> None:
     config = catalog.profile(entry).config
     patches = (int(str(config["image_size"])) // int(str(config["patch_size"]))) ** 2
-    assert catalog.profile(entry).image_tokens == patches + 1  # one for the class
+    assert catalog.profile(entry).image_tokens == patches + 1  # one token for the class
 
 
-def test_text_has_no_image_tokens() -> None:
+def test_text_model_has_no_image_tokens() -> None:
     entry = catalog.find("google-bert/bert-base-cased")
     assert entry is not None and catalog.profile(entry).image_tokens is None
 
 
-def test_an_image_has_the_length_of_the_model_whatever_is_asked() -> None:
+def test_image_length_ignores_the_requested_sequence_length() -> None:
     said, own, none = (estimate(**JOB, seq_len=n) for n in (2048, 197, None))
     assert said.seq_len == own.seq_len == none.seq_len == 197
     assert said.notes == ("seq_len 2048 is left aside: the model reads images of 197 tokens",)
@@ -47,7 +47,7 @@ def test_an_image_has_the_length_of_the_model_whatever_is_asked() -> None:
     assert one.step.tokens_per_second_per_gpu == pytest.approx(8 * 197 / one.step.seconds)
 
 
-def test_no_length_of_an_image_is_found_or_advised() -> None:
+def test_image_length_is_not_searched() -> None:
     with pytest.raises(UsageError, match="reads images of 197 tokens, and of no other length"):
         recommend(model=VIT, gpus=2, gpu="H100", find="sequence")
     advice = recommend(

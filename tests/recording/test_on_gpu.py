@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from fsdp_advisor import estimate  # noqa: E402
 from fsdp_advisor.estimator import NO_SCRATCH  # noqa: E402
-from fsdp_advisor.model import cache, store  # noqa: E402
+from fsdp_advisor.model import cache  # noqa: E402
 from fsdp_advisor.model.profile import (  # noqa: E402
     SDPA_BY_CUDNN_WINDOWED,
     SDPA_ON_GPU,
@@ -35,7 +34,6 @@ from fsdp_advisor.model.profile import (  # noqa: E402
     Variant,
 )
 from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu  # noqa: E402
-from fsdp_advisor.server.recorder_process import _recorded  # noqa: E402
 
 SMALL = {
     "hidden_size": 64,
@@ -270,20 +268,12 @@ def test_the_fused_kernels_scratch() -> None:
     assert [p[3] for p in scratch] == [4 * 64, 4 * 4, 4 * 4, 4 * 4 * 64]
 
 
-@pytest.mark.parametrize("by", ["estimate", "server"])
-def test_a_configuration_of_ones_own_has_it_too(by: str, home: Path) -> None:
+def test_a_configuration_of_ones_own_has_it_too(home: Path) -> None:
     config = write(home / "own" / "config.json", LLAMA)
-    if by == "estimate":
-        (row,) = estimate(
-            model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100"
-        ).estimates
-        assert NO_SCRATCH not in row.not_modelled
-        kept = cache.fetch(LLAMA, None)
-        assert kept is not None and "plain|fp32|sdpa_on_gpu|none|1" in kept.tapes
-    else:
-        job = {"config": json.dumps(LLAMA), "name": "own", "source": "config", "variants": ["plain|fp32|sdpa|none|n"]}
-        _, data = _recorded(job)
-        assert set(store.load(data).tapes) == {"plain|fp32|sdpa|none|n", "plain|fp32|sdpa_on_gpu|none|n"}
+    (row,) = estimate(model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100").estimates
+    assert NO_SCRATCH not in row.not_modelled
+    kept = cache.fetch(LLAMA, None)
+    assert kept is not None and "plain|fp32|sdpa_on_gpu|none|1" in kept.tapes
 
 
 def test_a_filled_window_is_recorded_for_gpus_of_either_kind(home: Path) -> None:

@@ -1,4 +1,4 @@
-"""A server in this process, one for all tests of its routes."""
+"""One application in this process for all tests of its routes."""
 
 from __future__ import annotations
 

@@ -19,6 +19,9 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+SECONDS = 300.0
+"""Within this time everything happens that a test waits for, also on a busy machine."""
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -29,18 +32,22 @@ class Serving:
     log: Path
 
     def connect(self) -> socket.socket:
-        """A connection that sends at once whatever it is given."""
+        """A connection that sends without delay."""
         at = urlsplit(self.url)
-        made = socket.create_connection((at.hostname or "", at.port or 0), timeout=30)
+        made = socket.create_connection((at.hostname or "", at.port or 0), timeout=SECONDS)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return made
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """An answer, over a connection of its own."""
-        return httpx.get(self.url + path, trust_env=False, timeout=30, **options)
+        """A response, over a connection of its own."""
+        return httpx.get(self.url + path, trust_env=False, timeout=SECONDS, **options)
+
+    def post(self, path: str, json: object) -> httpx.Response:
+        """A response to a JSON body."""
+        return httpx.post(self.url + path, json=json, trust_env=False, timeout=SECONDS)
 
     def raw(self, sent: bytes) -> bytes:
-        """All that comes back, over a connection of its own."""
+        """Everything the server sends back, over a connection of its own."""
         with self.connect() as connection:
             connection.sendall(sent)
             return received(connection)
@@ -50,10 +57,6 @@ class Serving:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     @property
-    def resident_bytes(self) -> int:
-        return int(psutil.Process(self.process.pid).memory_info().rss)
-
-    @property
     def lines(self) -> list[dict[str, Any]]:
         """The log so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -61,12 +64,12 @@ class Serving:
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """The exit status."""
         self.process.send_signal(how)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=SECONDS)
 
 
 @contextmanager
 def serving(folder: Path, **settings: object) -> Iterator[Serving]:
-    """A server that answers, on a free port of this machine. Its log goes into the folder."""
+    """A server on a free port of this machine. Its log goes into the folder."""
     variables = {f"FSDP_ADVISOR_{name.upper()}": str(value) for name, value in settings.items()}
     environment = {k: v for k, v in os.environ.items() if k != "PORT" and not k.startswith("FSDP_ADVISOR_")}
     log = folder / "log"
@@ -91,7 +94,7 @@ def serving(folder: Path, **settings: object) -> Iterator[Serving]:
 
 
 def received(connection: socket.socket) -> bytes:
-    """All until the other side closes."""
+    """Everything until the other side closes."""
     heard = b""
     try:
         while part := connection.recv(65536):
@@ -102,15 +105,16 @@ def received(connection: socket.socket) -> bytes:
 
 
 def problem(answer: bytes) -> dict[str, Any]:
-    """An error's body, which has the one shape."""
+    """The body of an error response, in the shape that all errors have."""
     head, _, body = answer.partition(b"\r\n\r\n")
     found: dict[str, Any] = json.loads(body)
     assert set(found) == {"error", "hint", "status"} and head.split()[1] == str(found["status"]).encode(), answer
     return found
 
 
-def until(happens: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
+def until(happens: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + SECONDS
     while not happens():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Schemathesis over the OpenAPI document: no server error, and every answer as described, whatever is sent."""
+"""Random requests made from the OpenAPI document: no server error, and every response as described."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from fsdp_advisor.server.app import create_app  # noqa: E402  # after the check for schemathesis
 from fsdp_advisor.server.settings import Settings  # noqa: E402
 
-SECONDS = 120
-"""For a configuration to be recorded, should this machine be busy."""
-CASES = 190
-"""Of each operation, of which there are 11."""
+SECONDS = 600
+"""Time limit of one request, for a configuration that is recorded on a busy machine."""
+CASES = 100
+"""Requests per operation, of which there are 11."""
 
-NOT_HELD = [positive_data_acceptance, negative_data_rejection]
-"""A valid name may be unknown, a valid job impossible; and words are taken without regard to case, numbers as text."""
+EXCLUDED = [positive_data_acceptance, negative_data_rejection]
+"""A valid name may be unknown and a valid job impossible; words are accepted in any case, and numbers as text."""
 
-schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Settings(log_level="error", record_seconds=15)))
+schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Settings(log_level="error")))
 
 
 @schema.parametrize()
 @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_the_description_holds(case: schemathesis.Case) -> None:
-    case.call_and_validate(excluded_checks=NOT_HELD, timeout=SECONDS)
+def test_responses_match_the_openapi_document(case: schemathesis.Case) -> None:
+    case.call_and_validate(excluded_checks=EXCLUDED, timeout=SECONDS)

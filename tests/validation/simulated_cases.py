@@ -1,4 +1,4 @@
-"""A job to be simulated and predicted, one line each."""
+"""Jobs that are both simulated and predicted, one line each."""
 
 from __future__ import annotations
 

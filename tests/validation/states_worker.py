@@ -1,4 +1,4 @@
-"""One rank of a real run over gloo: a tiny model with shapes that do not divide, one step, and the bytes it keeps."""
+"""One rank of a real run over gloo: one step of a tiny model whose shapes do not divide, and the bytes of its states."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CONFIG = {
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind tensors."""
+    """The bytes of the tensors' distinct storages."""
     storages = {s._cdata: s.nbytes() for t in tensors if (s := local_tensor(t).untyped_storage()).nbytes()}
     return sum(storages.values())
 
 
 def main() -> None:
-    """Each line of standard input is a plan; each line of rank 0's output is what that plan keeps."""
+    """The argument is a JSON list of plans. Rank 0 prints one line per plan: the bytes of its states."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for line in json.loads(sys.argv[1]):

@@ -1,4 +1,4 @@
-"""Campaigns are resumed where they stopped, and those that are shipped cover what they must."""
+"""Campaigns continue where they stopped; the campaigns of the package cover engines, sizes and GPUs."""
 
 from __future__ import annotations
 
@@ -15,31 +15,21 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import GPUS, find_gpu
 from fsdp_advisor.model.catalog import find, profile
-from fsdp_advisor.validation import campaign, ladder, records
+from fsdp_advisor.validation import campaign, modes, records
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record
 
 BASE: dict[str, Any] = {"model": "openai-community/gpt2", "strategy": "zero3", "gpus": 8}
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 64,
-}
 
 
 def cases(count: int) -> list[Case]:
     requests = [make_request({**BASE, "micro_batch_size": n}) for n in range(1, count + 1)]
-    return [campaign.case_of(request, "simulate", "cpu") for request in requests]
+    return [Case(request=request, mode="simulate", device="cpu") for request in requests]
 
 
 class Runner:
-    """Stands for the worker: each case ends as it is told."""
+    """Replaces the worker: the cases end with these outcomes, one after the other."""
 
     def __init__(self, *outcomes: str) -> None:
         self.outcomes = list(outcomes)
@@ -48,10 +38,10 @@ class Runner:
     def __call__(self, case: Case) -> Record:
         self.ran.append(case.request.micro_batch_size)
         request = {**case.request.as_dict(), "backend": "fsdp2", "seq_len": 1024, "gpu": "H100-80GB"}
-        return Record(request=request, rung=case.rung, device="cpu", outcome=self.outcomes.pop(0))  # type: ignore[arg-type]
+        return Record(request=request, mode=case.mode, device="cpu", outcome=self.outcomes.pop(0))  # type: ignore[arg-type]
 
 
-def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_campaign_continues_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     first = Runner("ok", "error", "oom", "interrupted")
     events = campaign.run(cases(5), path, first)
@@ -61,7 +51,7 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [r.outcome for r in records.read(path)[0]] == ["ok", "error", "oom", "interrupted"]
     second = Runner("ok", "timeout", "ok")
     found = list(campaign.run(cases(5), path, second))
-    assert second.ran == [2, 4, 5]  # what failed to run or was interrupted, and the rest
+    assert second.ran == [2, 4, 5]  # those that failed to start or were interrupted, and the rest
     assert [e.done for e in found] == [2, 3, 4, 5]
     assert list(campaign.run(cases(5), path, Runner()))[-1].done == 5
 
@@ -70,13 +60,13 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("{", "line 2"),
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ('{"model": "gpt2", "gpus": 0, "strategy": "ddp"}', "gpus"),
         ('{"model": "gpt2"}', "no strategy"),
         ('{"model": "gpt2", "nonsense": 1}', "nonsense"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_bad_line_is_reported_with_its_number(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(f"# a comment\n{line}\n")
     with pytest.raises(UsageError, match=said) as caught:
@@ -84,7 +74,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     assert "line 2" in caught.value.message and caught.value.hint
 
 
-def test_files_that_are_no_campaign(tmp_path: Path) -> None:
+def test_unreadable_and_empty_campaigns_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read") as caught:
         campaign.load("nothing-like-it")
     assert "full" in caught.value.hint and "quick" in caught.value.hint
@@ -93,14 +83,14 @@ def test_files_that_are_no_campaign(tmp_path: Path) -> None:
         campaign.load(str(tmp_path / "empty.jsonl"))
 
 
-def test_options_given_beside_a_campaign_replace_its_own() -> None:
+def test_command_line_options_replace_those_of_the_campaign() -> None:
     assert {r.gpu for r in campaign.load("quick", gpu="24GiB")} == {"24GiB"}
 
 
-# What is shipped
+# The campaigns of the package
 
 
-def test_the_full_campaign_covers_what_it_must() -> None:
+def test_full_campaign_covers_engines_precisions_and_world_sizes() -> None:
     requests = campaign.load("full")
     assert len(requests) >= 60 and len({json.dumps(r.as_dict()) for r in requests}) == len(requests)
     families = {str(profile(entry).config["model_type"]) for r in requests if (entry := find(r.model))}
@@ -116,8 +106,8 @@ def test_the_full_campaign_covers_what_it_must() -> None:
     assert {r.optim for r in requests} == {"adamw_torch_fused", "adamw_torch"}
 
 
-def _stood_in(name: str, gpu: str) -> list[tuple[Prediction, float, float]]:
-    """Each case as a stand-in on a GPU is predicted, and the allocated and the device's peak as shares of its memory."""
+def predicted_shares(name: str, gpu: str) -> list[tuple[Prediction, float, float]]:
+    """Each case's prediction as a stand-in on a GPU, and its allocated and device peaks as shares of the GPU's memory."""
     here = find_gpu(gpu)
     found = [predict(request, "stand-in", "cuda", gpu=here) for request in campaign.load(name)]
     shares = (
@@ -127,10 +117,10 @@ def _stood_in(name: str, gpu: str) -> list[tuple[Prediction, float, float]]:
 
 
 @pytest.mark.parametrize("gpu", ["H100-80GB", "A100-80GB"])
-def test_the_full_campaign_goes_from_small_to_beyond_an_80_gb_gpu(gpu: str) -> None:
-    """Those beyond it are so by their tensors alone, and no case is so close to full that it might go either way."""
+def test_full_campaign_ranges_from_small_cases_to_cases_beyond_an_80_gb_gpu(gpu: str) -> None:
+    """Cases that do not fit exceed the GPU by their tensors alone. No case is so close to full that both verdicts are possible."""
     pytest.importorskip("torch")
-    found = _stood_in("full", gpu)
+    found = predicted_shares("full", gpu)
     beyond = [allocated for prediction, allocated, _ in found if not prediction.fits]
     assert len(beyond) >= 12 and min(beyond) > 1.04
     fitting = [device for prediction, _, device in found if prediction.fits]
@@ -142,57 +132,39 @@ SMALL = sorted(gpu.name for gpu in GPUS if 23 * 10**9 < gpu.nominal_memory_bytes
 
 
 @pytest.mark.parametrize("gpu", SMALL)
-def test_the_quick_campaign_is_for_any_24_gb_gpu(gpu: str) -> None:
-    """Two cases are beyond each of them, all others far from full."""
+def test_quick_campaign_suits_every_24_gb_gpu(gpu: str) -> None:
+    """Two cases exceed the GPU; all others are far from full."""
     pytest.importorskip("torch")
-    found = _stood_in("quick", gpu)
+    found = predicted_shares("quick", gpu)
     assert len(found) <= 20 and len(SMALL) >= 5
     assert [allocated > 1.2 for prediction, allocated, _ in found if not prediction.fits] == [True, True]
     assert all(device < 0.85 for prediction, _, device in found if prediction.fits)
 
 
-# Which rung
+# The choice of the mode
 
 
-def test_the_best_rung_of_a_machine() -> None:
-    assert ladder.best_rung(8, "fsdp2", gpus_here=0).rung == "simulate"
-    assert ladder.best_rung(8, "fsdp2", gpus_here=4).rung == "stand-in"
-    assert ladder.best_rung(8, "deepspeed", gpus_here=4).rung == "measure"
-    assert ladder.best_rung(4, "fsdp2", gpus_here=4).rung == "measure"
-    assert all(ladder.best_rung(2, "ddp", gpus_here=n).why for n in (0, 1, 2))
+def test_best_mode_depends_on_the_number_of_gpus() -> None:
+    assert modes.best_mode(8, "fsdp2", gpus_here=0).mode == "simulate"
+    assert modes.best_mode(8, "fsdp2", gpus_here=4).mode == "stand-in"
+    assert modes.best_mode(8, "deepspeed", gpus_here=4).mode == "measure"
+    assert modes.best_mode(4, "fsdp2", gpus_here=4).mode == "measure"
 
 
 # The command
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return str(folder)
-
-
-PROGRAM = """
-import sys
-from fsdp_advisor.cli import app, main
-from fsdp_advisor.cli.validate import register
-if not any(group.name == "validate" for group in app.app.registered_groups):
-    register(app.app)
-sys.exit(main())
-"""
-
-
 def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, "validate", *arguments],
+        [sys.executable, "-W", "ignore", "-m", "fsdp_advisor", "validate", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, **environment},
     )
 
 
-def test_a_campaign_from_the_command_line(model: str, tmp_path: Path) -> None:
+def test_campaign_command_records_every_case_and_retries_failed_ones(model: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path, out = tmp_path / "c.jsonl", tmp_path / "r.jsonl"
     rows = [
@@ -200,43 +172,54 @@ def test_a_campaign_from_the_command_line(model: str, tmp_path: Path) -> None:
         for s in ("ddp", "zero3", "zero1")
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ("--campaign", str(path), "--rung", "simulate", "--records", str(out))
+    arguments = ("--campaign", str(path), "--mode", "simulate", "--records", str(out))
     first = program(*arguments, "--gpu", "24GiB")
     assert first.returncode == 0, first.stderr
-    assert "3/3" in first.stderr and "deepspeed is not one of PyTorch's engines" in first.stdout
+    assert "3/3" in first.stderr and "deepspeed cannot be simulated" in first.stdout
     made, _ = records.read(out)
     assert [r.outcome for r in made] == ["ok", "ok", "error"]
     assert all(r.errors["peak_tensor_bytes"] == 0 and r.fits_really for r in made[:2])
     again = program(*arguments, "--gpu", "24GiB")
-    assert "2/3 starting" in again.stderr and len(records.read(out)[0]) == 4  # what could not be run is tried again
+    assert (
+        "2/3 starting" in again.stderr and len(records.read(out)[0]) == 4
+    )  # the case that could not run is tried again
     summed = program("report", str(out), "--json")
     data = json.loads(summed.stdout)
     assert summed.returncode == 0 and data["outcomes"] == {"ok": 2, "error": 1}
 
 
-def test_one_case_from_the_command_line_and_its_record(model: str, tmp_path: Path) -> None:
+def test_single_case_is_shown_as_its_record(model: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = ("--model", model, "--gpus", "4", "--strategy", "zero3", "--seq-len", "16", "--micro-batch-size", "2")
-    done = program(*job, "--rung", "simulate", "--format", "json", "--records", str(tmp_path / "r.jsonl"))
+    done = program(*job, "--mode", "simulate", "--format", "json", "--records", str(tmp_path / "r.jsonl"))
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert shown["errors"]["peak_tensor_bytes"] == 0 and shown["rung"] == "simulate" and "simulate" in done.stderr
+    assert shown["errors"]["peak_tensor_bytes"] == 0 and shown["rung"] == "simulate" and "mode: simulate" in done.stderr
     assert json.loads((tmp_path / "r.jsonl").read_text()) == shown
+
+
+def test_rung_is_an_alias_of_mode(model: str) -> None:
+    job = ("--model", model, "--gpus", "4", "--strategy", "zero1")
+    by_mode, by_rung = (program(*job, option, "simulate") for option in ("--mode", "--rung"))
+    assert by_mode.returncode == by_rung.returncode == 2
+    assert by_mode.stderr == by_rung.stderr and "simulate, as requested" in by_rung.stderr
+    assert "--rung" not in program("--help").stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
         ((), 2, "nothing to validate"),
-        (("--model", "7B", "--strategy", "ddp", "--rung", "simulate"), 2, "bare parameter count"),
+        (("--model", "7B", "--strategy", "ddp", "--mode", "simulate"), 2, "bare parameter count"),
         (("--model", "13B", "--gpus", "2"), 2, "13B is a bare parameter count"),
         (("--campaign", "quick"), 2, "--records"),
+        (("--campaign", "quick", "--records", "r.jsonl", "--sbatch"), 2, "--sbatch takes a single case"),
         (("report", "nowhere.jsonl"), 2, "cannot read"),
-        (("--model", "gpt2", "--gpus", "4", "--strategy", "zero1", "--rung", "simulate"), 2, "deepspeed"),
+        (("--model", "gpt2", "--gpus", "4", "--strategy", "zero1", "--mode", "simulate"), 2, "deepspeed"),
     ],
     ids=str,
 )
-def test_refusals_are_two_lines(arguments: tuple[str, ...], status: int, said: str) -> None:
+def test_refusals_are_one_line_and_a_hint(arguments: tuple[str, ...], status: int, said: str) -> None:
     done = program(*arguments)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
     assert done.returncode == status and said in lines[0] and len(lines) <= 2 and not done.stdout

@@ -1,4 +1,4 @@
-"""What this machine has, asked without a GPU: torch is told what to say."""
+"""Counting GPUs and reading versions, with torch.cuda replaced."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     machine.gpu_count.cache_clear()
 
 
-def test_gpus_are_counted_in_a_process_of_its_own(cuda: pytest.MonkeyPatch) -> None:
-    """Where NVML does not answer torch asks CUDA, after which a process's forked workers cannot use it."""
+def test_gpus_are_counted_in_a_child_process(cuda: pytest.MonkeyPatch) -> None:
+    """If NVML does not answer, torch initializes CUDA, after which forked children cannot use it."""
     cuda.setattr(torch.cuda, "device_count", os.getpid)
     assert machine.gpu_count() not in (0, os.getpid())
 
 
-def test_a_process_that_uses_cuda_counts_itself(cuda: pytest.MonkeyPatch) -> None:
+def test_process_that_uses_cuda_counts_gpus_itself(cuda: pytest.MonkeyPatch) -> None:
     cuda.setattr(torch.cuda, "is_initialized", lambda: True)
     cuda.setattr(torch.cuda, "device_count", os.getpid)
     assert machine.gpu_count() == os.getpid()
 
 
-def test_a_driver_that_fails_is_told_in_one_line(cuda: pytest.MonkeyPatch) -> None:
+def test_failing_driver_is_a_one_line_error(cuda: pytest.MonkeyPatch) -> None:
     def fails() -> int:
         raise RuntimeError("CUDA unknown error")
 
@@ -43,8 +43,7 @@ def test_a_driver_that_fails_is_told_in_one_line(cuda: pytest.MonkeyPatch) -> No
         machine.gpu_count()
 
 
-def test_versions_without_deepspeed_are_those_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is not installed the rung says so, in a line of its own."""
+def test_versions_leave_out_deepspeed_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     there = metadata.version
 
     def version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What the meter of fake and CPU tensors sees."""
+"""The meter of tensor storages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: 
 from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
 
 
-def test_what_dtensor_tries_an_operator_on_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.11 does so under fake tensors in every step, with whole tensors: FSDP2's optimizer step would look far too high."""
+def test_meter_ignores_tensors_of_dtensor_shape_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 makes unsharded ones in every step under fake tensors. Counted, FSDP2's optimizer step would be far too high."""
     name = "_propagate_tensor_meta_non_cached"
     monkeypatch.setattr(ShardingPropagator, name, lambda n: torch.empty(n, dtype=torch.uint8))
     with StorageMeter() as meter:

@@ -1,7 +1,7 @@
 """Predicted peaks against accelerate's and the Trainer's own code around the whole model, under fake tensors.
 
-Equal to the byte but for scalars, one 512-byte storage each: the loss divided by the number of micro-batches, the count of
-tokens that normalizes it, the norms' sum and the factor they are clipped by.
+They are equal to the byte except for scalars of 512 bytes each: the loss divided by the number of micro-batches, the number of tokens
+that normalizes it, the gradient norm and the clipping factor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fsdp_advisor.model.resolve import resolve  # noqa: E402
 from fsdp_advisor.recording import TransformersSource  # noqa: E402
 from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the checks
 from fsdp_advisor.validation import frameworks  # noqa: E402
-from fsdp_advisor.validation.failures import NotHere  # noqa: E402
-from fsdp_advisor.validation.ladder import choose  # noqa: E402
+from fsdp_advisor.validation.failures import ModeUnavailable  # noqa: E402
+from fsdp_advisor.validation.modes import choose_mode  # noqa: E402
 from fsdp_advisor.validation.real import check  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 
@@ -82,7 +82,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_predicted_peak_is_what_the_framework_does(case: Case) -> None:
+def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> None:
     plan = plan_of(case)
     model = resolve(case.model)
     profile = model.profile
@@ -91,15 +91,16 @@ def test_predicted_peak_is_what_the_framework_does(case: Case) -> None:
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - ledger.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, ledger.phase_peaks[phase])
-    assert ledger.peak == pytest.approx(found.peak_tensor_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize(
     ("trainer", "framework"), [("AccelerateTrainer", "accelerate"), ("TransformersTrainer", "trainer")]
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_no_parameter_stays_whole(trainer: str, framework: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What FSDP2 moves to the GPU to shard it is freed before the first step; a clone stands for the move."""
+def test_fsdp2_frees_unsharded_parameters_before_the_first_step(
+    trainer: str, framework: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 moves parameters to the GPU to shard them. Here a clone replaces the move."""
     moved: list[tuple[str, StorageWeakRef]] = []
     alive: list[str] = []
     forward = getattr(frameworks, trainer).forward
@@ -123,7 +124,7 @@ def test_no_parameter_stays_whole(trainer: str, framework: str, tied: bool, monk
 
 
 @pytest.mark.parametrize("name", [BERT, "FacebookAI/roberta-base", T5])
-def test_what_accelerate_fails_at_is_said(name: str) -> None:
+def test_models_that_accelerate_cannot_wrap_have_a_note(name: str) -> None:
     plan = plan_of(Case(name, "fsdp2", "zero3", 8, 2, 128, framework="accelerate"))
     profile = resolve(name).profile
     assert profile is not None
@@ -132,18 +133,9 @@ def test_what_accelerate_fails_at_is_said(name: str) -> None:
         simulate(TransformersSource(profile.config, name=name, task=profile.task), plan)
 
 
-def test_the_matrix_covers_what_it_must() -> None:
-    for framework in ("accelerate", "trainer"):
-        cases = [c for c in CASES if c.framework == framework]
-        assert {c.backend for c in cases} == {"fsdp2", "fsdp1", "ddp"}
-        assert {c.activation_checkpointing for c in cases} == {"none", "full"}
-        assert {c.gradient_accumulation_steps for c in cases} >= {1, 3}
-    assert {c.precision for c in CASES} == {"fp32", "bf16", "bf16-mixed"}
-
-
-def test_frameworks_are_simulated_wherever_they_are_validated() -> None:
-    assert choose(plan_of(CASES[0]), None, "cpu").rung == "simulate"
-    with pytest.raises(NotHere, match="simulated, not measured"):
+def test_frameworks_are_always_simulated() -> None:
+    assert choose_mode(plan_of(CASES[0]), None, "cpu").mode == "simulate"
+    with pytest.raises(ModeUnavailable, match="can be simulated, not measured"):
         check(plan_of(CASES[0]), "cuda")
 
 
@@ -157,7 +149,7 @@ def test_frameworks_are_simulated_wherever_they_are_validated() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_simulated_says_so(case: Case) -> None:
-    with pytest.raises(NotHere) as refused:
+def test_unsupported_plans_are_refused_with_a_hint(case: Case) -> None:
+    with pytest.raises(ModeUnavailable) as refused:
         simulate(TransformersSource({"model_type": "gpt2"}, name="gpt2"), plan_of(case))
     assert refused.value.hint

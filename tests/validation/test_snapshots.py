@@ -1,13 +1,14 @@
-"""A recorded snapshot against the model's segments, on one made by hand in the form of `torch.cuda.memory_snapshot()`."""
+"""Comparing a snapshot in the form of `torch.cuda.memory_snapshot()` with predicted segments."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.memory.allocator import CachingAllocator
+from fsdp_advisor.memory.allocator import Segment
 from fsdp_advisor.validation.snapshots import compare_snapshot
 
 MIB = 2**20
@@ -27,34 +28,35 @@ RECORDED = [
 ]
 
 
-def modelled() -> CachingAllocator:
-    allocator = CachingAllocator([5 * MIB, 512, 3 * MIB, 30 * MIB])
-    allocator.run([0, 4, 8, 12, 13])
-    return allocator
+def predicted_segment(is_large: bool, *blocks: tuple[int, bool]) -> Segment:
+    return Segment(stream=0, is_large=is_large, is_expandable=False, address=0, blocks=blocks)
 
 
-def test_equal_block_by_block() -> None:
-    result = compare_snapshot(RECORDED, modelled().segments())
-    assert result.equal and result.alike == 3
-    assert result.recorded_bytes == result.modelled_bytes == 52 * MIB and result.error == 0
+PREDICTED = [
+    predicted_segment(False, (512, True), (2 * MIB - 512, False)),
+    predicted_segment(True, (5 * MIB, True), (3 * MIB, True), (12 * MIB, False)),
+    predicted_segment(True, (30 * MIB, False)),
+]
 
 
-def test_what_differs_is_named() -> None:
-    allocator = modelled()
-    allocator.run([2 * 4 + 1])
-    result = compare_snapshot({"segments": RECORDED, "device_traces": []}, allocator.segments())
-    assert (result.alike, result.equal) == (2, False)
-    assert result.only_modelled == (("large", False, ((5 * MIB, True), (15 * MIB, False))),)
+def test_equal_segments_are_matched_block_by_block() -> None:
+    result = compare_snapshot(RECORDED, PREDICTED[::-1])
+    assert result.equal == 3 and not result.only_recorded and not result.only_modelled
+    assert result.recorded_bytes == result.modelled_bytes == 52 * MIB
+
+
+def test_differing_segments_are_named() -> None:
+    blocks = ((5 * MIB, True), (15 * MIB, False))
+    predicted = [PREDICTED[0], replace(PREDICTED[1], blocks=blocks), PREDICTED[2]]
+    result = compare_snapshot({"segments": RECORDED, "device_traces": []}, predicted)
+    assert result.equal == 2
+    assert result.only_modelled == (("large", False, blocks),)
     assert result.only_recorded == (("large", False, ((5 * MIB, True), (3 * MIB, True), (12 * MIB, False))),)
-    assert result.error == 0
+    kept = result.as_dict()
+    assert (kept["alike"], kept["segments"], kept["modelled_segments"]) == (2, 3, 3)
+    assert kept["only_modelled"] == ["large, 20971520 bytes, 5242880 in use, 2 blocks"]
 
 
-def test_signed_error() -> None:
-    allocator = modelled()
-    allocator.release_cached()
-    assert compare_snapshot(RECORDED, allocator.segments()).error == pytest.approx(-30 / 52)
-
-
-def test_not_a_snapshot() -> None:
+def test_snapshot_without_segments_is_refused() -> None:
     with pytest.raises(MeasurementError):
         compare_snapshot({"device_traces": []}, [])

@@ -1,21 +1,20 @@
-"""Today's predictions against PyTorch's own CUDA code: records made without kernels (tests/cuda_without_kernels/README.md).
+"""Today's predictions against records of PyTorch's CUDA build without kernels (tests/cuda_without_kernels/README.md).
 
-Kernel selection, every allocation and the caching allocator were PyTorch's, so predictions have no measurement's noise to hide in.
+Kernel selection, all allocations and the caching allocator were PyTorch's own, and nothing was measured with noise.
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware.lookup import lookup
 from fsdp_advisor.job.request import EstimateRequest, fields_of
-from fsdp_advisor.validation import on_gpu, records, report
+from fsdp_advisor.validation import records
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.records import Record
 
@@ -23,26 +22,25 @@ pytest.importorskip("torch")
 
 FOLDER = Path(__file__).parents[1] / "records" / "without_kernels"
 FILES = sorted(FOLDER.glob("*.jsonl"))
-MOST = {"peak_allocated_bytes": 0.001, "peak_requested_bytes": 0.001, "peak_reserved_bytes": 0.10}
-"""The largest error of a case."""
+LARGEST = {"peak_allocated_bytes": 0.001, "peak_requested_bytes": 0.001, "peak_reserved_bytes": 0.10}
+"""Largest accepted error of a case, in absolute size."""
 MEDIAN = {"peak_allocated_bytes": 0.0001, "peak_requested_bytes": 0.0001, "peak_reserved_bytes": 0.0005}
+"""Largest accepted median error."""
 
 
 def today(record: Record) -> Record:
-    """The record with what is predicted now of a GPU that has done its work whenever the host asks."""
+    """The record with today's prediction, for a GPU that finishes its work before the host's next allocation."""
     request = make_request({k: v for k, v in record.request.items() if k in fields_of(EstimateRequest)})
     gpu = lookup(record.versions["gpu"])
     assert gpu is not None
-    keeps_up = partial(on_gpu.walked_as_run, gpu_keeps_up=True)
-    with mock.patch.object(on_gpu, "walked_as_run", keeps_up):
-        found = predict(request, record.rung, "cuda", gpu=gpu)
+    found = predict(request, record.mode, "cuda", gpu=gpu, gpu_keeps_up=True)
     phases = found.predicted["phases"].values()
     peaks = {f"peak_{name}": max(phase[name] for phase in phases) for name in ("reserved_bytes", "requested_bytes")}
     return replace(record, predicted={**found.predicted, **peaks}, fits_predicted=found.fits)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_case_comes_out(path: Path) -> None:
+def test_predictions_meet_the_tolerances_for_every_case(path: Path) -> None:
     made, notes = records.read(path)
     assert not notes and len(made) >= 60
     now = [today(record) for record in made]
@@ -50,15 +48,15 @@ def test_every_case_comes_out(path: Path) -> None:
     far = [
         f"{record.label}: {figure} {record.errors[figure]:+.3%}"
         for record in now
-        for figure, most in MOST.items()
-        if abs(record.errors.get(figure, 0.0)) > most
+        for figure, most in LARGEST.items()
+        if figure in record.errors and abs(record.errors[figure]) > most
     ]
     assert far == []
     for figure, most in MEDIAN.items():
-        errors = sorted(abs(record.errors[figure]) for record in now if figure in record.errors)
-        assert report.percentile(errors, 50) <= most, figure
+        errors = [abs(record.errors[figure]) for record in now if figure in record.errors]
+        assert len(errors) >= 40 and statistics.median(errors) <= most, figure
 
 
-def test_there_are_records_of_more_than_one_kind_of_gpu() -> None:
+def test_records_cover_two_compute_capabilities() -> None:
     kinds = {records.read(path)[0][0].versions["compute_capability"] for path in FILES}
     assert {"8.0", "9.0"} <= kinds

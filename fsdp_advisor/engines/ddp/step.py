@@ -11,7 +11,13 @@ from functools import lru_cache
 
 from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes, optimizer_temporaries
 from fsdp_advisor.engines.units import buffers, total
-from fsdp_advisor.engines.wrapping import OUTPUTS, clones_outputs, encoded_per_batch, logits_per_batch
+from fsdp_advisor.engines.wrapping import (
+    OUTPUTS,
+    clones_outputs,
+    encoded_per_batch,
+    logits_per_batch,
+    marked_units,
+)
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import ROOT, Op, Parameter, Profile, Segment, Tape, Unit
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -95,6 +101,7 @@ class DdpStep(StepHooks):
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
+        self.marked_units = marked_units(profile, plan)
         self.gradient_hooks = plan.gradient_accumulation_steps > 1
         self.states = ddp_states(profile, plan.any_step)
 

@@ -123,7 +123,7 @@ def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
     time under stage 3, before it allocates the buckets for gradients and communication.
     """
     states, moments = partitions.states(profile, plan), optimizer_moment_bytes(profile, plan)
-    m, ranks, optimizer = master_bytes(plan), plan.shard_degree, optimizer_named(plan.optim)
+    m, ranks = master_bytes(plan), plan.shard_degree
     if stage(plan) < 3:
         zeros = m * partitions.flat_elements(profile.trainable_parameters, ranks) // ranks
     else:

@@ -51,7 +51,9 @@ class Fsdp1Step(StepHooks):
         self._one_shard = plan.shard_degree == 1
         self._uploads = self._offload and not plan.mixed  # `flat_param_to`, not `_use_low_precision_shard`
         self._uploads_whole = self._uploads and self._one_shard
-        self._reshard = plan.strategy in ("zero3", "hsdp") or self._uploads_whole  # on one rank, every strategy is NO_SHARD
+        self._reshard = (
+            plan.strategy in ("zero3", "hsdp") or self._uploads_whole
+        )  # on one rank, every strategy is NO_SHARD
         self._units, self.states = fsdp1_units(profile, plan.any_step)
         # of one step
         self._previous_gradients = NO_BUFFER

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, shard_shape
 from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes, optimizer_temporaries
-from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, Part
+from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import ROOT, Profile
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -42,6 +42,7 @@ class Fsdp2Step(StepHooks):
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
+        self.marked_units = marked_units(profile, plan)
         self._offload = plan.offload == "parameters"
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._one_shard = plan.shard_degree == 1

@@ -1,6 +1,6 @@
-"""Answers the one question that training code asks of data on the device, where no kernel has written any.
+"""Replaces the one data-dependent decision of training with transformers: whether position ids show packed sequences.
 
-transformers looks in position ids for sequences that are packed together: ids made by kernels that do nothing would look so.
+Position ids on the device are all zero because kernels do nothing, which would look like packed sequences.
 """
 
 import importlib.abc
@@ -20,10 +20,10 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            asked = module.find_packed_sequence_indices
+            original = module.find_packed_sequence_indices
 
             def find_packed_sequence_indices(position_ids):
-                mask = asked(position_ids)  # makes and drops what it makes on a GPU
+                mask = original(position_ids)  # makes the same temporary tensors as on a GPU
                 return None if position_ids.is_cuda else mask
 
             module.find_packed_sequence_indices = find_packed_sequence_indices

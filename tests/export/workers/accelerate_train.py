@@ -1,4 +1,4 @@
-"""Two steps of accelerate's own loop under whatever configuration launched it: MODEL OUT."""
+"""Two steps with accelerate, under the configuration that launched it. Arguments: MODEL OUT."""
 
 from __future__ import annotations
 

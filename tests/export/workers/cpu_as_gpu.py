@@ -1,7 +1,7 @@
-"""Imported before a consumer makes its arguments: accelerate then takes each CPU process over gloo for a GPU rank.
+"""Patches accelerate to take each CPU process over gloo for a GPU rank. Import it before creating any arguments.
 
-accelerate shards on accelerators alone (state.py: AcceleratorState looks for FSDP under MULTI_GPU and the like, never under
-MULTI_CPU), and Trainer asks for a GPU that knows bf16. All that follows from a configuration is then their own code.
+accelerate shards only on accelerators (state.py: AcceleratorState does not check for FSDP under MULTI_CPU), and the Trainer
+requires a GPU with bf16. Everything else is the consumers' own code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two steps of DeepSpeed's own loop: MODEL OUT --deepspeed CONFIG."""
+"""Two steps with DeepSpeed. Arguments: MODEL OUT --deepspeed CONFIG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two steps of transformers' Trainer with the exported arguments, which lie beside the working directory: MODEL OUT."""
+"""Two steps with the Trainer and the exported arguments in the working directory. Arguments: MODEL OUT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer
 sys.path.insert(0, str(Path.cwd()))
 from training_arguments import MODEL_ARGUMENTS, training_arguments
 
-on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"  # the documented way, which does without sharding
+on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"  # the documented switch; it disables sharding
 if not on_cpu:
     import cpu_as_gpu  # noqa: F401
 

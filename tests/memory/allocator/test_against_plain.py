@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from memory.allocator.plain_allocator import ENDLESS, MIB, Block, PlainAllocator
+from plain_allocator import ENDLESS, MIB, Block, PlainAllocator
 
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC

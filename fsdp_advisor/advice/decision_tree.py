@@ -1,0 +1,352 @@
+"""The decision tree of a recommendation: questions about memory, each answered with the figures of an estimate.
+
+It asks about DDP first. If DDP does not fit, it asks whether the states or the activations are too large. Activations are
+recomputed or the micro-batch is reduced; states are sharded more, then moved to the host. The first strategy that fits ends
+these questions. The recommendation is the fastest plan that fits, which may be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.search import Search
+from fsdp_advisor.advice.search_space import StrategyChoice
+from fsdp_advisor.advice.sweeps import SweepResult
+from fsdp_advisor.job.plan import label
+from fsdp_advisor.job.request import Strategy
+from fsdp_advisor.units import format_gib, format_speed
+
+YES, NO, UNKNOWN = "yes", "no", "unknown"
+STATES, ACTIVATIONS = "states", "activations"
+
+_PATH_ORDER: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "hsdp", "zero3")
+"""Strategies in the order in which the tree asks about them: more is sharded from each to the next."""
+_SWEEP_QUESTIONS = {
+    "batch": "What is the largest micro-batch that fits?",
+    "sequence": "What is the longest sequence that fits?",
+    "gpus": "What is the smallest number of GPUs that fits?",
+    "gpu-type": "Which is the smallest GPU that fits?",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A question with its answer and the figures behind it; or an outcome, at which the tree ends.
+
+    `parent` is the id of the question before it, `on` the answer to that question which leads here, and `taken` says whether
+    the path goes through the node. `answer` is None if the question is not on the path: only the path is evaluated.
+    """
+
+    id: str
+    question: str
+    answer: str | None = None
+    because: str = ""
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
+    parent: str | None = None
+    on: str = ""
+    taken: bool = False
+    outcome: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "question": self.question,
+            "answer": self.answer,
+            "because": self.because,
+            "needed_bytes": self.needed_bytes,
+            "available_bytes": self.available_bytes,
+            "parent": self.parent,
+            "on": self.on,
+            "taken": self.taken,
+            "outcome": self.outcome,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """All nodes, each after its parent; the first has none."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def path(self) -> tuple[Node, ...]:
+        """The questions that were answered, in order."""
+        return tuple(node for node in self.nodes if node.taken and not node.outcome)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "nodes": [node.as_dict() for node in self.nodes],
+            "edges": [
+                {"from": node.parent, "to": node.id, "answer": node.on, "taken": node.taken}
+                for node in self.nodes
+                if node.parent is not None
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Whether any of `choices` fits at a micro-batch."""
+
+    id: str
+    text: str
+    choices: tuple[StrategyChoice, ...]
+    size: int
+
+
+def decision_tree(search: Search, winner: Candidate | None, sweep: SweepResult | None, remedies: Sequence[str]) -> Tree:
+    """The tree of a search. It ends in the recommendation (`winner`), or in what would fit (`remedies`) if nothing does."""
+    questions = _questions(search)
+    path = [node for node in questions if node.taken]
+    nodes: list[Node] = []
+    for node in questions:
+        nodes.append(node)
+        if node.id != "term":
+            nodes.append(_fits_outcome(node))
+    return Tree(nodes=(*nodes, *_end(search, path[-1], winner, sweep, remedies)))
+
+
+def _questions(search: Search) -> list[Node]:
+    """All questions, each after the one that leads to it; those on the path are answered."""
+    nodes: list[Node] = []
+    last: Node | None = None  # on the path
+    for question in _memory_questions(search):
+        parent, on = _parent(question.id, nodes)
+        node = Node(id=question.id, question=question.text, parent=parent, on=on)
+        candidate = None
+        if last is None or (last.id, last.answer) == (parent, on):
+            candidate = _evaluate(search, question)
+            node = last = replace(node, taken=True, **_answer(candidate))
+        nodes.append(node)
+        if question.id == "ddp":
+            term = Node(id="term", question="What is too large?", parent="ddp", on=NO)
+            if candidate is not None and node.answer == NO:
+                term = last = replace(term, taken=True, **_too_large_part(candidate))
+            nodes.append(term)
+    return nodes
+
+
+def _parent(question: str, nodes: Sequence[Node]) -> tuple[str | None, str]:
+    """The id of the question that leads to this one, and its answer.
+
+    The alternatives to plain DDP follow from activations that are too large; the sharded strategies follow from states that
+    are, or from the last alternative to DDP.
+    """
+    if not nodes:
+        return None, ""
+    term = next((node.answer for node in nodes if node.id == "term"), None)
+    if nodes[-1].id == "term":
+        return "term", ACTIVATIONS if question.startswith("ddp_") else term or STATES
+    if nodes[-1].id.startswith("ddp_") and not question.startswith("ddp_") and term == STATES:
+        return "term", STATES
+    return nodes[-1].id, NO
+
+
+def _memory_questions(search: Search) -> list[_Question]:
+    """The questions that the request leaves open, in the order in which they are asked."""
+    preferred, smallest = search.batches.preferred, search.batches.smallest
+    at = f" at micro-batch {preferred}" if len(search.batches.sizes) > 1 or preferred > 1 else ""
+    strategies = [s for s in _PATH_ORDER if any(c.strategy == s for c in search.choices)]
+    checkpointing = {choice.activation_checkpointing for choice in search.choices}
+    plain = "none" if "none" in checkpointing else "full"
+    lean = "full" if "full" in checkpointing else "none"
+    most = strategies[-1]
+    with_checkpointing = " with activation checkpointing" if lean == "full" else ""
+    small = f"micro-batch {smallest} and accumulation {search.batches.accumulation(smallest)}"
+
+    def choices(strategy: Strategy, checkpointing: str) -> tuple[StrategyChoice, ...]:
+        return _choices(search, strategy, checkpointing)
+
+    found = [_Question("ddp", f"Does DDP fit{at}?", choices("ddp", plain), preferred)]
+    if "ddp" in strategies:
+        if plain != lean:
+            text = "Does DDP with activation checkpointing fit?"
+            found.append(_Question("ddp_checkpointing", text, choices("ddp", lean), preferred))
+        if smallest < preferred:
+            found.append(_Question("ddp_micro_batch", f"Does DDP with {small} fit?", choices("ddp", plain), smallest))
+    for strategy in strategies:
+        if strategy != "ddp":
+            note = " (sharded within a node, replicated across nodes)" if strategy == "hsdp" else ""
+            text = f"Does {label(strategy)}{note} fit{at}?"
+            found.append(_Question(strategy, text, choices(strategy, plain), preferred))
+    if most != "ddp":
+        if plain != lean:
+            text = f"Does {label(most)} with activation checkpointing fit?"
+            found.append(_Question("checkpointing", text, choices(most, lean), preferred))
+        if smallest < preferred:
+            text = (
+                f"Does {label(most)} with {small}{' and activation checkpointing' if with_checkpointing else ''} fit?"
+            )
+            found.append(_Question("micro_batch", text, choices(most, lean), smallest))
+    found += _offload_questions(search, lean, with_checkpointing)
+    return [question for question in found if question.choices]
+
+
+def _offload_questions(search: Search, checkpointing: str, with_checkpointing: str) -> Iterator[_Question]:
+    """Whether offload to the CPU, then to NVMe, makes the job fit at the smallest micro-batch."""
+    size = search.batches.smallest
+    optimizer, everything = (_choices(search, None, checkpointing, o) for o in ("optimizer", "parameters"))
+    yield _Question("offload_optimizer", f"Does optimizer offload to the CPU{with_checkpointing} fit?", optimizer, size)
+    yield _Question("offload_parameters", f"Does full offload to the CPU{with_checkpointing} fit?", everything, size)
+    nvme = _choices(search, None, checkpointing, "parameters", "nvme")
+    nvme = nvme or _choices(search, None, checkpointing, "optimizer", "nvme")
+    yield _Question("offload_nvme", f"Does offload to NVMe{with_checkpointing} fit?", nvme, size)
+
+
+def _choices(
+    search: Search, strategy: Strategy | None, checkpointing: str, offload: str = "none", device: str = "cpu"
+) -> tuple[StrategyChoice, ...]:
+    return tuple(
+        c
+        for c in search.choices
+        if strategy in (None, c.strategy)
+        and (c.activation_checkpointing, c.offload, c.offload_device) == (checkpointing, offload, device)
+    )
+
+
+def _evaluate(search: Search, question: _Question) -> Candidate:
+    """The simplest choice of a question that fits; if none does, the one that needs least.
+
+    Choices whose lower bound is too large are evaluated only if all are, and then only the simplest.
+    """
+    possible = [c for c in question.choices if search.may_fit(c, question.size)] or question.choices[:1]
+    tried: list[Candidate] = []
+    for choice in possible:
+        candidate = search.candidate(choice, question.size)
+        if candidate.fits is not False:
+            return candidate
+        tried.append(candidate)
+    return min(tried, key=lambda c: (c.host_fits is False, c.known_bytes))
+
+
+def _answer(candidate: Candidate) -> dict[str, Any]:
+    """The fields of a node that asks whether a candidate fits."""
+    return {
+        "answer": UNKNOWN if candidate.fits is None else YES if candidate.fits else NO,
+        "because": candidate.memory_text,
+        "needed_bytes": candidate.known_bytes,
+        "available_bytes": candidate.available_bytes,
+    }
+
+
+def _too_large_part(ddp: Candidate) -> dict[str, Any]:
+    """The fields of the node that says what DDP has too much of: states, or what grows with the batch."""
+    states, available = ddp.estimate.states, ddp.available_bytes
+    kept = ddp.state_bytes
+    share = f"the states take {format_gib(kept)} of {format_gib(available)}"
+    if kept > available or ddp.needed_bytes is None:
+        answer = STATES
+        parts = ", ".join(f"{name} {format_gib(n)}" for name, n in states.items() if 1000 * n > kept)
+        because = f"{share} ({parts})"
+    else:
+        answer = ACTIVATIONS
+        because = f"{share}; the step needs {format_gib(ddp.needed_bytes - kept)} more"
+    return {"answer": answer, "because": because, "needed_bytes": kept, "available_bytes": available}
+
+
+def _fits_outcome(node: Node) -> Node:
+    """The end of the questions about memory: a question is answered by yes."""
+    ends = node.taken and node.answer in (YES, UNKNOWN)
+    return Node(
+        id=f"{node.id}_fits",
+        question="look for the fastest plan that fits",
+        parent=node.id,
+        on=node.answer if ends and node.answer else YES,
+        taken=ends,
+        outcome=True,
+    )
+
+
+def _end(
+    search: Search, last: Node, winner: Candidate | None, sweep: SweepResult | None, remedies: Sequence[str]
+) -> Iterator[Node]:
+    """The nodes after the questions about memory: any other plan, the choice among those that fit, the recommendation."""
+    parent, on = last.id, last.answer or ""
+    if on not in (YES, UNKNOWN):
+        other = winner or search.smallest_footprint()
+        answer = _answer(other) if winner else _answer(other) | {"answer": NO}
+        answer["because"] = f"{other.label}, micro-batch {other.plan.micro_batch_size}: {other.memory_text}"
+        question = "Does any other configuration fit?"
+        yield Node(id="other", question=question, parent=parent, on=on, taken=True, **answer)
+        parent, on = "other", str(answer["answer"])
+    if winner is None:
+        yield Node(
+            id="remedies",
+            question="Would more GPUs, another GPU or fewer tokens fit?",
+            answer=YES if remedies else NO,
+            because="; ".join(remedies) or "no such change is known",
+            parent=parent,
+            on=on,
+            taken=True,
+        )
+        return
+    choice = _fastest(search, winner) if sweep is None else _found(sweep, winner)
+    yield replace(choice, parent=parent, on=on)
+    yield Node(
+        id="recommended",
+        question=f"{winner.label}, micro-batch {winner.plan.micro_batch_size}",
+        because=winner.memory_text,
+        needed_bytes=winner.known_bytes,
+        available_bytes=winner.available_bytes,
+        parent=choice.id,
+        on=choice.answer or "",
+        taken=True,
+        outcome=True,
+    )
+
+
+def _found(sweep: SweepResult, winner: Candidate) -> Node:
+    """The last question of a sweep."""
+    return Node(
+        id="found",
+        question=_SWEEP_QUESTIONS[sweep.what],
+        answer=str(sweep.answer),
+        because=sweep.because,
+        needed_bytes=winner.known_bytes,
+        available_bytes=winner.available_bytes,
+        taken=True,
+    )
+
+
+def _fastest(search: Search, winner: Candidate) -> Node:
+    """The last question of a search."""
+    speed = winner.tokens_per_second_per_gpu
+    if winner.fits is None:
+        question = "Which is the simplest choice whose states fit?"
+        because = "a parameter count says nothing about the rest of the memory or the time"
+    elif speed is None:
+        question = "Which is the simplest plan that fits?"
+        because = "the time of a step is unknown on this GPU"
+    else:
+        question = "Which is the fastest plan that fits?"
+        because = f"{format_speed(speed)} per GPU{_next_fastest(search.result.runners_up, winner, speed)}"
+    return Node(
+        id="fastest",
+        question=question,
+        answer=winner.label,
+        because=because,
+        needed_bytes=winner.known_bytes,
+        available_bytes=winner.available_bytes,
+        taken=True,
+    )
+
+
+def _next_fastest(runners_up: Sequence[Candidate], winner: Candidate, speed: float) -> str:
+    """How the next plans compare with the winner; empty if there are none."""
+    text = ""
+    if runners_up:
+        other = runners_up[0].tokens_per_second_per_gpu or 0.0
+        if other > speed and not runners_up[0].host_unusual:
+            text = f", within 1 % of {runners_up[0].label}, and simpler"
+        else:
+            text = f"; next {runners_up[0].label} with {format_speed(other)}"
+    if not winner.host_unusual:
+        faster = (c for c in runners_up if c.host_unusual and (c.tokens_per_second_per_gpu or 0.0) > speed)
+        for candidate in list(faster)[:1]:
+            host = format_gib(candidate.host_bytes_per_node)
+            text += f"; {candidate.label} is faster, but needs {host} of host memory per node"
+    return text

@@ -1,0 +1,311 @@
+"""Figures of candidate plans on one GPU type: a cheap lower bound, and the estimate that every interface shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from fsdp_advisor.advice.curves import PeakVsSize
+from fsdp_advisor.advice.search_space import StrategyChoice
+from fsdp_advisor.engines.host import host_memory
+from fsdp_advisor.engines.registry import states_of
+from fsdp_advisor.errors import AdvisorError, MissingExtra
+from fsdp_advisor.estimator import estimate_plan, step_seconds, tensor_bytes
+from fsdp_advisor.hardware import Gpu, usual_host_bytes
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.allocator import AllocatorConf
+from fsdp_advisor.memory.device import device_overhead
+from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.units import format_gib
+
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+"""The allocator setting that is tried if fragmentation alone keeps a plan from fitting."""
+
+Timer = Callable[[Resolved, Plan, Gpu], float | None]
+"""Seconds of one optimizer step; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan with its estimate, and whether it leaves the margin.
+
+    `available_bytes` is the GPU's memory less the margin, `allocator_conf` the value of PYTORCH_ALLOC_CONF that the estimate
+    assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory if it is known, `host_usual_bytes` what
+    nodes with this GPU usually have. `step_seconds` is None if the time of a step is unknown.
+    """
+
+    estimate: StrategyEstimate
+    gpu: str
+    available_bytes: int
+    allocator_conf: str | None = None
+    host_available_bytes: int | None = None
+    host_usual_bytes: int
+    step_seconds: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.estimate.plan
+
+    @property
+    def choice(self) -> StrategyChoice:
+        return StrategyChoice.of(self.plan)
+
+    @property
+    def label(self) -> str:
+        return self.choice.label
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """`StrategyEstimate.needed_bytes`; None for a bare parameter count."""
+        return self.estimate.needed_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.estimate.kept_bytes
+
+    @property
+    def known_bytes(self) -> int:
+        """`needed_bytes`, or the states if that is unknown."""
+        return self.state_bytes if self.needed_bytes is None else self.needed_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the estimate fits and leaves the margin; None if only the states are known and fit."""
+        if self.estimate.fits is False or self.host_fits is False or self.known_bytes > self.available_bytes:
+            return False
+        return None if self.needed_bytes is None else True
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        return self.estimate.host_bytes_per_node
+
+    @property
+    def host_peak_bytes_per_node(self) -> int:
+        """Host memory of a node in the phase that needs most: load, steps or save."""
+        phases = self.estimate.job.phases.values() if self.estimate.job else ()
+        return max([self.host_bytes_per_node, *(phase.host_bytes_per_node or 0 for phase in phases)])
+
+    @property
+    def host_fits(self) -> bool | None:
+        """Whether a node's memory holds every phase; None if its size is unknown."""
+        if self.host_available_bytes is None:
+            return None
+        return self.host_peak_bytes_per_node <= self.host_available_bytes
+
+    @property
+    def host_unusual(self) -> bool:
+        """Whether it needs more host memory than usual nodes have, and this node's memory is unknown."""
+        return self.host_available_bytes is None and self.host_bytes_per_node > self.host_usual_bytes
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.plan.micro_batch_size * self.plan.gradient_accumulation_steps * self.plan.world_size
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float | None:
+        if not self.step_seconds:
+            return None
+        return self.global_batch_size * self.plan.seq_len / self.plan.world_size / self.step_seconds
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables to launch it with."""
+        return {"PYTORCH_ALLOC_CONF": self.allocator_conf} if self.allocator_conf else {}
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sort key, a total order: usual hosts first, then the faster, the simpler, the larger micro-batch."""
+        speed, plan = self.tokens_per_second_per_gpu, self.plan
+        return (
+            self.host_unusual,
+            speed is None,
+            -(speed or 0.0),
+            self.choice.preference_rank,
+            -plan.micro_batch_size,
+            plan.seq_len,
+            plan.world_size,
+            self.gpu,
+        )
+
+    @property
+    def memory_text(self) -> str:
+        """Needed and available memory, as in `needs 33.01 GiB, has 36.24 GiB`."""
+        has = format_gib(self.available_bytes)
+        if self.needed_bytes is None:
+            text = f"its states alone need {format_gib(self.state_bytes)}, has {has}"
+        else:
+            text = f"needs {format_gib(self.needed_bytes)}, has {has}"
+        if self.allocator_conf is not None:
+            text += f", with PYTORCH_ALLOC_CONF={self.allocator_conf}"
+        if self.plan.offload != "none" or self.host_fits is False:
+            limit = self.host_available_bytes
+            host = self.host_bytes_per_node if limit is None else self.host_peak_bytes_per_node
+            text += f"; and {format_gib(host)} of host memory per node"
+            text += f", which has {format_gib(limit)}" if limit is not None else ""
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        plan, seconds, speed = self.plan, self.step_seconds, self.tokens_per_second_per_gpu
+        return {
+            "strategy": plan.strategy,
+            "backend": plan.backend,
+            "offload": plan.offload,
+            "offload_device": plan.offload_device if plan.offload != "none" else None,
+            "activation_checkpointing": plan.activation_checkpointing,
+            "micro_batch_size": plan.micro_batch_size,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+            "global_batch_size": self.global_batch_size,
+            "seq_len": plan.seq_len,
+            "gpus": plan.world_size,
+            "nnodes": plan.nnodes,
+            "gpu": self.gpu,
+            "fits": self.fits,
+            "needed_bytes": self.needed_bytes,
+            "available_bytes": self.available_bytes,
+            "peak_reserved_bytes": self.estimate.peak_reserved_bytes,
+            "peak_device_bytes": self.estimate.peak_device_bytes,
+            "environment": self.environment,
+            "host_bytes_per_node": self.host_bytes_per_node,
+            "step_seconds": None if seconds is None else float(f"{seconds:.6g}"),  # as in a report
+            "tokens_per_second_per_gpu": None if speed is None else round(speed, 1),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Evaluates plans of one model on one GPU type; each plan once.
+
+    `known` are estimates that were made before, under the same `allocator_conf` and `host_memory_bytes`. `timer` replaces the
+    time model.
+    """
+
+    model: Resolved
+    gpu: Gpu
+    margin: float
+    allocator_conf: str | None = None
+    host_memory_bytes: int | None = None
+    timer: Timer | None = None
+    known: tuple[StrategyEstimate, ...] = ()
+    _estimates: dict[tuple[Plan, str | None], StrategyEstimate] = field(default_factory=dict, repr=False)
+    _curves: dict[Plan, PeakVsSize] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._estimates.update({(row.plan, self.allocator_conf): row for row in self.known})
+
+    @cached_property
+    def available_bytes(self) -> int:
+        """The GPU's memory less the margin."""
+        return int(self.gpu.memory_bytes * (1 - self.margin))
+
+    @cached_property
+    def host_usual_bytes(self) -> int:
+        return usual_host_bytes(self.gpu)
+
+    def on(self, gpu: Gpu) -> Evaluator:
+        """The evaluator of the same model on another GPU type; tensor sizes are shared."""
+        return replace(self, gpu=gpu, known=(), _estimates={})
+
+    # The lower bound
+
+    def lower_bound(self, plan: Plan) -> int:
+        """Bytes that the plan needs at least: tensors, CUDA and NCCL. Raises AdvisorError without a tape."""
+        return self._tensors(plan)(plan.micro_batch_size) + device_overhead(self.gpu, plan).middle_bytes
+
+    def max_micro_batch(self, plan: Plan, sizes: Sequence[int], limit_bytes: int | None = None) -> int | None:
+        """The largest of the micro-batches `sizes` whose lower bound is at most the limit; None if none is.
+
+        The limit is the memory that the margin leaves, unless another is given.
+        """
+        limit = self.available_bytes if limit_bytes is None else limit_bytes
+        return self._tensors(plan).largest_within(sizes, limit - device_overhead(self.gpu, plan).middle_bytes)
+
+    def host_bytes(self, plan: Plan) -> int:
+        """Host memory per node that the plan's steps need."""
+        if self.model.profile is None:
+            return self.estimate(plan).host_bytes_per_node
+        return host_memory(self.model.profile, plan).steady
+
+    def state_bytes(self, plan: Plan) -> int:
+        """Bytes that stay on the GPU between steps."""
+        if self.model.profile is None:
+            return self.estimate(plan).kept_bytes
+        states = states_of(self.model.profile, plan)
+        parts = (states.parameters, states.gradients, states.optimizer, states.communication, states.buffers)
+        return sum(part.exact for part in parts)
+
+    def why_not_recorded(self, plan: Plan) -> str | None:
+        """Why the plan's tensors are unknown; None if they are known."""
+        if self.model.profile is None:
+            return None
+        try:
+            self._tensors(plan)(plan.micro_batch_size)
+        except AdvisorError as error:
+            if isinstance(error, MissingExtra) and self.model.source != "catalog":
+                raise
+            return str(error)
+        return None
+
+    def _tensors(self, plan: Plan) -> PeakVsSize:
+        """Tensor bytes over the micro-batch. They are equal for all accumulations of two or more."""
+        steps = min(plan.gradient_accumulation_steps, 2)
+        key = replace(plan, micro_batch_size=1, gradient_accumulation_steps=steps)
+        if key not in self._curves:
+            self._curves[key] = PeakVsSize(lambda size: tensor_bytes(self.model, replace(key, micro_batch_size=size)))
+        return self._curves[key]
+
+    # The whole estimate
+
+    def estimate(self, plan: Plan, allocator_conf: str | None = None) -> StrategyEstimate:
+        """The plan's row of a report, under the request's allocator settings or the given ones."""
+        text = allocator_conf or self.allocator_conf
+        key = (plan, text)
+        if key not in self._estimates:
+            self._estimates[key] = estimate_plan(
+                self.model,
+                plan,
+                self.gpu,
+                conf=AllocatorConf.parse(text) if text else None,
+                host_memory_bytes=self.host_memory_bytes,
+            )
+        return self._estimates[key]
+
+    def candidate(self, plan: Plan) -> Candidate:
+        """The plan with its estimate; with expandable segments if it fits with them alone."""
+        found = self._candidate(self.estimate(plan), self.allocator_conf)
+        if found.fits is False and self._fragmentation_decides(found):
+            expandable = self._candidate(self.estimate(plan, EXPANDABLE_SEGMENTS), EXPANDABLE_SEGMENTS)
+            if expandable.fits:
+                return expandable
+        return found
+
+    def seconds(self, plan: Plan) -> float | None:
+        """Seconds of a step without allocator retries; None if unknown."""
+        return (self.timer or step_seconds)(self.model, plan, self.gpu)
+
+    def _candidate(self, row: StrategyEstimate, allocator_conf: str | None) -> Candidate:
+        if self.timer is not None:
+            seconds = self.timer(self.model, row.plan, self.gpu)
+        else:
+            seconds = None if row.step is None else row.step.seconds
+        return Candidate(
+            estimate=row,
+            gpu=self.gpu.name,
+            available_bytes=self.available_bytes,
+            allocator_conf=allocator_conf,
+            host_available_bytes=self.host_memory_bytes,
+            host_usual_bytes=self.host_usual_bytes,
+            step_seconds=seconds,
+        )
+
+    def _fragmentation_decides(self, found: Candidate) -> bool:
+        """Whether the plan would fit without fragmentation, and other allocator settings may be tried."""
+        needed = found.estimate.needed_breakdown
+        allocator = found.estimate.allocator
+        if self.allocator_conf is not None or needed is None or allocator is None or found.host_fits is False:
+            return False
+        if allocator.expandable_segments_help is False:
+            return False
+        return found.known_bytes - needed["fragmentation"] <= self.available_bytes

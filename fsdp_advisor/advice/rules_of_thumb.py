@@ -1,0 +1,156 @@
+"""Rules of thumb that choose a strategy by the number of parameters, and whether their choice would run.
+
+Introductions to FSDP and ZeRO give both: a decision tree by size, and a table of scenarios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.search import Search
+from fsdp_advisor.advice.search_space import StrategyChoice
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.job.plan import OFFLOADS, label
+from fsdp_advisor.job.request import Offload, Strategy
+from fsdp_advisor.units import format_gib, format_speed
+
+BILLION = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleOfThumb:
+    """The strategy and offload that a rule gives for a model (None: the rule gives none), and whether they would run.
+
+    `would_run` is None if that is unknown.
+    """
+
+    source: str
+    strategy: Strategy | None
+    offload: Offload | None
+    would_run: bool | None
+    because: str
+
+    @property
+    def says(self) -> str | None:
+        return None if self.strategy is None else label(self.strategy, self.offload or "none")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "says": self.says,
+            "strategy": self.strategy,
+            "offload": self.offload,
+            "would_run": self.would_run,
+            "because": self.because,
+        }
+
+
+def decision_tree_by_size(parameters: int, ddp_runs: bool) -> tuple[Strategy, Offload] | None:
+    """DDP up to 3B parameters, ZeRO-2 up to 13B, ZeRO-3 up to 70B, ZeRO-3 with offload above."""
+    if parameters <= 3 * BILLION:
+        return "ddp", "none"
+    if parameters <= 13 * BILLION:
+        return "zero2", "none"
+    return ("zero3", "none") if parameters <= 70 * BILLION else ("zero3", "parameters")
+
+
+def scenario_table(parameters: int, ddp_runs: bool) -> tuple[Strategy, Offload] | None:
+    """DDP below 1B parameters; up to 7B DDP if it fits, else ZeRO-2; up to 30B ZeRO-3; offload from 70B; None in between."""
+    if parameters < 1 * BILLION:
+        return "ddp", "none"
+    if parameters <= 7 * BILLION:
+        return ("ddp", "none") if ddp_runs else ("zero2", "none")
+    if parameters <= 30 * BILLION:
+        return "zero3", "none"
+    return ("zero3", "parameters") if parameters >= 70 * BILLION else None
+
+
+RULES: dict[str, Callable[[int, bool], tuple[Strategy, Offload] | None]] = {
+    "decision tree by size": decision_tree_by_size,
+    "scenario table": scenario_table,
+}
+
+
+def rules_of_thumb(
+    search: Search, winner: Candidate | None, runners_up: Sequence[Candidate]
+) -> tuple[RuleOfThumb, ...]:
+    """What each rule gives for the search's model. A rule knows no margin: its choice runs if it fits the whole memory.
+
+    `runners_up` are compared with the winner by their speed, each at its best micro-batch.
+    """
+    parameters = search.evaluator.model.parameters
+    ddp = _plain(search, "ddp", "none")
+    ddp_runs = ddp is not None and _runs(ddp) is True
+    return tuple(
+        _checked(search, source, rule(parameters, ddp_runs), winner, runners_up) for source, rule in RULES.items()
+    )
+
+
+def _checked(
+    search: Search,
+    source: str,
+    given: tuple[Strategy, Offload] | None,
+    winner: Candidate | None,
+    runners_up: Sequence[Candidate],
+) -> RuleOfThumb:
+    """A rule's choice with its estimate."""
+    if given is None:
+        because = "it has no row for models between 30B and 70B"
+        return RuleOfThumb(source=source, strategy=None, offload=None, would_run=None, because=because)
+    candidate = _plain(search, *given)
+    return RuleOfThumb(
+        source=source,
+        strategy=given[0],
+        offload=given[1],
+        would_run=None if candidate is None else _runs(candidate),
+        because="its memory is unknown" if candidate is None else _because(candidate, winner, runners_up),
+    )
+
+
+def _plain(search: Search, strategy: Strategy, offload: Offload) -> Candidate | None:
+    """A strategy as a rule means it: the `auto` backend, the smallest micro-batch, no checkpointing unless it is required.
+
+    None if its memory is unknown.
+    """
+    checkpointing = {choice.activation_checkpointing for choice in search.choices}
+    choice = StrategyChoice(
+        strategy=strategy,
+        backend=OFFLOADS[offload][strategy][0],
+        offload=offload,
+        activation_checkpointing="none" if "none" in checkpointing else "full",
+    )
+    try:
+        return search.candidate(choice, search.batches.smallest)
+    except AdvisorError:
+        return None
+
+
+def _runs(candidate: Candidate) -> bool | None:
+    """Whether a plan fits the whole memory of GPU and host."""
+    return candidate.estimate.fits
+
+
+def _because(candidate: Candidate, winner: Candidate | None, runners_up: Sequence[Candidate]) -> str:
+    """The memory of a rule's choice, and how its speed compares with the winner's."""
+    memory = candidate.estimate.needed_bytes
+    if memory is None:
+        return f"its states alone take {format_gib(candidate.state_bytes)}"
+    text = f"at micro-batch {candidate.plan.micro_batch_size} it needs {format_gib(memory)}"
+    if candidate.host_fits is False:
+        text += f", and {format_gib(candidate.host_peak_bytes_per_node)} of host memory per node"
+    if not _runs(candidate) or winner is None:
+        return text
+    if winner.choice == candidate.choice:
+        return f"{text}: the same strategy as recommended"
+    if not candidate.fits:
+        return f"{text}, which leaves less than the margin"
+    best = next((c for c in runners_up if c.choice == candidate.choice), None)
+    own = best.tokens_per_second_per_gpu if best else None
+    here = winner.tokens_per_second_per_gpu
+    if best is None or not own or not here:
+        return text
+    at = f"at its best micro-batch, {best.plan.micro_batch_size}"
+    return f"{text}; {at}, it trains {format_speed(own)} per GPU, against {format_speed(here)} here"

@@ -1,0 +1,153 @@
+"""The search space: every combination of strategy, backend, offload and checkpointing that a request leaves open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, degrees, label, refusal
+from fsdp_advisor.job.request import Backend, Checkpointing, Offload, OffloadDevice, RecommendRequest, Strategy
+
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
+DEVICES: tuple[OffloadDevice, ...] = ("cpu", "nvme")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyChoice:
+    """A strategy, backend, offload and activation checkpointing. With a micro-batch and accumulation it makes a plan."""
+
+    strategy: Strategy
+    backend: Backend
+    offload: Offload = "none"
+    offload_device: OffloadDevice = "cpu"
+    activation_checkpointing: Checkpointing = "none"
+
+    @classmethod
+    def of(cls, plan: Plan) -> StrategyChoice:
+        """The choice that a plan has made."""
+        return cls(
+            strategy=plan.strategy,
+            backend=plan.backend,
+            offload=plan.offload,
+            offload_device=plan.offload_device if plan.offload != "none" else "cpu",
+            activation_checkpointing=plan.activation_checkpointing,
+        )
+
+    @cached_property
+    def preference_rank(self) -> tuple[int, ...]:
+        """Sort key, the simplest first: no offload, no recomputation, less sharding, the backend that `auto` means."""
+        return (
+            tuple(OFFLOADS).index(self.offload),
+            DEVICES.index(self.offload_device),
+            CHECKPOINTING.index(self.activation_checkpointing),
+            STRATEGIES.index(self.strategy),
+            OFFLOADS[self.offload][self.strategy].index(self.backend),
+        )
+
+    @property
+    def label(self) -> str:
+        """The choice in words: `ZeRO-3 + optimizer offload (deepspeed), checkpointing`."""
+        to = " to NVMe" if self.offload_device == "nvme" else ""
+        checkpointing = ", checkpointing" if self.activation_checkpointing == "full" else ""
+        return f"{label(self.strategy, self.offload)}{to} ({self.backend}){checkpointing}"
+
+    def plan(self, base: Plan, micro_batch_size: int, accumulation: int = 1) -> Plan:
+        """The plan `base` with this choice, on the same ranks."""
+        shards, replicas = degrees(self.strategy, base.world_size, base.nnodes)
+        return replace(
+            base,
+            strategy=self.strategy,
+            backend=self.backend,
+            offload=self.offload,
+            offload_device=self.offload_device,
+            activation_checkpointing=self.activation_checkpointing,
+            shard_degree=shards,
+            replica_degree=replicas,
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=accumulation,
+        )
+
+
+def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int) -> Plan:
+    """The part of a job that all its plans share, as a DDP plan; `StrategyChoice.plan` replaces the rest."""
+    return Plan(
+        strategy="ddp",
+        backend="ddp",
+        shard_degree=1,
+        replica_degree=gpus,
+        nnodes=nnodes,
+        seq_len=seq_len,
+        precision=request.precision,
+        optim=request.optim,
+        attention=request.attention,
+        backward_prefetch=request.backward_prefetch,
+        framework=request.framework,
+        wrap=request.wrap,
+    )
+
+
+def on_ranks(base: Plan, *, gpus: int, nnodes: int) -> Plan:
+    """The same base plan on another number of ranks."""
+    return replace(base, replica_degree=gpus, nnodes=nnodes)
+
+
+def search_space(request: RecommendRequest, *, nnodes: int) -> tuple[StrategyChoice, ...]:
+    """Every choice that the request leaves open, the simplest first.
+
+    Left out unless the request names them: HSDP on one node, which equals ZeRO-3; FSDP1, because `auto` means FSDP2; NVMe
+    without a limit on host memory, because it needs as much of the GPU as offload to the CPU. Also left out is whatever the
+    framework cannot do.
+    """
+    return tuple(
+        sorted(
+            (
+                choice
+                for offload, strategies in OFFLOADS.items()
+                for strategy, backends in strategies.items()
+                for backend in backends
+                for device in (_devices(request) if offload != "none" else ("cpu",))
+                for checkpointing in CHECKPOINTING
+                if _is_open(
+                    request,
+                    choice := StrategyChoice(
+                        strategy=strategy,
+                        backend=backend,
+                        offload=offload,
+                        offload_device=device,
+                        activation_checkpointing=checkpointing,
+                    ),
+                    nnodes,
+                )
+            ),
+            key=lambda choice: choice.preference_rank,
+        )
+    )
+
+
+def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
+    if request.offload_device != "auto":
+        return (request.offload_device,)
+    return ("cpu",) if request.host_memory is None else DEVICES
+
+
+def _is_open(request: RecommendRequest, choice: StrategyChoice, nnodes: int) -> bool:
+    """Whether the request allows the choice, and backend and framework support it."""
+    strategy_open = choice.strategy != "hsdp" or nnodes > 1 if request.strategy == "all" else True
+    return (
+        request.strategy in ("all", choice.strategy)
+        and strategy_open
+        and request.offload in ("auto", choice.offload)
+        and request.activation_checkpointing in ("auto", choice.activation_checkpointing)
+        and (request.backend == choice.backend or (request.backend == "auto" and choice.backend != "fsdp1"))
+        and choice.backend in FRAMEWORK_BACKENDS[request.framework]
+        and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
+        and refusal(
+            choice.strategy,
+            choice.backend,
+            framework=request.framework,
+            wrap=request.wrap,
+            activation_checkpointing=choice.activation_checkpointing,
+        )
+        is None
+    )

@@ -1,0 +1,56 @@
+"""Values that several targets write: versions, file names, ports, and the consumers' names for the same settings."""
+
+from __future__ import annotations
+
+VERSIONS = {
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+    "axolotl": "0.18.0",
+}
+"""The version of each consumer that the exports were checked against.
+
+The tests load and run every export with these versions. axolotl is the exception: its exports are only compared with the
+schema it publishes.
+"""
+
+FRAMEWORK_NAMES = {"accelerate": "accelerate", "trainer": "the Trainer"}
+"""How messages name a framework."""
+
+# Files, addresses and training values
+
+SCRIPT = "train.py"
+ACCELERATE_FILE = "accelerate.yaml"
+DEEPSPEED_FILE = "ds_config.json"
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+HEAD_NODE = "HEAD_NODE"
+"""Placeholder for the host name of the first node."""
+ACCELERATE_PORT = 29500
+RENDEZVOUS_PORT = 29400
+LEARNING_RATE = 1e-5
+NVME_PATH = "/local_nvme"
+NVME_NOTE = f"nvme_path is {NVME_PATH}: replace it with the mount point of a local NVMe drive"
+
+# Settings as PyTorch, accelerate and transformers call them
+
+WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "bf16-mixed": "float32", "fp16-mixed": "float32"}
+"""The dtype of the weights when the model is passed to the engine, by precision."""
+
+MIXED = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
+"""accelerate's `mixed_precision`, by precision."""
+
+WRAP_POLICY = {"layer": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP"}
+"""The FSDP wrap policy of accelerate, transformers and axolotl, by the plan's `wrap`."""
+
+FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
+"""FSDP1's backward prefetch as accelerate spells it; transformers takes it in lower case."""
+
+AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "image-classification": "AutoModelForImageClassification",
+}
+"""The transformers class that loads a model for training, by task."""

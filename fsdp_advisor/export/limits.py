@@ -1,0 +1,34 @@
+"""Limits that several targets share because they use the same framework or library.
+
+A limit is a function that returns why a job cannot be trained, or None if it can. Limits of a single consumer are in its own module.
+"""
+
+from __future__ import annotations
+
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.job.plan import Plan, refusal
+from fsdp_advisor.job.request import Framework
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
+
+
+def framework_limit(job: Job, framework: Framework) -> str | None:
+    """Why `framework` cannot train the job, whichever framework was estimated."""
+    plan = job.plan
+    optimizer = optimizer_named(plan.optim).transformers
+    if framework == "trainer" and isinstance(optimizer, Refusal):
+        return optimizer.reason
+    error = refusal(
+        plan.strategy,
+        plan.backend,
+        framework=framework,
+        wrap=plan.wrap,
+        activation_checkpointing=plan.activation_checkpointing,
+    )
+    return str(error) if error is not None else None
+
+
+def fsdp2_optimizer_limit(plan: Plan) -> str | None:
+    """Why the optimizer cannot step FSDP2's parameters."""
+    limit = optimizer_named(plan.optim).fsdp2
+    return limit.reason if limit is not None and plan.backend == "fsdp2" else None

@@ -1,0 +1,66 @@
+"""What an export target is, and what it produces."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import Framework
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A file for a consumer. `usage` is the line that uses it; `notes` say what the file cannot express."""
+
+    target: str
+    file_name: str
+    media_type: str
+    text: str
+    usage: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A consumer: its name, its file, which jobs it supports, and the function that writes the file.
+
+    - `checked`: the packages whose versions the header names.
+    - `unsupported(job)`: why the consumer cannot train the job, as the end of the sentence "NAME cannot do this: ..."; None
+      if it can.
+    - `write(job)`: the text of the file, and notes.
+    - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
+    - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
+    - `framework`: the framework whose behaviour is estimated for this consumer.
+    """
+
+    name: str
+    description: str
+    file_name: str
+    media_type: str
+    checked: tuple[str, ...]
+    unsupported: Callable[[Job], str | None]
+    write: Callable[[Job], tuple[str, tuple[str, ...]]]
+    usage: Callable[[Job, str], str]
+    backend: str | None = None
+    framework: Framework = "torch"
+    command: bool = True
+
+    def line(self, job: Job, file: str) -> str:
+        """The line that uses the file; a shell command is preceded by the job's environment variables."""
+        usage = self.usage(job, file)
+        return with_environment(job, usage) if self.command else usage
+
+    def behaves_as(self, plan: Plan) -> Framework:
+        """The framework whose behaviour the consumer has for this plan.
+
+        DeepSpeed's own training loop and an estimate for plain PyTorch are the same thing, so either name is accepted.
+        """
+        return plan.framework if {self.framework, plan.framework} == {"deepspeed", "torch"} else self.framework
+
+
+def with_environment(job: Job, command: str) -> str:
+    """A shell command preceded by the assignments of the job's environment variables."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in job.environment.items()), command])

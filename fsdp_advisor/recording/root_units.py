@@ -1,0 +1,83 @@
+"""Marks where accelerate's FSDP2 units of the root begin and end on a tape: EMBEDDING and HEAD (`MarkedUnit`).
+
+accelerate makes a unit of an input embedding that is not tied to the head, and one of final norm and head, with the embedding
+where they are tied (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model). A unit of several modules begins when the first of them
+runs and ends when all have run. Its backward begins when the gradients of the last module's outputs are there and ends when
+those of the first module's inputs are (torch.distributed.fsdp._fully_shard._fsdp_state, _register_group_forward_hooks; torch 2.13).
+The end of the head's forward has no mark: its parameters stay gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from fsdp_advisor.model.profile import MarkedUnit, Op
+from fsdp_advisor.recording.source import RootModules
+
+Mark = Callable[[Op, MarkedUnit], None]
+
+
+def mark_root_units(modules: RootModules, mark: Mark) -> None:
+    """Hook the modules of each unit, so that they call `mark`. `mark` ignores what it has had in the same step."""
+    head = [m for m in (modules.final_norm, modules.head) if m is not None]
+    if modules.embedding is not None and is_tied(modules):
+        _hook(MarkedUnit.HEAD, [modules.embedding, *head], mark)
+        return
+    if modules.embedding is not None:
+        _hook(MarkedUnit.EMBEDDING, [modules.embedding], mark)
+    if head:
+        _hook(MarkedUnit.HEAD, head, mark)
+
+
+def is_tied(modules: RootModules) -> bool:
+    """Whether input embedding and head are one weight."""
+    weight = getattr(modules.embedding, "weight", None)
+    return weight is not None and weight is getattr(modules.head, "weight", None)
+
+
+def _hook(unit: MarkedUnit, modules: list[nn.Module], mark: Mark) -> None:
+    to_run: set[nn.Module] = set()
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if to_run:
+            return
+        to_run.update(modules)
+        mark(Op.PRE_FORWARD, unit)
+        for leaf in _watched((args, kwargs)):
+            _register_first(leaf, lambda _: mark(Op.POST_BACKWARD, unit))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        to_run.discard(module)
+        if to_run:
+            return
+        if unit != MarkedUnit.HEAD:
+            mark(Op.POST_FORWARD, unit)
+        for leaf in _watched(output):
+            leaf.register_hook(lambda _: mark(Op.PRE_BACKWARD, unit))
+
+    for module in modules:
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after)
+
+
+def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """A hook on a tensor's gradient that runs before those which are there.
+
+    FSDP2 puts a node of its own on each input, and that runs before the hooks that others have put on the tensor.
+    """
+    hooks = tensor._backward_hooks
+    before = dict(hooks or {})
+    if hooks:
+        hooks.clear()
+    tensor.register_hook(hook)
+    if hooks is not None:
+        hooks.update(before)
+
+
+def _watched(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -1,0 +1,33 @@
+"""A check of configurations that strangers paste: none may name a file or an address."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fsdp_advisor.errors import UnreadableConfig
+
+_PATH = re.compile(
+    r"[/~\\]|\.{1,2}(?:[/\\]|$)|[a-z][a-z0-9+.-]*:[/\\]|file:|.*[/\\]\.\.(?:[/\\]|$)", re.DOTALL | re.IGNORECASE
+)
+_ORIGIN_KEYS = frozenset({"_name_or_path", "auto_map"})
+"""Keys that say where a configuration comes from. They are dropped before the model is built."""
+
+
+def refuse_paths(config: Any, name: str, key: str = "") -> None:
+    """Raise UnreadableConfig if a value anywhere in `config` is a path or an address: a model's shapes need none.
+
+    `name` is the model's name, for the message.
+
+    >>> refuse_paths({"model_type": "llama", "text_config": {"_name_or_path": "/home/me", "hidden_act": "silu"}}, "it")
+    """
+    if isinstance(config, dict):
+        for inner, value in config.items():
+            if inner not in _ORIGIN_KEYS:
+                refuse_paths(value, name, inner)
+    elif isinstance(config, list):
+        for value in config:
+            refuse_paths(value, name, key)
+    elif isinstance(config, str) and _PATH.match(config):
+        shown = key[:40] if key.isprintable() else "a key"
+        raise UnreadableConfig(f"{name}: {shown} is a path or an address", hint="a server reads no files; leave it out")

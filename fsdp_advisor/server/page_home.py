@@ -1,0 +1,55 @@
+"""The first page: the form, and the answer to what the query string asks. Worker processes run these functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.hardware import GPUS
+from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.server import page_answer, page_form
+from fsdp_advisor.server.answers import Document
+from fsdp_advisor.server.rendering import HTML, render
+
+
+def home_page(
+    model: Resolved,
+    request: RecommendRequest,
+    options: tuple[tuple[str, str], ...],
+    unknown: tuple[str, ...],
+    root: str,
+    query: str,
+) -> Document:
+    """The page with its answer. `options` and `unknown` are from `page_form.read_query`, `query` is the query string."""
+    values = dict(options)
+    view = page_answer.view(page_answer.answer(model, request), values.get("config"))
+    view["notes"] = (*view["notes"], *(f"{name[:40]} is no option and was left aside" for name in unknown[:5]))
+    return Document.of(_render(values, view, root, query), media_type=HTML, lasting=view["lasting"])
+
+
+def error_page(error: AdvisorError, options: Mapping[str, str], root: str, query: str) -> bytes:
+    """The page with an error instead of an answer, as HTML. The form keeps the values and marks the wrong one."""
+    view = {"problem": error, "title": "fsdp-advisor"}
+    return _render(options, view, root, query, invalid=getattr(error, "option", ""))
+
+
+def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, query: str, *, invalid: str = "") -> bytes:
+    main, more = page_form.controls(options, invalid=invalid)
+    return render(
+        "index.html",
+        root,
+        "/",
+        main=main,
+        more=more,
+        more_open=any(control.value != control.default for control in more),
+        config=options.get("config", ""),
+        can_record=find_spec("torch") is not None,
+        models=catalog.entries(),
+        gpus=GPUS,
+        query=f"?{query}" if query else "",
+        **view,
+    )

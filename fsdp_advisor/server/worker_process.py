@@ -1,0 +1,69 @@
+"""The child process of `workers.Worker`: `python -m fsdp_advisor.server.worker_process [MEMORY_BYTES]`.
+
+It reads pickled calls `(function, arguments)` from standard input and writes a pickled reply for each to standard output.
+It ends when standard input closes, also during a call, so it does not outlive the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from fsdp_advisor.errors import AdvisorError, ErrorPayload, to_payload
+
+Reply = tuple[Literal["result"], Any] | tuple[Literal["error"], ErrorPayload] | tuple[Literal["crash"], str]
+"""The outcome of a call: its value, an AdvisorError for the user, or another exception's traceback for the log."""
+
+
+def main() -> None:
+    """Answer calls until standard input closes."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not get into the replies
+    if len(sys.argv) > 1:
+        limit_memory(int(sys.argv[1]))
+    import fsdp_advisor.server.page_home  # noqa: F401  # import before the first call: most of what calls need
+
+    calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+    threading.Thread(target=_read, args=(calls,), daemon=True).start()
+    while True:
+        function, arguments = calls.get()
+        pickle.dump(call(function, *arguments), replies)
+        replies.flush()
+
+
+def _read(calls: SimpleQueue[Any]) -> None:
+    """Read calls until standard input closes, then end the process."""
+    with contextlib.suppress(EOFError):
+        while True:
+            calls.put(pickle.load(sys.stdin.buffer))
+    os._exit(0)
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Reply:
+    """Run `function`; never raises."""
+    try:
+        return "result", function(*arguments)
+    except AdvisorError as error:
+        return "error", to_payload(error)
+    except Exception:
+        return "crash", traceback.format_exc()
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Limit this process's private memory; not possible on Windows. Files that libraries map do not count."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Shared by the tests of advice: searches with an artificial time model, so that they do not depend on measured speeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.advice import Candidate, Recommendation, recommend_resolved
+from fsdp_advisor.advice.batches import batches
+from fsdp_advisor.advice.evaluator import Evaluator, Timer
+from fsdp_advisor.advice.search import Search
+from fsdp_advisor.advice.search_space import base_plan, search_space
+from fsdp_advisor.estimator import estimate_plan, estimate_resolved, make_request
+from fsdp_advisor.hardware import Gpu, find_gpu
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.memory.allocator import AllocatorConf
+from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.report import StrategyEstimate
+
+LLAMA = "meta-llama/Llama-2-7b-hf"
+GPT2 = "openai-community/gpt2-large"
+
+
+def no_clock(model: Resolved, plan: Plan, gpu: Gpu) -> None:
+    """A time model that knows no time."""
+
+
+def clock(model: Resolved, plan: Plan, gpu: Gpu) -> float:
+    """Sharding costs a little, recomputation a third, offload five times; each micro-batch has a fixed cost."""
+    per_token = 1e-4 * (1 + 0.05 * ("ddp", "zero1", "zero2", "zero3", "hsdp").index(plan.strategy))
+    per_token *= 4 / 3 if plan.activation_checkpointing == "full" else 1
+    per_token *= 5 if plan.offload != "none" else 1
+    return plan.gradient_accumulation_steps * (0.05 + plan.micro_batch_size * plan.seq_len * per_token) + 0.02
+
+
+def search_of(timer: Timer = clock, **options: Any) -> Search:
+    """The search of a request."""
+    request = make_request(options, RecommendRequest)
+    return Search(
+        evaluator=Evaluator(
+            model=resolve(request.model),
+            gpu=find_gpu(request.gpu or "H100-80GB"),
+            margin=request.margin,
+            timer=timer,
+            host_memory_bytes=request.host_memory,
+        ),
+        base=base_plan(request, gpus=request.gpus, nnodes=request.nnodes, seq_len=request.seq_len or 2048),
+        batches=batches(request, world=request.gpus),
+        choices=search_space(request, nnodes=request.nnodes),
+    )
+
+
+def advise(timer: Timer | None = clock, **options: Any) -> Recommendation:
+    """The recommendation for a job."""
+    request = make_request(options, RecommendRequest)
+    model = resolve(request.model)
+    return recommend_resolved(estimate_resolved(request.as_estimate, model), model, request, timer=timer)
+
+
+def estimate_of(candidate: Candidate, model: str) -> StrategyEstimate:
+    """A new estimate of a candidate's plan, under its allocator settings."""
+    conf = AllocatorConf.parse(candidate.allocator_conf) if candidate.allocator_conf else None
+    host = candidate.host_available_bytes
+    return estimate_plan(resolve(model), candidate.plan, find_gpu(candidate.gpu), conf=conf, host_memory_bytes=host)

@@ -1,0 +1,74 @@
+"""A recommendation and `estimate` give the same figures for the same plan."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+from searches import GPT2, LLAMA, advise, estimate_of
+
+import fsdp_advisor
+from fsdp_advisor.advice import Recommendation
+
+JOBS: tuple[dict[str, Any], ...] = (
+    {"model": GPT2, "gpus": 1, "gpu": "24GiB"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB"},
+    {"model": GPT2, "gpus": 2, "gpu": "H100"},
+    {"model": GPT2, "gpus": 4, "gpu": "V100-16GB", "precision": "fp16-mixed"},
+    {"model": GPT2, "gpus": 4, "gpu": "24GiB", "gradient_accumulation_steps": 4},
+    {"model": GPT2, "gpus": 8, "gpu": "16GiB", "global_batch_size": 64, "seq_len": 512},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "margin": 0},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "margin": 0.3},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "framework": "accelerate"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "framework": "trainer"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "framework": "deepspeed"},
+    {"model": GPT2, "gpus": 16, "nnodes": 2, "gpu": "16GiB"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "precision": "fp32", "optim": "sgd"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "allocator_conf": "max_split_size_mb:256"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "host_memory": "64GiB"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "backend": "fsdp1"},
+    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "find": "batch", "seq_len": 256},
+    {"model": GPT2, "gpus": 2, "gpu": "8GiB", "find": "sequence"},
+    {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"},
+    {"model": LLAMA, "gpus": 8, "gpu": "H100"},
+)
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=str)
+def advised(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Recommendation]:
+    return request.param, advise(None, **request.param)
+
+
+Advised = tuple[dict[str, Any], Recommendation]
+
+
+def test_winner_and_runners_up_have_the_figures_of_estimate(advised: Advised) -> None:
+    job, recommendation = advised
+    assert recommendation.winner is not None
+    found = [recommendation.winner, *recommendation.runners_up, *recommendation.frontier]
+    for candidate in found:
+        row = estimate_of(candidate, job["model"])
+        assert row.fits
+        assert candidate.needed_bytes == row.needed_bytes
+        assert row.needed_bytes is not None and row.needed_bytes <= recommendation.available_bytes
+        assert candidate.step_seconds == (row.step.seconds if row.step else None)
+
+
+def test_json_has_one_needed_figure(advised: Advised) -> None:
+    _, recommendation = advised
+    document = recommendation.as_dict()
+    assert document["needed_bytes"] == document["estimate"]["needed_bytes"]
+    assert document["peak_reserved_bytes"] == document["estimate"]["peak_reserved_bytes"]
+    assert document["step_seconds"] == document["estimate"]["step_seconds"]
+    assert document["tree"]["nodes"][-1]["needed_bytes"] == document["needed_bytes"]
+
+
+def test_options_give_the_same_estimate(advised: Advised) -> None:
+    _, recommendation = advised
+    words = iter(shlex.split(shlex.join(recommendation.options)))
+    given = {word[2:].replace("-", "_"): next(words) for word in words}
+    [row] = fsdp_advisor.estimate(**given).estimates
+    assert recommendation.winner is not None
+    assert row.plan == recommendation.winner.plan
+    assert row.needed_bytes == recommendation.winner.needed_bytes

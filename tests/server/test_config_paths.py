@@ -1,0 +1,30 @@
+"""Pasted configurations may not name files."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_advisor.errors import UnreadableConfig
+from fsdp_advisor.server.config_paths import refuse_paths
+
+CONFIG = {"model_type": "gpt2", "n_embd": 32}
+
+
+@pytest.mark.parametrize(
+    "value", ["/etc/passwd", "~/model", "../x", "C:\\model", "file:x", "https://example.org/x", "a/../../b"]
+)
+@pytest.mark.parametrize("wrap", [lambda value: {"backbone": value}, lambda value: {"parts": [{"weights": value}]}])
+def test_paths_are_refused_at_every_depth(value: str, wrap: object) -> None:
+    with pytest.raises(UnreadableConfig, match="is a path or an address"):
+        refuse_paths({**CONFIG, **wrap(value)}, "it")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("key", ["_name_or_path", "auto_map"])
+def test_keys_that_name_the_origin_may_hold_paths(key: str) -> None:
+    refuse_paths({**CONFIG, key: "/home/me/model"}, "it")
+
+
+def test_names_are_no_paths() -> None:
+    refuse_paths(
+        {**CONFIG, "architectures": ["GPT2LMHeadModel"], "torch_dtype": "float16", "rope": {"type": "x/y"}}, "it"
+    )
