@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 
 from fsdp_advisor import __version__
@@ -104,6 +103,8 @@ def run(arguments: list[str]) -> int:
     for name in (" ".join(arguments[:2]), first):
         if name in COMMANDS:
             return COMMANDS[name].run(name, arguments[len(name.split()) :])
+    from difflib import get_close_matches
+
     near = get_close_matches(first[:40], COMMANDS, n=1)
     raise UsageError(f"no such command: {first}", hint=f"did you mean {near[0]}?" if near else f"see {PROGRAM} --help")
 

@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Annotated, Any, Literal, NoReturn
 
 from fsdp_advisor.errors import InvalidOption, UsageError
 from fsdp_advisor.job.fields import Field, Rule, dashed, shown
-from fsdp_advisor.job.unknown_options import unknown_option
 
 PROGRAM = "fsdp-advisor"
 MAX_HELP_WIDTH = 100
@@ -135,6 +133,8 @@ class CommandParser:
         see = f"see {self.name} --help"
         if not option.startswith("--"):
             return InvalidOption(option, f"no such option: {shown(option)}", hint=see)
+        from fsdp_advisor.job.unknown_options import unknown_option
+
         known = [field.name for field in self._options.values() if not field.rule.hidden]
         return unknown_option(option[2:].replace("-", "_"), dict.fromkeys(known), dashed, see=see)
 
@@ -168,5 +168,7 @@ def _metavar(field: Field) -> str:
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    from shutil import get_terminal_size
+
     width = min(get_terminal_size().columns, MAX_HELP_WIDTH)
     return argparse.HelpFormatter(prog, max_help_position=28, width=max(width - 2, 40))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +48,8 @@ class Destination:
 
     def screen(self) -> Screen:
         """The width, colours and characters of the destination."""
+        import shutil
+
         from fsdp_advisor.render.terminal import DEFAULT_WIDTH, Screen  # JSON needs no rich
 
         columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 50)).columns

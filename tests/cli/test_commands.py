@@ -323,7 +323,7 @@ def test_models(cli: Callable[..., Any]) -> None:
         text = cli("models", columns=columns).out.replace("\n", "")
         assert all(row["id"] in text for row in everything) or columns == 40
     nothing = cli("models", "no such model")
-    assert (nothing.status, nothing.out, nothing.err) == (0, "", "note: nothing is called 'no such model'\n")
+    assert (nothing.status, nothing.out, nothing.err) == (0, "", "note: no name contains 'no such model'\n")
     assert json.loads(cli("models", "no such model", "--json").out) == []
 
 
