@@ -24,11 +24,12 @@ from fsdp_advisor.memory.libraries import allocated, cublas_workspace_bytes
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.memory.step import timeline as timeline_of
 from fsdp_advisor.memory.textbook import textbook_states
-from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.tapes import difference_on_gpu, real_tape, real_variant, taped, variant_of
+from fsdp_advisor.tapes import difference_on_gpu, gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
 if TYPE_CHECKING:  # the allocator is imported where it is walked
@@ -139,7 +140,7 @@ def estimate_plan(
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """The tensors of a run on a GPU: the least that a plan needs there. Raises AdvisorError where it has no tape."""
     assert model.profile is not None
-    tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
     return replayed(model.profile, tape, plan, scratch_on=0).peak
 
 
@@ -158,7 +159,7 @@ def walked(model: Resolved, plan: Plan, gpu: Gpu, conf: AllocatorConf, *, availa
     walk = partial(
         reserve,
         model.profile,
-        real_tape(model.profile, taped(model, model.profile, plan), plan, gpu),
+        gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu),
         plan,
         conf=conf,
         limit_bytes=room if collects else None,
@@ -213,8 +214,8 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """The time of a plan's step alone; None where it is not known."""
     if model.profile is None:
         return None
-    variant, tape = taped(model, model.profile, plan)
-    step = step_of(model.profile, variant, tape, plan, gpu)
+    key, tape = select_tape(model, model.profile, plan)
+    step = step_of(model.profile, key, tape, plan, gpu)
     return None if step is None else step.seconds
 
 
@@ -285,7 +286,7 @@ def _estimate(
         job_peaks, profile, plan, gpu, states=states, host=host, overhead=overhead, host_memory_bytes=host_memory_bytes
     )
     try:
-        variant, tape = taped(model, profile, plan)
+        key, tape = select_tape(model, profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # nothing can be said; of a catalogued model the other strategies can
@@ -311,14 +312,14 @@ def _estimate(
             warnings=warnings,
             not_modelled=(f"{PEAKS_UNKNOWN if why else f'{PEAKS_UNKNOWN}, {TIME_UNKNOWN}'}: {error}", *unknown),
         )
-    if variant.engine != variant_of(plan).engine:
+    if key.engine != tape_key_of(plan).engine:
         unknown.append(NO_AUTOCAST)
-    if variant.attention != plan.attention:
-        warnings += (f"the model has no {plan.attention} attention: {variant.attention} is taken",)
+    if key.attention != plan.attention:
+        warnings += (f"the model has no {plan.attention} attention: {key.attention} is taken",)
     ledger = replayed(profile, tape, plan)
-    real = real_variant(profile, variant, plan, gpu)
-    on_gpu = profile.tapes.get(real.key) or tape
-    if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
+    real = gpu_tape_key_of(profile, key, plan, gpu)
+    on_gpu = profile.tapes.get(real.name) or tape
+    if key.attention != "eager" and (real.device == "cpu" or real.name not in profile.tapes):
         unknown.append(NO_SCRATCH)
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability)
     taken = allocated(profile, on_gpu, plan, workspace_bytes=workspace_bytes, resident_threads=gpu.resident_threads)
@@ -331,7 +332,7 @@ def _estimate(
         )
         warnings += _allocator_warnings(reserved)
     runs = judged.needed_bytes <= gpu.memory_bytes if reserved is None else reserved.verdict != "does_not_fit"
-    step = step_of(profile, variant, tape, plan, gpu)
+    step = step_of(profile, key, tape, plan, gpu)
     warnings += difference_on_gpu(real, ledger.peak, taken.tensor_bytes)
     return StrategyEstimate(
         plan=plan,
@@ -379,17 +380,17 @@ def _allocator_warnings(reserved: Reserved) -> tuple[str, ...]:
     return (f"fragmentation included it does not fit{helps}",) if helps else ()
 
 
-def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
+def step_of(profile: Profile, key: TapeKey, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
     """The time of a plan's step on a GPU, where sdpa runs its kernels; between nodes its `inter_node` link."""
     between: Link = gpu.inter_node or ETHERNET_100G
-    return step_time(profile, real_tape(profile, (variant, tape), plan), plan, gpu, between)
+    return step_time(profile, gpu_tape(profile, (key, tape), plan), plan, gpu, between)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """What computes and what is sent through the plan's last micro-batch and step; empty where the time is not known."""
     if model.profile is None:
         return ()
-    tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
     return timeline(model.profile, tape, plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 

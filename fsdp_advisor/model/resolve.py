@@ -23,7 +23,8 @@ from fsdp_advisor.errors import (
     to_payload,
 )
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.units import parse_count
 
 if TYPE_CHECKING:
@@ -62,30 +63,30 @@ class Resolved:
         """Whether the profile is the catalog's, which has what a GPU runs beside what fake tensors do."""
         return self.source == "catalog" and not self.recorded_here
 
-    def tape(self, variant: Variant) -> Tape:
-        """The tape of a variant: shipped or kept from before, else recorded now (needs torch) and kept.
+    def tape(self, key: TapeKey) -> Tape:
+        """The tape of a key: shipped or kept from before, else recorded now (needs torch) and kept.
 
         So is what cannot be recorded: the refusal is raised again, until other versions of torch or transformers are there.
         """
         if self.profile is None:
             raise UsageError(f"{self.name} is a bare parameter count: it has no layers", hint="name a model")
         tapes = self.profile.tapes
-        if variant.key not in tapes and self._is_refused(variant):
-            raise from_payload(self.profile.refusals[variant.key])
-        if variant.key not in tapes and not self.may_record:
-            raise NotRecordable(f"{self.name}: {_described(variant)} is not in the catalog", hint="ask for another")
-        if variant.key not in tapes:
+        if key.name not in tapes and self._is_refused(key):
+            raise from_payload(self.profile.refusals[key.name])
+        if key.name not in tapes and not self.may_record:
+            raise NotRecordable(f"{self.name}: {_described(key)} is not in the catalog", hint="ask for another")
+        if key.name not in tapes:
             with _RECORDING:
-                if variant.key not in tapes:
-                    tapes[variant.key] = self._kept(variant) or self._recorded(variant)
-        return tapes[variant.key]
+                if key.name not in tapes:
+                    tapes[key.name] = self._kept(key) or self._recorded(key)
+        return tapes[key.name]
 
-    def _is_refused(self, variant: Variant) -> bool:
-        """Whether it is known that the variant cannot be recorded here."""
+    def _is_refused(self, key: TapeKey) -> bool:
+        """Whether it is known that the tape cannot be recorded here."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
-        return variant.key in self.profile.refusals and (
+        return key.name in self.profile.refusals and (
             not self.may_record or cache.installed_versions() in (None, self.profile.versions)
         )
 
@@ -93,23 +94,23 @@ class Resolved:
     def _task(self) -> str | None:
         return self.profile.task if self.profile and self.source == "catalog" else None  # others' task is derived
 
-    def _kept(self, variant: Variant) -> Tape | None:
+    def _kept(self, key: TapeKey) -> Tape | None:
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
         kept = cache.fetch(self.profile.config, self._task)
         if kept is None or not _same_inventory(kept, self.profile):
             return None
-        if variant.key in kept.refusals:
-            raise from_payload(kept.refusals[variant.key])
-        return kept.tapes.get(variant.key)
+        if key.name in kept.refusals:
+            raise from_payload(kept.refusals[key.name])
+        return kept.tapes.get(key.name)
 
-    def _recorded(self, variant: Variant) -> Tape:
+    def _recorded(self, key: TapeKey) -> Tape:
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
         where = "catalog" if self.source == "catalog" else "cache"
-        what = f"{self.name}: {_described(variant)} is not in the {where}"
+        what = f"{self.name}: {_described(key)} is not in the {where}"
         recorder = _recorder_of(self.profile.config, self.name, self._task, what)
         if not _same_inventory(recorder.profile, self.profile):
             raise NotRecordable(
@@ -117,10 +118,10 @@ class Resolved:
                 hint=f"pip install transformers=={self.profile.versions.get('transformers')}",
             )
         try:
-            tape = recorder.profile.tapes[variant.key] = recorder.tape(variant)
+            tape = recorder.profile.tapes[key.name] = recorder.tape(key)
         except NotRecordable as error:
             if not isinstance(error.__cause__, (MemoryError, OSError)):  # those are this machine's, and may pass
-                recorder.profile.refusals[variant.key] = self.profile.refusals[variant.key] = to_payload(error)
+                recorder.profile.refusals[key.name] = self.profile.refusals[key.name] = to_payload(error)
                 cache.keep(recorder.profile, self._task)
             raise
         cache.keep(recorder.profile, self._task)
@@ -262,10 +263,11 @@ def _renamed(kept: Profile, name: str) -> Profile:
     return replace(kept, name=name, refusals=refusals)
 
 
-def _described(variant: Variant) -> str:
-    batch = "micro-batch 1" if variant.single else "micro-batch 2 and more"
-    checkpointing = f"activation checkpointing {variant.checkpointing}"
-    return f"the variant {variant.engine}, {variant.precision}, {variant.attention}, {checkpointing}, {batch}"
+def _described(key: TapeKey) -> str:
+    batch = "micro-batch 1" if key.batch_is_one else "micro-batch 2 and more"
+    checkpointing = f"activation checkpointing {key.checkpointing}"
+    where = " on a GPU" if key.device == "gpu" and key.attention != "flash_attention_2" else ""
+    return f"the variant {key.engine}, {key.precision}, {key.attention}{where}, {checkpointing}, {batch}"
 
 
 def _versions(profile: Profile) -> str:

@@ -13,7 +13,7 @@ from fsdp_advisor.advice.families import Job, families
 from fsdp_advisor.job.parsing import Asked, model_of
 from fsdp_advisor.job.plan import Plan, plans
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 
 PASTED = "config.json"
 """What a pasted configuration is called in the answer."""
@@ -68,7 +68,7 @@ class Question:
 
     def variants(self) -> set[str]:
         """The recordings that the answer replays, by their keys. Raises UsageError."""
-        return {variant_of(plan).key for plan in self._plans()}
+        return {tape_key_of(plan).name for plan in self._plans()}
 
     def _plans(self) -> Iterator[Plan]:
         searched = self.searched

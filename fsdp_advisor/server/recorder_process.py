@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, to_payload
-from fsdp_advisor.memory.libraries import to_record
-from fsdp_advisor.model.profile import Variant
 from fsdp_advisor.model.store import dump
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.tapes import gpu_tape_keys
 
 REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.startfile", "pty.", "ftplib.",
            "smtplib.", "http.client.", "urllib.", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown",
@@ -111,15 +111,15 @@ def _recorded(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
     model = configured(job["config"].encode(), job["name"], job["source"])
     assert model.profile is not None
-    wanted = [Variant.from_key(key) for key in job["variants"]]
+    wanted = [TapeKey.from_name(key) for key in job["variants"]]
     for variant in wanted:
-        if not variant.on_gpu:
+        if variant.device == "cpu":
             for windowed in {False, model.profile.window is not None}:
-                wanted += to_record(variant, windowed=windowed)
+                wanted += gpu_tape_keys(variant, window_filled=windowed)
         try:
             model.tape(variant)
         except AdvisorError as error:  # each variant may be refused by itself
-            model.profile.refusals.setdefault(variant.key, to_payload(error))  # what this process had no room for, too
+            model.profile.refusals.setdefault(variant.name, to_payload(error))  # what this process had no room for, too
             if isinstance(error, NoSuchAttention) and variant.attention == "sdpa":  # eager is taken in its place
                 wanted.append(replace(variant, attention="eager"))
     notes = [note for note in model.notes if "cache folder" not in note]

@@ -20,7 +20,7 @@ from fsdp_advisor.memory.step import replayed, timeline
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import tape_on
+from fsdp_advisor.tapes import recorded_gpu_tape
 from fsdp_advisor.validation.records import Rung
 
 WARM_UP = 2
@@ -57,7 +57,7 @@ def estimate_on(model: Resolved, plan: Plan, gpu: Gpu, rung: Rung, conf: Allocat
     """
     assert model.profile is not None
     profile = model.profile
-    tape = tape_on(model, plan, gpu)
+    tape = recorded_gpu_tape(model, plan, gpu)
     grouped = plan if rung == "measure" else replace(plan, shard_degree=1, replica_degree=1, nnodes=1)
     overhead = device_overhead(gpu, grouped, lazy_loading=os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "EAGER")
     workspace_bytes = cublas_workspace_bytes(gpu.compute_capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))

@@ -15,7 +15,7 @@ from fsdp_advisor.memory.allocator.reserve import _with_room
 from fsdp_advisor.memory.libraries import allocated
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 
 DEPTHS = {"32 layers": "meta-llama/Llama-2-7b-hf", "126 layers": "meta-llama/Llama-3.1-405B"}
 STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", "deepspeed"), ("zero3", "deepspeed")]
@@ -26,7 +26,7 @@ def job(model: str, strategy: str, backend: str) -> tuple[Profile, Tape, Plan]:
     assert profile is not None
     request = make_request({"model": model, "gpus": 8, "strategy": strategy, "backend": backend})
     plan = plans(request, seq_len=2048)[0]
-    return profile, profile.tapes[variant_of(plan).key], plan
+    return profile, profile.tapes[tape_key_of(plan).name], plan
 
 
 @pytest.mark.parametrize(("strategy", "backend"), STRATEGIES)

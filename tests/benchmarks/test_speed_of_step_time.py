@@ -9,7 +9,7 @@ from fsdp_advisor import timing
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.timing import step, work
 
 H100 = find_gpu("H100")
@@ -30,7 +30,7 @@ def test_step_time(benchmark: BenchmarkFixture, gpus: int, depth: str) -> None:
         seq_len=2048,
         attention="flash_attention_2",
     )
-    tape = profile.tapes[variant_of(plan).key]
+    tape = profile.tapes[tape_key_of(plan).name]
 
     def answer() -> None:
         for cache in (step._engine_and_costs, work.compute_of):

@@ -25,12 +25,12 @@ from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.allocator.reserve import traced
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes, real_attention
+from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import tape_on, variant_of
+from fsdp_advisor.tapes import gpu_tape_key, recorded_gpu_tape, tape_key_of
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())
 TOLERANCE = {"reserved": 0.05, "first step": 0.05, "allocated": 0.02}
@@ -137,10 +137,10 @@ def keeping_outputs(name: str) -> Recorder:
 def recorded(recorder: Recorder, request: EstimateRequest) -> Resolved:
     """A recorded model with the tapes that the request needs."""
     profile = recorder.profile
-    variant = variant_of(plans(request, seq_len=request.seq_len or 1)[0])
-    for wanted in (variant, real_attention(variant)):
-        if wanted.key not in profile.tapes:
-            profile.tapes[wanted.key] = recorder.tape(wanted)
+    variant = tape_key_of(plans(request, seq_len=request.seq_len or 1)[0])
+    for wanted in (variant, gpu_tape_key(variant)):
+        if wanted.name not in profile.tapes:
+            profile.tapes[wanted.name] = recorder.tape(wanted)
     return Resolved(
         name=recorder.source.name or "a module",
         source="config",
@@ -163,7 +163,7 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
     gpu, _ = gpu_of(request)
     asked = traced(
         model.profile,
-        tape_on(model, plan, gpu),
+        recorded_gpu_tape(model, plan, gpu),
         plan,
         workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
         resident_threads=gpu.resident_threads,
@@ -180,7 +180,7 @@ def with_gradients_through_forward(model: Resolved, request: EstimateRequest) ->
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
-    tape = tape_on(model, plan, gpu)
+    tape = recorded_gpu_tape(model, plan, gpu)
     on = gpu.resident_threads
     peaks = replayed(model.profile, tape, plan, scratch_on=on).phase_peaks
     accumulating = replayed(

@@ -31,7 +31,8 @@ from fsdp_advisor.memory.ledger import ACCOUNTS, Ledger, Live, Place
 from fsdp_advisor.memory.replay import replay
 from fsdp_advisor.memory.score import score_of, sized
 from fsdp_advisor.memory.storages import round_up
-from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.transformers_models import TransformersSource
@@ -59,7 +60,7 @@ class Recorded:
         recorder = Recorder(TransformersSource(config, name="small"))
         self.profile: Profile = recorder.profile
         self.tapes: dict[str, Tape] = {
-            checkpointing: recorder.tape(Variant("plain", "bf16", attention, checkpointing, False))
+            checkpointing: recorder.tape(TapeKey("plain", "bf16", attention, checkpointing, False))
             for checkpointing in ("none", "full")
         }
 

@@ -13,7 +13,8 @@ from fsdp_advisor.memory.staging import staging_bytes
 from fsdp_advisor.memory.step import replayed
 from fsdp_advisor.model.catalog import find
 from fsdp_advisor.model.catalog import profile as catalogued
-from fsdp_advisor.model.profile import Staging, Variant
+from fsdp_advisor.model.profile import Staging
+from fsdp_advisor.model.tape_key import TapeKey
 
 ASKED = {
     (1024, 768): (6291456, 6291456),
@@ -57,7 +58,7 @@ def test_a_step_stages_on_a_gpu_alone() -> None:
     entry = find("google/vit-base-patch16-224")
     assert entry is not None
     profile = catalogued(entry)
-    tape = profile.tapes[Variant("fsdp2", "bf16-mixed", "flash_attention_2", "full", False).key]
+    tape = profile.tapes[TapeKey("fsdp2", "bf16-mixed", "flash_attention_2", "full", device="gpu").name]
     plan = Plan(
         strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=197, micro_batch_size=8,
         attention="flash_attention_2", activation_checkpointing="full",

@@ -36,9 +36,10 @@ from fsdp_advisor.errors import (
 )
 from fsdp_advisor.model import cache, hub
 from fsdp_advisor.model import resolve as module
-from fsdp_advisor.model.profile import Profile, Variant
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.store import dump, load
+from fsdp_advisor.model.tape_key import TapeKey
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -70,8 +71,8 @@ def test_another_repository_of_the_same_shapes_is_said_to_be_one() -> None:
 def test_a_catalogued_model_needs_no_heavy_import() -> None:
     ran = python(
         "import sys\nfrom fsdp_advisor.model.resolve import resolve\n"
-        "resolve('tiny').tape(__import__('fsdp_advisor').model.profile.Variant.from_key("
-        f"{SHIPPED.key!r}))\n"
+        "resolve('tiny').tape(__import__('fsdp_advisor').model.tape_key.TapeKey.from_name("
+        f"{SHIPPED.name!r}))\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
@@ -85,14 +86,14 @@ def test_the_catalog_wins_over_a_folder_of_the_same_name(home: Path, monkeypatch
 
 def test_a_variant_that_is_not_shipped_is_recorded_and_kept(home: Path, recorded: Profile) -> None:
     tape = resolve("tiny").tape(OTHER)
-    assert flat(tape) == flat(recorded.tapes[OTHER.key])
+    assert flat(tape) == flat(recorded.tapes[OTHER.name])
     assert len(written(home)) == 1
 
 
 def test_a_variant_kept_before_needs_no_torch(recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(recorded, OTHER, task="causal-lm")
     _without_torch(monkeypatch)
-    assert flat(resolve("tiny").tape(OTHER)) == flat(recorded.tapes[OTHER.key])
+    assert flat(resolve("tiny").tape(OTHER)) == flat(recorded.tapes[OTHER.name])
 
 
 def test_a_variant_that_is_nowhere_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +157,14 @@ def test_what_was_recorded_is_kept_and_serves_without_torch(
     for variant in (SHIPPED, OTHER):
         resolve(path).tape(variant)
     (kept,) = written(home)
-    assert set(load(kept.read_bytes()).tapes) == {SHIPPED.key, OTHER.key}
+    assert set(load(kept.read_bytes()).tapes) == {SHIPPED.name, OTHER.name}
     _without_torch(monkeypatch)
     again = resolve(path)
     versions = " and ".join(f"{k} {v}" for k, v in recorded.versions.items())
     assert (again.name, again.parameters, again.notes) == (path, PARAMETERS, (f"recorded earlier, with {versions}",))
-    assert flat(again.tape(OTHER)) == flat(recorded.tapes[OTHER.key])
+    assert flat(again.tape(OTHER)) == flat(recorded.tapes[OTHER.name])
     with pytest.raises(MissingExtra, match="eager, activation checkpointing full, micro-batch 1 is not in the cache"):
-        again.tape(Variant("plain", "bf16", "eager", "full", True))
+        again.tape(TapeKey("plain", "bf16", "eager", "full", True))
 
 
 def test_a_fresh_process_without_torch(home: Path, recorded: Profile) -> None:
@@ -412,7 +413,7 @@ def test_a_damaged_file_is_discarded_and_recorded_again(home: Path, recorded: Pr
     )
     assert cache.fetch(load(data).config, None) is None
     assert written(home) == []
-    assert flat(resolve(path).tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.key])
+    assert flat(resolve(path).tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.name])
     resolve(path).tape(OTHER)
     assert len(written(home)) == 1
 
@@ -441,7 +442,7 @@ def test_another_version_records_anew(home: Path, recorded: Profile, monkeypatch
 
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 1000}
-NO_FLASH = Variant("plain", "bf16", "flash_attention_2", "none", False)
+NO_FLASH = TapeKey("plain", "bf16", "flash_attention_2", "none", device="gpu")
 
 
 def test_what_cannot_be_recorded_is_tried_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,12 +459,12 @@ def test_what_cannot_be_recorded_is_tried_once(home: Path, monkeypatch: pytest.M
 
 def test_what_was_refused_is_tried_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     why = to_payload(NotRecordable("old.json could not be run", hint="wait"))
-    assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.key: why}, tapes={}), None)
+    assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.name: why}, tapes={}), None)
     model = resolve(str(write(home / "mine.json", LLAMA)))
     with pytest.raises(NotRecordable, match=r"mine\.json could not be run"):
         model.tape(SHIPPED)
     monkeypatch.setattr(cache, "installed_versions", lambda: recorded.versions | {"torch": "99"})
-    assert flat(model.tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.key])
+    assert flat(model.tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.name])
 
 
 @pytest.mark.parametrize("passes", [MemoryError(), OSError("disk full")])
@@ -471,7 +472,7 @@ def test_what_a_machine_had_no_room_for_is_tried_again(home: Path, passes: Excep
     from fsdp_advisor.recording.step import Step
 
     model = resolve(str(write(home / "mine.json", BLOOM)))
-    variant = Variant("plain", "bf16", "eager", "none", False)
+    variant = TapeKey("plain", "bf16", "eager", "none", False)
 
     def fails(*_: object) -> None:
         raise passes
@@ -495,7 +496,7 @@ def test_two_processes_write_at_once(home: Path, recorded: Profile) -> None:
     )
     ran: list[subprocess.CompletedProcess[str]] = []
     threads = [
-        threading.Thread(target=lambda key=v.key: ran.append(python(f"KEY = {key!r}\n" + code)))
+        threading.Thread(target=lambda key=v.name: ran.append(python(f"KEY = {key!r}\n" + code)))
         for v in (SHIPPED, OTHER)
     ]
     for thread in threads:

@@ -14,7 +14,7 @@ from torch.nn import functional  # noqa: E402
 from fsdp_advisor.errors import UsageError  # noqa: E402
 from fsdp_advisor.estimator import replayed  # noqa: E402
 from fsdp_advisor.job.plan import Plan  # noqa: E402
-from fsdp_advisor.model.profile import Variant  # noqa: E402
+from fsdp_advisor.model.tape_key import TapeKey  # noqa: E402
 from fsdp_advisor.recording import record_module  # noqa: E402
 from fsdp_advisor.validation.simulate import simulate  # noqa: E402
 
@@ -63,7 +63,7 @@ def _peak(wrap: tuple[str, ...], backend: str, world: int) -> int:
         micro_batch_size=64,
         seq_len=1,
     )
-    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    variant = TapeKey("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
     ledger = replayed(recorder.profile, recorder.tape(variant), plan)
     found = simulate(recorder.source, plan)
     assert ledger.phase_peaks == found.phase_peaks
@@ -110,5 +110,5 @@ def test_frozen_parameters_have_no_gradients_and_no_states(backend: str, wrap: t
         micro_batch_size=64,
         seq_len=1,
     )
-    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    variant = TapeKey("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
     assert replayed(profile, recorder.tape(variant), plan).phase_peaks == simulate(recorder.source, plan).phase_peaks

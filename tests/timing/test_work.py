@@ -8,7 +8,7 @@ from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import ROOT, evaluate
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import device_of
 from fsdp_advisor.timing.work import Work, compute_of
@@ -22,7 +22,7 @@ def test_every_real_layer_has_the_work_of_the_one_recorded_for_it(model: str, ch
     assert entry is not None and device is not None
     profile, b, t = catalog.profile(entry), 3, 640
     plan = Plan(strategy="zero3", backend="fsdp2", shard_degree=8, micro_batch_size=b, seq_len=t, activation_checkpointing=checkpointing, attention="flash_attention_2")  # fmt: skip
-    tape = profile.tapes[variant_of(plan).key]
+    tape = profile.tapes[tape_key_of(plan).name]
     compute = compute_of(profile, tape, b, t, device, checkpointing == "full")
     done: dict[str, list[tuple[int, Work]]] = {"forward": [], "backward": []}
     for phase, stretches in (("forward", compute.forward), ("backward", compute.backward)):

@@ -21,7 +21,7 @@ from fsdp_advisor.engines import not_modelled  # noqa: E402
 from fsdp_advisor.estimator import replayed  # noqa: E402  # after the checks
 from fsdp_advisor.model.resolve import resolve  # noqa: E402
 from fsdp_advisor.recording import TransformersSource  # noqa: E402
-from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the checks
+from fsdp_advisor.tapes import tape_key_of  # noqa: E402  # after the checks
 from fsdp_advisor.validation import frameworks  # noqa: E402
 from fsdp_advisor.validation.failures import NotHere  # noqa: E402
 from fsdp_advisor.validation.ladder import choose  # noqa: E402
@@ -87,7 +87,7 @@ def test_predicted_peak_is_what_the_framework_does(case: Case) -> None:
     model = resolve(case.model)
     profile = model.profile
     assert profile is not None
-    ledger = replayed(profile, model.tape(variant_of(plan)), plan)
+    ledger = replayed(profile, model.tape(tape_key_of(plan)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - ledger.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, ledger.phase_peaks[phase])

@@ -20,7 +20,7 @@ from fsdp_advisor.memory.ledger import ALL_GATHER, GRADIENTS
 from fsdp_advisor.memory.libraries import allocated
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 
 MODELS = (
     "meta-llama/Llama-2-7b-hf", "openai-community/gpt2", "google/gemma-3-1b-pt", "google-t5/t5-small", "openai/whisper-tiny",
@@ -43,10 +43,10 @@ def job(
     chosen = {"model": model, "gpus": 4, "nnodes": nodes, "strategy": strategy, "backend": backend, "offload": offload}
     request = make_request({**chosen, **options})
     plan = plans(request, seq_len=min(256, profile.max_seq_len or 256))[0]
-    variant = variant_of(plan)
-    known = [v.key for v in (variant, replace(variant, attention="eager")) if v.key in profile.tapes]
+    variant = tape_key_of(plan)
+    known = [v.name for v in (variant, replace(variant, attention="eager")) if v.name in profile.tapes]
     if not known:
-        raise KeyError(variant.key)
+        raise KeyError(variant.name)
     return profile, profile.tapes[known[0]], plan
 
 
