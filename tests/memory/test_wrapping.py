@@ -237,7 +237,7 @@ def test_casts_that_are_not_recorded_and_cannot_be_are_left_out_and_said() -> No
     model = resolve(GPT2, allow_recording=False)
     profile = model.profile
     assert profile is not None
-    tapes = {key: tape for key, tape in profile.tapes.items() if not TapeKey.from_name(key).prepared}
+    tapes = {key: tape for key, tape in profile.tapes.items() if not TapeKey.from_name(key).autocasts_fsdp1}
     model = replace(model, profile=replace(profile, tapes=tapes))
     (row,) = estimate_resolved(make_request(options), model).estimates
     assert row.peak_tensor_bytes and any("under which accelerate runs FSDP1" in note for note in row.not_modelled)
