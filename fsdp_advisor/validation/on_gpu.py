@@ -20,7 +20,7 @@ from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import tape_on
+from fsdp_advisor.tapes import recorded_gpu_tape
 from fsdp_advisor.validation.records import Mode
 
 WARM_UP_STEPS = 2
@@ -74,7 +74,7 @@ def gpu_run_of(model: Resolved, plan: Plan, gpu: Gpu, mode: Mode, conf: Allocato
     lazy_loading = os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "EAGER"
     return GpuRun(
         profile=model.profile,
-        tape=tape_on(model, plan, gpu),
+        tape=recorded_gpu_tape(model, plan, gpu),
         plan=plan,
         gpu=gpu,
         mode=mode,

@@ -17,7 +17,7 @@ from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import taped
+from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Device
 from fsdp_advisor.validation.on_gpu import GpuPrediction, effective_conf, gpu_run_of, predict_on_gpu
@@ -126,7 +126,7 @@ def predict(
 def _on_cpu(model: Resolved, row: StrategyEstimate) -> GpuPrediction:
     """The prediction of a run on a CPU: the tensors of PyTorch's own step there, and the verdict on a GPU's steps alone."""
     assert model.profile is not None
-    tape = taped(model, model.profile, row.plan)[1]
+    tape = select_tape(model, model.profile, row.plan)[1]
     step = peak_of_step(model.profile, tape, row.plan)
     figures: dict[str, Any] = {
         "peak_tensor_bytes": step.peak,

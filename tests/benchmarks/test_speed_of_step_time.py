@@ -11,7 +11,7 @@ from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 
 H100 = find_gpu("H100")
 
@@ -29,7 +29,7 @@ def test_step_time(benchmark: BenchmarkFixture, gpus: int, depth: str) -> None:
         seq_len=2048,
         attention="flash_attention_2",
     )
-    tape = profile.tapes[variant_of(plan).key]
+    tape = profile.tapes[tape_key_of(plan).name]
 
     program = step_program(profile, tape, plan)
     benchmark(timing.step_time, profile, program, plan, H100, between)

@@ -16,8 +16,9 @@ from fsdp_advisor.cli import main
 from fsdp_advisor.cli.app import COMMANDS
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
-from fsdp_advisor.model.profile import Tape, Variant
+from fsdp_advisor.model.profile import Tape
 from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.tape_key import TapeKey
 
 MODEL = ("--model", "meta-llama/Llama-2-7b-hf", "--gpu", "H100")
 CONTRACT = [
@@ -238,7 +239,7 @@ def test_a_peak_that_is_unknown_is_said_to_be(
     """A model whose code refuses a variant: its states are known, its peak is not."""
     recorded = Resolved.tape
 
-    def tape(self: Resolved, variant: Variant) -> Tape:
+    def tape(self: Resolved, variant: TapeKey) -> Tape:
         if variant.engine in refused.split():
             raise NotRecordable("it refuses", hint="none")
         return recorded(self, variant)

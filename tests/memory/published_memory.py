@@ -25,11 +25,11 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, step_operations
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes, real_attention
+from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import tape_on, variant_of
+from fsdp_advisor.tapes import gpu_tape_key, recorded_gpu_tape, tape_key_of
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())
 TOLERANCE = {"reserved": 0.05, "first step": 0.05, "allocated": 0.02}
@@ -135,10 +135,10 @@ def keeping_outputs(name: str) -> Recorder:
 def recorded(recorder: Recorder, request: EstimateRequest) -> Resolved:
     """A recorded model with the tapes that the request needs."""
     profile = recorder.profile
-    variant = variant_of(plans(request, seq_len=request.seq_len or 1)[0])
-    for wanted in (variant, real_attention(variant)):
-        if wanted.key not in profile.tapes:
-            profile.tapes[wanted.key] = recorder.tape(wanted)
+    variant = tape_key_of(plans(request, seq_len=request.seq_len or 1)[0])
+    for wanted in (variant, gpu_tape_key(variant)):
+        if wanted.name not in profile.tapes:
+            profile.tapes[wanted.name] = recorder.tape(wanted)
     return Resolved(
         name=recorder.source.name or "a module",
         source="config",
@@ -160,7 +160,7 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
     asked = step_operations(
-        step_program(model.profile, tape_on(model, plan, gpu), plan),
+        step_program(model.profile, recorded_gpu_tape(model, plan, gpu), plan),
         plan.micro_batch_size,
         plan.seq_len,
         workspace_bytes=[cublas_workspace_bytes(gpu.compute_capability)] * WORKSPACES,
@@ -178,7 +178,7 @@ def with_gradients_through_forward(model: Resolved, request: EstimateRequest) ->
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
-    tape = tape_on(model, plan, gpu)
+    tape = recorded_gpu_tape(model, plan, gpu)
     peaks = peak_of_step(model.profile, tape, plan).phase_peaks
     accumulating = peak_of_step(model.profile, tape, replace(plan, gradient_accumulation_steps=2)).phase_peaks
     workspaces = WORKSPACES * cublas_workspace_bytes(gpu.compute_capability)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import peak_of_step
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Variant
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import record_module
 from fsdp_advisor.validation.simulate import simulate
@@ -63,7 +63,7 @@ def _peak(wrap: tuple[str, ...], backend: str, world: int) -> int:
         micro_batch_size=64,
         seq_len=1,
     )
-    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    variant = TapeKey("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
     step = peak_of_step(recorder.profile, recorder.tape(variant), plan)
     found = simulate(recorder.source, plan)
     assert step.phase_peaks == found.phase_peaks
@@ -109,7 +109,7 @@ def test_frozen_parameters_have_no_gradients_and_no_states(backend: str, wrap: t
         micro_batch_size=64,
         seq_len=1,
     )
-    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    variant = TapeKey("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
     assert (
         peak_of_step(profile, recorder.tape(variant), plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
     )

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # after the check for torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
-from fsdp_advisor.model.profile import Variant
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.recorder import record_module, repeats_are_alike
 from fsdp_advisor.recording.storages import StorageWatch
 
@@ -106,6 +106,6 @@ def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
 
     layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
     recorder = record_module(build, batch, loss, wrap=layers)
-    variant = Variant("plain", "fp32", "sdpa", "none", False)
+    variant = TapeKey("plain", "fp32", "sdpa", "none", False)
     assert not repeats_are_alike(recorder.profile, recorder._tape(variant, sums_in_place=True))
     assert repeats_are_alike(recorder.profile, recorder.tape(variant))

@@ -21,7 +21,7 @@ from fsdp_advisor.engines import not_modelled
 from fsdp_advisor.estimator import peak_of_step  # after the checks
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource
-from fsdp_advisor.tapes import variant_of  # after the checks
+from fsdp_advisor.tapes import tape_key_of  # after the checks
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.modes import choose_mode
@@ -87,7 +87,7 @@ def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> 
     model = resolve(case.model)
     profile = model.profile
     assert profile is not None
-    step = peak_of_step(profile, model.tape(variant_of(plan)), plan)
+    step = peak_of_step(profile, model.tape(tape_key_of(plan)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
