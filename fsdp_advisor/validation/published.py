@@ -23,7 +23,7 @@ BOUNDS = (15, 30)
 class PublishedRun:
     """One published run and its prediction. The fields are the columns of the table.
 
-    `part`: `fitted` if constants of the time model were chosen with this run, else `judged`. `doubts`: the caveats that the estimate
+    `part`: `fitted` if constants of the time model were chosen with this run, else `judged`. `caveats`: the caveats that the estimate
     itself gives for its step time, separated by semicolons.
     """
 
@@ -46,7 +46,7 @@ class PublishedRun:
     low_s: float
     high_s: float
     error_percent: float
-    doubts: str
+    caveats: str
 
     @property
     def point(self) -> ErrorPoint:
@@ -57,7 +57,7 @@ class PublishedRun:
             ),
             error_percent=self.error_percent,
             judges=self.part == "judged",
-            doubts=tuple(filter(None, self.doubts.split("; "))),
+            caveats=tuple(filter(None, self.caveats.split("; "))),
             parameters=self.parameters,
             gpus=self.gpus,
             seq_len=self.seq_len,

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.memory.score import score_of, sized  # after the check for torch
 
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape
 from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.program.spans import span_bytes, storage_bytes, tape_layout
 from fsdp_advisor.recording import Recorder, TransformersSource
 
 TEXT = {
@@ -178,10 +178,11 @@ def test_marks_of_units_that_a_plan_does_not_have_change_nothing() -> None:
     segments = tuple(
         Segment(s.phase, s.stack, s.layer, tuple(e for e in s.events if not is_mark(e))) for s in tape.segments
     )
-    with_marks, without = score_of(recorder.profile, tape), score_of(recorder.profile, Tape(tape.sizes, segments))
-    assert with_marks.shape is without.shape
-    at, bare = sized(with_marks, 2, 64), sized(without, 2, 64)
-    assert (at.net, at.high) == (bare.net, bare.high)
+    figures = []
+    for each in (tape, Tape(tape.sizes, segments)):
+        layout = tape_layout(recorder.profile, each, gradient_hooks=False)
+        figures.append(span_bytes(layout, storage_bytes(each, 2, 64)))
+    assert figures[0] == figures[1]
 
 
 @pytest.mark.parametrize("model", ["TinyLlama/TinyLlama-1.1B-Chat-v1.0", "google/vit-base-patch16-224"])

@@ -109,14 +109,14 @@ def _both(words: str, width: int) -> str:
     return two_timelines(predicted, {**predicted, "backward": [4 * GIB] * 70}, label=words, width=width)
 
 
-def _error(error: float, *, judges: bool = True, doubts: tuple[str, ...] = (), **size: int) -> ErrorPoint:
+def _error(error: float, *, judges: bool = True, caveats: tuple[str, ...] = (), **size: int) -> ErrorPoint:
     sizes = {"parameters": 7 * 10**9, "gpus": 8, "seq_len": 2048} | size
-    return ErrorPoint(label=f"a run off by {error:g} %", error_percent=error, judges=judges, doubts=doubts, **sizes)
+    return ErrorPoint(label=f"a run off by {error:g} %", error_percent=error, judges=judges, caveats=caveats, **sizes)
 
 
 def _errors(words: str, width: int) -> str:
     points = [
-        replace(_error(-70, doubts=(words, words)), label=words),
+        replace(_error(-70, caveats=(words, words)), label=words),
         _error(12, judges=False, gpus=128),
         _error(3, seq_len=65_536, parameters=10**11),
     ]
@@ -386,7 +386,7 @@ def _middle(mark: ET.Element) -> tuple[float, float]:
 
 def test_every_run_has_a_mark_of_its_kind_in_every_panel() -> None:
     points = [
-        _error(-5), _error(-6, doubts=("host",)), _error(-7, judges=False), _error(-8, judges=False, doubts=("host",)),
+        _error(-5), _error(-6, caveats=("host",)), _error(-7, judges=False), _error(-8, judges=False, caveats=("host",)),
     ]  # fmt: skip
     marks = _marks(speed_errors(points))
     assert len(marks) == 3 * len(points)
@@ -395,7 +395,7 @@ def test_every_run_has_a_mark_of_its_kind_in_every_panel() -> None:
         assert len(mine) == 3
         for mark in mine:
             assert (mark.tag == f"{SVG}circle") == point.judges
-            assert ("paper-fill" in mark.get("class", "")) == bool(point.doubts)
+            assert ("paper-fill" in mark.get("class", "")) == bool(point.caveats)
 
 
 def test_marks_are_placed_by_error_and_size() -> None:
@@ -426,7 +426,7 @@ def test_sizes_above_the_largest_run_are_hatched() -> None:
 
 
 def test_description_counts_misses_and_warnings() -> None:
-    svg = speed_errors([_error(-70, doubts=("host",)), _error(-40), _error(10)])
+    svg = speed_errors([_error(-70, caveats=("host",)), _error(-40), _error(10)])
     assert "2 are off by more than 30 %, and the estimate itself warns of 1 of these" in svg
     assert "1 within 15 %, 1 within 30 %" in svg and ">hollow: the estimate warns of host (1)<" in svg
 

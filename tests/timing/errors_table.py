@@ -11,6 +11,7 @@ from pathlib import Path
 
 from published_runs import Row, said
 
+from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.render.svg import speed_errors
 from fsdp_advisor.timing import StepTime, step_time
 from fsdp_advisor.validation import published
@@ -21,7 +22,10 @@ DRAWING = ROOT / "web" / "screenshots" / "speed-errors.svg"
 
 
 def compared() -> list[tuple[Row, StepTime]]:
-    found = [(row, step_time(row.profile, row.tape, row.plan, row.gpu, row.between)) for row in said()]
+    found = [
+        (row, step_time(row.profile, step_program(row.profile, row.tape, row.plan), row.plan, row.gpu, row.between))
+        for row in said()
+    ]
     return [(row, step) for row, step in found if step is not None]
 
 
@@ -53,7 +57,7 @@ def table() -> str:
                 "low_s": f"{step.low_seconds:.4g}",
                 "high_s": f"{step.high_seconds:.4g}",
                 "error_percent": f"{100 * (step.seconds / row.measured_seconds - 1):+.1f}",
-                "doubts": "; ".join(doubt.about for doubt in step.doubts),
+                "caveats": "; ".join(caveat.about for caveat in step.caveats),
             }
         )
     return out.getvalue()

@@ -9,11 +9,12 @@ from functools import cache
 
 import pytest
 from errors_table import DRAWING, TABLE, drawing, table
-from fsdp_advisor.timing.trust import LONGEST_TOKENS, MOST_GPUS, MOST_PARAMETERS
 from published_runs import Row, published, said, unsayable
 from published_split import FITTED, part_of
 
+from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.timing import StepTime, step_time
+from fsdp_advisor.timing.caveats import MAX_GPUS, MAX_PARAMETERS, MAX_TOKENS
 from fsdp_advisor.validation.published import runs, summaries
 
 NOISE = 0.03
@@ -46,7 +47,7 @@ class Compared:
 def compared() -> tuple[Compared, ...]:
     found = []
     for row in said():
-        step = step_time(row.profile, row.tape, row.plan, row.gpu, row.between)
+        step = step_time(row.profile, step_program(row.profile, row.tape, row.plan), row.plan, row.gpu, row.between)
         assert step is not None
         found.append(Compared(row, step))
     return tuple(found)
@@ -145,10 +146,10 @@ def test_where_a_run_is_missed_the_estimate_says_so() -> None:
 
 
 def test_beyond_the_largest_runs_there_are_none() -> None:
-    """What `speed.trust` takes for the edge of the published runs is the edge of the table."""
-    assert max(c.row.plan.world_size for c in compared()) == MOST_GPUS
-    assert max(c.row.plan.seq_len for c in compared()) == LONGEST_TOKENS
-    assert max(c.row.profile.parameters for c in compared()) == MOST_PARAMETERS
+    """What `timing.caveats` takes for the edge of the published runs is the edge of the table."""
+    assert max(c.row.plan.world_size for c in compared()) == MAX_GPUS
+    assert max(c.row.plan.seq_len for c in compared()) == MAX_TOKENS
+    assert max(c.row.profile.parameters for c in compared()) == MAX_PARAMETERS
     assert "hsdp" not in {c.row.plan.strategy for c in compared()}
     assert not [c.row.id for c in compared() if any("no published" in w for w in c.step.warnings)]
 
@@ -167,7 +168,7 @@ def test_the_table_is_read_as_it_was_written() -> None:
     assert [run.id for run in runs()] == [c.row.id for c in compared()]
     for run, c in zip(runs(), compared(), strict=True):
         assert run.error_percent == pytest.approx(100 * c.error, abs=0.051)
-        assert run.doubts == "; ".join(d.about for d in c.step.doubts)
+        assert run.caveats == "; ".join(d.about for d in c.step.caveats)
     judged, _ = summaries()
     assert (judged.part, judged.runs) == ("judged", 41)
     assert judged.median_percent == pytest.approx(100 * statistics.median(errors("judged")), abs=0.06)

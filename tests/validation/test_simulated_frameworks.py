@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 from torch.distributed.fsdp._fully_shard import _fsdp_init  # after the checks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_advisor.engines import not_modelled
+from fsdp_advisor.engines.registry import not_modelled
 from fsdp_advisor.estimator import peak_of_step  # after the checks
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource

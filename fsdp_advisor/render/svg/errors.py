@@ -52,7 +52,7 @@ class ErrorPoint:
     label: str
     error_percent: float
     judges: bool
-    doubts: tuple[str, ...]
+    caveats: tuple[str, ...]
     parameters: int
     gpus: int
     seq_len: int
@@ -133,7 +133,7 @@ def _panel(
     drawn.append(text(end, ys.start + 34, f"{axis.name} →", kind="muted", size=SMALL, anchor="end"))
     places = _spread_out([(xs(axis.value(point)), ys(point.error_percent)) for point in points], start, end)
     for point, (x, y) in zip(points, places, strict=True):
-        drawn.append(_mark(x, y, point.judges, bool(point.doubts), point.label))
+        drawn.append(_mark(x, y, point.judges, bool(point.caveats), point.label))
     return drawn
 
 
@@ -157,13 +157,13 @@ def _band(xs: Scale, ys: Scale, percent: int) -> str:
     )  # fmt: skip
 
 
-def _mark(x: float, y: float, judges: bool, doubted: bool, label: str = "") -> str:
+def _mark(x: float, y: float, judges: bool, warned: bool, label: str = "") -> str:
     """A disc if the run judges the model, a square if constants were chosen on its source; hollow if its estimate warns."""
     kind, colour = ("accent", ACCENT) if judges else ("muted", MUTED)
     looks: dict[str, Any] = {"class_": f"f-{kind} halo", "fill": colour, "stroke": PAPER}
-    if doubted:
+    if warned:
         looks = {"class_": f"paper-fill l-{kind}", "fill": PAPER, "stroke": colour, "stroke_width": 1.5}
-    r = _RADIUS if doubted else _RADIUS + 0.6  # a light edge around filled marks
+    r = _RADIUS if warned else _RADIUS + 0.6  # a light edge around filled marks
     description = [element("title", clean(label) or " ")] if label else []
     if judges:
         return element("circle", *description, cx=x, cy=y, r=r, **looks)
@@ -173,19 +173,19 @@ def _mark(x: float, y: float, judges: bool, doubted: bool, label: str = "") -> s
 def _key(points: Sequence[ErrorPoint], key: str, width: float) -> tuple[list[str], float]:
     """The legend of the marks, and the y below it."""
     judged = sum(point.judges for point in points)
-    doubts = Counter(doubt for point in points for doubt in point.doubts)
+    caveats = Counter(caveat for point in points for caveat in point.caveats)
     rows = (
         (True, False, f"judges the model: no constant was chosen on its source ({judged})"),
         (False, False, f"constants of the model were chosen on its source ({len(points) - judged})"),
         (True, True, "hollow: the estimate warns of "
-         + (", ".join(f"{about} ({n})" for about, n in doubts.most_common()) or "nothing")),
+         + (", ".join(f"{about} ({n})" for about, n in caveats.most_common()) or "nothing")),
     )  # fmt: skip
     drawn, y = [], 12.0
-    for judges, doubted, words in rows:
-        drawn.append(_mark(8, y - 4, judges, doubted))
-        if doubted:
-            drawn.append(_mark(20, y - 4, False, doubted))
-        indent = 32 if doubted else 20
+    for judges, warned, words in rows:
+        drawn.append(_mark(8, y - 4, judges, warned))
+        if warned:
+            drawn.append(_mark(20, y - 4, False, warned))
+        indent = 32 if warned else 20
         for words_line in wrapped(words, width - indent - 4):
             drawn.append(text(indent, y, words_line, kind="muted"))
             y += 17
@@ -204,7 +204,7 @@ def _description(points: Sequence[ErrorPoint]) -> str:
         within = ", ".join(f"{sum(e <= band for e in judged)} within {band} %" for band in sorted(BANDS))
         description += f": their median error is {statistics.median(judged):.1f} %, {within}"
     missed = [point for point in points if abs(point.error_percent) > max(BANDS)]
-    warned = sum(bool(point.doubts) for point in missed)
+    warned = sum(bool(point.caveats) for point in missed)
     largest = ", ".join(f"{max(map(axis.value, points)):,} {axis.name}" for axis in _AXES)
     return (
         f"{description}. Of all, {len(missed)} are off by more than {max(BANDS)} %, and the estimate itself warns of {warned} of these. "
