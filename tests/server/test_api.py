@@ -97,7 +97,7 @@ def test_answers_are_compressed_and_revalidated_by_their_tag(client: TestClient)
 def test_a_missing_model_is_named_in_the_error(client: TestClient) -> None:
     refused = client.get("/api/v1/estimate")
     assert refused.status_code == 422
-    assert refused.json()["error"] == "model: Field required"
+    assert refused.json()["error"] == "model is missing"
 
 
 def test_the_hint_for_an_unknown_model_mentions_no_path(client: TestClient) -> None:
