@@ -18,8 +18,9 @@ from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G
+from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request as make_request
-from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead

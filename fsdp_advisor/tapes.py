@@ -21,7 +21,7 @@ WORTH_A_WORD = 0.02
 def variant_of(plan: Plan) -> Variant:
     """Which recording a plan replays."""
     engine: str = plan.backend if plan.backend in ("fsdp1", "fsdp2") else "plain"
-    if plan.backend == "fsdp1" and plan.prepared and plan.mixed:
+    if plan.backend == "fsdp1" and plan.facts.autocasts_fsdp1 and plan.mixed:
         engine = FSDP1_UNDER_AUTOCAST
     precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
     if plan.backend == "deepspeed" and plan.mixed:

@@ -180,7 +180,7 @@ def _own_rank(options: ValidateOptions) -> int | None:
 
 def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Case]:
     """One case per strategy of each request, in the requested or the best mode. Up to three notes say why."""
-    from fsdp_advisor.job.plan import plans
+    from fsdp_advisor.job.compatibility import plans
     from fsdp_advisor.model.resolve import is_count
     from fsdp_advisor.validation import machine, modes
     from fsdp_advisor.validation.case import Case

@@ -15,6 +15,7 @@ from fsdp_advisor.memory.allocator import AllocatorConf, Segment
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.tapes import taped
 from fsdp_advisor.validation import machine
@@ -64,7 +65,13 @@ class Prediction:
     def from_dict(cls, values: dict[str, Any]) -> Prediction:
         """The prediction that `as_dict` made these values of, also if they went through JSON."""
         segments = tuple(Segment(**{**s, "blocks": tuple(map(tuple, s["blocks"]))}) for s in values["segments"])
-        return cls(**{**values, "plan": Plan(**values["plan"]), "segments": segments})
+        return cls(
+            **{
+                **values,
+                "plan": Plan(**{**values["plan"], "mesh": Mesh(**values["plan"]["mesh"])}),
+                "segments": segments,
+            }
+        )
 
 
 def predict(

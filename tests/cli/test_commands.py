@@ -305,7 +305,9 @@ def test_images_are_counted_as_images(cli: Callable[..., Any]) -> None:
     shown = cli(*job, "--explain", "ddp", columns=120).out
     assert "micro-batch 8, images of 197 tokens," in shown and "tokens/s" not in shown
     assert re.search(rf"^DDP .* {images} ", shown, re.MULTILINE) and f"{images} images/s per GPU" in shown
-    assert "images/s: per GPU." in shown and f"; {images} images/s per GPU" in " ".join(cli(*job, columns=50).out.split())
+    assert "images/s: per GPU." in shown and f"; {images} images/s per GPU" in " ".join(
+        cli(*job, columns=50).out.split()
+    )
     assert "| images/s per GPU |" in cli(*job, "--format", "markdown").out
 
 

@@ -105,4 +105,6 @@ def test_attention_workspace_is_allocated_but_is_no_tensor() -> None:
     assert workspace == {elements * 4: 16, 2048 * 32 * 4: 16, elements * 2: 32}
     requested = Counter(operations_of(profile, tape, plan).requests)
     assert all(requested[size] >= count for size, count in workspace.items())
-    assert simulate_allocator(operations_of(profile, tape, plan)).requested_peak_bytes >= peak_of(profile, tape, plan).peak
+    assert (
+        simulate_allocator(operations_of(profile, tape, plan)).requested_peak_bytes >= peak_of(profile, tape, plan).peak
+    )

@@ -10,11 +10,12 @@ import pytest
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.deepspeed.settings import settings_of
+from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, marked_units, wrapping_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved, make_request, peak_of_step
-from fsdp_advisor.job.plan import Plan, plans
-from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import step_operations
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.model import catalog

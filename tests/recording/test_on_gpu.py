@@ -12,16 +12,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402  # after the check for torch
-from tiny_llama import LLAMA, write  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM  # noqa: E402
+import torch.nn.functional as F  # after the check for torch
+from tiny_llama import LLAMA, write
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from fsdp_advisor import estimate  # noqa: E402
-from fsdp_advisor.estimator import NO_SCRATCH  # noqa: E402
-from fsdp_advisor.model import cache  # noqa: E402
-from fsdp_advisor.model.profile import (  # noqa: E402
+from fsdp_advisor import estimate
+from fsdp_advisor.estimator import NO_SCRATCH
+from fsdp_advisor.model import cache
+from fsdp_advisor.model.profile import (
     SDPA_BY_CUDNN_WINDOWED,
     SDPA_ON_GPU,
     SDPA_ON_GPU_WINDOWED,
@@ -33,7 +33,7 @@ from fsdp_advisor.model.profile import (  # noqa: E402
     Tape,
     Variant,
 )
-from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu  # noqa: E402
+from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu
 
 SMALL = {
     "hidden_size": 64,

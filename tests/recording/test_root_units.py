@@ -8,10 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.memory.score import score_of, sized  # noqa: E402  # after the check for torch
-from fsdp_advisor.model import catalog  # noqa: E402
-from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape, Variant  # noqa: E402
-from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
+from fsdp_advisor.memory.score import score_of, sized  # after the check for torch
+
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape, Variant
+from fsdp_advisor.recording import Recorder, TransformersSource
 
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,

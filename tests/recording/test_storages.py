@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402  # after the check for torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.profiler import profile  # noqa: E402
+import torch.nn.functional as F  # after the check for torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
 
-from fsdp_advisor.model.profile import Variant  # noqa: E402
-from fsdp_advisor.recording.recorder import record_module, repeats_are_alike  # noqa: E402
-from fsdp_advisor.recording.storages import StorageWatch  # noqa: E402
+from fsdp_advisor.model.profile import Variant
+from fsdp_advisor.recording.recorder import record_module, repeats_are_alike
+from fsdp_advisor.recording.storages import StorageWatch
 
 
 def used_twice() -> Any:

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.errors import NotRecordable, UnreadableConfig  # noqa: E402  # after the check for torch
-from fsdp_advisor.model import store  # noqa: E402
-from fsdp_advisor.model.profile import Variant  # noqa: E402
-from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
+from fsdp_advisor.errors import NotRecordable, UnreadableConfig  # after the check for torch
+from fsdp_advisor.model import store
+from fsdp_advisor.model.profile import Variant
+from fsdp_advisor.recording import Recorder, TransformersSource
 
 TASKS = [
     ({"model_type": "llama"}, "causal-lm"),

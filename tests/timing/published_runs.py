@@ -21,6 +21,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, Segment, Tape
 from fsdp_advisor.model.store import load
+from fsdp_advisor.parallelism.mesh import Mesh
 
 HERE = Path(__file__).parent
 PROFILES = HERE / "profiles.zip"
@@ -138,9 +139,7 @@ def plan_of(row: dict[str, Any]) -> tuple[Plan, str]:
         strategy=strategy,
         backend=backend,
         offload=offload,
-        shard_degree=shards,
-        replica_degree=gpus // shards,
-        nnodes=nodes,
+        mesh=Mesh(dp_shard=shards, dp_replicate=gpus // shards, nnodes=nodes),
         precision=precision,
         optim="adamw_torch"
         if "Lightning" in text or "Lightning" in row["source"] or gpus == 1

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fsdp_advisor.estimator import estimate, step_of
 from fsdp_advisor.hardware import GPUS, Gpu, find_gpu
-from fsdp_advisor.job.plan import BACKENDS, OFFLOADS, Plan, degrees
+from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, mesh_of
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.tapes import variant_of
@@ -43,14 +44,11 @@ STRATEGIES = [
 def plan(
     strategy: str = "zero3", backend: str | None = None, *, gpus: int = 8, nnodes: int = 1, **changes: Any
 ) -> Plan:
-    shards, replicas = degrees(strategy, gpus, nnodes)
     values: dict[str, Any] = {"micro_batch_size": 2, "seq_len": 2048, "attention": "flash_attention_2"} | changes
     return Plan(
         strategy=strategy,
         backend=backend or BACKENDS[strategy][0],
-        shard_degree=shards,
-        replica_degree=replicas,
-        nnodes=nnodes,
+        mesh=mesh_of(strategy, gpus, nnodes),
         **values,
     )
 
