@@ -136,13 +136,13 @@ class Field:
             return Path(text) if text else text
         if self.kind is bool:
             return _BOOLEANS.get(text.lower(), text)
+        if self.kind is int and _INTEGER.fullmatch(text):
+            return int(text.partition(".")[0])  # exact, also beyond 2**53
         if self.rule.parse is not None:
             number = self.rule.parse(text)
             return text if number is None else number
         try:
-            if self.kind is float:
-                return float(text)
-            return int(text.partition(".")[0]) if _INTEGER.fullmatch(text) else text
+            return float(text) if self.kind is float else text
         except ValueError:
             return text
 

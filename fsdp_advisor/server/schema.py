@@ -61,7 +61,6 @@ class Allocator(BaseModel):
     """The result of simulating PyTorch's caching allocator over the job's steps."""
 
     verdict: Literal["fits", "fits_with_retries", "does_not_fit"] | None
-    retries_per_step: int
     expandable_segments_help: bool | None
     steps_until_steady: int | None
 
@@ -73,7 +72,6 @@ class StrategyEstimate(BaseModel):
     backend: Backend
     offload: Offload
     fits: bool | None
-    fits_by: Annotated[str, Field(description="The figure behind `needed_bytes`")]
     needed_bytes: Annotated[Bytes | None, Field(description="`fits` compares this with the GPU's memory")]
     needed_breakdown: Annotated[
         dict[str, Bytes | None] | None,
@@ -81,12 +79,17 @@ class StrategyEstimate(BaseModel):
     ]
     headroom_bytes: int | None
     peak_tensor_bytes: Annotated[Bytes | None, Field(description="Live tensor storages")]
+    simulated_peak_bytes: Annotated[
+        Bytes | None, Field(description="Peak of the same code under fake tensors on a CPU, without a GPU's kernels")
+    ]
     peak_allocated_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_allocated")]
-    peak_reserved_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_reserved; with `reserved`")]
-    peak_device_bytes: Annotated[Bytes | None, Field(description="Memory that nvidia-smi shows; with `reserved`")]
+    peak_reserved_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_reserved")]
+    peak_device_bytes: Annotated[Bytes | None, Field(description="Memory that nvidia-smi shows")]
     peak_device_bytes_range: list[Bytes] | None
-    allocated_breakdown: dict[str, Bytes] | None
     allocator: Allocator | None
+    allocator_retries_per_step: Annotated[
+        int | None, Field(description="How often a step frees cached memory and allocates again, which is slow")
+    ]
     device_overhead_bytes_range: Annotated[list[Bytes] | None, Field(description="CUDA context and NCCL")]
     peak_phase: Phase | None
     peak_where: str | None

@@ -97,12 +97,12 @@ def test_answers_are_compressed_and_revalidated_by_their_tag(client: TestClient)
 def test_a_missing_model_is_named_in_the_error(client: TestClient) -> None:
     refused = client.get("/api/v1/estimate")
     assert refused.status_code == 422
-    assert refused.json()["error"] == "model: Field required"
+    assert refused.json()["error"] == "model is missing"
 
 
 def test_the_hint_for_an_unknown_model_mentions_no_path(client: TestClient) -> None:
     hint = client.get("/api/v1/estimate?model=nothing-like-it").json()["hint"]
-    assert "pasted" in hint and "/api/v1/models" in hint and "directory" not in hint
+    assert "paste" in hint and "/api/v1/models" in hint and "directory" not in hint
 
 
 def test_operators_find_health_metrics_and_the_openapi_document(client: TestClient) -> None:
