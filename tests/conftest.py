@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from fsdp_advisor.model.store import dump
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/cli/golden and the README's outputs")
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files and the README's outputs")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -69,3 +69,16 @@ def home(catalog_zip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     yield tmp_path
     monkeypatch.undo()
     forget()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with a file of `golden/` next to the test's file; `--update-golden` rewrites that file."""
+
+    def compare(name: str, text: str) -> None:
+        path = request.path.with_name("golden") / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare

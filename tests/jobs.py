@@ -44,9 +44,9 @@ def job(model: str, strategy: str, backend: str, offload: str = "none", **option
     seq_len = min(options.pop("seq_len", 256), profile.max_seq_len or 256)
     plan = plans(make_request({**chosen, **options}), seq_len=seq_len)[0]
     variant = tape_key_of(plan)
-    known = [v.key for v in (variant, replace(variant, attention="eager")) if v.key in profile.tapes]
+    known = [v.name for v in (variant, replace(variant, attention="eager")) if v.name in profile.tapes]
     if not known:
-        raise NotCatalogued(variant.key)
+        raise NotCatalogued(variant.name)
     return profile, profile.tapes[known[0]], plan
 
 

@@ -1,16 +1,13 @@
-"""`pytest --update-golden` rewrites the golden files with what the command line prints now."""
+"""Runs command lines within the test process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from fsdp_advisor.cli import main
-
-GOLDEN = Path(__file__).with_name("golden")
 
 
 @dataclass(frozen=True)
@@ -37,16 +34,3 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ran(status, out, err)
 
     return run
-
-
-@pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compare with a file of `golden/`, or rewrite it."""
-
-    def compare(name: str, text: str) -> None:
-        path = GOLDEN / name
-        if request.config.getoption("--update-golden", default=False):
-            path.write_text(text, encoding="utf-8")
-        assert text == path.read_text(encoding="utf-8")
-
-    return compare
