@@ -1,4 +1,4 @@
-"""The rules of the house: a room imports only what stands above it, and only two rooms import torch."""
+"""The packages are layers: each imports only packages at or before its own place, and few import torch or touch files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import pytest
 
 import fsdp_advisor
 
-ROOMS = (
+LAYERS = (
     "units",
     "errors",
+    "parallelism",
     "job",
     "hardware",
     "model",
     "recording",
-    "memory",
+    "program",
     "policies",
+    "memory",
     "engines",
     "tapes",
     "timing",
@@ -34,44 +36,95 @@ ROOMS = (
     "server",
     "cli",
 )
-"""From the top of the house to the bottom."""
+"""Packages and modules from the lowest layer to the highest."""
 
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed"}
-MAY_BE_HEAVY = {"recording", "validation"}
-PURE = {"memory", "policies", "engines", "timing", "advice", "render"}
+IMPORTS_HEAVY = {"recording", "validation"}
+IO_FREE = {"program", "memory", "policies", "engines", "timing", "advice", "render", "parallelism"}
 IO_MODULES = {"os", "pathlib", "socket", "subprocess", "urllib", "zipfile", "shutil", "tempfile", "http"}
+MUST_NOT_IMPORT = {
+    "policies": {"engines", "memory", "timing"},
+    "memory": {"engines"},
+    "timing": {"engines"},
+}
+"""Rules in addition to the order: optimizers and precisions know no engine, and the readers of a program do not either."""
+
 ROOT = Path(fsdp_advisor.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py") if path not in (ROOT / "__init__.py", ROOT / "__main__.py"))
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def _files() -> list[Path]:
-    return sorted(p for p in ROOT.rglob("*.py") if p.name not in ("__main__.py",) and p != ROOT / "__init__.py")
-
-
-def _room(path: Path) -> str:
+def layer_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def modules(node: ast.AST) -> Iterator[str]:
+    """The modules that an import statement names, `from a import b` as `a` and `a.b`; none for other statements."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0 and node.module is not None, "imports are absolute"
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_room_imports_only_what_stands_above_it(path: Path) -> None:
-    room = _room(path)
-    assert room in ROOMS, f"{room} has no place in the house"
-    for name in _imports(path):
-        parts = name.split(".")
-        if parts[0] == "fsdp_advisor" and len(parts) > 1 and parts[1] in ROOMS:
-            assert ROOMS.index(parts[1]) <= ROOMS.index(room), f"{room} imports {name}"
-        if parts[0] in HEAVY:
-            assert room in MAY_BE_HEAVY, f"{room} imports {name}"
-        if parts[0] in IO_MODULES:
-            assert room not in PURE, f"{room} imports {name}"
+def imports(tree: ast.AST) -> set[str]:
+    return {name for node in ast.walk(tree) for name in modules(node)}
+
+
+def layers_imported(names: set[str]) -> set[str]:
+    """The layers among imported modules. A name that is no layer is one of `fsdp_advisor/__init__.py`."""
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "fsdp_advisor" and len(part) > 1 and part[1] in LAYERS}
+
+
+def immediate_imports(tree: ast.AST) -> set[str]:
+    """Imports that run when the module is imported."""
+    found: set[str] = set()
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            pending += node.orelse
+            continue
+        found |= set(modules(node))
+        pending += ast.iter_child_nodes(node)
+    return found
+
+
+@every_file
+def test_a_package_imports_only_its_own_layer_and_lower_ones(path: Path) -> None:
+    """`model` imports `recording`, one layer higher, when it has to record a model: only then is torch needed."""
+    layer, tree = layer_of(path), ast.parse(path.read_text())
+    assert layer in LAYERS, f"{layer} is not one of LAYERS"
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    imported = layers_imported(imports(tree))
+    if layer == "model" and "recording" not in layers_imported(immediate_imports(tree)):
+        imported.discard("recording")
+    assert imported <= allowed
+
+
+@every_file
+def test_only_recording_and_validation_import_torch(path: Path) -> None:
+    packages = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+    assert layer_of(path) in IMPORTS_HEAVY or not packages & HEAVY
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if layer_of(path) in IO_FREE], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_packages_that_compute_touch_no_files_and_no_network(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(ast.parse(path.read_text()))} & IO_MODULES
+
+
+@pytest.mark.parametrize("layer", MUST_NOT_IMPORT)
+def test_policies_and_readers_of_programs_know_no_engine(layer: str) -> None:
+    files = [path for path in FILES if layer_of(path) == layer]
+    imported = {name for path in files for name in layers_imported(imports(ast.parse(path.read_text())))}
+    assert files and not imported & MUST_NOT_IMPORT[layer]
 
 
 def test_an_estimate_of_a_catalogued_model_imports_nothing_heavy() -> None:
@@ -81,11 +134,3 @@ def test_an_estimate_of_a_catalogued_model_imports_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "policies").rglob("*.py")), ids=lambda p: p.stem)
-def test_policies_know_no_engine(path: Path) -> None:
-    allowed = {"units", "errors", "job", "model", "memory", "policies"}
-    rooms = {name.split(".")[1] for name in _imports(path) if name.startswith("fsdp_advisor.")}
-    assert rooms <= allowed
-    assert not any(name.startswith("fsdp_advisor.memory") and "storages" not in name for name in _imports(path))
