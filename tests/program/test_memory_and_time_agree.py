@@ -125,8 +125,9 @@ def test_fsdp2_buffers_hold_what_is_sent(options: dict[str, Any]) -> None:
     forward = outputs[: len(collectives(last, AllGather, "forward"))]
     assert bytes_of(forward) == padded_elements(profile, ranks, trainable=False) * compute_bytes(plan)
     assert bytes_of(inputs) == padded_elements(profile, ranks, trainable=True) * reduce_bytes(plan)
-    for sent, buffer in zip([each.n_bytes for each in [*gathers, *reductions]], [*outputs, *inputs], strict=True):
-        assert sent <= buffer.storages.exact  # the difference is padding
+    sent = [gather.n_bytes for gather in gathers] + [reduction.n_bytes for reduction in reductions]
+    for n_bytes, buffer in zip(sent, [*outputs, *inputs], strict=True):
+        assert n_bytes <= buffer.storages.exact  # the difference is padding
 
 
 @pytest.mark.parametrize("options", FSDP1, ids=name_of)
