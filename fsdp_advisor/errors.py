@@ -2,6 +2,7 @@
 
     AdvisorError              base class: a message of one line, and a hint
     +-- UsageError            an impossible option, or options that contradict each other
+    |   +-- InvalidOption     one option that does not exist or has an impossible value
     |   +-- UnknownModel
     |   +-- UnknownGpu
     +-- UnreadableConfig      a config.json that cannot be read or is invalid
@@ -37,6 +38,14 @@ class AdvisorError(Exception):
 
 class UsageError(AdvisorError):
     """An option has an impossible value, or options contradict each other."""
+
+
+class InvalidOption(UsageError):
+    """An option that does not exist, is missing, or has an impossible value. `option` is its name with underscores."""
+
+    def __init__(self, option: str, message: str, *, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.option = option
 
 
 class UnknownModel(UsageError):

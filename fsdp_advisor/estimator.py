@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
@@ -18,17 +18,20 @@ from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.hardware.links import ETHERNET_100G
-from fsdp_advisor.job.plan import Plan, plans
-from fsdp_advisor.job.request import AnyRequest, EstimateRequest, plainly
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request as make_request
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
-from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.tapes import real_tape, real_variant, taped, variant_of
+from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
 DEFAULT_GPU = "H100-80GB"
@@ -49,20 +52,6 @@ def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False
     """
     request = request or make_request(options)
     return estimate_resolved(request, resolve(request.model), explain=explain)
-
-
-@overload
-def make_request(given: Mapping[str, Any]) -> EstimateRequest: ...
-@overload
-def make_request(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest: ...
-def make_request(given: Mapping[str, Any], kind: type[EstimateRequest] = EstimateRequest) -> EstimateRequest:
-    """A request from keywords, which may be text. Raises UsageError with the first complaint about them."""
-    plain = plainly(given, kind)
-    if plain is not None:
-        return plain
-    from fsdp_advisor.job.parsing import read  # pydantic takes longer to import than most answers take
-
-    return read(given, kind)
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
@@ -108,19 +97,19 @@ def estimate_plan(
         return _count_estimate(model.parameters, plan, gpu)
     base = _without_step(model.profile, plan, gpu, host_memory_bytes)
     try:
-        variant, tape = taped(model, model.profile, plan)
+        key, tape = select_tape(model, model.profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # nothing can be said; for a catalogued model the other strategies can be estimated
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error}", *base.not_modelled))
-    return _with_step(base, model.profile, variant, tape, gpu, explain, conf, host_memory_bytes)
+    return _with_step(base, model.profile, key, tape, gpu, explain, conf, host_memory_bytes)
 
 
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """Peak tensor bytes of a plan's step on a GPU: a lower bound of what it needs. Raises AdvisorError without a tape."""
     assert model.profile is not None
-    tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
     return peak_of_step(model.profile, tape, plan).peak
 
 
@@ -139,8 +128,8 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """Seconds of a plan's step, without allocator retries; None if unknown."""
     if model.profile is None:
         return None
-    variant, tape = taped(model, model.profile, plan)
-    step = step_of(model.profile, variant, tape, plan, gpu)
+    key, tape = select_tape(model, model.profile, plan)
+    step = step_of(model.profile, key, tape, plan, gpu)
     return None if step is None else step.seconds
 
 
@@ -206,7 +195,7 @@ def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int
 def _with_step(
     base: StrategyEstimate,
     profile: Profile,
-    variant: Variant,
+    key: TapeKey,
     tape: Tape,
     gpu: Gpu,
     explain: bool,
@@ -216,19 +205,19 @@ def _with_step(
     """The row with its step: tensors, the allocator, the verdict and time."""
     plan, overhead, unknown = base.plan, base.overhead, list(base.not_modelled)
     assert overhead is not None
-    real = real_variant(profile, variant, plan, gpu)
-    on_gpu = profile.tapes.get(real.key) or tape
-    if variant.engine != variant_of(plan).engine:
+    gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
+    on_gpu = profile.tapes.get(gpu_key.name) or tape
+    if key.engine != tape_key_of(plan).engine:
         unknown.append(NO_AUTOCAST)
-    if variant.attention != "eager" and (real.attention == "sdpa" or real.key not in profile.tapes):
+    if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         unknown.append(NO_SCRATCH)
     warnings = base.warnings
-    if variant.attention != plan.attention:
-        warnings += (f"the model has no {plan.attention} attention; {variant.attention} is used",)
+    if key.attention != plan.attention:
+        warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     tensors = peak_of_step(profile, on_gpu, plan)
     job = _job_peaks(profile, plan, gpu, overhead, host_memory_bytes, tensors.phase_peaks)
     allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
-    step = step_of(profile, variant, tape, plan, gpu)
+    step = step_of(profile, key, tape, plan, gpu)
     if step is not None:
         step = step.with_retries(allocator.retries_per_step)
     needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, job.phases["load"].gpu_bytes or 0, job.phases["save"].gpu_bytes or 0)  # fmt: skip
@@ -320,9 +309,9 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
     return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
 
 
-def step_of(profile: Profile, variant: Variant, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
+def step_of(profile: Profile, key: TapeKey, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
     """The time of a plan's step on a GPU; between nodes over its `inter_node` link."""
-    program = step_program(profile, real_tape(profile, (variant, tape), plan), plan)
+    program = step_program(profile, gpu_tape(profile, (key, tape), plan), plan)
     return step_time(profile, program, plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
@@ -330,7 +319,7 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """Compute and communication of the plan's last micro-batch and optimizer step; empty where the time is unknown."""
     if model.profile is None:
         return ()
-    tape = real_tape(model.profile, taped(model, model.profile, plan), plan)
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
     return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.engines.job_peaks import JobPeaks
-from fsdp_advisor.job.plan import Plan, label
+from fsdp_advisor.job.compatibility import label
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.live import TimelinePoint

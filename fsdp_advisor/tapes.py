@@ -1,120 +1,165 @@
-"""Which recordings a plan replays: of PyTorch's step under fake tensors on a CPU, and of what a GPU runs in its place."""
+"""Which tapes a plan replays: of PyTorch's step under fake tensors on a CPU, and of what a GPU runs in its place."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Container
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.libraries import real_attention, to_record
-from fsdp_advisor.model.profile import EAGER_ON_GPU, FSDP1_UNDER_AUTOCAST, Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
-from fsdp_advisor.units import format_gib
+from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 
-WORTH_A_WORD = 0.02
-"""Of the peak: how far a GPU's may be from it in silence."""
+FLASH_FROM = (8, 0)
+"""The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
+CUDNN_ON = (9, 10)
+"""Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: likewise, check_prefer_cudnn_attention."""
 
 
-def variant_of(plan: Plan) -> Variant:
-    """Which recording a plan replays."""
-    engine: str = plan.backend if plan.backend in ("fsdp1", "fsdp2") else "plain"
-    if plan.backend == "fsdp1" and plan.prepared and plan.mixed:
-        engine = FSDP1_UNDER_AUTOCAST
-    precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
+_ENGINES: dict[str, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
+_PRECISIONS: dict[str, TapePrecision] = {
+    "bf16": "bf16",
+    "bf16-mixed": "bf16-mixed",
+    "fp16-mixed": "bf16-mixed",  # the same sizes
+    "fp32": "fp32",
+}
+
+
+def tape_key_of(plan: Plan) -> TapeKey:
+    """The key of the tape that a plan replays: under fake tensors on a CPU, but for flash_attention_2, which runs on GPUs alone."""
+    engine = _ENGINES.get(plan.backend, "plain")
+    if plan.backend == "fsdp1" and plan.facts.autocasts_fsdp1 and plan.mixed:
+        engine = "fsdp1+autocast"
+    precision = _PRECISIONS[plan.precision]
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"
-    single = plan.micro_batch_size == 1 and plan.attention != "flash_attention_2"
-    return _variant(engine, precision, plan.attention, plan.activation_checkpointing, single)
+    return _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1)
 
 
-_variant = lru_cache(maxsize=1024)(Variant)  # one object of each, which knows its key
+@lru_cache(maxsize=1024)  # one object of each, which knows its name
+def _key(
+    engine: TapeEngine,
+    precision: TapePrecision,
+    attention: TapeAttention,
+    checkpointing: TapeCheckpointing,
+    batch_is_one: bool,
+) -> TapeKey:
+    if attention == "flash_attention_2":  # its kernel treats every B the same
+        return TapeKey(engine, precision, attention, checkpointing, device="gpu")
+    return TapeKey(engine, precision, attention, checkpointing, batch_is_one)
 
 
-def taped(model: Resolved, profile: Profile, plan: Plan) -> tuple[Variant, Tape]:
-    """The plan's tape. Where a recording under autocast is neither there nor to be made, the one without, which leaves casts out."""
-    variant = variant_of(plan)
+def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey, Tape]:
+    """The plan's tape and its key.
+
+    Falls back to FSDP1's tape without autocast if the one with it is missing and cannot be recorded; casts are then not counted.
+    """
+    key = tape_key_of(plan)
     try:
-        return _with_attention(model, profile, plan, variant)
+        return _with_attention(model, profile, plan, key)
     except (MissingExtra, NotRecordable) as error:
-        if not variant.prepared or (model.recording_allowed and not isinstance(error, MissingExtra)):
+        if not key.autocasts_fsdp1 or (model.recording_allowed and not isinstance(error, MissingExtra)):
             raise
-        return _with_attention(model, profile, plan, replace(variant, engine=plan.backend))
+        return _with_attention(model, profile, plan, replace(key, engine="fsdp1"))
 
 
-def _with_attention(model: Resolved, profile: Profile, plan: Plan, variant: Variant) -> tuple[Variant, Tape]:
-    """The variant's tape; eager attention's where the model has no sdpa, as transformers itself does."""
-    if model.from_catalog and variant.key in profile.tapes:
-        return variant, model.tape(variant)
-    eager = replace(variant, attention="eager")
-    if plan.attention == "sdpa" and model.from_catalog and eager.key in profile.tapes:
+def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
+    """The key's tape; eager attention's where the model has no sdpa, as transformers itself does."""
+    if model.from_catalog and key.name in profile.tapes:
+        return key, model.tape(key)
+    eager = replace(key, attention="eager")
+    if plan.attention == "sdpa" and model.from_catalog and eager.name in profile.tapes:
         return eager, model.tape(eager)
     try:
-        tape = model.tape(variant)
+        tape = model.tape(key)
     except NoSuchAttention:
         if plan.attention != "sdpa":
             raise
-        variant, tape = eager, model.tape(eager)
+        key, tape = eager, model.tape(eager)
     if not model.from_catalog:
-        for real in to_record(variant, windowed=profile.fills_window(plan.seq_len)):
-            _record_on_gpu(model, real)
-    return variant, tape
+        for on_gpu in gpu_tape_keys(key, window_filled=profile.fills_window(plan.seq_len)):
+            _record_on_gpu(model, on_gpu)
+    return key, tape
 
 
 @lru_cache(maxsize=64)  # what cannot be recorded is not tried again
-def _record_on_gpu(model: Resolved, variant: Variant) -> None:
-    """Have the tape of what a GPU runs at hand, which may take more or less than fake tensors."""
+def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
+    """Record the tape of what a GPU runs, unless that cannot be done."""
     with contextlib.suppress(AdvisorError):
-        model.tape(variant)
+        model.tape(key)
 
 
-def tape_on(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """What the plan's steps come to on a GPU: for sdpa the recording of its kernels, made now if it is not there."""
+# On a GPU
+
+
+def gpu_tape_key(
+    key: TapeKey,
+    compute_capability: tuple[int, int] | None = None,
+    *,
+    window_filled: bool = False,
+    recorded: Container[str] = (),
+) -> TapeKey:
+    """The key of the tape of what a GPU runs in place of `key`'s. An unknown GPU (None) is one on which sdpa prefers cuDNN.
+
+    `window_filled`: the sequences fill the model's sliding window. In half precision sdpa runs as flash_attention_2 does, unless
+    a tape of its own is among those `recorded` (by name): of models whose code hands sdpa a mask or heads that the flash kernel
+    does not take. Before Ampere the kernels are not known: the key is returned as it is.
+    """
+    if key.attention == "flash_attention_2":
+        return key
+    if key.attention == "eager":
+        return _on_gpu(key)
+    on_gpu = _on_gpu(key, window_filled=window_filled)
+    if key.precision == "fp32":
+        return on_gpu
+    if compute_capability is not None and compute_capability < FLASH_FROM:
+        return key
+    by_cudnn = _on_gpu(key, kernel="cudnn", window_filled=window_filled)
+    if by_cudnn.name in recorded and (compute_capability is None or compute_capability[0] in CUDNN_ON):
+        return by_cudnn
+    if on_gpu.name in recorded:
+        return on_gpu
+    return _on_gpu(key, attention="flash_attention_2", batch_is_one=False)
+
+
+def gpu_tape_keys(key: TapeKey, *, window_filled: bool) -> tuple[TapeKey, ...]:
+    """The keys that `gpu_tape_key` may return for a model that is not shipped. With a mask, cuDNN's kernel has its own."""
+    if key.attention != "sdpa":
+        return (gpu_tape_key(key),)
+    on_gpu = _on_gpu(key, window_filled=window_filled)
+    if not window_filled or key.precision == "fp32":
+        return (on_gpu,)
+    return on_gpu, _on_gpu(key, kernel="cudnn", window_filled=True)
+
+
+@lru_cache(maxsize=1024)  # as `_key`
+def _on_gpu(key: TapeKey, **changed: Any) -> TapeKey:
+    return replace(key, device="gpu", **changed)
+
+
+def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu | None = None) -> TapeKey:
+    """`gpu_tape_key` for a plan's model and sequences, on `gpu`."""
+    capability = None if gpu is None else gpu.compute_capability
+    filled = profile.fills_window(plan.seq_len)
+    return gpu_tape_key(key, capability, window_filled=filled, recorded=profile.tapes)
+
+
+def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: Gpu | None = None) -> Tape:
+    """The tape of what a GPU runs. The selected one itself where there is none."""
+    key, tape = selected
+    return profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
+
+
+def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
+    """`gpu_tape`, recorded now if it is missing and can be."""
     assert model.profile is not None
-    variant, tape = taped(model, model.profile, plan)
+    key, tape = select_tape(model, model.profile, plan)
     try:
-        return model.tape(real_variant(model.profile, variant, plan, gpu))
+        return model.tape(gpu_tape_key_of(model.profile, key, plan, gpu))
     except NotRecordable:
         return tape
-
-
-def real_variant(profile: Profile, variant: Variant, plan: Plan, gpu: Gpu | None = None) -> Variant:
-    """Which recording a plan comes to on a GPU; on one of no name, where sdpa has its kernels for half precision."""
-    capability = None if gpu is None else gpu.compute_capability
-    windowed = profile.fills_window(plan.seq_len)
-    return real_attention(variant, capability, windowed=windowed, recorded=profile.tapes)
-
-
-def real_tape(profile: Profile, taped: tuple[Variant, Tape], plan: Plan, gpu: Gpu | None = None) -> Tape:
-    """The tape of `real_variant`; where there is none, the one that the plan itself replays."""
-    variant, tape = taped
-    return profile.tapes.get(real_variant(profile, variant, plan, gpu).key) or tape
-
-
-def difference_on_gpu(real: Variant, tensor_bytes: int, on_gpu_bytes: int) -> tuple[str, ...]:
-    """What the tensors on a GPU are other than under fake ones, where that is worth a word."""
-    more = on_gpu_bytes - tensor_bytes
-    if abs(more) <= WORTH_A_WORD * tensor_bytes:
-        return ()
-    there = f"{format_gib(on_gpu_bytes)} there"
-    if more > 0 and real.precision == "fp32":
-        return (
-            f"a GPU takes {format_gib(more)} more than the peak of fake tensors: in fp32 PyTorch has no fused kernel for sdpa with "
-            f"grouped key and value heads, so it makes whole score matrices: {there}; bf16-mixed makes none",
-        )
-    if more > 0:
-        return (
-            f"a GPU takes {format_gib(more)} more than the peak of fake tensors: under autocast it runs norms, softmax and powers "
-            f"in fp32, which a CPU does not: {there}",
-        )
-    if real.attention == EAGER_ON_GPU:
-        return (
-            f"{format_gib(-more)} of the peak are what dropout keeps on a CPU; a GPU keeps a byte per element: {there}",
-        )
-    kernel = "flash kernel needs none" if real.attention == "flash_attention_2" else "kernels need fewer"
-    return (
-        f"{format_gib(-more)} of the peak are masks, scores or repeated heads that sdpa makes on fake or traced tensors; "
-        f"a GPU's {kernel}: {there}",
-    )

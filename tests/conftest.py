@@ -37,14 +37,14 @@ def recorded() -> Profile:
 
     recorder = Recorder(TransformersSource(LLAMA, name="tiny-org/Tiny-Llama", task="causal-lm"))
     for variant in (SHIPPED, OTHER):
-        recorder.profile.tapes[variant.key] = recorder.tape(variant)
+        recorder.profile.tapes[variant.name] = recorder.tape(variant)
     return recorder.profile
 
 
 @pytest.fixture(scope="session")
 def catalog_zip(recorded: Profile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("catalog") / "catalog.zip"
-    shipped = {SHIPPED.key: recorded.tapes[SHIPPED.key]}
+    shipped = {SHIPPED.name: recorded.tapes[SHIPPED.name]}
     row = {
         "id": recorded.name, "aliases": ["tiny", "tiny-org/Tiny-Llama-chat"], "task": recorded.task,
         "parameters": PARAMETERS, "max_seq_len": 256, "model_type": "llama", "source": "this test", "member": "tiny.profile", "experts": None,

@@ -7,13 +7,14 @@ from typing import Any
 
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import StepOperations, step_operations
 from fsdp_advisor.memory.live import StepPeak, step_peak
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.program.instructions import StepProgram
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 
 MODELS = (
     "meta-llama/Llama-2-7b-hf", "openai-community/gpt2", "google/gemma-3-1b-pt", "google-t5/t5-small", "openai/whisper-tiny",
@@ -42,7 +43,7 @@ def job(model: str, strategy: str, backend: str, offload: str = "none", **option
     chosen = {"model": model, "gpus": 4, "nnodes": nodes, "strategy": strategy, "backend": backend, "offload": offload}
     seq_len = min(options.pop("seq_len", 256), profile.max_seq_len or 256)
     plan = plans(make_request({**chosen, **options}), seq_len=seq_len)[0]
-    variant = variant_of(plan)
+    variant = tape_key_of(plan)
     known = [v.key for v in (variant, replace(variant, attention="eager")) if v.key in profile.tapes]
     if not known:
         raise NotCatalogued(variant.key)

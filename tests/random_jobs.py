@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.job.plan import BACKENDS, OFFLOADS, plans
+from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, plans
 
 MODELS = (
     "openai-community/gpt2",

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_advisor.model import cache, catalog
-from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.tape_key import TapeKey
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 176,
@@ -19,8 +20,8 @@ LLAMA = {
 }  # fmt: skip
 LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176 + 2 * 64
 PARAMETERS = 2 * 1000 * 64 + 64 + LAYER
-SHIPPED = Variant("plain", "bf16", "sdpa", "none", False)
-OTHER = Variant("plain", "bf16", "eager", "none", True)
+SHIPPED = TapeKey("plain", "bf16", "sdpa", "none", False)
+OTHER = TapeKey("plain", "bf16", "eager", "none", True)
 CONFIG_HINT = "use the config.json that transformers saves with a model"
 NAMES_HINT = (
     "a model is an id listed by `fsdp-advisor models`, a hub id, a config.json or its directory, or a count such as 7B"
@@ -32,7 +33,7 @@ def with_tapes(profile: Profile, tapes: dict) -> Profile:
     return replace(profile, tapes=tapes)
 
 
-def keep(profile: Profile, variant: Variant, task: str | None = None) -> None:
+def keep(profile: Profile, variant: TapeKey, task: str | None = None) -> None:
     """Put one of the profile's tapes into the cache."""
     assert cache.keep(with_tapes(profile, {variant.key: profile.tapes[variant.key]}), task)
 

@@ -15,7 +15,7 @@ from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
-from fsdp_advisor.job.plan import label
+from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.request import Strategy
 from fsdp_advisor.units import format_gib, format_speed
 

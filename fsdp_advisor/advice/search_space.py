@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, degrees, label, refusal
+from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal
+from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, Offload, OffloadDevice, RecommendRequest, Strategy
 
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -54,7 +56,6 @@ class StrategyChoice:
 
     def plan(self, base: Plan, micro_batch_size: int, accumulation: int = 1) -> Plan:
         """The plan `base` with this choice, on the same ranks."""
-        shards, replicas = degrees(self.strategy, base.world_size, base.nnodes)
         return replace(
             base,
             strategy=self.strategy,
@@ -62,8 +63,7 @@ class StrategyChoice:
             offload=self.offload,
             offload_device=self.offload_device,
             activation_checkpointing=self.activation_checkpointing,
-            shard_degree=shards,
-            replica_degree=replicas,
+            mesh=mesh_of(self.strategy, base.world_size, base.nnodes),
             micro_batch_size=micro_batch_size,
             gradient_accumulation_steps=accumulation,
         )
@@ -74,9 +74,7 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
     return Plan(
         strategy="ddp",
         backend="ddp",
-        shard_degree=1,
-        replica_degree=gpus,
-        nnodes=nnodes,
+        mesh=mesh_of("ddp", gpus, nnodes),
         seq_len=seq_len,
         precision=request.precision,
         optim=request.optim,
@@ -89,7 +87,7 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
 
 def on_ranks(base: Plan, *, gpus: int, nnodes: int) -> Plan:
     """The same base plan on another number of ranks."""
-    return replace(base, replica_degree=gpus, nnodes=nnodes)
+    return replace(base, mesh=mesh_of("ddp", gpus, nnodes))
 
 
 def search_space(request: RecommendRequest, *, nnodes: int) -> tuple[StrategyChoice, ...]:
@@ -140,7 +138,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, nnodes: int) -> 
         and request.offload in ("auto", choice.offload)
         and request.activation_checkpointing in ("auto", choice.activation_checkpointing)
         and (request.backend == choice.backend or (request.backend == "auto" and choice.backend != "fsdp1"))
-        and choice.backend in FRAMEWORK_BACKENDS[request.framework]
+        and choice.backend in FRAMEWORKS[request.framework].backends
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
         and refusal(
             choice.strategy,

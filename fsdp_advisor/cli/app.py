@@ -1,177 +1,137 @@
-"""The commands. Each parses, calls the waist, renders, and returns the exit status."""
+"""The commands of the program, and how the words of a command line reach their functions."""
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 
-import typer
+from fsdp_advisor import __version__
+from fsdp_advisor.cli.options import PROGRAM, CommandParser, HelpOptions
+from fsdp_advisor.cli.output import Destination
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.fields import fields_of, read_fields
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 
-from fsdp_advisor.cli import export as exporting
-from fsdp_advisor.cli import recommend as advising
-from fsdp_advisor.cli import serve as serving
-from fsdp_advisor.cli import validate as validation
-from fsdp_advisor.cli.estimate import estimate as answer
-from fsdp_advisor.cli.options import (
-    ForceOption,
-    FormatOption,
-    JsonOption,
-    OutputOption,
-    QuietOption,
-    takes_request,
-)
-from fsdp_advisor.cli.output import Destination, Format, as_json, note
-from fsdp_advisor.job.request import EstimateRequest
+PURPOSE = "Estimate memory and speed of sharded transformer training: will it fit, under which strategy, how fast, and what to type."
+JOB = "--model MODEL [--gpus N] [--gpu GPU] [options]"
 
-PROGRAM = "fsdp-advisor"
 
-app = typer.Typer(
-    name=PROGRAM,
-    help="Will it fit, under which strategy, how fast, and what to type: memory estimates for sharded training.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={
-        "token_normalize_func": lambda token: token.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 110,
-    },
-)
+@dataclass(frozen=True)
+class Command:
+    """A command: `function` and the dataclass of its `options` are names in `module`, which is imported when it runs.
 
-PatternArgument = Annotated[
-    Optional[str],  # noqa: UP045  # typer reads this while the module runs
-    typer.Argument(
-        metavar="[PATTERN]",
-        help="Only those that it names or, for models, describes: llama3, moe, vision.",
-        show_default=False,
+    The function takes the options. A command about a job takes the job before them: a request, or with `partial` the
+    given fields of a request as text, which may lack the model. The function's docstring is the command's help.
+    """
+
+    summary: str
+    module: str
+    function: str
+    options: str
+    usage: str = "[options]"
+    request: type[EstimateRequest] | None = None
+    partial: bool = False
+
+    def run(self, name: str, arguments: Sequence[str]) -> int:
+        """Parse the arguments and run the command. Returns the exit status."""
+        module = import_module(f"fsdp_advisor.cli.{self.module}")
+        function, options_class = getattr(module, self.function), getattr(module, self.options)
+        own = fields_of(options_class)
+        parser = CommandParser(name, self.usage, *_help_of(function.__doc__ or self.summary))
+        if self.request is not None:
+            parser.add_fields(fields_of(self.request).values(), getattr(self.request, "SEARCHED", ()))
+        parser.add_fields((*own.values(), *fields_of(HelpOptions).values()))
+        given = parser.parse(arguments)
+        if given is None:
+            Destination().write(parser.help())
+            return 0
+        options = options_class(**read_fields({n: given.pop(n) for n in list(given) if n in own}, own))
+        if self.request is None:
+            return int(function(options))
+        return int(function(given if self.partial else make_request(given, self.request), options))
+
+
+COMMANDS: dict[str, Command] = {
+    "estimate": Command(
+        "Memory per GPU, speed and fit of a job under every strategy.",
+        "estimate", "estimate", "EstimateOptions", JOB, EstimateRequest,
     ),
-]
+    "recommend": Command(
+        "The fastest configuration that fits, why, and how to launch it.",
+        "recommend", "recommend", "RecommendOptions", JOB, RecommendRequest,
+    ),
+    "export": Command(
+        "The file or command that launches a job.",
+        "export", "export", "ExportOptions", f"TARGET {JOB}", EstimateRequest, partial=True,
+    ),
+    "validate": Command(
+        "Run a job and compare it with its estimate.",
+        "validate", "validate", "ValidateOptions", JOB, EstimateRequest, partial=True,
+    ),
+    "validate report": Command(
+        "Sum up the records of validate.",
+        "validate", "report", "RecordsOptions", "FILE [options]",
+    ),
+    "models": Command(
+        "The models that need no download.",
+        "listing", "models", "ListOptions", "[PATTERN] [options]",
+    ),
+    "gpus": Command(
+        "The GPUs that are known by name.",
+        "listing", "gpus", "ListOptions", "[PATTERN] [options]",
+    ),
+    "serve": Command("The web page and the REST API.", "serve", "serve", "ServeOptions"),
+}  # fmt: skip
 
 
 def run(arguments: list[str]) -> int:
-    """Parse and run; the exit status. Errors are the caller's."""
-    command = typer.main.get_command(app)
-    try:
-        with command.make_context(PROGRAM, arguments) as context:
-            return int(command.invoke(context) or 0)
-    except typer.Exit as done:  # --help, --version
-        return done.exit_code
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            number = version(PROGRAM)
-        except PackageNotFoundError:
-            number = "(not installed)"
-        Destination().write(f"{PROGRAM} {number}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
-@takes_request
-def estimate(
-    request: EstimateRequest,
-    *,
-    format: FormatOption = Format.text,
-    json: JsonOption = False,
-    explain: Annotated[
-        Optional[str],  # noqa: UP045  # typer reads this while the module runs
-        typer.Option(
-            metavar="STRATEGY",
-            help="Show what is alive at the peak, and the step's timeline: zero3, zero3+optimizer, zero3+parameters ...",
-        ),
-    ] = None,
-    validate: Annotated[
-        bool,
-        typer.Option(
-            "--validate", help="Also run each strategy on the best rung this machine has, and show the error."
-        ),
-    ] = False,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-) -> int:
-    """Peak memory per GPU under every strategy, what it is made of, host memory, and whether it fits.
-
-    Exit status: 0 at least one strategy shown fits, 1 none does or is known to (a bare parameter count), 2 bad usage, unknown
-    model, unreadable config or no network.
-    """
-    return answer(
-        request,
-        format=format,
-        json=json,
-        explain=explain,
-        validate=validate,
-        output=output,
-        force=force,
-        quiet=quiet,
-    )
-
-
-@app.command()
-def models(
-    pattern: PatternArgument = None,
-    json: JsonOption = False,
-    output: OutputOption = None,
-    force: ForceOption = False,
-) -> int:
-    """The models that are known offline."""
-    from fsdp_advisor.model.catalog import search
-
-    destination = Destination(path=output, force=force)
-    destination.check()
-    found = search(pattern)
-    if json:
-        destination.write(as_json([entry.as_row() for entry in found]))
+    """Run a command line. Returns the exit status; errors are raised."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        Destination().write(_program_help())
         return 0
-    from fsdp_advisor.cli.listing import models_table
-
-    return _listed(models_table(found, destination.screen()), pattern, destination)
-
-
-@app.command()
-def gpus(
-    pattern: PatternArgument = None,
-    json: JsonOption = False,
-    output: OutputOption = None,
-    force: ForceOption = False,
-) -> int:
-    """The GPUs that are known, with the memory that the driver really offers."""
-    from dataclasses import asdict
-
-    from fsdp_advisor.hardware import list_gpus
-
-    destination = Destination(path=output, force=force)
-    destination.check()
-    found = list_gpus(pattern)
-    if json:
-        destination.write(as_json([asdict(gpu) for gpu in found]))
+    first = arguments[0]
+    if first == "--version":
+        Destination().write(f"{PROGRAM} {__version__}")
         return 0
-    from fsdp_advisor.cli.listing import gpus_table
+    if first.startswith("-"):
+        raise UsageError(
+            f"no such option: {first.partition('=')[0]}",
+            hint=f"options come after the command, as in: {PROGRAM} estimate --model MODEL --gpus N",
+        )
+    for name in (" ".join(arguments[:2]), first):
+        if name in COMMANDS:
+            return COMMANDS[name].run(name, arguments[len(name.split()) :])
+    from difflib import get_close_matches
 
-    return _listed(gpus_table(found, destination.screen()), pattern, destination)
+    near = get_close_matches(first[:40], COMMANDS, n=1)
+    raise UsageError(f"no such command: {first}", hint=f"did you mean {near[0]}?" if near else f"see {PROGRAM} --help")
 
 
-def _listed(table: str, pattern: str | None, destination: Destination) -> int:
-    if table:
-        destination.write(table)
-    else:
-        note(f"nothing is called {pattern!r}")
-    return 0
+def _program_help() -> str:
+    import textwrap
+
+    width = max(map(len, COMMANDS))
+    lines = [
+        f"usage: {PROGRAM} COMMAND [options]",
+        "",
+        *textwrap.wrap(PURPOSE, 78),
+        "",
+        "Commands:",
+        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "Options:",
+        f"  {'-h, --help':<{width}}  Show this help, or after a command its options, and exit.",
+        f"  {'--version':<{width}}  Show the version and exit.",
+        "",
+        "Example:",
+        f"  {PROGRAM} recommend --model meta-llama/Llama-3.1-8B --gpus 8 --gpu H100",
+    ]
+    return "\n".join(lines)
 
 
-advising.register(app)
-exporting.register(app)
-validation.register(app)
-serving.register(app)
+def _help_of(docstring: str) -> tuple[str, str]:
+    """The first paragraph of a docstring, and the rest, each on one line."""
+    first, _, rest = docstring.partition("\n\n")
+    return " ".join(first.split()), " ".join(rest.split())

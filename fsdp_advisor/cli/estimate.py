@@ -1,11 +1,13 @@
-"""`estimate`: what the job takes under every strategy. Only what is needed is imported: JSON needs no rich."""
+"""`fsdp-advisor estimate`. It imports only what the chosen format needs."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+from fsdp_advisor.cli.options import ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
+from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import EstimateRequest
 
 if TYPE_CHECKING:
@@ -13,29 +15,40 @@ if TYPE_CHECKING:
     from fsdp_advisor.validation.records import Record
 
 
-def estimate(
-    request: EstimateRequest,
-    *,
-    format: Format = Format.text,
-    json: bool = False,
-    explain: str | None = None,
-    validate: bool = False,
-    output: Path | None = None,
-    force: bool = False,
-    quiet: bool = False,
-) -> int:
-    """Answer, and write the answer; the exit status."""
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions(ReportOptions):
+    """Options of `estimate` apart from those of the job."""
+
+    explain: Annotated[
+        str | None,
+        Rule(
+            about="show what is alive at the peak of this row, and its timeline: zero3, zero3+optimizer, zero3+parameters",
+            metavar="ROW",
+        ),
+    ] = None
+    validate: Annotated[
+        bool, Rule(about="also run each strategy with the most realistic check that this machine supports")
+    ] = False
+
+
+def estimate(request: EstimateRequest, options: EstimateOptions) -> int:
+    """Peak memory per GPU, host memory, speed and fit of a job under one strategy or under all of them.
+
+    Exit status: 0 if at least one strategy that is shown fits; 1 if none fits, or if that is unknown (a bare parameter
+    count); 2 for bad usage, an unknown model, an unreadable config or no network.
+    """
     from fsdp_advisor.estimator import estimate as answer
 
-    destination = Destination(path=output, force=force)
-    form = form_of(format, json)
+    explain, quiet = options.explain, options.quiet
+    destination = Destination(path=options.output, force=options.force)
+    form = form_of(options.format, options.json)
     destination.check()
 
     def asked() -> Report:
         return answer(request, explain=explain is not None)
 
     records = None
-    if validate:
+    if options.validate:
         from fsdp_advisor.cli.measured import estimate_in_subprocess, run_validation
 
         report = estimate_in_subprocess(asked)
@@ -43,7 +56,7 @@ def estimate(
         report = asked()
     for remark in report.notes:
         note(remark, quiet=quiet)
-    if validate:
+    if options.validate:
         records = run_validation(report, quiet=quiet)
     destination.write(_render(report, form, explain, destination, records))
     return FITS if report.any_fits else NONE_FITS
@@ -55,7 +68,7 @@ def _render(
     from fsdp_advisor.cli.selection import select
 
     chosen = select(report, explain) if explain is not None else None
-    if form is Format.json:
+    if form == "json":
         document = report.as_dict(timeline=chosen is not None)
         if records is not None:
             from fsdp_advisor.cli.measured import add_to_json
@@ -74,7 +87,7 @@ def _render(
     explained = None
     if chosen is not None:
         explained = explanation_view(view, view.rows[report.estimates.index(chosen)], chosen)
-    if form is Format.markdown:
+    if form == "markdown":
         from fsdp_advisor.render.markdown import markdown
 
         return markdown(view, explained) + (f"\n\n```{beside}\n```" if beside else "")

@@ -1,54 +1,51 @@
-"""`export TARGET`: the file that launches a plan, for one consumer."""
+"""`fsdp-advisor export TARGET`: the file or command that launches a job with one consumer."""
 
 from __future__ import annotations
 
 import shlex
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import typer
-
-from fsdp_advisor.cli.options import ForceOption, OutputOption, QuietOption, takes_request
+from fsdp_advisor.cli.options import FileOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, note
-from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.parsing import make_request
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(export)
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(FileOptions):
+    """Options of `export` apart from those of the job."""
+
+    target: Annotated[
+        str | None, Rule(about="the consumer of the file; --list shows them", metavar="TARGET", positional=True)
+    ] = None
+    list: Annotated[bool, Rule(about="list the targets and exit")] = False
+    quiet: Annotated[bool, Rule(about="no notes on standard error")] = False
 
 
-def _list(asked: bool) -> None:
-    if asked:
-        from fsdp_advisor.export import TARGETS
+def export(given: Mapping[str, Any], options: ExportOptions) -> int:
+    """The file that launches a job: for accelerate, DeepSpeed, Trainer, axolotl, a PyTorch script, or a launch line.
 
-        width = max(map(len, TARGETS))
-        Destination().write("\n".join(f"{t.name:<{width}}  {t.description}" for t in TARGETS.values()))
-        raise typer.Exit
-
-
-@takes_request
-def export(
-    request: EstimateRequest,
-    *,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="What --list lists.", show_default=False)],
-    list: Annotated[
-        bool, typer.Option("--list", help="List the targets and exit.", callback=_list, is_eager=True)
-    ] = False,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-) -> int:
-    """The file that launches a plan: for accelerate, DeepSpeed, Trainer, axolotl, a PyTorch script, or a launch line.
-
-    Of the plan that --strategy names, else of the recommended one that the target can do; what is left out is then searched.
-    Exit status: 0 it fits, 1 it does not or nothing does, 2 bad usage, or a plan that the target cannot do.
+    The job is the one that --strategy names; without it, the fastest one that fits and that the target supports. Options
+    that are given are fixed, the others are searched. Exit status: 0 if it fits; 1 if it does not or nothing does; 2 for bad
+    usage, or for a job that the target does not support.
     """
     from fsdp_advisor import export as room
     from fsdp_advisor.export.choice import report_for
 
-    destination = Destination(path=output, force=force)
-    consumer = room.find(target)
+    output, quiet = options.output, options.quiet
+    destination = Destination(path=output, force=options.force)
+    if options.list:
+        width = max(map(len, room.TARGETS))
+        destination.write("\n".join(f"{t.name:<{width}}  {t.description}" for t in room.TARGETS.values()))
+        return FITS
+    if options.target is None:
+        raise UsageError("TARGET is missing", hint="fsdp-advisor export --list shows the targets")
+    consumer = room.find(options.target)
     destination.check()
-    report = report_for(consumer.name, request)
+    report = report_for(consumer.name, make_request(given))
     (chosen,) = report.estimates
     job = room.Job.of(report, chosen)
     exported = room.export(consumer.name, job)

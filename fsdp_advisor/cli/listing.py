@@ -1,23 +1,64 @@
-"""What `models` and `gpus` print."""
+"""`fsdp-advisor models` and `fsdp-advisor gpus`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_advisor.render.sizes import NONE
-from fsdp_advisor.render.terminal import Column, Screen, draw, fitting
+from fsdp_advisor.cli.options import ListOptions
+from fsdp_advisor.cli.output import Destination, as_json, note
 from fsdp_advisor.units import format_count, format_gib
 
 if TYPE_CHECKING:
     from fsdp_advisor.hardware import Gpu
     from fsdp_advisor.model.catalog import Entry
+    from fsdp_advisor.render.terminal import Screen
+
+
+def models(options: ListOptions) -> int:
+    """The models that are known without a download. PATTERN is a part of a name, or a kind such as moe or vision."""
+    from fsdp_advisor.model.catalog import search
+
+    destination = Destination(path=options.output, force=options.force)
+    destination.check()
+    found = search(options.pattern)
+    if options.json:
+        destination.write(as_json([entry.as_row() for entry in found]))
+    else:
+        _write_table(models_table(found, destination.screen()), options, destination)
+    return 0
+
+
+def gpus(options: ListOptions) -> int:
+    """The GPUs that are known by name, with the memory that the driver offers. PATTERN is a part of a name."""
+    from dataclasses import asdict
+
+    from fsdp_advisor.hardware import list_gpus
+
+    destination = Destination(path=options.output, force=options.force)
+    destination.check()
+    found = list_gpus(options.pattern)
+    if options.json:
+        destination.write(as_json([asdict(gpu) for gpu in found]))
+    else:
+        _write_table(gpus_table(found, destination.screen()), options, destination)
+    return 0
+
+
+def _write_table(table: str, options: ListOptions, destination: Destination) -> None:
+    if table:
+        destination.write(table)
+    else:
+        note(f"no name contains {options.pattern!r}")
 
 
 def models_table(found: Sequence[Entry], screen: Screen) -> str:
-    """Empty where nothing was found."""
+    """The table of `models`; empty if nothing is found."""
     if not found:
         return ""
+    from fsdp_advisor.render.sizes import NONE
+    from fsdp_advisor.render.terminal import Column, draw, fitting
+
     columns = [
         Column("model", [e.id for e in found]),
         Column("parameters", [format_count(e.parameters) for e in found], right=True),
@@ -29,9 +70,12 @@ def models_table(found: Sequence[Entry], screen: Screen) -> str:
 
 
 def gpus_table(found: Sequence[Gpu], screen: Screen) -> str:
-    """Empty where nothing was found."""
+    """The table of `gpus`; empty if nothing is found."""
     if not found:
         return ""
+    from fsdp_advisor.render.sizes import NONE
+    from fsdp_advisor.render.terminal import Column, draw, fitting
+
     columns = [
         Column("gpu", [g.name for g in found]),
         Column("memory", [format_gib(g.memory_bytes) for g in found], right=True),
@@ -44,4 +88,6 @@ def gpus_table(found: Sequence[Gpu], screen: Screen) -> str:
 
 
 def _scaled(rate: float | None, unit: float) -> str:
+    from fsdp_advisor.render.sizes import NONE
+
     return NONE if rate is None else f"{rate / unit:.0f}"

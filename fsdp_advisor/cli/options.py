@@ -1,103 +1,174 @@
-"""The options of every command that takes a job, made from the fields of `EstimateRequest`: one word, declared once."""
+"""The argument parser of a command, made from the fields of its request and of its own options."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import partial, wraps
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Literal, NoReturn
 
-import typer
+from fsdp_advisor.errors import InvalidOption, UsageError
+from fsdp_advisor.job.fields import Field, Rule, dashed, shown
 
-from fsdp_advisor.cli.output import Format
-from fsdp_advisor.cli.plain import ALIASES
-from fsdp_advisor.job.request import EstimateRequest, Option, dashed, fields_of
-
-HELP: dict[str, str] = {
-    "model": "Catalogued or hub id, a directory or config.json, or a bare parameter count (7e9, 7B).",
-    "gpus": "Total ranks, one GPU each.",
-    "nnodes": "Nodes.",
-    "gpu": "A name that `fsdp-advisor gpus` lists (H100, rtx4090), or a size such as 24GiB. [default: the attached GPU, else H100-80GB]",
-    "interconnect": "Between nodes: a name (InfiniBand NDR, RoCE, EFA, 100GbE) or each GPU's rate (400Gb/s, 50GB/s). [default: usual for the GPU]",
-    "strategy": "Strategy, or all of them.",
-    "backend": "What shards. auto: ddp for ddp; deepspeed for zero1 and for optimizer offload; else fsdp2.",
-    "offload": "What is kept in host memory; parameters means parameters, gradients and optimizer state.",
-    "offload_device": "Where offload goes.",
-    "precision": "Of weights and computation.",
-    "optim": "Optimizer, by its Hugging Face name.",
-    "micro_batch_size": "Sequences per rank per forward.",
-    "seq_len": "Tokens per sequence. [default: 2048, or the model's maximum if smaller]",
-    "gradient_accumulation_steps": "Micro-batches per optimizer step.",
-    "activation_checkpointing": "Recompute each layer in backward.",
-    "attention": "Attention implementation.",
-    "backward_prefetch": "FSDP1's BackwardPrefetch.",
-    "reserved": "Also what the caching allocator reserves, fragmentation included: its own rules, walked through the job's steps.",
-    "allocator_conf": "The allocator's settings as in PYTORCH_ALLOC_CONF, such as expandable_segments:True; implies --reserved.",
-    "wrap": "FSDP2's units: each layer and the root, or all in one, which saves nothing while it computes.",
-    "framework": "What prepares the model and runs the loop: each wraps, casts and accumulates in its own way.",
-    "global_batch_size": "Sequences per optimizer step over all ranks; micro-batch and accumulation are chosen to make it.",
-    "find": "The largest micro-batch or sequence, the fewest GPUs (at most --gpus, where that is above 1) or the smallest GPU that fits.",
-    "margin": "Part of the GPU's memory to leave free: 0.08 or 8%.",
-    "host_memory": "What a node's host has, such as 512GiB; loading, offload and saving must fit it. [default: enough]",
-    "tokens": "To train on, such as 10e9 or 10B: adds days and GPU hours.",
-    "price": "Of one GPU for one hour: adds the cost of --tokens.",
-}
+PROGRAM = "fsdp-advisor"
+MAX_HELP_WIDTH = 100
+_SHORT = {"output": "-o", "quiet": "-q", "help": "-h"}
 
 
-FormatOption = Annotated[
-    Format,
-    typer.Option(
-        "--format",
-        help="How the answer is written. [default: text]",
-        metavar="[" + "|".join(Format) + "]",
-        case_sensitive=False,
-        show_default=False,
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
-OutputOption = Annotated[
-    Optional[Path],  # noqa: UP045  # typer reads this while the module runs
-    typer.Option("--output", "-o", metavar="FILE", help="Write to FILE, which must not exist yet."),
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Let -o overwrite FILE.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No notes on standard error.")]
+@dataclass(frozen=True, kw_only=True)
+class HelpOptions:
+    """Options of every command."""
+
+    help: Annotated[bool, Rule(about="show this help and exit", group="Help")] = False
 
 
-def takes_request(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` an option per field of its first parameter's class, a request; it is called with that and its own options.
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Options of every command that writes an answer."""
 
-    Values stay text until the request is made, so that every face refuses a bad value with the same words.
-    """
-    hints = inspect.get_annotations(command, eval_str=True)
-    asked, *own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
-    kind: type[EstimateRequest] = asked.annotation
-
-    @wraps(command)
-    def wrapper(**values: Any) -> Any:
-        from fsdp_advisor.estimator import make_request
-
-        said = {name: values.pop(name) for name in fields_of(kind)}
-        return command(make_request({n: v for n, v in said.items() if v not in (None, False)}, kind), **values)
-
-    signature = inspect.Signature([*(_parameter(o, kind) for o in fields_of(kind).values()), *own])
-    wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
-    wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    del wrapper.__wrapped__  # typer would look through it
-    return wrapper
+    output: Annotated[
+        Path | None, Rule(about="the file to write instead of standard output; it must not exist", metavar="FILE")
+    ] = None
+    force: Annotated[bool, Rule(about="let -o overwrite FILE")] = False
 
 
-def _parameter(field: Option, kind: type[EstimateRequest]) -> inspect.Parameter:
-    named = partial(inspect.Parameter, field.name, inspect.Parameter.KEYWORD_ONLY)
-    text = HELP.get(field.name, field.rule.description or "")
-    if field.kind is bool:
-        return named(default=False, annotation=Annotated[bool, typer.Option(dashed(field.name), help=text)])
-    if field.name in getattr(kind, "SEARCHED", ()):
-        text += " [default: searched]"
-    elif field.default is not None:
-        text += f" [default: {field.default}]"
-    metavar = "[" + "|".join(field.choices) + "]" if field.choices else "TEXT" if field.kind is str else "N"
-    option = typer.Option(dashed(field.name), *ALIASES.get(field.name, ()), metavar=metavar, help=text)
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(FileOptions):
+    """Options of the commands that list something."""
+
+    pattern: Annotated[
+        str | None, Rule(about="list only names that contain this", metavar="PATTERN", positional=True)
+    ] = None
+    json: Annotated[bool, Rule(about="write JSON")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(FileOptions):
+    """Options of the commands that write a report."""
+
+    format: Annotated[Literal["text", "json", "markdown"], Rule(about="the format of the answer")] = "text"
+    json: Annotated[bool, Rule(about="the same as --format json")] = False
+    quiet: Annotated[bool, Rule(about="no notes and no progress on standard error")] = False
+
+
+class CommandParser:
+    """The options of one command. `usage` is what follows the command's name; the rest is text of the help."""
+
+    def __init__(self, command: str, usage: str, description: str, epilog: str = "") -> None:
+        self.name = f"{PROGRAM} {command}"
+        self._options: dict[str, Field] = {}
+        self._parser = _Parser(
+            prog=self.name,
+            usage=f"{self.name} {usage}",
+            description=description,
+            epilog=epilog,
+            formatter_class=_help_formatter,
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+        )
+
+    def add_fields(self, fields: Iterable[Field], searched: Sequence[str] = ()) -> None:
+        """Add an option or argument for each field, in the groups of their rules. `searched` names have a search as default."""
+        groups: dict[str, Any] = {}
+        for field in fields:
+            if field.rule.positional:
+                self._parser.add_argument(field.name, metavar=field.rule.metavar, nargs="?", help=_help_text(field, ()))
+                continue
+            if field.rule.group not in groups:
+                groups[field.rule.group] = self._parser.add_argument_group(field.rule.group)
+            text = argparse.SUPPRESS if field.rule.hidden else _help_text(field, searched).replace("%", "%%")
+            names = [dashed(field.name), *map(dashed, field.rule.aliases)]
+            names = [_SHORT[field.name], *names] if field.name in _SHORT else names
+            self._options |= dict.fromkeys(names, field)
+            takes: dict[str, Any] = {"action": "store_true"} if field.kind is bool else {"metavar": _metavar(field)}
+            groups[field.rule.group].add_argument(*names, dest=field.name, help=text, **takes)
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any] | None:
+        """What is given, by field name, as text or True; None if the help is wanted. Raises UsageError.
+
+        Underscores work like dashes and `name=value` like `--name=value`; a flag takes a value too, as in `--json=false`.
+        """
+        words, off = self._spelled(arguments)
+        given, rest = self._parser.parse_known_args(words)
+        unknown = next((word for word in rest if word.startswith("-")), None)
+        if unknown is not None:
+            raise self._no_such_option(unknown.partition("=")[0])
+        values = vars(given) | off
+        if values.pop("help", False):
+            return None
+        if rest:
+            raise UsageError(f"unexpected argument {shown(rest[0])}", hint=f"see {self.name} --help")
+        return values
+
+    def help(self) -> str:
+        """The text of --help, as wide as the terminal and at most MAX_HELP_WIDTH."""
+        return self._parser.format_help()
+
+    def _spelled(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
+        """The words of a command line in the one spelling that argparse knows, and the flags that are switched off."""
+        words: list[str] = []
+        off: dict[str, bool] = {}
+        is_value = False
+        for word in arguments:
+            option, equals, value = word.partition("=")
+            if option.startswith("--"):
+                option = option.replace("_", "-")
+            elif equals and not is_value and dashed(option) in self._options:
+                option = dashed(option)
+            field = self._options.get(option)
+            negated = self._options.get(option.replace("--no-", "--", 1))
+            if field is None and negated is not None and negated.kind is bool:
+                off[negated.name] = False
+            elif field is not None and field.kind is bool and equals and not field.read(value):
+                off[field.name] = False
+            else:
+                words.append(option if field is not None and field.kind is bool else option + equals + value)
+            is_value = field is not None and field.kind is not bool and not equals
+        return words, off
+
+    def _no_such_option(self, option: str) -> InvalidOption:
+        see = f"see {self.name} --help"
+        if not option.startswith("--"):
+            return InvalidOption(option, f"no such option: {shown(option)}", hint=see)
+        from fsdp_advisor.job.unknown_options import unknown_option
+
+        known = [field.name for field in self._options.values() if not field.rule.hidden]
+        return unknown_option(option[2:].replace("-", "_"), dict.fromkeys(known), dashed, see=see)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError instead of exiting, and shows help without exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        lacks_value = re.match(r"argument (?:-\w/)?([\w-]+).*: expected one argument", message)
+        raise UsageError(f"{lacks_value[1]} needs a value" if lacks_value else message, hint=f"see {self.prog} --help")
+
+
+def _help_text(field: Field, searched: Sequence[str]) -> str:
+    """What the field is, its possible words, and its default."""
+    text = field.rule.about.removeprefix("the ")
+    text = text[0].upper() + text[1:]
+    if field.choices:
+        text += (". Possible: " if ";" in text or ":" in text else ": ") + ", ".join(field.choices)
     if field.required:
-        return named(annotation=Annotated[str, option])
-    return named(default=None, annotation=Annotated[Optional[str], option])  # noqa: UP045  # a value, not a hint
+        return f"{text} [required]"
+    default = "searched" if field.name in searched else field.rule.default
+    if default is None and field.kind is not bool and field.default is not None:
+        default = str(field.default)
+    return text if default is None else f"{text} [default: {default}]"
+
+
+def _metavar(field: Field) -> str:
+    if field.rule.metavar is not None:
+        return field.rule.metavar
+    return "N" if field.kind in (int, float) else "NAME" if field.choices else "TEXT"
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    from shutil import get_terminal_size
+
+    width = min(get_terminal_size().columns, MAX_HELP_WIDTH)
+    return argparse.HelpFormatter(prog, max_help_position=28, width=max(width - 2, 40))

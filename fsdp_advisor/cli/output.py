@@ -1,14 +1,12 @@
-"""Where an answer goes: standard output or a file, as wide, as coloured and in the characters that it takes."""
+"""Destinations of an answer: standard output or a file, with their width, colours and characters."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_advisor.errors import UsageError
 
@@ -19,30 +17,25 @@ FITS, NONE_FITS = 0, 1
 """Exit statuses."""
 
 
-class Format(str, Enum):
-    """How an answer is written."""
-
-    text = "text"
-    json = "json"
-    markdown = "markdown"
+Format = Literal["text", "json", "markdown"]
 
 
 def form_of(format: Format, json: bool) -> Format:
-    """What `--format` and `--json` ask for together. Raises UsageError."""
-    if json and format is Format.markdown:
+    """The format that `--format` and `--json` ask for together. Raises UsageError."""
+    if json and format == "markdown":
         raise UsageError("--json contradicts --format markdown", hint="give one of them")
-    return Format.json if json else format
+    return "json" if json else format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Standard output, or the file of `-o`."""
+    """Standard output, or the file of `-o`. `force` allows to overwrite it."""
 
     path: Path | None = None
     force: bool = False
 
     def check(self) -> None:
-        """Refuse before anything is computed what could not be written after."""
+        """Raise UsageError for a file that cannot be written, before anything is computed."""
         path = self.path
         if path is None:
             return
@@ -55,6 +48,8 @@ class Destination:
 
     def screen(self) -> Screen:
         """The width, colours and characters of the destination."""
+        import shutil
+
         from fsdp_advisor.render.terminal import DEFAULT_WIDTH, Screen  # JSON needs no rich
 
         columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 50)).columns
@@ -68,7 +63,7 @@ class Destination:
         return Screen(width=max(columns, 20), colour=colour, unicode=_takes_unicode())
 
     def write(self, text: str) -> None:
-        """The whole text, with one newline at its end."""
+        """Write the text with one newline at its end. Raises UsageError if that fails, BrokenPipeError if the reader has gone."""
         text = text.rstrip("\n") + "\n"
         if self.path is not None:
             try:
@@ -91,14 +86,14 @@ class Destination:
 
 
 def as_json(value: Any) -> str:
-    """Indented, for people too."""
+    """Indented JSON."""
     import json
 
     return json.dumps(value, indent=2)
 
 
 def note(text: str, *, quiet: bool = False) -> None:
-    """Something to know that is not data."""
+    """Print a note on standard error."""
     if not quiet and sys.stderr is not None:
         print(f"note: {text}", file=sys.stderr)
 

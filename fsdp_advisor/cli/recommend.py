@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from fsdp_advisor.cli.options import (
-    ForceOption,
-    FormatOption,
-    JsonOption,
-    OutputOption,
-    QuietOption,
-    takes_request,
-)
+from fsdp_advisor.cli.options import ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
+from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import RecommendRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice
 
 
-def register(app: typer.Typer) -> None:
-    """Add `recommend` to the program."""
-    app.command()(recommend)
+@dataclass(frozen=True, kw_only=True)
+class RecommendOptions(ReportOptions):
+    """Options of `recommend` apart from those of the job."""
+
+    plot: Annotated[Path | None, Rule(about="also draw memory against speed as SVG", metavar="FILE")] = None
 
 
-@takes_request
-def recommend(
-    request: RecommendRequest,
-    *,
-    format: FormatOption = Format.text,
-    json: JsonOption = False,
-    plot: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads this while the module runs
-        typer.Option(metavar="FILE", help="Also draw memory against speed, as SVG."),
-    ] = None,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-) -> int:
+def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
     """The fastest configuration that fits with the margin, how it was decided, and what to type to launch it.
 
     Options that are given are fixed, the others are searched. Exit status: 0 if something fits; 1 if nothing does (what would
@@ -49,29 +31,30 @@ def recommend(
     """
     from fsdp_advisor.advice import recommend as answer
 
-    form = form_of(format, json)
-    destination, drawing = Destination(path=output, force=force), Destination(path=plot, force=force)
+    form = form_of(options.format, options.json)
+    destination = Destination(path=options.output, force=options.force)
+    drawing = Destination(path=options.plot, force=options.force)
     destination.check()
     drawing.check()
     advice = answer(request)
-    shown = () if form is Format.json else advice.recommendation.warnings
+    shown = () if form == "json" else advice.recommendation.warnings
     for remark in (*advice.report.notes, *advice.recommendation.notes):
-        note(remark, quiet=quiet or remark in shown)
+        note(remark, quiet=options.quiet or remark in shown)
     destination.write(_render(advice, form, destination))
-    if plot is not None:
+    if options.plot is not None:
         drawing.write(_plot(advice))
     return FITS if advice.recommendation.fits else NONE_FITS
 
 
 def _render(advice: Advice, form: Format, destination: Destination) -> str:
-    if form is Format.json:
+    if form == "json":
         return as_json(advice.as_dict())
     from fsdp_advisor.render.advice_text import advice_text
     from fsdp_advisor.render.advice_view import advice_view
     from fsdp_advisor.render.terminal import Screen
 
     view = advice_view(advice)
-    if form is Format.markdown:
+    if form == "markdown":
         return f"```text\n{advice_text(view, Screen())}\n```"
     return advice_text(view, destination.screen())
 

@@ -8,8 +8,11 @@ from fsdp_advisor.report import Report, StrategyEstimate
 
 
 def select(report: Report, name: str) -> StrategyEstimate:
-    """The row of that name; a strategy alone means its first row."""
-    wanted = name.strip().lower()
+    """The row of that name, or the first row of that strategy. Raises UsageError.
+
+    Case, blanks, dashes and underscores do not matter: ZeRO-3 is zero3.
+    """
+    wanted = "".join(c for c in name.lower() if c.isalnum() or c == "+")
     for estimate in report.estimates:
         if wanted in (row_name(estimate), f"{estimate.plan.strategy}+{estimate.plan.offload}"):
             return estimate

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Optional
-
-import typer
+from dataclasses import asdict, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.request import dashed
+from fsdp_advisor.job.fields import Rule, dashed, shown
 
 if TYPE_CHECKING:
     from fsdp_advisor.server import Settings
@@ -39,28 +38,36 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
 """Of each setting: how its value is written, its default, its help. `server.settings` has them too, but is imported late."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add `serve` to the program."""
-    app.command(name="serve", help=_serve.__doc__)(_with_options())
+def _rule(metavar: str, default: str, about: str) -> Rule:
+    return Rule(about=about.rstrip("."), group="Server", metavar=metavar.strip("[]") or None, default=default)
 
 
-def _serve(**given: Any) -> int:
-    """The page and the REST API, until Ctrl-C.
+ServeOptions = make_dataclass(
+    "ServeOptions",
+    [(name, Annotated[(str if about[0] else bool) | None, _rule(*about)], None) for name, about in OPTIONS.items()],
+    frozen=True,
+)
+"""An option per setting. Values stay text until the server's settings read them."""
 
-    Each option has a variable: FSDP_ADVISOR_PORT for --port, FSDP_ADVISOR_ALLOW_HUB=1 for --allow-hub. An option wins.
-    The address goes to standard output once it answers, log lines to standard error.
-    Exit status: 0 stopped by Ctrl-C or SIGTERM, 2 a bad value or an address that cannot be listened on.
+
+def serve(options: Any) -> int:
+    """The web page and the REST API, until Ctrl-C.
+
+    Each option has an environment variable, such as FSDP_ADVISOR_PORT for --port and FSDP_ADVISOR_ALLOW_HUB=1 for
+    --allow-hub; an option wins over its variable. The address goes to standard output once the server answers, log lines to
+    standard error. Exit status: 0 if Ctrl-C or SIGTERM stops the server; 2 for a bad value or an address that is not free.
     """
     from fsdp_advisor.server.run import run
 
-    run(_settings({name: value for name, value in given.items() if value is not None}), _announce)
+    run(_settings({name: value for name, value in asdict(options).items() if value is not None}), _announce)
     return 0
 
 
-def _settings(given: dict[str, Any]) -> Settings:
-    """Pydantic's first complaint becomes a UsageError that names the option or the variable."""
+def _settings(given: Mapping[str, Any]) -> Settings:
+    """The settings. Raises UsageError that names the option or the variable."""
     from pydantic import ValidationError
 
+    from fsdp_advisor.server.request_models import expected_by
     from fsdp_advisor.server.settings import Settings
 
     try:
@@ -69,34 +76,12 @@ def _settings(given: dict[str, Any]) -> Settings:
         first = error.errors()[0]
     field = str(first["loc"][0]).lower().removeprefix("fsdp_advisor_")
     variable = f"FSDP_ADVISOR_{field.upper()}"
-    shown = dashed(field) if field in given else variable if variable in os.environ else field.upper()
+    written = dashed(field) if field in given else variable if variable in os.environ else field.upper()
     hint = OPTIONS[field][2] if field in OPTIONS else "see fsdp-advisor serve --help"
-    raise UsageError(f"{shown}: {first['msg'].removeprefix('Value error, ')}, not {first['input']!r}", hint=hint)
+    raise UsageError(f"{written} must be {expected_by(first)}, not {shown(first['input'])}", hint=hint)
 
 
 def _announce(url: str) -> None:
     if sys.stdout is not None:
         with suppress(OSError, ValueError):  # nobody reads it
             print(f"fsdp-advisor answers on {url} (Ctrl-C stops it)", flush=True)
-
-
-def _with_options() -> Any:
-    """`_serve` with a parameter per setting. Values stay text until pydantic reads them."""
-
-    def command(**given: Any) -> int:
-        return _serve(**given)
-
-    parameters = [_parameter(name, *about) for name, about in OPTIONS.items()]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
-
-
-def _parameter(name: str, metavar: str, default: str, text: str) -> inspect.Parameter:
-    text = f"{text} [default: {default}]"
-    kind: Any = Optional[str]  # noqa: UP045  # a value, not a hint
-    if metavar:
-        option = typer.Option(dashed(name), metavar=metavar, help=text)
-    else:
-        kind, option = Optional[bool], typer.Option(f"{dashed(name)}/--no-{dashed(name)[2:]}", help=text)  # noqa: UP045
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])

@@ -2,123 +2,102 @@
 
 from __future__ import annotations
 
-import inspect
-import operator
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from fsdp_advisor.cli.options import (
-    ForceOption,
-    FormatOption,
-    JsonOption,
-    OutputOption,
-    QuietOption,
-    takes_request,
-)
+from fsdp_advisor.cli.options import ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
 
 if TYPE_CHECKING:
-    from fsdp_advisor.validation.case import Case, Device
-    from fsdp_advisor.validation.records import Mode, Record
+    from fsdp_advisor.validation.case import Case
+    from fsdp_advisor.validation.records import Record
     from fsdp_advisor.validation.run_result import RunResult
 
 FAILED = 3
 """Exit status of a run that failed."""
 
-
-class ModeName(str, Enum):
-    """How close the run is to a real one."""
-
-    simulate = "simulate"
-    stand_in = "stand-in"
-    measure = "measure"
-
-
-class DeviceName(str, Enum):
-    """Where ranks run."""
-
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class Zero1Name(str, Enum):
-    """The implementation of ZeRO-1."""
-
-    deepspeed = "deepspeed"
-    torch = "torch"
-
-
-RungOption = Annotated[ModeName | None, typer.Option("--rung", hidden=True)]
-"""The former name of --mode."""
-PlotOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.svg", help="Also draw predicted against measured figures, and the timeline of one case."
-    ),
-]
+Mode = Literal["simulate", "stand-in", "measure"]
+Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions:
-    """The options of `validate` besides those of the job. Typer reads the fields."""
+class ValidateOptions(ReportOptions):
+    """Options of `validate` apart from those of the job."""
 
     mode: Annotated[
-        ModeName | None,
-        typer.Option(
-            help="simulate: no GPU; stand-in: one GPU plays rank 0; measure: real ranks. [default: the best for this machine]",
-            show_default=False,
+        Mode | None,
+        Rule(
+            aliases=("rung",),
+            about="how close the run is to a real one; simulate: no GPU; stand-in: one GPU plays rank 0; measure: real ranks",
+            group="Validation",
+            default="the best for this machine",
         ),
     ] = None
     device: Annotated[
-        DeviceName | None,
-        typer.Option(help="cpu: real ranks over gloo, counting live bytes. [default: cuda]", show_default=False),
+        Device | None,
+        Rule(
+            about="the device of the ranks; cpu: real ranks over gloo, counting live bytes",
+            group="Validation",
+            default="cuda",
+        ),
     ] = None
     campaign: Annotated[
         str | None,
-        typer.Option(metavar="quick|full|FILE", help="Run many cases; options of the job replace those of the cases."),
+        Rule(
+            about="run many cases: quick, full or a file; options of the job replace those of the cases",
+            group="Validation",
+            metavar="NAME",
+        ),
     ] = None
     records: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Append one JSON line per case; a campaign continues where FILE ends."),
+        Rule(
+            about="append one JSON line per case; a campaign continues where FILE ends",
+            group="Validation",
+            metavar="FILE",
+        ),
     ] = None
     snapshot: Annotated[
         Path | None,
-        typer.Option(
+        Rule(
+            about="write PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed)",
+            group="Validation",
             metavar="FILE",
-            help="Write PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed).",
         ),
     ] = None
     timeout: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS", min=1, help="End a case after this time. [default: 600, stand-in 300, measure 1800]"
+        Rule(
+            about="end a case after this time",
+            group="Validation",
+            metavar="SECONDS",
+            ge=1,
+            default="600, stand-in 300, measure 1800",
         ),
     ] = None
     zero1: Annotated[
-        Zero1Name, typer.Option(help="The implementation of ZeRO-1; torch is its ZeroRedundancyOptimizer.")
-    ] = Zero1Name.deepspeed
+        Literal["deepspeed", "torch"],
+        Rule(about="the implementation of ZeRO-1; torch is its ZeroRedundancyOptimizer", group="Validation"),
+    ] = "deepspeed"
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="The rendezvous of several nodes; run the same command on each node."),
+        Rule(
+            about="the rendezvous of several nodes; run the same command on each node",
+            group="Validation",
+            metavar="HOST:PORT",
+        ),
     ] = None
-    sbatch: Annotated[bool, typer.Option("--sbatch", help="Print a batch script for Slurm and run nothing.")] = False
-    format: FormatOption = Format.text
-    json: JsonOption = False
-    output: OutputOption = None
-    force: ForceOption = False
-    quiet: QuietOption = False
+    sbatch: Annotated[bool, Rule(about="print a batch script for Slurm and run nothing", group="Validation")] = False
 
     @property
-    def form(self) -> str:
-        return form_of(self.format, self.json).value
+    def form(self) -> Format:
+        return form_of(self.format, self.json)
 
     @property
     def destination(self) -> Destination:
@@ -141,53 +120,18 @@ class ValidateOptions:
                 raise UsageError(f"--{name.replace('_', '-')} takes a single case", hint="omit --campaign")
 
 
-def register(app: typer.Typer) -> None:
-    """Add `validate` and `validate report` to the program."""
-    group = typer.Typer(invoke_without_command=True, rich_markup_mode=None, add_completion=False)
-    group.callback(help=validate.__doc__)(_typer_command())
-    group.command(name="report")(report)
-    app.add_typer(group, name="validate")
+@dataclass(frozen=True, kw_only=True)
+class RecordsOptions(ReportOptions):
+    """Options of `validate report`."""
+
+    path: Annotated[Path | None, Rule(about="a file written by --records", metavar="FILE", positional=True)] = None
+    plot: Annotated[
+        Path | None,
+        Rule(about="also draw predicted against measured figures as SVG, and the timeline of one case", metavar="FILE"),
+    ] = None
 
 
-def _typer_command() -> Callable[..., int]:
-    """`validate` with a parameter for each option of the job, all optional, and for each field of ValidateOptions."""
-
-    def identity(request: EstimateRequest) -> EstimateRequest:
-        return request
-
-    identity.__annotations__ = {"request": EstimateRequest}
-    request_of = takes_request(identity)
-    job = [
-        p.replace(default=None, annotation=_optional(p.annotation)) if p.default is inspect.Parameter.empty else p
-        for p in inspect.signature(request_of).parameters.values()
-    ]
-    hints = get_type_hints(ValidateOptions, include_extras=True)
-    own = [_parameter(f.name, hints[f.name], f.default) for f in fields(ValidateOptions)]
-    own += [_parameter("rung", RungOption, None), _parameter("context", typer.Context, inspect.Parameter.empty)]
-
-    def command(*, context: typer.Context, rung: ModeName | None, **values: Any) -> int:
-        if context.invoked_subcommand is not None:
-            return FITS
-        given = {p.name: value for p in job if (value := values.pop(p.name)) is not None}
-        options = ValidateOptions(**{**values, "mode": values["mode"] or rung})
-        return validate(given, request_of, options)
-
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*job, *own)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-
-def _optional(annotation: Any) -> Any:
-    parts = (annotation.__origin__ | None, *annotation.__metadata__)
-    return operator.getitem(Annotated, parts)  # Python 3.10 has no syntax for Annotated[*parts]
-
-
-def validate(given: dict[str, Any], request_of: Callable[..., EstimateRequest], options: ValidateOptions) -> int:
+def validate(given: dict[str, Any], options: ValidateOptions) -> int:
     """Run the job and compare the result with the prediction; `validate report FILE` sums up records.
 
     Exit status: 0 a case fits, 1 none fits, 2 bad usage or a mode that this machine cannot run, 3 a run that failed.
@@ -199,7 +143,7 @@ def validate(given: dict[str, Any], request_of: Callable[..., EstimateRequest], 
         raise UsageError(
             "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
         )
-    request = request_of(**{**dict.fromkeys(fields_of(EstimateRequest)), **given})
+    request = make_request(given)
     if options.sbatch:
         options.destination.write(_sbatch(request, options))
         return FITS
@@ -214,8 +158,8 @@ def _sbatch(request: EstimateRequest, options: ValidateOptions) -> str:
 
     return sbatch_example(
         request,
-        device=options.device and options.device.value,
-        zero1=None if options.zero1 is Zero1Name.deepspeed else options.zero1.value,
+        device=options.device,
+        zero1=None if options.zero1 == "deepspeed" else options.zero1,
         timeout=options.timeout,
         snapshot=options.snapshot,
         records=options.records,
@@ -236,7 +180,7 @@ def _own_rank(options: ValidateOptions) -> int | None:
 
 def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Case]:
     """One case per strategy of each request, in the requested or the best mode. Up to three notes say why."""
-    from fsdp_advisor.job.plan import plans
+    from fsdp_advisor.job.compatibility import plans
     from fsdp_advisor.model.resolve import is_count
     from fsdp_advisor.validation import machine, modes
     from fsdp_advisor.validation.case import Case
@@ -248,8 +192,8 @@ def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Ca
             )
     machine.require_torch()
     rank = _own_rank(options)
-    mode: Mode | None = options.mode.value if options.mode else None
-    device: Device | None = options.device.value if options.device else None
+    mode: Mode | None = options.mode if options.mode else None
+    device: Device | None = options.device if options.device else None
     several_processes = rank is not None or options.rdzv_endpoint is not None
     cases: list[Case] = []
     reasons: set[str] = set()
@@ -265,7 +209,7 @@ def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Ca
             device=choice.device,
             timeout_seconds=options.timeout,
             snapshot=options.snapshot,
-            zero1=options.zero1.value,
+            zero1=options.zero1,
             rdzv_endpoint=options.rdzv_endpoint,
         )
         cases.append(case)
@@ -402,18 +346,12 @@ def _summarize(path: Path, destination: Destination, form: str, quiet: bool, plo
     return found
 
 
-def report(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by --records.", show_default=False)],
-    format: FormatOption = Format.text,
-    json: JsonOption = False,
-    plot: PlotOption = None,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-) -> int:
+def report(options: RecordsOptions) -> int:
     """Sum up records: every case, the errors by mode, strategy and figure, and the verdicts."""
-    destination = Destination(path=output, force=force)
-    form = form_of(format, json).value
+    if options.path is None:
+        raise UsageError("FILE is missing", hint="name a file that --records has written")
+    destination = Destination(path=options.output, force=options.force)
+    form = form_of(options.format, options.json)
     destination.check()
-    _summarize(path, destination, form, quiet, plot)
+    _summarize(options.path, destination, form, options.quiet, options.plot)
     return FITS

@@ -46,6 +46,6 @@ def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Para
 
 def gradient_norms(profile: Profile, plan: Plan) -> Storages:
     """What clipping allocates: a scalar for each trainable parameter; nothing if the job does not clip."""
-    if not plan.clips:
+    if not plan.facts.clips_gradients:
         return NO_STORAGES
     return total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))

@@ -37,7 +37,7 @@ def step_of_engine(profile: Profile, plan: Plan) -> DdpStep | Fsdp1Step | Fsdp2S
 
 def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
     """The program of the plan's step over a tape. It depends on neither micro-batch nor sequence length."""
-    return _step_program(profile, tape, plan.any_batch)
+    return _step_program(profile, tape, plan.without_batch)
 
 
 @lru_cache(maxsize=64)
@@ -47,7 +47,7 @@ def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 
 def states_of(profile: Profile, plan: Plan) -> States:
     """What the plan's backend keeps on rank 0 from step to step."""
-    return step_of_engine(profile, plan.any_batch).states
+    return step_of_engine(profile, plan.without_batch).states
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:

@@ -29,7 +29,8 @@ def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
     """The textbook's bytes for `parameters` trainable parameters.
 
     >>> from fsdp_advisor.job.plan import Plan
-    >>> plan = Plan(strategy="zero2", backend="fsdp2", shard_degree=4, seq_len=1, precision="fp32")
+    >>> from fsdp_advisor.parallelism.mesh import Mesh
+    >>> plan = Plan(strategy="zero2", backend="fsdp2", mesh=Mesh(dp_shard=4), seq_len=1, precision="fp32")
     >>> textbook_states(7_000_000_000, plan).total
     49000000000
     """

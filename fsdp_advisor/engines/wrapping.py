@@ -57,7 +57,7 @@ class Wrapping:
 
 
 def takes_root_apart(plan: Plan) -> bool:
-    return plan.prepared and plan.backend == "fsdp2"
+    return plan.facts.splits_root_unit and plan.backend == "fsdp2"
 
 
 def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
@@ -91,7 +91,7 @@ def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
 
 def marked_units(profile: Profile, plan: Plan) -> frozenset[int]:
     """The units (`MarkedUnit`), in addition to layers and root, whose marks on the tape are hooks of the plan's engine."""
-    if plan.backend == "ddp" and plan.prepared:
+    if plan.backend == "ddp" and plan.uses_accelerate:
         return frozenset({OUTPUTS[1] + 1})
     return frozenset(place[1] + 1 for place in wrapping_for(profile, plan).parts if place != AT_ROOT)
 
@@ -105,7 +105,7 @@ def clones_outputs(plan: Plan) -> bool:
 
     Source: transformers/trainer.py, _build_accelerator_args; torch/nn/parallel/distributed.py, _DDPSink.
     """
-    return plan.framework == "trainer" and plan.world_size > 1 and plan.activation_checkpointing == "none"
+    return plan.facts.finds_unused_parameters and plan.world_size > 1 and plan.activation_checkpointing == "none"
 
 
 def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
@@ -134,7 +134,7 @@ def _with_role(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """What an estimate under accelerate or the Trainer leaves out or assumes."""
-    if not plan.prepared:
+    if not plan.uses_accelerate:
         return []
     notes = []
     if takes_root_apart(plan) and HEAD not in wrapping_for(profile, plan).parts:

@@ -75,13 +75,13 @@ def export(target: str, job: Job) -> Exported:
 def _notes(consumer: Target, job: Job) -> list[str]:
     """The notes that apply to every consumer."""
     notes = []
-    if job.plan.prepared and job.not_modelled:
+    if job.plan.uses_accelerate and job.not_modelled:
         notes.append("not in the prediction: " + "; ".join(job.not_modelled))
     runs_framework = consumer.framework in (
         "deepspeed",
         job.plan.framework,
     )  # accelerate and Trainer read DeepSpeed's file
-    if job.plan.prepared and not runs_framework:
+    if job.plan.uses_accelerate and not runs_framework:
         notes.append(f"the prediction is for {FRAMEWORK_NAMES[job.plan.framework]}, which {consumer.name} does not use")
     if job.environment and not consumer.command:
         notes.append("launch it with " + with_environment(job, "...").removesuffix(" ..."))

@@ -141,7 +141,7 @@ def _needs_a_file(plan: Plan) -> bool:
     Without a file, the plugin does not write the bucket sizes that it would fill in for "auto" (utils/dataclasses.py,
     DeepSpeedPlugin.__post_init__).
     """
-    if plan.precision == "bf16" or plan.prepared:
+    if plan.precision == "bf16" or plan.uses_accelerate:
         return True
     return plan.offload != "none" and (plan.offload_device == "nvme" or not optimizer_named(plan.optim).is_cpu_adam)
 
@@ -170,7 +170,7 @@ def _notes(plan: Plan) -> list[str]:
     if plan.nnodes > 1:
         notes.append(f"on every node, pass --machine_rank RANK --main_process_ip HOST; HOST replaces {HEAD_NODE}")
     if plan.backend == "deepspeed" and _needs_a_file(plan):
-        framework = f" --framework {plan.framework}" if plan.prepared else ""
+        framework = f" --framework {plan.framework}" if plan.uses_accelerate else ""
         command = f"fsdp-advisor export deepspeed{framework} --strategy {plan.strategy}"
         notes.append(
             f"it reads {DEEPSPEED_FILE}; write that file with `{command}` and the same --model, --gpus and other options"
@@ -192,7 +192,7 @@ def _accumulation(plan: Plan) -> str:
 
 def behaviour(plan: Plan) -> list[str]:
     """Notes on how training through accelerate differs from plain PyTorch; empty if accelerate itself was estimated."""
-    if plan.prepared:
+    if plan.uses_accelerate:
         return []
     if plan.backend == "fsdp2":
         reduced = "" if not plan.mixed else f", and reduces gradients in {MIXED[plan.precision]}, not fp32"

@@ -11,7 +11,9 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.plan import FRAMEWORK_BACKENDS, OFFLOADS, Plan, refusal
+from fsdp_advisor.job.compatibility import OFFLOADS, refusal
+from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report
@@ -56,7 +58,7 @@ def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateReque
     """
     if "framework" in request.given:
         return request
-    known = FRAMEWORK_BACKENDS[consumer.framework]
+    known = FRAMEWORKS[consumer.framework].backends
     strategies = OFFLOADS[request.offload] if request.strategy == "all" else (request.strategy,)
     able = {s: set(OFFLOADS[request.offload].get(s, ())) for s in strategies}
     if request.backend != "auto":

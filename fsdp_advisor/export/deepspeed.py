@@ -18,7 +18,8 @@ from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
 from fsdp_advisor.export.constants import DEEPSPEED_FILE, LEARNING_RATE, NVME_NOTE, NVME_PATH
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.plan import OFFLOADS, Plan
+from fsdp_advisor.job.compatibility import OFFLOADS
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
@@ -143,7 +144,7 @@ def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
     the host. Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes
     torch's arguments; a name that DeepSpeed does not know is looked up in torch.optim.
     """
-    if plan.prepared and not (plan.precision == "bf16" and plan.offload != "none"):
+    if plan.uses_accelerate and not (plan.precision == "bf16" and plan.offload != "none"):
         return {}
     optimizer = optimizer_named(plan.optim)
     named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded

@@ -29,7 +29,7 @@ def _prediction(job: Job) -> str:
         return "Predicted peak: unknown."
     verdict = f"margin {100 * job.margin:.1f} %" if job.margin >= 0 else "it does not fit"
     peak, memory = format_gib(job.peaks[job.peak]), format_gib(job.gpu_memory_bytes)
-    by = f" under {FRAMEWORK_NAMES[job.plan.framework]}" if job.plan.prepared else ""
+    by = f" under {FRAMEWORK_NAMES[job.plan.framework]}" if job.plan.uses_accelerate else ""
     return f"Predicted peak per GPU{by}: {peak} {PEAKS[job.peak]}; {job.gpu_name} has {memory}, {verdict}."
 
 

@@ -1,17 +1,14 @@
-"""The question, as data: every option of the command line, of the REST API and of `estimate()`, under the same words.
+"""The job to estimate: its fields are the options of the command line, of the REST API, of the page and of `estimate()`."""
 
-Declared with the standard library alone: a command that only asks starts without pydantic, which `reading` builds from these
-same fields for whatever is not plainly right, and for REST.
-"""
+from __future__ import annotations
 
-# no postponed annotations: `fields_of` reads the fields' types as they are
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
-
+from fsdp_advisor.job.fields import Rule, dashed, fields_of
 from fsdp_advisor.units import parse_bytes, parse_count, parse_fraction
+
+__all__ = ["AnyRequest", "EstimateRequest", "RecommendRequest", "dashed", "fields_of", "uneven_nodes"]
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
@@ -33,87 +30,227 @@ MAX_BATCH = 1_048_576
 MAX_SEQ_LEN = 16_777_216
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What a field may hold, in the words of pydantic's `Field`. `parse` reads text that has a unit; None is what it cannot read."""
+_OFFLOAD = Rule(
+    about="what host memory holds; parameters means parameters, gradients and optimizer state",
+    group="Strategy",
+)
+_OFFLOAD_DEVICE = Rule(about="the target of offload", group="Strategy")
+_MICRO_BATCH_SIZE = Rule(
+    about="the number of sequences per rank and forward pass",
+    group="Training",
+    ge=1,
+    le=MAX_BATCH,
+    aliases=("per_device_train_batch_size",),
+)
+_ACCUMULATION = Rule(
+    about="the number of micro-batches per optimizer step",
+    group="Training",
+    ge=1,
+    le=MAX_BATCH,
+)
+_CHECKPOINTING = Rule(
+    about="the layers that are recomputed in backward",
+    group="Training",
+    not_modelled=("selective", "every-2", "every-3", "every-4", "op", "offload"),
+)
 
-    description: str | None = None
-    ge: float | None = None
-    le: float | None = None
-    lt: float | None = None
-    min_length: int | None = None
-    max_length: int | None = None
-    parse: Callable[[str], float | None] | None = None
 
-    def allows(self, value: Any) -> bool:
-        if isinstance(value, str):
-            return (self.min_length or 0) <= len(value) and (self.max_length is None or len(value) <= self.max_length)
-        least, most, below = self.ge, self.le, self.lt
-        return (
-            (least is None or value >= least) and (most is None or value <= most) and (below is None or value < below)
-        )
-
-
-def check_nodes(gpus: int, nnodes: int) -> None:
-    """ValueError unless each node has the same number of GPUs."""
-    if gpus % nnodes:
-        raise ValueError(f"gpus {gpus} is not divisible by nnodes {nnodes}")
+def uneven_nodes(gpus: int, nnodes: int) -> str | None:
+    """What is wrong if the nodes do not have the same number of GPUs each."""
+    return f"gpus {gpus} is not divisible by nnodes {nnodes}" if gpus % nnodes else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest:
-    """One job, or one job under every strategy. Field names are the command line's options with underscores.
+    """One job under one strategy, or under all of them.
 
-    `estimator.make_request` makes one of text and says what is wrong; the class takes values of the right type, else
-    ValueError. `given` are the names of the fields that were given, also where that is the default.
+    The class takes values of the right type and raises ValueError for others; `make_request` also reads text. `given` are
+    the names of the fields that the user gave, even with the default's value.
     """
 
-    model: Annotated[str, Rule(min_length=1, max_length=4096)]
-    gpus: Annotated[int, Rule("total ranks", ge=1, le=MAX_GPUS)] = 1
-    nnodes: Annotated[int, Rule("nodes", ge=1, le=MAX_GPUS)] = 1
-    gpu: Annotated[str | None, Rule("a name, or a size such as 24GiB", max_length=128)] = None
-    interconnect: Annotated[
-        str | None, Rule("a name such as InfiniBand NDR, or a rate such as 400Gb/s", max_length=128)
+    model: Annotated[
+        str,
+        Rule(
+            about="the name of a catalogued model, a Hugging Face hub id, a directory or config.json, or a bare parameter "
+            "count (7e9, 7B)",
+            group="Model",
+            metavar="MODEL",
+            min_length=1,
+            max_length=4096,
+        ),
+    ]
+    gpus: Annotated[int, Rule(about="the total number of ranks, one per GPU", group="Hardware", ge=1, le=MAX_GPUS)] = 1
+    nnodes: Annotated[int, Rule(about="the number of nodes", group="Hardware", ge=1, le=MAX_GPUS)] = 1
+    gpu: Annotated[
+        str | None,
+        Rule(
+            about="the name of a GPU (case and punctuation are ignored: H100, rtx4090), or a memory size such as 24GiB",
+            group="Hardware",
+            metavar="GPU",
+            default="the attached GPU, else H100-80GB",
+            max_length=128,
+        ),
     ] = None
-    strategy: Literal[Strategy, "all"] = "all"
-    backend: Literal[Backend, "auto"] = "auto"
-    offload: Offload = "none"
-    offload_device: OffloadDevice = "cpu"
-    precision: Precision = "bf16-mixed"
-    optim: OptimizerName = "adamw_torch_fused"
-    micro_batch_size: Annotated[int, Rule("sequences per rank per forward", ge=1, le=MAX_BATCH)] = 1
-    seq_len: Annotated[int | None, Rule("tokens per sequence", ge=1, le=MAX_SEQ_LEN)] = None
-    gradient_accumulation_steps: Annotated[int, Rule(ge=1, le=MAX_BATCH)] = 1
-    activation_checkpointing: Checkpointing = "none"
-    attention: Attention = "sdpa"
-    backward_prefetch: BackwardPrefetch = "pre"
-    reserved: Annotated[bool, Rule("walk the caching allocator through the job's steps")] = False
-    allocator_conf: Annotated[str | None, Rule("as in PYTORCH_ALLOC_CONF", max_length=1024)] = None
-    host_memory: Annotated[int | None, Rule("of one node, such as 512GiB", ge=2**30, le=2**60, parse=parse_bytes)] = (
-        None
-    )
-    framework: Framework = "torch"
-    wrap: Wrap = "layer"
+    interconnect: Annotated[
+        str | None,
+        Rule(
+            about="the network between nodes: a name (InfiniBand NDR, RoCE, EFA, 100GbE), or the rate of each GPU "
+            "(400Gb/s, 50GB/s)",
+            group="Hardware",
+            metavar="NAME",
+            default="usual for the GPU",
+            max_length=128,
+        ),
+    ] = None
+    strategy: Annotated[
+        Literal[Strategy, "all"],
+        Rule(
+            about="the sharding strategy",
+            group="Strategy",
+            not_modelled=("tp", "pp", "cp", "ep", "megatron"),
+        ),
+    ] = "all"
+    backend: Annotated[
+        Literal[Backend, "auto"],
+        Rule(
+            about="the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2",
+            group="Strategy",
+            not_modelled=("megatron", "xla", "colossalai"),
+        ),
+    ] = "auto"
+    offload: Annotated[Offload, _OFFLOAD] = "none"
+    offload_device: Annotated[OffloadDevice, _OFFLOAD_DEVICE] = "cpu"
+    precision: Annotated[
+        Precision,
+        Rule(
+            about="the precision of weights and computation",
+            group="Training",
+            not_modelled=("fp8", "fp8-mixed", "int8", "fp4"),
+        ),
+    ] = "bf16-mixed"
+    optim: Annotated[
+        OptimizerName,
+        Rule(
+            about="the optimizer, by its Hugging Face name",
+            group="Training",
+            not_modelled=(
+                "lion",
+                "lion_8bit",
+                "lion_32bit",
+                "paged_adamw",
+                "paged_adamw_8bit",
+                "paged_adamw_32bit",
+                "paged_lion_8bit",
+                "adamw_8bit",
+                "adamw_apex_fused",
+                "adamw_anyprecision",
+                "adamw_torch_4bit",
+                "adamw_torch_8bit",
+                "ademamix",
+                "adagrad",
+                "rmsprop",
+                "galore_adamw",
+                "galore_adafactor",
+                "lomo",
+                "adalomo",
+                "apollo_adamw",
+                "grokadamw",
+                "schedule_free_adamw",
+                "muon",
+                "shampoo",
+                "soap",
+            ),
+        ),
+    ] = "adamw_torch_fused"
+    micro_batch_size: Annotated[int, _MICRO_BATCH_SIZE] = 1
+    seq_len: Annotated[
+        int | None,
+        Rule(
+            about="the number of tokens per sequence",
+            group="Training",
+            ge=1,
+            le=MAX_SEQ_LEN,
+            default="2048, or the model's maximum if smaller",
+        ),
+    ] = None
+    gradient_accumulation_steps: Annotated[int, _ACCUMULATION] = 1
+    activation_checkpointing: Annotated[Checkpointing, _CHECKPOINTING] = "none"
+    attention: Annotated[
+        Attention,
+        Rule(
+            about="the attention implementation",
+            group="Training",
+            not_modelled=("flash_attention_3", "flex_attention"),
+        ),
+    ] = "sdpa"
+    backward_prefetch: Annotated[
+        BackwardPrefetch,
+        Rule(
+            about="the BackwardPrefetch of FSDP1",
+            group="Strategy",
+        ),
+    ] = "pre"
+    reserved: Annotated[bool, Rule(about="without effect: the allocator is always simulated", hidden=True)] = False
+    allocator_conf: Annotated[
+        str | None,
+        Rule(
+            about="the settings of PyTorch's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True",
+            group="Hardware",
+            metavar="CONF",
+            max_length=1024,
+        ),
+    ] = None
+    host_memory: Annotated[
+        int | None,
+        Rule(
+            about="the host memory of one node with its unit, such as 512GiB",
+            group="Hardware",
+            metavar="SIZE",
+            default="unlimited",
+            ge=2**30,
+            le=2**60,
+            parse=parse_bytes,
+            example="512GiB",
+        ),
+    ] = None
+    framework: Annotated[
+        Framework,
+        Rule(
+            about="the library that prepares the model and runs the training loop",
+            group="Strategy",
+            not_modelled=("trl", "torchtitan", "lightning", "megatron", "nemo"),
+        ),
+    ] = "torch"
+    wrap: Annotated[
+        Wrap,
+        Rule(
+            about="the units of FSDP2: each layer and the root, or the whole model in one, which is whole during computation",
+            group="Strategy",
+        ),
+    ] = "layer"
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, option in fields_of(type(self)).items():
-            if not option.holds(getattr(self, name)):
-                raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
-        check_nodes(self.gpus, self.nnodes)
+            expected = option.expected(getattr(self, name))
+            if expected is not None:
+                raise ValueError(f"{name} must be {expected}, not {getattr(self, name)!r}")
+        uneven = uneven_nodes(self.gpus, self.nnodes)
+        if uneven is not None:
+            raise ValueError(uneven)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every option, under its own name."""
+        """The values of all fields by name."""
         return {name: getattr(self, name) for name in fields_of(type(self))}
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The options that are not at their defaults."""
+        """The values of the fields that differ from their defaults, by name."""
         return {name: v for name, v in self.as_dict().items() if v != fields_of(type(self))[name].default}
 
-    def but(self: "AnyRequest", **changes: Any) -> "AnyRequest":
-        """The same with these fields given."""
+    def but(self: AnyRequest, **changes: Any) -> AnyRequest:
+        """A copy with other values for some fields, which then count as given."""
         return replace(self, **changes, given=self.given | set(changes))
 
 
@@ -122,125 +259,74 @@ AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendRequest(EstimateRequest):
-    """A job of which some things are still open: those in SEARCHED, wherever they are None, `auto` or `all`."""
+    """A job with open fields for a search: those in SEARCHED that are None, `auto` or `all`."""
 
     SEARCHED: ClassVar[tuple[str, ...]] = (
         "strategy", "backend", "offload", "offload_device",
         "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     )  # fmt: skip
 
-    # mypy: wider than in an estimate, where nothing is open
-    offload: Literal[Offload, "auto"] = "auto"  # type: ignore[assignment]
-    offload_device: Literal[OffloadDevice, "auto"] = "auto"  # type: ignore[assignment]
-    micro_batch_size: Annotated[int | None, Rule("sequences per rank", ge=1, le=MAX_BATCH)] = None  # type: ignore[assignment]
-    gradient_accumulation_steps: Annotated[int | None, Rule(ge=1, le=MAX_BATCH)] = None  # type: ignore[assignment]
-    activation_checkpointing: Literal[Checkpointing, "auto"] = "auto"  # type: ignore[assignment]
+    # mypy: these fields take more values than in an estimate, where nothing is searched
+    offload: Annotated[Literal[Offload, "auto"], _OFFLOAD] = "auto"  # type: ignore[assignment]
+    offload_device: Annotated[Literal[OffloadDevice, "auto"], _OFFLOAD_DEVICE] = "auto"  # type: ignore[assignment]
+    micro_batch_size: Annotated[int | None, _MICRO_BATCH_SIZE] = None  # type: ignore[assignment]
+    gradient_accumulation_steps: Annotated[int | None, _ACCUMULATION] = None  # type: ignore[assignment]
+    activation_checkpointing: Annotated[Literal[Checkpointing, "auto"], _CHECKPOINTING] = "auto"  # type: ignore[assignment]
 
     global_batch_size: Annotated[
-        int | None, Rule("sequences per optimizer step, over all ranks", ge=1, le=MAX_BATCH * MAX_GPUS)
+        int | None,
+        Rule(
+            about="the number of sequences per optimizer step over all ranks; micro-batch and accumulation are chosen to match",
+            group="Search",
+            ge=1,
+            le=MAX_BATCH * MAX_GPUS,
+        ),
     ] = None
-    find: Annotated[Find | None, Rule("what to find the largest or smallest of that fits")] = None
-    margin: Annotated[float, Rule("of the GPU's memory, left free: 0.08 or 8%", ge=0, lt=1, parse=parse_fraction)] = (
-        0.08
-    )
-    tokens: Annotated[int | None, Rule("to train on, such as 10e9 or 10B", ge=1, le=10**18, parse=parse_count)] = None
-    price: Annotated[float | None, Rule("of one GPU for one hour, in any currency", ge=0, le=1e6)] = None
+    find: Annotated[
+        Find | None,
+        Rule(
+            about="the quantity to optimize: the largest micro-batch (batch) or sequence that fits, the fewest GPUs (at most "
+            "--gpus if that is above 1), or the smallest GPU (gpu-type)",
+            group="Search",
+        ),
+    ] = None
+    margin: Annotated[
+        float,
+        Rule(
+            about="the fraction of the GPU's memory to leave free, as 0.08 or 8%",
+            group="Search",
+            metavar="PART",
+            ge=0,
+            lt=1,
+            parse=parse_fraction,
+            example="0.08 or 8%",
+        ),
+    ] = 0.08
+    tokens: Annotated[
+        int | None,
+        Rule(
+            about="the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours",
+            group="Search",
+            ge=1,
+            le=10**18,
+            parse=parse_count,
+            example="10e9 or 10B",
+        ),
+    ] = None
+    price: Annotated[
+        float | None,
+        Rule(
+            about="the price of one GPU for one hour in any currency; with --tokens, the answer then has the cost",
+            group="Search",
+            metavar="PRICE",
+            ge=0,
+            le=1e6,
+        ),
+    ] = None
 
     @property
     def as_estimate(self) -> EstimateRequest:
-        """The same job with the estimate's defaults for what is open."""
+        """The same job with an estimate's defaults for open fields."""
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest)}
         closed = {name: v for name, v in values.items() if v not in (None, "auto")}
         return EstimateRequest(**closed, given=frozenset(closed))
-
-
-NOT_READ: Any = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A field of a request, as every face needs to know it. `kind` is what a value is, None left out."""
-
-    name: str
-    kind: type
-    choices: tuple[str, ...]
-    optional: bool
-    required: bool
-    default: Any
-    rule: Rule
-
-    def read(self, value: Any) -> Any:
-        """A value as it is usually written, case and blanks apart; NOT_READ for anything else, which is pydantic's to judge."""
-        if isinstance(value, str):
-            value = self._from_text(value.strip())
-        return value if self.holds(value) else NOT_READ
-
-    def holds(self, value: Any) -> bool:
-        """Whether this is a possible value, of the right type."""
-        if value is None:
-            return self.optional
-        return type(value) is self.kind and (not self.choices or value in self.choices) and self.rule.allows(value)
-
-    def _from_text(self, text: str) -> Any:
-        if self.choices:
-            return text.lower()
-        if self.kind is str:
-            return text
-        if self.rule.parse is not None:
-            return NOT_READ if (number := self.rule.parse(text)) is None else number
-        return int(text) if self.kind is int and text.isascii() and text.isdigit() and len(text) < 20 else NOT_READ
-
-
-def dashed(field: str) -> str:
-    """The option of the command line that a field is.
-
-    >>> dashed("micro_batch_size")
-    '--micro-batch-size'
-    """
-    return "--" + field.replace("_", "-")
-
-
-_FIELDS: dict[type, Mapping[str, Option]] = {}
-
-
-def fields_of(kind: type[EstimateRequest]) -> Mapping[str, Option]:
-    """What can be asked, in the order of its declaration.
-
-    >>> fields_of(EstimateRequest)["offload"].choices
-    ('none', 'optimizer', 'parameters')
-    """
-    if kind not in _FIELDS:
-        _FIELDS[kind] = {f.name: _option(f.name, f.type, f.default) for f in fields(kind) if f.name != "given"}
-    return _FIELDS[kind]
-
-
-def _option(name: str, annotation: Any, default: Any) -> Option:
-    bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
-    (kind,) = (part for part in parts if part is not type(None))
-    words = get_args(kind) if get_origin(kind) is Literal else ()
-    return Option(
-        name=name,
-        kind=str if words else kind,
-        choices=words,
-        optional=type(None) in parts,
-        required=default is MISSING,
-        default=None if default is MISSING else default,
-        rule=next((part for part in getattr(annotation, "__metadata__", ()) if isinstance(part, Rule)), Rule()),
-    )
-
-
-def plainly(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest | None:
-    """The request of what is plainly right: known names, each with a value as it is usually written; None for anything else."""
-    known = fields_of(kind)
-    if not given.keys() <= known.keys():
-        return None
-    values = {name: known[name].read(value) for name, value in given.items()}
-    if any(value is NOT_READ for value in values.values()) or any(
-        o.required and n not in values for n, o in known.items()
-    ):
-        return None
-    try:
-        return kind(**values, given=frozenset(values))
-    except ValueError:
-        return None

@@ -132,7 +132,7 @@ def communicators(plan: Plan) -> tuple[int, int]:
 
 def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> DeviceOverhead:
     """What `gpu` holds beside PyTorch's segments while `plan` trains."""
-    return _device_overhead(gpu, plan.any_step, lazy_loading)
+    return _device_overhead(gpu, plan.without_step, lazy_loading)
 
 
 @lru_cache(maxsize=1024)

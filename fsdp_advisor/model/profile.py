@@ -252,78 +252,12 @@ class Tape:
         return any(isinstance(sizes[size], Staging) for born in self.births for size, _ in born)
 
 
-SDPA_ON_GPU = "sdpa_on_gpu"
-"""The attention of tapes on which sdpa runs as on a GPU; those of `sdpa` are as under fake tensors."""
-SDPA_ON_GPU_WINDOWED = "sdpa_on_gpu_windowed"
-"""Likewise, of sequences no shorter than the model's sliding window, for which some layers need a mask."""
-SDPA_BY_CUDNN = "sdpa_by_cudnn"
-SDPA_BY_CUDNN_WINDOWED = "sdpa_by_cudnn_windowed"
-"""Likewise both in half precision on Hopper and Blackwell, where sdpa prefers cuDNN."""
-EAGER_ON_GPU = "eager_on_gpu"
-"""Likewise of `eager`: what CUDA keeps of dropout, and casts under autocast."""
-FSDP1_UNDER_AUTOCAST = "fsdp1+autocast"
-"""How accelerate, and the Trainer through it, runs FSDP1's mixed precision (accelerator.py, `prepare_model`)."""
-
-
-@dataclass(frozen=True, order=True)
-class Variant:
-    """Which code path a tape was recorded on.
-
-    `engine` is whose hooks and casts ran: ``plain`` (DDP, DeepSpeed), ``fsdp2``, ``fsdp1``, ``fsdp1+autocast``; `precision` as in
-    the request; `attention` as in the request, or what it comes to on a GPU (SDPA_ON_GPU to EAGER_ON_GPU above); `single` says that
-    B = 1, which some models treat apart.
-    """
-
-    engine: str
-    precision: str
-    attention: str
-    checkpointing: str
-    single: bool
-
-    @property
-    def mixed(self) -> bool:
-        return self.precision.endswith("-mixed")
-
-    @property
-    def autocasts(self) -> bool:
-        """Whether forward runs under autocast."""
-        return self.mixed and (self.engine == "plain" or self.prepared)
-
-    @property
-    def prepared(self) -> bool:
-        """Whether accelerate has prepared the model: outputs are in fp32, layers are checkpointed within their units."""
-        return self.engine == FSDP1_UNDER_AUTOCAST
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether this is what a GPU runs; else what PyTorch does under fake tensors on a CPU."""
-        return self.attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, EAGER_ON_GPU, "flash_attention_2") or self.by_cudnn
-
-    @property
-    def by_cudnn(self) -> bool:
-        """Whether sdpa prefers cuDNN."""
-        return self.attention in (SDPA_BY_CUDNN, SDPA_BY_CUDNN_WINDOWED)
-
-    @property
-    def flattens(self) -> bool:
-        """Whether a unit's parameters are views of one flat parameter."""
-        return self.engine.startswith("fsdp1")
-
-    @cached_property
-    def key(self) -> str:
-        return "|".join((self.engine, self.precision, self.attention, self.checkpointing, "1" if self.single else "n"))
-
-    @classmethod
-    def from_key(cls, key: str) -> Variant:
-        engine, precision, attention, checkpointing, single = key.split("|")
-        return cls(engine, precision, attention, checkpointing, single == "1")
-
-
 @dataclass(frozen=True, eq=False)
 class Profile:
     """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile.
 
-    `refusals` say why variants have no tape, by their keys: what cannot be recorded with `versions` is not tried again.
+    `tapes` and `refusals` are by the name of a `TapeKey`. `refusals` say why there is no tape: what cannot be recorded with `versions`
+    is not tried again.
     """
 
     name: str

@@ -23,7 +23,8 @@ from fsdp_advisor.errors import (
     to_payload,
 )
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.units import parse_count
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class Resolved:
         """Whether the profile comes from the catalog, which also contains the tapes of what a GPU runs."""
         return self.source == "catalog" and not self.recorded_locally
 
-    def tape(self, variant: Variant) -> Tape:
-        """The tape of a variant: from the catalog or the cache, else recorded now (which needs torch) and cached.
+    def tape(self, key: TapeKey) -> Tape:
+        """The tape of a key: from the catalog or the cache, else recorded now (which needs torch) and cached.
 
         If recording fails, the error is cached too. It is raised again until other versions of torch or transformers are
         installed. Raises UsageError for a bare parameter count, NotRecordable or MissingExtra.
@@ -71,25 +72,25 @@ class Resolved:
         if self.profile is None:
             raise UsageError(f"{self.name} is a bare parameter count: it has no layers", hint="name a model")
         tapes = self.profile.tapes
-        if variant.key not in tapes and self._is_refused(variant):
-            raise from_payload(self.profile.refusals[variant.key])
-        if variant.key not in tapes and not self.recording_allowed:
+        if key.name not in tapes and self._is_refused(key):
+            raise from_payload(self.profile.refusals[key.name])
+        if key.name not in tapes and not self.recording_allowed:
             raise NotRecordable(
-                f"{self.name}: {_described(variant)} is not in the catalog",
+                f"{self.name}: {_described(key)} is not in the catalog",
                 hint="choose another attention or precision",
             )
-        if variant.key not in tapes:
+        if key.name not in tapes:
             with _RECORDER_LOCK:
-                if variant.key not in tapes:
-                    tapes[variant.key] = self._load_cached(variant) or self._record_now(variant)
-        return tapes[variant.key]
+                if key.name not in tapes:
+                    tapes[key.name] = self._load_cached(key) or self._record_now(key)
+        return tapes[key.name]
 
-    def _is_refused(self, variant: Variant) -> bool:
-        """Whether an earlier attempt showed that the variant cannot be recorded with the installed versions."""
+    def _is_refused(self, key: TapeKey) -> bool:
+        """Whether an earlier attempt showed that the tape cannot be recorded with the installed versions."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
-        return variant.key in self.profile.refusals and (
+        return key.name in self.profile.refusals and (
             not self.recording_allowed or cache.installed_versions() in (None, self.profile.versions)
         )
 
@@ -98,25 +99,25 @@ class Resolved:
         """The task of a catalog model; None for others, whose task is derived from the configuration."""
         return self.profile.task if self.profile and self.source == "catalog" else None
 
-    def _load_cached(self, variant: Variant) -> Tape | None:
-        """The variant's tape in the cache; None if there is none. Raises the cached error of a failed recording."""
+    def _load_cached(self, key: TapeKey) -> Tape | None:
+        """The tape in the cache; None if there is none. Raises the cached error of a failed recording."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
         cached = cache.fetch(self.profile.config, self._task)
         if cached is None or not _same_inventory(cached, self.profile):
             return None
-        if variant.key in cached.refusals:
-            raise from_payload(cached.refusals[variant.key])
-        return cached.tapes.get(variant.key)
+        if key.name in cached.refusals:
+            raise from_payload(cached.refusals[key.name])
+        return cached.tapes.get(key.name)
 
-    def _record_now(self, variant: Variant) -> Tape:
-        """Record the variant's tape and cache it, or cache and raise the error."""
+    def _record_now(self, key: TapeKey) -> Tape:
+        """Record the tape and cache it, or cache and raise the error."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
         where = "catalog" if self.source == "catalog" else "cache"
-        what = f"{self.name}: {_described(variant)} is not in the {where}"
+        what = f"{self.name}: {_described(key)} is not in the {where}"
         recorder = _recorder_for(self.profile.config, self.name, self._task, what)
         if not _same_inventory(recorder.profile, self.profile):
             raise NotRecordable(
@@ -124,10 +125,10 @@ class Resolved:
                 hint=f"pip install transformers=={self.profile.versions.get('transformers')}",
             )
         try:
-            tape = recorder.profile.tapes[variant.key] = recorder.tape(variant)
+            tape = recorder.profile.tapes[key.name] = recorder.tape(key)
         except NotRecordable as error:
             if not isinstance(error.__cause__, (MemoryError, OSError)):  # these may not occur again
-                recorder.profile.refusals[variant.key] = self.profile.refusals[variant.key] = to_payload(error)
+                recorder.profile.refusals[key.name] = self.profile.refusals[key.name] = to_payload(error)
                 cache.keep(recorder.profile, self._task)
             raise
         cache.keep(recorder.profile, self._task)
@@ -276,11 +277,12 @@ def _renamed(cached: Profile, name: str) -> Profile:
     return replace(cached, name=name, refusals=refusals)
 
 
-def _described(variant: Variant) -> str:
-    """The variant as messages name it."""
-    batch = "micro-batch 1" if variant.single else "micro-batch 2 and more"
-    checkpointing = f"activation checkpointing {variant.checkpointing}"
-    return f"the variant {variant.engine}, {variant.precision}, {variant.attention}, {checkpointing}, {batch}"
+def _described(key: TapeKey) -> str:
+    """The key as messages name it."""
+    batch = "micro-batch 1" if key.batch_is_one else "micro-batch 2 and more"
+    device = " on a GPU" if key.device == "gpu" and key.attention != "flash_attention_2" else ""
+    checkpointing = f"activation checkpointing {key.checkpointing}"
+    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}, {batch}"
 
 
 def _versions(profile: Profile) -> str:

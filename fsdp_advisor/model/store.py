@@ -32,7 +32,7 @@ from fsdp_advisor.model.profile import (
     Unit,
 )
 
-FORMAT = 3
+FORMAT = 4
 RECORDING = 5
 """To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
 _COLUMNS = "BHH"

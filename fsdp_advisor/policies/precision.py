@@ -42,7 +42,8 @@ def precision_of(plan: Plan) -> PrecisionPolicy:
     """The precision of `plan`. DDP and FSDP step the parameters; DeepSpeed keeps masters, whatever the model's dtype is.
 
     >>> from fsdp_advisor.job.plan import Plan
-    >>> precision_of(Plan(strategy="zero3", backend="deepspeed", shard_degree=8, seq_len=1)).master_bytes
+    >>> from fsdp_advisor.parallelism.mesh import Mesh
+    >>> precision_of(Plan(strategy="zero3", backend="deepspeed", mesh=Mesh(dp_shard=8), seq_len=1)).master_bytes
     4
     """
     if plan.backend == "deepspeed":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 from fsdp_advisor.errors import NotRecordable
@@ -105,6 +106,7 @@ def stays_near(born: Segment, dying: Segment) -> bool:
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
+@lru_cache(maxsize=16)  # plans of one model share tapes
 def tape_layout(
     profile: Profile, tape: Tape, *, gradient_hooks: bool, marked_units: frozenset[int] = frozenset()
 ) -> TapeLayout:

@@ -44,7 +44,7 @@ class Storages:
     def each(self) -> Iterator[int]:
         """The bytes of one storage after the other; nothing is allocated for an empty one.
 
-        >>> list((Held.of(8) + Held.of(4) * 2 + Held.of(0)).each())
+        >>> list((Storages.of(8) + Storages.of(4) * 2 + Storages.of(0)).each())
         [8, 4, 4]
         """
         return _each(self.sizes)

@@ -1,7 +1,7 @@
-"""Builds the catalog: `python -m fsdp_advisor.recording.catalog` records every model of `architectures.yaml` in every variant.
+"""Builds the catalog: `python -m fsdp_advisor.recording.catalog` records every model of `architectures.yaml` under every tape key.
 
-Finished models are kept in a work folder, keyed by their configuration, the versions, the variants and `RECORDING`, so that a
-second run records only what has changed. With `--add` the tapes and refusals that the catalog holds are taken over and only variants that
+Finished models are kept in a work folder, keyed by their configuration, the versions, the tape keys and `RECORDING`, so that a
+second run records only what has changed. With `--add` the tapes and refusals that the catalog holds are taken over and only tapes that
 it lacks are recorded.
 """
 
@@ -16,68 +16,67 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from fsdp_advisor.errors import AdvisorError, to_payload
 from fsdp_advisor.model.catalog import INDEX, PATH, find, profile
-from fsdp_advisor.model.profile import (
-    EAGER_ON_GPU,
-    FSDP1_UNDER_AUTOCAST,
-    SDPA_BY_CUDNN,
-    SDPA_BY_CUDNN_WINDOWED,
-    SDPA_ON_GPU,
-    SDPA_ON_GPU_WINDOWED,
-    Profile,
-    Variant,
-)
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import RECORDING, dump, load
+from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.recording.recorder import Recorder, versions
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
 ARCHITECTURES = PATH.with_name("architectures.yaml")
-VARIANTS = tuple(
-    Variant(*v)
-    for v in itertools.product(
-        ("fsdp2", "plain", "fsdp1", FSDP1_UNDER_AUTOCAST),
-        ("bf16", "bf16-mixed", "fp32"),
-        ("sdpa", "eager", "flash_attention_2"),
-        ("none", "full"),
-        (False, True),
+ENGINES: tuple[TapeEngine, ...] = ("fsdp2", "plain", "fsdp1", "fsdp1+autocast")
+ATTENTIONS: tuple[TapeAttention, ...] = ("sdpa", "eager")
+ON_CPU = tuple(
+    TapeKey(*fields)
+    for fields in itertools.product(
+        ENGINES, get_args(TapePrecision), ATTENTIONS, get_args(TapeCheckpointing), (False, True)
     )
-    if (v[2] != "flash_attention_2" or (v[1] != "fp32" and not v[4]))  # the kernel takes half precision, any B alike
-    and (v[0] != FSDP1_UNDER_AUTOCAST or (v[1] == "bf16-mixed" and v[2] != "eager"))
+    if fields[0] != "fsdp1+autocast" or (fields[1] == "bf16-mixed" and fields[2] != "eager")
 )
-ON_GPU = tuple(replace(v, attention=SDPA_ON_GPU) for v in VARIANTS if v.attention == "sdpa")
-WINDOWED = tuple(replace(v, attention=SDPA_ON_GPU_WINDOWED) for v in ON_GPU)
-BY_CUDNN = tuple(replace(v, attention=SDPA_BY_CUDNN) for v in ON_GPU if v.precision != "fp32")
-BY_CUDNN_WINDOWED = tuple(replace(v, attention=SDPA_BY_CUDNN_WINDOWED) for v in BY_CUDNN)
-EAGER = tuple(replace(v, attention=EAGER_ON_GPU) for v in VARIANTS if v.attention == "eager")
+FLASH = tuple(  # the kernel takes half precision, and treats every B the same
+    replace(k, attention="flash_attention_2", device="gpu")
+    for k in ON_CPU
+    if k.attention == "sdpa" and k.precision != "fp32" and not k.batch_is_one
+)
+SDPA = tuple(replace(k, device="gpu") for k in ON_CPU if k.attention == "sdpa")
+SDPA_FILLED = tuple(replace(k, window_filled=True) for k in SDPA)
+CUDNN = tuple(replace(k, kernel="cudnn") for k in SDPA if k.precision != "fp32")
+CUDNN_FILLED = tuple(replace(k, window_filled=True) for k in CUDNN)
+EAGER = tuple(replace(k, device="gpu") for k in ON_CPU if k.attention == "eager")
+ALL = ON_CPU + FLASH + SDPA + CUDNN + SDPA_FILLED + CUDNN_FILLED + EAGER
 UNLIKE_FLASH = ("falcon", "t5", "deepseek_v2", "deepseek_v3")
 """Of which sdpa is handed in half precision what the flash kernel does not take: a mask at any length, values of another width."""
 IN_HEADS = ("phi3", "deepseek_v2", "deepseek_v3")
 """Whose queries lie in memory head by head, and with them the output of cuDNN's kernel, but not that of the memory-efficient one."""
 
 
-def variants_of(profile: Profile, source: TransformersSource) -> tuple[Variant, ...]:
-    """What is recorded of a model. A window that no sequence fills makes no difference, nor is eager attention another on a GPU
-    but under autocast and with dropout."""
+def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]:
+    """The keys of the tapes that are recorded of a model.
+
+    A sliding window that no sequence fills makes no difference. Eager attention differs on a GPU only under autocast and with
+    dropout.
+    """
     filled = profile.window is not None and profile.window <= (profile.max_seq_len or profile.window)
     kind = profile.config["model_type"]
     drops = source.drops_out
     return (
-        *VARIANTS,
-        *(v for v in ON_GPU if v.precision == "fp32" or kind in UNLIKE_FLASH),
-        *(BY_CUDNN if kind in UNLIKE_FLASH and kind in IN_HEADS else ()),
-        *(WINDOWED if filled else ()),
-        *(BY_CUDNN_WINDOWED if filled and kind in IN_HEADS else ()),
-        *(v for v in EAGER if drops or (v.engine == "plain" and v.mixed)),
+        *ON_CPU,
+        *FLASH,
+        *(k for k in SDPA if k.precision == "fp32" or kind in UNLIKE_FLASH),
+        *(CUDNN if kind in UNLIKE_FLASH and kind in IN_HEADS else ()),
+        *(SDPA_FILLED if filled else ()),
+        *(CUDNN_FILLED if filled and kind in IN_HEADS else ()),
+        *(k for k in EAGER if drops or (k.engine == "plain" and k.mixed)),
     )
 
 
 def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, list[str]]:
-    """A row's stored profile, and the variants that the model's own code refuses, with the reason. `before` is what is kept."""
+    """A row's stored profile, and the tapes that the model's own code refuses, with the reason. `before` is what is kept."""
     source = TransformersSource(row["config"], name=row["id"], task=row["task"])
     recorder = Recorder(source)
     if recorder.profile.parameters != row["parameters"]:
@@ -92,20 +91,20 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
             raise SystemExit(f"{row['id']}: the catalog's tapes are of another model or other versions")
         recorder.profile.tapes.update(before.tapes)
         recorder.profile.refusals.update(before.refusals)
-    for variant in variants_of(recorder.profile, source):
-        if variant.key in recorder.profile.tapes or variant.key in recorder.profile.refusals:
+    for key in keys_of(recorder.profile, source):
+        if key.name in recorder.profile.tapes or key.name in recorder.profile.refusals:
             continue
         try:
-            recorder.profile.tapes[variant.key] = recorder.tape(variant)
-        except AdvisorError as error:  # one refusal must not cost the other variants
-            refused.append(f"{variant.key}: {error}")
-            recorder.profile.refusals[variant.key] = to_payload(error)
+            recorder.profile.tapes[key.name] = recorder.tape(key)
+        except AdvisorError as error:  # one refusal must not cost the other tapes
+            refused.append(f"{key.name}: {error}")
+            recorder.profile.refusals[key.name] = to_payload(error)
     return dump(recorder.profile, small=True), refused
 
 
 def _key(row: dict[str, Any]) -> str:
-    variants = [v.key for v in VARIANTS + ON_GPU + BY_CUDNN + WINDOWED + BY_CUDNN_WINDOWED + EAGER]
-    text = json.dumps([row["config"], row["task"], versions(), variants, RECORDING], sort_keys=True)
+    names = [key.name for key in ALL]
+    text = json.dumps([row["config"], row["task"], versions(), names, RECORDING], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -126,7 +125,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose id contains this; the catalog is then not written")
     parser.add_argument("--out", type=Path, default=PATH)
     parser.add_argument("--partial", action="store_true", help="write what is recorded so far and stop")
-    parser.add_argument("--add", action="store_true", help="keep the catalog's tapes, record the variants it lacks")
+    parser.add_argument("--add", action="store_true", help="keep the catalog's tapes, record the tapes it lacks")
     options = parser.parse_args()
     rows = yaml.safe_load(ARCHITECTURES.read_text())
     options.work.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,9 @@ class ModuleSource:
                     type(container)(layers) if isinstance(container, nn.ModuleList) else nn.Sequential(*layers),
                 )
 
-    def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+    ) -> None:
         if checkpointing:
             raise UsageError(
                 "activation checkpointing of a plain module is its own affair", hint="checkpoint in its forward"

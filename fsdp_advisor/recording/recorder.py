@@ -23,8 +23,8 @@ from fsdp_advisor.model.profile import (
     Stack,
     Tape,
     Unit,
-    Variant,
 )
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
@@ -40,7 +40,7 @@ CHECK_B, CHECK_T = 7, 5003  # primes: no size meets another one's by chance
 
 
 class Recorder:
-    """Makes a `Profile` of a source, and tapes of any variant on demand."""
+    """Makes a `Profile` of a source, and tapes of any key on demand."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -60,27 +60,27 @@ class Recorder:
         source.keep_layers(full, self._kept)
         self._models[torch.float32] = full
 
-    def tape(self, variant: Variant) -> Tape:
-        """The tape of one variant, recorded now. What a GPU runs sums gradients as autograd does unwatched.
+    def tape(self, key: TapeKey) -> Tape:
+        """The tape of one key, recorded now. What a GPU runs sums gradients as autograd does unwatched.
 
         What all layers use, as a decoder's use what the encoder made, has a gradient that they add to one after the other: the
         last ones do it otherwise than those before. Then the layers that one stands for would not be alike, and the gradients
         are recorded with a sum of its own in each.
         """
-        if variant.on_gpu:
-            tape = self._tape(variant, sums_in_place=True)
+        if key.device == "gpu":
+            tape = self._tape(key, sums_in_place=True)
             if repeats_are_alike(self.profile, tape):
                 return tape
-        return self._tape(variant, sums_in_place=False)
+        return self._tape(key, sums_in_place=False)
 
-    def _tape(self, variant: Variant, *, sums_in_place: bool) -> Tape:
+    def _tape(self, key: TapeKey, *, sums_in_place: bool) -> Tape:
         limit = min(self.source.max_seq_len or CHECK_T, self.source.alike_up_to or CHECK_T)
         ts = GRID_T if limit >= max(GRID_T) else (max(1, limit // 4), max(2, limit // 2), max(3, limit))
-        bs = (1,) if variant.single else GRID_B
-        check = (1 if variant.single else CHECK_B, min(CHECK_T, limit))
+        bs = (1,) if key.batch_is_one else GRID_B
+        check = (1 if key.batch_is_one else CHECK_B, min(CHECK_T, limit))
         points = [(b, t) for b in bs for t in ts]
         try:
-            with self._step(variant, sums_in_place=sums_in_place) as step:
+            with self._step(key, sums_in_place=sums_in_place) as step:
                 # what torch and transformers make once and keep is made here; a rope that adapts makes its tables per model
                 if not self._warm or self.source.alike_up_to:
                     step.run(*points[0])
@@ -102,7 +102,7 @@ class Recorder:
         return tape_of(corner, fitted)
 
     def _alike(self, takes: dict[tuple[int, int], Take]) -> Tape | None:
-        """A tape with sizes known from another variant: many differ in nothing, or in the engine's marks alone."""
+        """A tape with sizes known from another key: many differ in nothing, or in the engine's marks alone."""
         last = list(takes.values())[-1]
         storages = storages_of(last)
         for known, fitted in self._made:
@@ -177,19 +177,24 @@ class Recorder:
     # One step
 
     @contextlib.contextmanager
-    def _step(self, variant: Variant, *, sums_in_place: bool) -> Iterator[Step]:
-        """The model on fake tensors, ready to take steps of this variant."""
-        dtype = torch.bfloat16 if variant.precision == "bf16" else torch.float32
+    def _step(self, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
+        """The model on fake tensors, ready to take steps of this key."""
+        dtype = torch.bfloat16 if key.precision == "bf16" else torch.float32
         model = self._model(dtype)
-        checkpoints = variant.checkpointing == "full"
-        self.source.configure(model, attention=variant.attention, checkpointing=checkpoints and not variant.prepared)
-        if checkpoints and variant.prepared:
+        checkpoints = key.checkpointing == "full"
+        self.source.configure(
+            model,
+            attention=key.attention,
+            checkpointing=checkpoints and not key.autocasts_fsdp1,
+            window_filled=key.window_filled if key.device == "gpu" and key.attention == "sdpa" else None,
+        )
+        if checkpoints and key.autocasts_fsdp1:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
-        on_gpu = as_on_gpu(by_cudnn=variant.by_cudnn) if variant.on_gpu else contextlib.nullcontext()
+        on_gpu = as_on_gpu(by_cudnn=key.kernel == "cudnn") if key.device == "gpu" else contextlib.nullcontext()
         with steady(), softmax_scratch(), on_gpu, fake_tensors():
-            half = torch.bfloat16 if variant.mixed and variant.engine != "plain" else None
-            materialise(model, half, half if variant.flattens else None)
-            yield Step(self.source, model, variant, sums_in_place=sums_in_place)
+            half = torch.bfloat16 if key.mixed and key.engine != "plain" else None
+            materialise(model, half, half if key.uses_flat_parameter else None)
+            yield Step(self.source, model, key, sums_in_place=sums_in_place)
 
 
 def record_module(
@@ -200,7 +205,7 @@ def record_module(
     *,
     name: str | None = None,
 ) -> Recorder:
-    """A recorder of any module; its `profile` is the inventory, its `tape(variant)` records a step.
+    """A recorder of any module; its `profile` is the inventory, its `tape(key)` records a step.
 
     `builder()` makes the module, `batch(B, T)` its inputs, `loss(module, batch)` one forward to a scalar; `wrap` names what
     becomes a unit: classes, or dotted names of single modules. A module without sequences ignores T.

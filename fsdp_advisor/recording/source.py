@@ -48,8 +48,14 @@ class Source(Protocol):
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
         """Drop from each stack (by path) all layers but `kept`, in place, such that the model still runs."""
 
-    def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
-        """Choose the code path."""
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+    ) -> None:
+        """Choose the code path.
+
+        `checkpointing`: the model checkpoints its layers itself. `window_filled`: whether sequences fill sliding windows; None: as
+        the configuration and the length have it.
+        """
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """One forward to the loss."""

@@ -15,7 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Variant
+from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.flash import in_scratch
@@ -75,21 +76,21 @@ def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dt
 class Step:
     """Runs the model's step under hooks and writes down what happens."""
 
-    def __init__(self, source: Source, model: nn.Module, variant: Variant, *, sums_in_place: bool) -> None:
-        self._source, self._model, self._variant = source, model, variant
+    def __init__(self, source: Source, model: nn.Module, key: TapeKey, *, sums_in_place: bool) -> None:
+        self._source, self._model, self._key = source, model, key
         self._sums_in_place = sums_in_place
         self._units: list[tuple[nn.Module, int, int]] = [(model, ROOT, 0)]
         for s, stack in enumerate(source.stacks(model)):
             self._units += [(layer, s, i) for i, layer in enumerate(stack.layers)]
         self._last = {s: i for _, s, i in self._units}
         self._parameters = self._assign()
-        self._cast = torch.bfloat16 if variant.mixed else None
+        self._cast = torch.bfloat16 if key.mixed else None
         for module, stack_index, layer in self._units:
             self._hook_unit(module, stack_index, layer)
         modules = source.root_modules(model)
         if modules.head is not None:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
-        if variant.engine == "fsdp2" and task_of(source.task).has_root_units:
+        if key.engine == "fsdp2" and task_of(source.task).has_root_units:
             mark_root_units(modules, self._mark_root_unit)
         self._reset()
 
@@ -103,7 +104,7 @@ class Step:
             taken |= {id(p) for p in parameters}
             if not parameters:
                 continue
-            if self._variant.flattens:
+            if self._key.uses_flat_parameter:
                 mine = {id(p) for p in parameters}
                 owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
                 self._flat[stack, layer] = unit = FlatUnit(owners, parameters)
@@ -138,14 +139,14 @@ class Step:
         gc.collect()
         with watch:
             batch = self._source.batch(micro_batch_size, seq_len)
-            if self._variant.precision == "bf16":  # a trainer hands pixels and sound over in the model's dtype
+            if self._key.precision == "bf16":  # a trainer hands pixels and sound over in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)
             self._reset()
             self._recording = True
             self._inputs(batch)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._variant.autocasts):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._key.autocasts):
                 loss = self._source.loss(self._model, batch)
-            if self._variant.engine == "plain":
+            if self._key.engine == "plain":
                 self._mark(Op.POST_FORWARD, MarkedUnit.OUTPUTS)
             self._phase = "backward"
             self._begin("backward", ROOT, 0)
@@ -254,7 +255,7 @@ class Step:
 
     def _hook_unit(self, module: nn.Module, stack: int, layer: int) -> None:
         root = stack == ROOT
-        engine = self._variant.engine
+        engine = self._key.engine
 
         def post_backward() -> None:
             if ("post", stack, layer) not in self._seen:
@@ -275,7 +276,7 @@ class Step:
                 if not root:
                     self._begin("forward", stack, layer)
                 self._mark(Op.PRE_FORWARD, int(root))
-            if self._cast is not None and (engine == "fsdp2" or (self._variant.flattens and root)):
+            if self._cast is not None and (engine == "fsdp2" or (self._key.uses_flat_parameter and root)):
                 args, kwargs = cast_floating((args, kwargs), self._cast)
             if not again:
                 if (unit := self._flat.get((stack, layer))) is not None:
@@ -287,7 +288,7 @@ class Step:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if self._phase == "backward":
                 return None
-            if root and self._variant.prepared:
+            if root and self._key.autocasts_fsdp1:
                 output = cast_floating(output, torch.float32)
             self._mark(Op.POST_FORWARD, int(root))
             if not root and layer == self._last[stack]:
@@ -303,7 +304,7 @@ class Step:
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         stack, _, index = self._parameters[id(parameter)]
         self._mark(Op.GRAD_READY, index, int(stack == ROOT))
-        if self._variant.flattens:
+        if self._key.uses_flat_parameter:
             self._mark(Op.POST_BACKWARD, int(stack == ROOT))
 
     def _view_gradient(self, grad: torch.Tensor) -> None:

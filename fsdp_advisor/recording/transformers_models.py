@@ -15,13 +15,6 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
-from fsdp_advisor.model.profile import (
-    EAGER_ON_GPU,
-    SDPA_BY_CUDNN,
-    SDPA_BY_CUDNN_WINDOWED,
-    SDPA_ON_GPU,
-    SDPA_ON_GPU_WINDOWED,
-)
 from fsdp_advisor.recording.roles import is_norm
 from fsdp_advisor.recording.source import LayerStack, RootModules
 
@@ -119,14 +112,13 @@ class TransformersSource:
                     if isinstance(value, list) and len(value) == depth:
                         setattr(config, key, [value[i] for i in indices])
 
-    def configure(self, module: nn.Module, *, attention: str, checkpointing: bool) -> None:
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+    ) -> None:
         from fsdp_advisor.recording import flash
 
-        if attention in (SDPA_ON_GPU, SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN, SDPA_BY_CUDNN_WINDOWED):
-            _bind_windows(module, attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED))
-            attention = "sdpa"
-        if attention == EAGER_ON_GPU:
-            attention = "eager"
+        if window_filled is not None:
+            _bind_windows(module, window_filled)
         with _errors_explained(self.name):
             needed = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(attention)
             if needed is not None and not getattr(module, needed, False):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from itertools import groupby
 
 from rich.text import Text
 
@@ -16,6 +18,8 @@ from fsdp_advisor.render.view import ReportView, RowView
 BAR_WIDTHS = (8, 24)
 """Characters of the narrowest and of the widest bar in the table."""
 EXPLAIN_BAR_WIDTHS = (10, 40)
+RUN_ENDS = 3
+"""Layers shown at each end of a run of layers in the timeline."""
 VERDICT_WIDTH = 36
 """Longer verdicts take several lines."""
 _STYLE = {True: "green", False: "red", None: "yellow"}
@@ -143,28 +147,42 @@ def _components(explained: ExplanationView, screen: Screen) -> str:
 
 
 def _timeline(explained: ExplanationView, screen: Screen) -> str:
-    """One line per section of the step; repetitions of a section share one line."""
+    """One line per section of the step. Of a long run of layers, only the first and the last are shown."""
     points, sizes = explained.timeline, explained.sizes
-    phases = [p.phase if i == 0 or points[i - 1].phase != p.phase else "" for i, p in enumerate(points)]
+    shown = _shortened(points)
+    begins = {0, *(i for i in range(1, len(points)) if points[i].phase != points[i - 1].phase)}
+    lines = [(i, points[i]) if isinstance(i, int) else (None, points[i.stop - 1]) for i in shown]
+    where = [points[i].where if isinstance(i, int) else f"  x {len(i)} more" for i in shown]
     columns = [
-        Column("phase", phases),
-        Column("where", [f"  x {p.repeats} more" if p.repeats > 1 else p.where for p in points]),
-        Column("end", [sizes.bare(p.live_bytes) for p in points], right=True),
-        Column("highest", ["" if p.repeats > 1 else sizes.bare(p.high_bytes) for p in points], right=True),
+        Column("phase", [point.phase if i in begins else "" for i, point in lines]),
+        Column("where", where),
+        Column("end", [sizes.bare(point.live_bytes) for _, point in lines], right=True),
+        Column("highest", ["" if i is None else sizes.bare(point.high_bytes) for i, point in lines], right=True),
     ]
     narrow, wide = EXPLAIN_BAR_WIDTHS
     room = screen.width - widths(columns) - 2
     if room >= narrow:
-        columns.append(
-            Column("of the GPU", [_timeline_bar(p, explained, min(room, wide), screen) for p in points])
-        )  # fmt: skip
+        width, whole = min(room, wide), explained.gpu_memory_bytes
+        bars = [
+            Text("") if i is None else bar([(STATES, point.high_bytes)], whole, width, screen) for i, point in lines
+        ]
+        columns.append(Column("of the GPU", bars))
     caption = f"Tensors through the step, in {sizes.unit}: at the end of each section, and the highest within it."
-    if phases.count("forward") > 1:
-        caption += " Later micro-batches repeat the second."
     return wrap(caption, screen) + "\n" + draw(columns, screen)
 
 
-def _timeline_bar(point: TimelinePoint, explained: ExplanationView, width: int, screen: Screen) -> Text:
-    if point.repeats > 1:
-        return Text("")
-    return bar([(STATES, point.high_bytes)], explained.gpu_memory_bytes, width, screen)
+def _shortened(points: Sequence[TimelinePoint]) -> list[int | range]:
+    """Indices of the points to show, and ranges of indices to leave out in the middle of a run at the same place.
+
+    The peak of the step is always shown.
+    """
+    peak = max(range(len(points)), key=lambda i: points[i].high_bytes)
+    shown: list[int | range] = []
+    for _, run in groupby(range(len(points)), key=lambda i: (points[i].phase, points[i].where)):
+        indices = list(run)
+        head, middle, tail = indices[:RUN_ENDS], indices[RUN_ENDS:-RUN_ENDS], indices[-RUN_ENDS:]
+        if len(middle) < 2 or peak in middle:
+            shown += indices
+        else:
+            shown += [*head, range(middle[0], middle[-1] + 1), *tail]
+    return shown

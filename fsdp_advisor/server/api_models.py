@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
-from fsdp_advisor.job.parsing import Asked, model_of
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.server.answers import ModelSource
+from fsdp_advisor.server.request_models import RequestModel, model_of
 
 PASTED = "config.json"
 """The name of a pasted configuration in its answer."""
@@ -57,7 +57,7 @@ class ExportQuery(_Estimate):  # type: ignore[misc]
     """A query string that asks for a file to launch with."""
 
 
-class _Body(Asked):
+class _Body(RequestModel):
     """What all bodies share: `model`, or `config` in its place."""
 
     model_config = ConfigDict(

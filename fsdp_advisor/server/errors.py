@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.job.parsing import complaint
 from fsdp_advisor.server.rendering import HTML, render
+from fsdp_advisor.server.request_models import complaint
 
 MAX_TEXT = 400
 """Characters of a message, which may quote hostile input."""

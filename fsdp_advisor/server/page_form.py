@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_advisor.job.request import Option, RecommendRequest, fields_of
+from fsdp_advisor.job.fields import Field, fields_of
+from fsdp_advisor.job.request import RecommendRequest
 
 EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}
 """The job that the page shows first."""
@@ -31,7 +32,6 @@ _LABELS = {
     "find": "Find the most or least",
     "margin": "Margin left free",
     "host_memory": "Host memory per node",
-    "reserved": "Reserved memory of all",
     "tokens": "Tokens to train on",
     "price": "Price per GPU hour",
 }
@@ -81,11 +81,12 @@ def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
 
 def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], list[Control]]:
     """The visible and the folded controls, with `values` filled in. `invalid` names the field with the error."""
-    made = {name: _control(option, values, invalid) for name, option in fields_of(RecommendRequest).items()}
+    fields = fields_of(RecommendRequest)
+    made = {name: _control(field, values, invalid) for name, field in fields.items() if not field.rule.hidden}
     return [made[name] for name in MAIN], [control for name, control in made.items() if name not in MAIN]
 
 
-def _control(option: Option, values: Mapping[str, str], invalid: str) -> Control:
+def _control(option: Field, values: Mapping[str, str], invalid: str) -> Control:
     name, rule = option.name, option.rule
     default = "" if option.default is None else str(option.default)
     number = option.kind in (int, float) and name not in _WRITTEN

@@ -34,7 +34,7 @@ def home_page(
 def error_page(error: AdvisorError, options: Mapping[str, str], root: str, query: str) -> bytes:
     """The page with an error instead of an answer, as HTML. The form keeps the values and marks the wrong one."""
     view = {"problem": error, "title": "fsdp-advisor"}
-    return _render(options, view, root, query, invalid=error.message.partition(":")[0])
+    return _render(options, view, root, query, invalid=getattr(error, "option", ""))
 
 
 def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, query: str, *, invalid: str = "") -> bytes:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from fsdp_advisor.job.parsing import model_of
 from fsdp_advisor.job.request import Backend, EstimateRequest, Offload, RecommendRequest, Strategy
+from fsdp_advisor.server.request_models import model_of
 
 Bytes = Annotated[int, Field(ge=0)]
 Phase = Literal["forward", "backward", "optimizer"]

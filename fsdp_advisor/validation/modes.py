@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Device
@@ -58,7 +59,7 @@ def choose_mode(
         return ModeChoice(mode, device or ("cpu" if mode == "simulate" else "cuda"), f"{mode}, as requested")
     if several_processes and device != "cpu":
         return ModeChoice("measure", "cuda", "measure: real ranks, as started by the user or on several nodes")
-    if not several_processes and plan.prepared and plan.backend != "deepspeed":
+    if not several_processes and plan.uses_accelerate and plan.backend != "deepspeed":
         return ModeChoice("simulate", "cpu", f"simulate: {plan.framework}'s own code runs on fake tensors")
     if device == "cpu":
         return ModeChoice("measure", "cpu", "measure: real ranks over gloo on the CPU, counting live bytes")

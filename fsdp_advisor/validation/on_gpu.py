@@ -18,8 +18,9 @@ from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import tape_on
+from fsdp_advisor.tapes import recorded_gpu_tape
 from fsdp_advisor.validation.records import Mode
 
 WARM_UP_STEPS = 2
@@ -69,11 +70,11 @@ def effective_conf(request: EstimateRequest) -> str | None:
 def gpu_run_of(model: Resolved, plan: Plan, gpu: Gpu, mode: Mode, conf: AllocatorConf) -> GpuRun:
     """The run of a plan on a GPU. A stand-in has a fake process group, so it has no memory of NCCL."""
     assert model.profile is not None
-    grouped = plan if mode == "measure" else replace(plan, shard_degree=1, replica_degree=1, nnodes=1)
+    grouped = plan if mode == "measure" else replace(plan, mesh=Mesh())
     lazy_loading = os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "EAGER"
     return GpuRun(
         profile=model.profile,
-        tape=tape_on(model, plan, gpu),
+        tape=recorded_gpu_tape(model, plan, gpu),
         plan=plan,
         gpu=gpu,
         mode=mode,

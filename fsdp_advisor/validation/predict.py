@@ -15,8 +15,9 @@ from fsdp_advisor.memory.allocator import AllocatorConf, Segment
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import taped
+from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Device
 from fsdp_advisor.validation.on_gpu import GpuPrediction, effective_conf, gpu_run_of, predict_on_gpu
@@ -64,7 +65,13 @@ class Prediction:
     def from_dict(cls, values: dict[str, Any]) -> Prediction:
         """The prediction that `as_dict` made these values of, also if they went through JSON."""
         segments = tuple(Segment(**{**s, "blocks": tuple(map(tuple, s["blocks"]))}) for s in values["segments"])
-        return cls(**{**values, "plan": Plan(**values["plan"]), "segments": segments})
+        return cls(
+            **{
+                **values,
+                "plan": Plan(**{**values["plan"], "mesh": Mesh(**values["plan"]["mesh"])}),
+                "segments": segments,
+            }
+        )
 
 
 def predict(
@@ -119,7 +126,7 @@ def predict(
 def _on_cpu(model: Resolved, row: StrategyEstimate) -> GpuPrediction:
     """The prediction of a run on a CPU: the tensors of PyTorch's own step there, and the verdict on a GPU's steps alone."""
     assert model.profile is not None
-    tape = taped(model, model.profile, row.plan)[1]
+    tape = select_tape(model, model.profile, row.plan)[1]
     step = peak_of_step(model.profile, tape, row.plan)
     figures: dict[str, Any] = {
         "peak_tensor_bytes": step.peak,

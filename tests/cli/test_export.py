@@ -91,7 +91,9 @@ def test_a_plan_that_does_not_fit_is_written_and_told(cli: Cli, tmp_path: Path) 
             2,
             "axolotl supports none of the possible plans: it trains only causal language models",
         ),
-        ((), 2, "missing argument"),
+        ((), 2, "TARGET is missing"),
+        (JOB, 2, "TARGET is missing"),
+        (("accelerate", "--gpus", "2"), 2, "model is missing"),
         (("ddp", *JOB[:2], "--gpu", "A100-40GB"), 1, "no plan that ddp supports fits A100-40GB"),
     ],
 )

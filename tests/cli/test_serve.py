@@ -114,14 +114,14 @@ def test_a_port_that_is_taken(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("options", "variables", "complaint"),
     [
-        (["--port", "x"], {}, "--port: Input should be a valid integer"),
-        (["--port", "65536"], {}, "--port: Input should be less than or equal to 65535, not '65536'"),
-        (["--workers", "0"], {}, "--workers: Input should be greater than or equal to 1"),
-        (["--log-level", "loud"], {}, "--log-level: Input should be 'debug', 'info', 'warning' or 'error'"),
+        (["--port", "x"], {}, "--port must be a whole number, not x"),
+        (["--port", "65536"], {}, "--port must be at most 65535, not 65536"),
+        (["--workers", "0"], {}, "--workers must be at least 1, not 0"),
+        (["--log-level", "loud"], {}, "--log-level must be debug, info, warning or error, not loud"),
         (["--host", "no host"], {}, "cannot listen on no host:8000: "),
         (["--prot", "1"], {}, "no such option: --prot"),
-        ([], {"PORT": "-1"}, "PORT: Input should be greater than or equal to 0"),
-        ([], {"FSDP_ADVISOR_MAX_WAITING": "0"}, "FSDP_ADVISOR_MAX_WAITING: Input should be greater than"),
+        ([], {"PORT": "-1"}, "PORT must be at least 0, not -1"),
+        ([], {"FSDP_ADVISOR_MAX_WAITING": "0"}, "FSDP_ADVISOR_MAX_WAITING must be at least 1, not 0"),
     ],
 )
 def test_bad_values(

@@ -8,7 +8,8 @@ from itertools import cycle, product
 from typing import Any, get_args
 
 from fsdp_advisor.export import TARGETS, Job
-from fsdp_advisor.job.plan import OFFLOADS, Plan, degrees, label
+from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import OptimizerName, Precision
 
 RANKS = 8
@@ -16,8 +17,7 @@ VOCABULARY, HIDDEN = 32_000, 4096
 
 
 def plan(strategy: str, backend: str, nnodes: int = 1, *, gpus: int = RANKS, **changes: Any) -> Plan:
-    shards, replicas = degrees(strategy, gpus, nnodes)
-    values = {"nnodes": nnodes, "seq_len": 2048, "shard_degree": shards, "replica_degree": replicas, **changes}
+    values = {"mesh": mesh_of(strategy, gpus, nnodes), "seq_len": 2048, **changes}
     return Plan(strategy=strategy, backend=backend, **values)
 
 

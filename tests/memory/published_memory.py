@@ -15,22 +15,21 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "timing"))  # BERT and Lightning's model are recorded there
 
 import published_models
-from fsdp_advisor.memory.allocator.reserve import traced
-from fsdp_advisor.memory.step import replayed
 from record import BertSource, lightning
 
 from fsdp_advisor.engines.job_peaks import load_method_of
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
-from fsdp_advisor.job.plan import plans
+from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, peak_of_step
+from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.memory.allocator import AllocatorConf
+from fsdp_advisor.memory.allocator import AllocatorConf, step_operations
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes, real_attention
+from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import tape_on, variant_of
+from fsdp_advisor.tapes import gpu_tape_key, recorded_gpu_tape, tape_key_of
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())
 TOLERANCE = {"reserved": 0.05, "first step": 0.05, "allocated": 0.02}
@@ -84,7 +83,6 @@ def request_of(options: dict[str, Any]) -> EstimateRequest:
     """Of the models recorded here attention is that of the kernel, and the model itself checkpoints."""
     defaults = {
         "model": "1B", "strategy": "zero3", "backend": "fsdp2", "attention": "flash_attention_2", "micro_batch_size": 1,
-        "reserved": True,
     }  # fmt: skip
     return make_request({**defaults, **options})
 
@@ -137,10 +135,10 @@ def keeping_outputs(name: str) -> Recorder:
 def recorded(recorder: Recorder, request: EstimateRequest) -> Resolved:
     """A recorded model with the tapes that the request needs."""
     profile = recorder.profile
-    variant = variant_of(plans(request, seq_len=request.seq_len or 1)[0])
-    for wanted in (variant, real_attention(variant)):
-        if wanted.key not in profile.tapes:
-            profile.tapes[wanted.key] = recorder.tape(wanted)
+    variant = tape_key_of(plans(request, seq_len=request.seq_len or 1)[0])
+    for wanted in (variant, gpu_tape_key(variant)):
+        if wanted.name not in profile.tapes:
+            profile.tapes[wanted.name] = recorder.tape(wanted)
     return Resolved(
         name=recorder.source.name or "a module",
         source="config",
@@ -161,13 +159,13 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
-    asked = traced(
-        model.profile,
-        tape_on(model, plan, gpu),
-        plan,
-        workspace_bytes=cublas_workspace_bytes(gpu.compute_capability),
+    asked = step_operations(
+        step_program(model.profile, recorded_gpu_tape(model, plan, gpu), plan),
+        plan.micro_batch_size,
+        plan.seq_len,
+        workspace_bytes=[cublas_workspace_bytes(gpu.compute_capability)] * WORKSPACES,
         resident_threads=gpu.resident_threads,
-        loading=load_method_of(model.profile, plan, gpu, device_overhead(gpu, plan)),
+        loaded=load_method_of(model.profile, plan, gpu, device_overhead(gpu, plan)).transfers,
     )
     allocator = CachingAllocator(asked.requests, AllocatorConf.parse(request.allocator_conf or ""))
     allocator.run(asked.setup)
@@ -180,12 +178,9 @@ def with_gradients_through_forward(model: Resolved, request: EstimateRequest) ->
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
-    tape = tape_on(model, plan, gpu)
-    on = gpu.resident_threads
-    peaks = replayed(model.profile, tape, plan, scratch_on=on).phase_peaks
-    accumulating = replayed(
-        model.profile, tape, replace(plan, gradient_accumulation_steps=2), scratch_on=on
-    ).phase_peaks
+    tape = recorded_gpu_tape(model, plan, gpu)
+    peaks = peak_of_step(model.profile, tape, plan).phase_peaks
+    accumulating = peak_of_step(model.profile, tape, replace(plan, gradient_accumulation_steps=2)).phase_peaks
     workspaces = WORKSPACES * cublas_workspace_bytes(gpu.compute_capability)
     return max(accumulating["forward"], peaks["backward"], peaks["optimizer"]) + workspaces
 

@@ -17,7 +17,6 @@ from fsdp_advisor.engines.deepspeed.coordinator import gathered
 from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
     flat_elements,
-    optimizer_states,
     shard_elements,
     states,
     sub_groups,
@@ -26,6 +25,7 @@ from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import States, Storages
 
 HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3
@@ -80,7 +80,9 @@ LLAMA_7B = llama(4096, 11008, 32, 32000)
 
 
 def plan(stage: int = 2, ranks: int = 2, **changes: Any) -> Plan:
-    return Plan(**{"strategy": f"zero{stage}", "backend": "deepspeed", "shard_degree": ranks, "seq_len": 16, **changes})
+    return Plan(
+        **{"strategy": f"zero{stage}", "backend": "deepspeed", "mesh": Mesh(dp_shard=ranks), "seq_len": 16, **changes}
+    )
 
 
 def total(held: States) -> Storages:
@@ -115,24 +117,6 @@ def test_sub_groups_close_with_the_parameter_that_fills_them() -> None:
     assert sum(n for _, n in groups) == 1 + 5 * LAYERS
     assert all(n >= 400 for n, _ in groups[:-1])
     assert sub_groups(odd(), 2) == [(sum(n for n, _ in groups), 1 + 5 * LAYERS)]
-
-
-@pytest.mark.parametrize(
-    ("optim", "n_bytes"),
-    [
-        ("adamw_torch_fused", 8004),
-        ("adamw_torch", 8000),
-        ("sgd", 0),
-        ("sgd_momentum", 4000),
-        ("adafactor", 4004),
-        ("adamw_bnb_8bit", 8000),
-    ],
-)
-def test_optimizer_states(optim: str, n_bytes: int) -> None:
-    assert optimizer_states(optim, 1000, 4).exact == n_bytes
-    assert optimizer_states("adamw_bnb_8bit", 5000, 4).exact == 2 * 5000 + 2 * 4 * 20
-    with pytest.raises(ValueError, match="lion"):
-        optimizer_states("lion", 1000, 4)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

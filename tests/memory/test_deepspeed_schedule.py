@@ -26,7 +26,9 @@ from fsdp_advisor.engines.deepspeed.settings import Settings
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.live import step_peak
-from fsdp_advisor.model.profile import Profile, Tape, Variant
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import Alloc, Compute, Free, StepProgram
 from fsdp_advisor.program.storages import round_up
@@ -56,7 +58,7 @@ class Recorded:
         recorder = Recorder(TransformersSource(config, name="small"))
         self.profile: Profile = recorder.profile
         self.tapes: dict[str, Tape] = {
-            checkpointing: recorder.tape(Variant("plain", "bf16", attention, checkpointing, False))
+            checkpointing: recorder.tape(TapeKey("plain", "bf16", attention, checkpointing, False))
             for checkpointing in ("none", "full")
         }
 
@@ -76,7 +78,7 @@ def recorded(request: pytest.FixtureRequest) -> Recorded:
 
 
 def plan(stage: int, ranks: int, **changes: Any) -> Plan:
-    values = {"strategy": f"zero{stage}", "backend": "deepspeed", "shard_degree": ranks, "seq_len": 32}
+    values = {"strategy": f"zero{stage}", "backend": "deepspeed", "mesh": Mesh(dp_shard=ranks), "seq_len": 32}
     return Plan(**{**values, "micro_batch_size": 2, **changes})
 
 

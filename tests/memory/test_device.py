@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fsdp_advisor.hardware import GPUS, find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import (
     BUFFER_BYTES,
-    RESERVED_PER_ALLOCATED,
     DeviceOverhead,
     communicators,
     connection_bytes,
     device_overhead,
-    verdict,
 )
+from fsdp_advisor.parallelism.mesh import Mesh
 
 MIB, GIB = 2**20, 2**30
 
@@ -28,9 +25,7 @@ def plan(backend: str = "fsdp2", strategy: str = "zero3", ranks: int = 8, nnodes
     return Plan(
         strategy=strategy,
         backend=backend,
-        shard_degree=shards,
-        replica_degree=ranks // shards,
-        nnodes=nnodes,
+        mesh=Mesh(dp_shard=shards, dp_replicate=ranks // shards, nnodes=nnodes),
         seq_len=1,
     )
 
@@ -101,29 +96,3 @@ def test_communicators() -> None:
 def test_more_nodes_take_more() -> None:
     one, two = (device_overhead(find_gpu("H100"), plan(ranks=16, nnodes=n)) for n in (1, 2))
     assert one.high_bytes < two.high_bytes
-
-
-@given(st.integers(0, 200 * GIB), st.sampled_from(GPUS))
-def test_verdicts(n_bytes: int, gpu: object) -> None:
-    """Knowing more never turns a certain answer round, and the range holds what is known."""
-    overhead = device_overhead(gpu, plan())  # type: ignore[arg-type]  # a Gpu
-    known = verdict(overhead, gpu, allocated_bytes=n_bytes)  # type: ignore[arg-type]
-    walked = verdict(overhead, gpu, allocated_bytes=n_bytes, reserved_bytes=n_bytes)  # type: ignore[arg-type]
-    assert known.least_bytes == walked.least_bytes <= walked.needed_bytes <= walked.most_bytes <= known.most_bytes
-    if known.certain is not None:
-        assert walked.certain is known.certain
-    assert (known.by, walked.by) == ("peak_allocated_bytes", "peak_reserved_bytes")
-
-
-def test_between_certain_answers_it_is_open() -> None:
-    gpu, job = find_gpu("H100"), plan()
-    overhead = device_overhead(gpu, job)
-    most = int((gpu.memory_bytes - overhead.high_bytes) / RESERVED_PER_ALLOCATED)
-    figures = {
-        most - GIB: True,
-        most + GIB: None,
-        gpu.memory_bytes - overhead.low_bytes: None,
-        gpu.memory_bytes - overhead.low_bytes + 1: False,
-    }
-    for n_bytes, fits in figures.items():
-        assert verdict(overhead, gpu, allocated_bytes=n_bytes).certain is fits

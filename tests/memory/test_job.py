@@ -15,6 +15,7 @@ from fsdp_advisor.job.request import Backend, Strategy
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import States, Storages
 from fsdp_advisor.report import Report
 
@@ -68,7 +69,7 @@ def peaks(
     """Peaks of a 7B job whose steps need 1 GiB, on 8 GPUs of `memory_gib` in a node with `host` bytes."""
     profile = resolve(LLAMA).profile
     assert profile is not None
-    plan = Plan(strategy=strategy, backend=backend, shard_degree=8, seq_len=1)
+    plan = Plan(strategy=strategy, backend=backend, mesh=Mesh(dp_shard=8), seq_len=1)
     gpu = replace(find_gpu("H100"), memory_bytes=int(memory_gib * GIB))
     return job_peaks(
         profile,
@@ -104,7 +105,7 @@ def test_load_and_save_methods_depend_on_the_nodes_memory() -> None:
 def test_unknown_step_peaks_stay_unknown() -> None:
     profile, gpu = resolve(LLAMA).profile, find_gpu("H100")
     assert profile is not None
-    plan = Plan(strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=1)
+    plan = Plan(strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=8), seq_len=1)
     job = job_peaks(
         profile, plan, gpu, states=States(), host=HostMemory(), overhead=device_overhead(gpu, plan), phase_peaks=None
     )

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from ranks import RANKS, llama, run_ranks
 
-from fsdp_advisor.engines import states_of
 from fsdp_advisor.engines.loading import choose_load_method, load_methods, one_copy_bytes
+from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.engines.transfer import LoadMethod, checkpoint_element_bytes
-from fsdp_advisor.job.plan import OFFLOADS, Plan
+from fsdp_advisor.job.compatibility import OFFLOADS, mesh_of
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 
 GIB = 2**30
@@ -25,9 +26,8 @@ CASES = (
 LLAMA_7B = llama(4096, 11008, 32, 32000)
 
 
-def plan(backend: str, strategy: str = "zero3", ranks: int = RANKS, **options: Any) -> Plan:
-    shards, replicas = (1, ranks) if strategy == "ddp" else (ranks, 1)
-    return Plan(strategy=strategy, backend=backend, shard_degree=shards, replica_degree=replicas, seq_len=1, **options)
+def plan(backend: str, strategy: str = "zero3", ranks: int = RANKS, nnodes: int = 1, **options: Any) -> Plan:
+    return Plan(strategy=strategy, backend=backend, mesh=mesh_of(strategy, ranks, nnodes), seq_len=1, **options)
 
 
 def load_method(profile: Profile, job: Plan, way: str) -> LoadMethod:

@@ -1,18 +1,12 @@
-"""What sums over rows stage, as PyTorch 2.13 asked its allocator for it (tests/cuda_without_kernels), and in a step."""
+"""The workspace of column reductions: as PyTorch 2.13 requests it (tests/cuda_without_kernels), and in a step."""
 
 from __future__ import annotations
 
 import pytest
-from fsdp_advisor.memory.ledger import SCRATCH
-from fsdp_advisor.memory.score import score_of, sized
-from fsdp_advisor.memory.step import replayed
+from jobs import job, operations_of
 
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, traced
-from fsdp_advisor.model.catalog import find
-from fsdp_advisor.model.catalog import profile as catalogued
-from fsdp_advisor.model.profile import Staging, Variant
+from fsdp_advisor.memory.allocator import simulate_allocator
 from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
 
 ASKED = {
@@ -33,7 +27,7 @@ ASKED = {
     (4096, 64): (524288, 524288),
     (4096, 30522): (23440896, 15627264),
 }
-"""By (rows, columns): bytes on an H100 and on an A100, alike in fp32 and in bf16."""
+"""By (rows, columns): bytes on an H100 and on an A100, the same in fp32 and in bf16."""
 
 
 def threads(gpu: str) -> int:
@@ -41,7 +35,7 @@ def threads(gpu: str) -> int:
 
 
 @pytest.mark.parametrize(("shape", "asked"), ASKED.items(), ids=str)
-def test_it_is_what_pytorch_asks_for(shape: tuple[int, int], asked: tuple[int, int]) -> None:
+def test_workspace_is_what_pytorch_requests(shape: tuple[int, int], asked: tuple[int, int]) -> None:
     assert tuple(reduction_workspace_bytes(*shape, threads(gpu)) for gpu in ("H100-80GB", "A100-80GB")) == asked
 
 
@@ -52,33 +46,15 @@ def test_resident_threads(gpu: str, expected: int) -> None:
     assert threads(gpu) == expected
 
 
-def test_a_step_stages_on_a_gpu_alone() -> None:
-    """ViT's biases: alive at the highest, in the walk as in the ledger, and of no size where there is no GPU."""
-    entry = find("google/vit-base-patch16-224")
-    assert entry is not None
-    profile = catalogued(entry)
-    tape = profile.tapes[Variant("fsdp2", "bf16-mixed", "flash_attention_2", "full", False).key]
-    plan = Plan(
-        strategy="zero3", backend="fsdp2", shard_degree=8, seq_len=197, micro_batch_size=8,
+def test_workspace_is_allocated_on_a_gpu_alone() -> None:
+    """For ViT's biases: part of what a GPU allocates, of no size where the number of threads is unknown."""
+    profile, tape, plan = job(
+        "google/vit-base-patch16-224", "zero3", "fsdp2", gpus=8, micro_batch_size=8, seq_len=197,
         attention="flash_attention_2", activation_checkpointing="full",
     )  # fmt: skip
-    on = threads("H100-80GB")
-    largest = reduction_workspace_bytes(8 * 197, 3072, on)
-    bare, staged = (replayed(profile, tape, plan, scratch_on=n) for n in (0, on))
-    assert staged.at_peak[SCRATCH] == largest and bare.peak < staged.peak
-    for n, followed in ((0, bare), (on, staged)):
-        steps = traced(profile, tape, plan, resident_threads=n)
-        assert (largest in steps.requests) == (n == on)
-        allocator = CachingAllocator(steps.requests, AllocatorConf(), gpu_keeps_up=True)
-        for operations in (steps.setup, steps.first):
-            allocator.run(operations)
-        allocator.begin_step()
-        for born, known in steps.handed_on:
-            allocator.address[known] = allocator.address[born]
-        allocator.requested_peak = 0
-        allocator.run(steps.following)
-        assert allocator.requested_peak == followed.peak
-    score = score_of(profile, tape, scratch=True)
-    assert score.stagings and all(isinstance(size, Staging) for _, size in score.stagings)
-    assert not score_of(profile, tape).stagings
-    assert sized(score, 8, 197, on).high != sized(score, 8, 197).high
+    resident = threads("H100-80GB")
+    largest = reduction_workspace_bytes(8 * 197, 3072, resident)
+    without, on_gpu = (operations_of(profile, tape, plan, resident_threads=n) for n in (0, resident))
+    assert largest in on_gpu.requests and largest not in without.requests
+    requested = [simulate_allocator(operations).requested_peak_bytes for operations in (without, on_gpu)]
+    assert 0 < requested[1] - requested[0] <= largest

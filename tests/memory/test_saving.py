@@ -16,6 +16,7 @@ from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import round_up
 
 CASES = (
@@ -171,7 +172,7 @@ def test_ddp_saves_tied_weights_once() -> None:
 
 
 def test_hsdp_replicas_share_the_writing() -> None:
-    hsdp = Plan(strategy="hsdp", backend="fsdp2", shard_degree=4, replica_degree=2, nnodes=2, seq_len=1)
+    hsdp = Plan(strategy="hsdp", backend="fsdp2", mesh=Mesh(dp_shard=4, dp_replicate=2, nnodes=2), seq_len=1)
     zero3 = plan("fsdp2", ranks=8)
     assert save_method(LLAMA_7B, hsdp, "sharded").files == save_method(LLAMA_7B, zero3, "sharded").files
 

@@ -10,18 +10,20 @@ import pytest
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.deepspeed.settings import settings_of
+from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, marked_units, wrapping_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved, make_request, peak_of_step
-from fsdp_advisor.job.plan import Plan, plans
-from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import step_operations
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import MarkedUnit, Op, Variant
+from fsdp_advisor.model.profile import MarkedUnit, Op
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.builder import AT_ROOT
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.tapes import tape_key_of
 
 UNTIED, TIED, GPT2, OPT = (
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
@@ -101,7 +103,7 @@ def test_every_parameter_of_a_root_is_in_one_unit() -> None:
 def test_a_plan_needs_the_marks_of_its_own_units(model: str) -> None:
     resolved = resolve(model)
     plan = plan_of(model=model, strategy="zero3", framework="accelerate")
-    on_tape = {u for s in resolved.tape(variant_of(plan)).segments for op, u, _ in s.events if op in MARKS}
+    on_tape = {u for s in resolved.tape(tape_key_of(plan)).segments for op, u, _ in s.events if op in MARKS}
     units = marked_units(profile_of(model), plan)
     assert units and units | {MarkedUnit.LAYER, MarkedUnit.ROOT} == on_tape
     assert not marked_units(profile_of(model), plan_of(model=model, strategy="zero3"))
@@ -143,7 +145,7 @@ def test_allocator_operations_reach_the_live_peak(
         model=model, backend=backend, strategy=strategy, framework=framework, gradient_accumulation_steps=accumulation,
         nnodes=2, wrap=wrap,
     )  # fmt: skip
-    profile, tape = profile_of(model), resolve(model).tape(variant_of(plan))
+    profile, tape = profile_of(model), resolve(model).tape(tape_key_of(plan))
     steps = step_operations(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len)
     alive: dict[int, int] = {}
     highest = 0
@@ -236,7 +238,7 @@ def test_casts_that_are_not_recorded_and_cannot_be_are_left_out_and_said() -> No
     model = resolve(GPT2, allow_recording=False)
     profile = model.profile
     assert profile is not None
-    tapes = {key: tape for key, tape in profile.tapes.items() if not Variant.from_key(key).prepared}
+    tapes = {key: tape for key, tape in profile.tapes.items() if not TapeKey.from_name(key).autocasts_fsdp1}
     model = replace(model, profile=replace(profile, tapes=tapes))
     (row,) = estimate_resolved(make_request(options), model).estimates
     assert row.peak_tensor_bytes and any("under which accelerate runs FSDP1" in note for note in row.not_modelled)

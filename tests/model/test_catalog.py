@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import get_args
 
 import pytest
 
-from fsdp_advisor.memory.libraries import real_attention
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import SDPA_BY_CUDNN_WINDOWED, SDPA_ON_GPU_WINDOWED, Variant
+from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
+from fsdp_advisor.tapes import gpu_tape_key
 
 MUST = [
     "meta-llama/Llama-2-7b-hf",
@@ -88,23 +89,22 @@ def test_every_profile_is_whole(entry: catalog.Entry) -> None:
     profile = catalog.profile(entry)
     assert profile.parameters == entry.parameters
     assert entry.source
-    for checkpointing in ("none", "full"):
-        for batch in ("n", "1"):
-            assert f"fsdp2|bf16-mixed|eager|{checkpointing}|{batch}" in profile.tapes
-            assert f"fsdp2|bf16|eager|{checkpointing}|{batch}" in profile.tapes
-    for engine, precision, attention, checkpointing, batch in product(
-        ("fsdp2", "plain", "fsdp1"), ("bf16", "bf16-mixed", "fp32"), ("sdpa", "eager"), ("none", "full"), "n1"
-    ):
-        key = f"{engine}|{precision}|{attention}|{checkpointing}|{batch}"
-        assert (key in profile.tapes) != (key in profile.refusals), "a tape, or why there is none"
-    for key in profile.tapes:
-        variant = Variant.from_key(key)
-        if variant.attention == "sdpa":
+    always: list[TapePrecision] = ["bf16-mixed", "bf16"]
+    for precision, checkpointing, batch_is_one in product(always, get_args(TapeCheckpointing), (False, True)):
+        assert TapeKey("fsdp2", precision, "eager", checkpointing, batch_is_one).name in profile.tapes
+    engines: list[TapeEngine] = ["fsdp2", "plain", "fsdp1"]
+    attentions: list[TapeAttention] = ["sdpa", "eager"]
+    for fields in product(engines, get_args(TapePrecision), attentions, get_args(TapeCheckpointing), (False, True)):
+        name = TapeKey(*fields).name
+        assert (name in profile.tapes) != (name in profile.refusals), "a tape, or why there is none"
+    for name in profile.tapes:
+        key = TapeKey.from_name(name)
+        if (key.attention, key.device) == ("sdpa", "cpu"):
             filled = profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)
-            for windowed in {False, filled}:
-                real = real_attention(variant, windowed=windowed, recorded=profile.tapes)
-                assert real.key in profile.tapes
-                assert not windowed or real.attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED)
+            for window_filled in {False, filled}:
+                on_gpu = gpu_tape_key(key, window_filled=window_filled, recorded=profile.tapes)
+                assert on_gpu.name in profile.tapes
+                assert on_gpu.window_filled or not window_filled
 
 
 @pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)

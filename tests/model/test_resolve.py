@@ -35,9 +35,10 @@ from fsdp_advisor.errors import (
 )
 from fsdp_advisor.model import cache, hub
 from fsdp_advisor.model import resolve as module
-from fsdp_advisor.model.profile import Profile, Variant
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.store import dump, load
+from fsdp_advisor.model.tape_key import TapeKey
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -69,8 +70,8 @@ def test_repository_with_the_same_shapes_adds_a_note() -> None:
 def test_catalog_model_needs_no_heavy_import() -> None:
     ran = python(
         "import sys\nfrom fsdp_advisor.model.resolve import resolve\n"
-        "resolve('tiny').tape(__import__('fsdp_advisor').model.profile.Variant.from_key("
-        f"{SHIPPED.key!r}))\n"
+        "resolve('tiny').tape(__import__('fsdp_advisor').model.tape_key.TapeKey.from_name("
+        f"{SHIPPED.name!r}))\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
@@ -84,14 +85,14 @@ def test_catalog_takes_precedence_over_a_folder(home: Path, monkeypatch: pytest.
 
 def test_variant_missing_in_the_catalog_is_recorded_and_cached(home: Path, recorded: Profile) -> None:
     tape = resolve("tiny").tape(OTHER)
-    assert flat(tape) == flat(recorded.tapes[OTHER.key])
+    assert flat(tape) == flat(recorded.tapes[OTHER.name])
     assert len(written(home)) == 1
 
 
 def test_cached_variant_needs_no_torch(recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(recorded, OTHER, task="causal-lm")
     _without_torch(monkeypatch)
-    assert flat(resolve("tiny").tape(OTHER)) == flat(recorded.tapes[OTHER.key])
+    assert flat(resolve("tiny").tape(OTHER)) == flat(recorded.tapes[OTHER.name])
 
 
 def test_missing_variant_without_torch_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +161,9 @@ def test_recorded_tapes_are_cached_and_used_without_torch(
     again = resolve(path)
     versions = " and ".join(f"{k} {v}" for k, v in recorded.versions.items())
     assert (again.name, again.parameters, again.notes) == (path, PARAMETERS, (f"recorded earlier, with {versions}",))
-    assert flat(again.tape(OTHER)) == flat(recorded.tapes[OTHER.key])
+    assert flat(again.tape(OTHER)) == flat(recorded.tapes[OTHER.name])
     with pytest.raises(MissingExtra, match="eager, activation checkpointing full, micro-batch 1 is not in the cache"):
-        again.tape(Variant("plain", "bf16", "eager", "full", True))
+        again.tape(TapeKey("plain", "bf16", "eager", "full", True))
 
 
 def test_new_process_without_torch_uses_the_cache(home: Path, recorded: Profile) -> None:
@@ -410,7 +411,7 @@ def test_damaged_file_is_deleted_and_recorded_again(home: Path, recorded: Profil
     )
     assert cache.fetch(load(data).config, None) is None
     assert written(home) == []
-    assert flat(resolve(path).tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.key])
+    assert flat(resolve(path).tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.name])
     resolve(path).tape(OTHER)
     assert len(written(home)) == 1
 
@@ -439,7 +440,7 @@ def test_other_versions_do_not_use_the_cache(home: Path, recorded: Profile, monk
 
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 1000}
-NO_FLASH = Variant("plain", "bf16", "flash_attention_2", "none", False)
+NO_FLASH = TapeKey("plain", "bf16", "flash_attention_2", "none", device="gpu")
 
 
 def test_failed_recording_is_not_repeated(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,12 +457,12 @@ def test_failed_recording_is_not_repeated(home: Path, monkeypatch: pytest.Monkey
 
 def test_failed_recording_is_repeated_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     why = to_payload(NotRecordable("old.json could not be run", hint="wait"))
-    assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.key: why}, tapes={}), None)
+    assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.name: why}, tapes={}), None)
     model = resolve(str(write(home / "mine.json", LLAMA)))
     with pytest.raises(NotRecordable, match=r"mine\.json could not be run"):
         model.tape(SHIPPED)
     monkeypatch.setattr(cache, "installed_versions", lambda: recorded.versions | {"torch": "99"})
-    assert flat(model.tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.key])
+    assert flat(model.tape(SHIPPED)) == flat(recorded.tapes[SHIPPED.name])
 
 
 @pytest.mark.parametrize("passes", [MemoryError(), OSError("disk full")])
@@ -469,7 +470,7 @@ def test_recording_that_ran_out_of_memory_is_repeated(home: Path, passes: Except
     from fsdp_advisor.recording.step import Step
 
     model = resolve(str(write(home / "mine.json", BLOOM)))
-    variant = Variant("plain", "bf16", "eager", "none", False)
+    variant = TapeKey("plain", "bf16", "eager", "none", False)
 
     def fails(*_: object) -> None:
         raise passes
@@ -493,7 +494,7 @@ def test_two_processes_can_write_at_once(home: Path, recorded: Profile) -> None:
     )
     ran: list[subprocess.CompletedProcess[str]] = []
     threads = [
-        threading.Thread(target=lambda key=v.key: ran.append(python(f"KEY = {key!r}\n" + code)))
+        threading.Thread(target=lambda key=v.name: ran.append(python(f"KEY = {key!r}\n" + code)))
         for v in (SHIPPED, OTHER)
     ]
     for thread in threads:

@@ -7,6 +7,7 @@ import pytest
 from fsdp_advisor.engines.deepspeed.settings import master_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.policies.precision import precision_of
 
 WEIGHT = Parameter(name="weight", shape=(3, 5))
@@ -15,7 +16,7 @@ WEIGHT = Parameter(name="weight", shape=(3, 5))
 def plan(backend: str, precision: str, framework: str = "torch") -> Plan:
     strategy = "ddp" if backend == "ddp" else "zero3"
     return Plan(
-        strategy=strategy, backend=backend, precision=precision, framework=framework, shard_degree=4, seq_len=16
+        strategy=strategy, backend=backend, precision=precision, framework=framework, mesh=Mesh(dp_shard=4), seq_len=16
     )
 
 

@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.job.request import OptimizerName  # noqa: E402  # after the check for torch
-from fsdp_advisor.model.profile import Parameter  # noqa: E402
-from fsdp_advisor.policies.optimizers import optimizer_named  # noqa: E402
-from fsdp_advisor.program.storages import NO_STORAGES  # noqa: E402
-from fsdp_advisor.validation.engines import optimizer_class  # noqa: E402
-from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
+from fsdp_advisor.job.request import OptimizerName  # after the check for torch
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.program.storages import NO_STORAGES
+from fsdp_advisor.validation.engines import optimizer_class
+from fsdp_advisor.validation.meter import StorageMeter
 
 SHAPES = [(96, 128), (2000,), (64, 300), (4000,)]
 SCALARS = 4

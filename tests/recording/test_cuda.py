@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402  # after the check for torch
-from torch.nn import functional as F  # noqa: E402
+from torch import nn  # after the check for torch
+from torch.nn import functional as F
 
-from fsdp_advisor.recording import cuda  # noqa: E402
-from fsdp_advisor.recording.cuda import as_on_cuda  # noqa: E402
+from fsdp_advisor.recording import cuda
+from fsdp_advisor.recording.cuda import as_on_cuda
 
 
 def saved(run: Callable[[], torch.Tensor]) -> list[torch.dtype]:

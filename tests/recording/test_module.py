@@ -8,15 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402  # after the check for torch
-from torch.nn import functional  # noqa: E402
+from torch import nn  # after the check for torch
+from torch.nn import functional
 
-from fsdp_advisor.errors import UsageError  # noqa: E402
-from fsdp_advisor.estimator import replayed  # noqa: E402
-from fsdp_advisor.job.plan import Plan  # noqa: E402
-from fsdp_advisor.model.profile import Variant  # noqa: E402
-from fsdp_advisor.recording import record_module  # noqa: E402
-from fsdp_advisor.validation.simulate import simulate  # noqa: E402
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import peak_of_step
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.recording import record_module
+from fsdp_advisor.validation.simulate import simulate
 
 
 class Net(nn.Module):
@@ -56,18 +57,17 @@ def _peak(wrap: tuple[str, ...], backend: str, world: int) -> int:
     plan = Plan(
         strategy="ddp" if backend == "ddp" else "zero3",
         backend=backend,
-        shard_degree=1 if backend == "ddp" else world,
-        replica_degree=world if backend == "ddp" else 1,
+        mesh=Mesh(dp_replicate=world) if backend == "ddp" else Mesh(dp_shard=world),
         precision="fp32",
         optim="adamw_torch_fused",
         micro_batch_size=64,
         seq_len=1,
     )
-    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
-    ledger = replayed(recorder.profile, recorder.tape(variant), plan)
+    variant = TapeKey("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    step = peak_of_step(recorder.profile, recorder.tape(variant), plan)
     found = simulate(recorder.source, plan)
-    assert ledger.phase_peaks == found.phase_peaks
-    return ledger.peak
+    assert step.phase_peaks == found.phase_peaks
+    return step.peak
 
 
 def test_total_is_the_tutorials() -> None:
@@ -104,11 +104,12 @@ def test_frozen_parameters_have_no_gradients_and_no_states(backend: str, wrap: t
     plan = Plan(
         strategy="ddp" if backend == "ddp" else "zero3",
         backend=backend,
-        shard_degree=1 if backend == "ddp" else 4,
-        replica_degree=4 if backend == "ddp" else 1,
+        mesh=Mesh(dp_replicate=4) if backend == "ddp" else Mesh(dp_shard=4),
         precision="fp32",
         micro_batch_size=64,
         seq_len=1,
     )
-    variant = Variant("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
-    assert replayed(profile, recorder.tape(variant), plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
+    variant = TapeKey("plain" if backend == "ddp" else backend, "fp32", "sdpa", "none", False)
+    assert (
+        peak_of_step(profile, recorder.tape(variant), plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
+    )

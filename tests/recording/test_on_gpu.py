@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402  # after the check for torch
-from tiny_llama import LLAMA, write  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM  # noqa: E402
+import torch.nn.functional as F  # after the check for torch
+from tiny_llama import LLAMA, write
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from fsdp_advisor import estimate  # noqa: E402
-from fsdp_advisor.estimator import NO_SCRATCH  # noqa: E402
-from fsdp_advisor.model import cache  # noqa: E402
-from fsdp_advisor.model.profile import (  # noqa: E402
-    SDPA_BY_CUDNN_WINDOWED,
-    SDPA_ON_GPU,
-    SDPA_ON_GPU_WINDOWED,
+from fsdp_advisor import estimate
+from fsdp_advisor.estimator import NO_SCRATCH
+from fsdp_advisor.model import cache
+from fsdp_advisor.model.profile import (
     Category,
     Op,
     Polynomial,
     Segment,
     Staging,
     Tape,
-    Variant,
 )
-from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu  # noqa: E402
+from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
+from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu
 
 SMALL = {
     "hidden_size": 64,
@@ -46,9 +44,17 @@ NOISE_BYTES = 64
 """Scalars, which live on the CPU there and in registers on a GPU."""
 
 
-def tape_of(attention: str, precision: str = "fp32", **config: Any) -> Tape:
+CPU = TapeKey("plain", "fp32", "sdpa", "none")
+EAGER = replace(CPU, attention="eager")
+GPU = replace(CPU, device="gpu")
+FILLED = replace(GPU, window_filled=True)
+CUDNN_FILLED = replace(FILLED, precision="bf16", kernel="cudnn")
+FLASH = replace(GPU, precision="bf16", attention="flash_attention_2")
+
+
+def tape_of(key: TapeKey, **config: Any) -> Tape:
     source = TransformersSource({"model_type": "llama", **SMALL, **config}, name="x")
-    return Recorder(source).tape(Variant("plain", precision, attention, "none", False))
+    return Recorder(source).tape(key)
 
 
 def scratch_of(tape: Tape, segment: Segment) -> list[Polynomial]:
@@ -154,19 +160,19 @@ def test_which_calls_a_fused_kernel_takes(query: Any, key: Any, value: Any, fuse
 
 
 MODELS = {
-    "plain": (LlamaForCausalLM, LlamaConfig, {}, SDPA_ON_GPU),
-    "grouped": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}, SDPA_ON_GPU),
+    "plain": (LlamaForCausalLM, LlamaConfig, {}, GPU),
+    "grouped": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}, GPU),
     "window unfilled": (
         MistralForCausalLM,
         MistralConfig,
         {"num_key_value_heads": 2, "sliding_window": 4096},
-        SDPA_ON_GPU,
+        GPU,
     ),
     "window filled": (
         MistralForCausalLM,
         MistralConfig,
         {"num_key_value_heads": 2, "sliding_window": 32},
-        SDPA_ON_GPU_WINDOWED,
+        FILLED,
     ),
 }
 
@@ -194,26 +200,26 @@ def calls() -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sdpa_is_called_as_in_a_real_run(name: str, calls: list[Any]) -> None:
-    model, config, more, attention = MODELS[name]
+    model, config, more, key = MODELS[name]
     built = config(**SMALL, **more, use_cache=False)
     tokens = torch.zeros(2, 48, dtype=torch.long)
     model._from_config(built, attn_implementation="sdpa")(input_ids=tokens, labels=tokens)
     real = [*calls]
     calls.clear()
-    tape_of(attention, **{"model_type": built.model_type, **more})
+    tape_of(key, **{"model_type": built.model_type, **more})
     assert len(real) == 2 and real == calls[:2]
 
 
 def test_no_size_grows_with_the_square_of_the_length() -> None:
-    def grow(attention: str) -> bool:
-        return any(p[4] or p[5] for p in tape_of(attention).sizes if not isinstance(p, Staging))
+    def grow(key: TapeKey) -> bool:
+        return any(p[4] or p[5] for p in tape_of(key).sizes if not isinstance(p, Staging))
 
-    assert grow("sdpa") and not grow(SDPA_ON_GPU)
+    assert grow(CPU) and not grow(GPU)
 
 
 def test_grouped_heads_keep_a_layers_scores() -> None:
     """(B, H, T, T) in fp32: the product, its softmax and the mask of -inf in forward; in backward the gradients of both."""
-    tape = tape_of(SDPA_ON_GPU, num_key_value_heads=2)
+    tape = tape_of(GPU, num_key_value_heads=2)
     layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "forward")
     sizes = [tape.sizes[a][4] for op, a, _ in layer.events if op == Op.ALLOC and tape.sizes[a][4]]
     assert sizes == [16, 16, 4]
@@ -222,18 +228,18 @@ def test_grouped_heads_keep_a_layers_scores() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
-def test_in_half_precision_it_comes_to_the_flash_kernel(precision: str) -> None:
-    def made(attention: str) -> list[list[tuple[Any, int]]]:
-        tape = tape_of(attention, precision, num_key_value_heads=2)
+def test_sdpa_in_half_precision_takes_the_flash_kernel(precision: TapePrecision) -> None:
+    def made(key: TapeKey) -> list[list[tuple[Any, int]]]:
+        tape = tape_of(replace(key, precision=precision), num_key_value_heads=2)
         return [[(tape.sizes[a], c) for op, a, c in s.events if op == Op.ALLOC] for s in tape.segments if s.stack == 0]
 
-    assert made(SDPA_ON_GPU) == made("flash_attention_2")
+    assert made(GPU) == made(FLASH)
 
 
-@pytest.mark.parametrize(("attention", "precision"), [(SDPA_ON_GPU_WINDOWED, "fp32"), (SDPA_BY_CUDNN_WINDOWED, "bf16")])
-def test_a_filled_window_keeps_a_layers_mask(attention: str, precision: str) -> None:
-    tape = tape_of(attention, precision, model_type="mistral", num_key_value_heads=2, sliding_window=32)
-    mask = (0, 0, 0, 0, 4 if precision == "fp32" else 2, 0)
+@pytest.mark.parametrize("key", [FILLED, CUDNN_FILLED], ids=lambda key: key.kernel)
+def test_a_filled_window_keeps_a_layers_mask(key: TapeKey) -> None:
+    tape = tape_of(key, model_type="mistral", num_key_value_heads=2, sliding_window=32)
+    mask = (0, 0, 0, 0, 4 if key.precision == "fp32" else 2, 0)
     kept = [(tape.sizes[a], c) for s in tape.segments for op, a, c in s.events if op == Op.ALLOC and s.stack == 0]
     assert kept.count((mask, Category.ACTIVATION)) == 2
 
@@ -245,15 +251,15 @@ def test_cudnn_puts_the_output_where_queries_lie() -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     }  # fmt: skip
     kept = []
-    for attention in (SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED):
-        tape = tape_of(attention, "bf16", **model)
+    for key in (replace(CUDNN_FILLED, kernel="default"), CUDNN_FILLED):
+        tape = tape_of(key, **model)
         layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "forward")
         kept.append(sum(tape.sizes[a][3] for op, a, c in layer.events if op == Op.ALLOC and c == Category.ACTIVATION))
     assert kept[1] - kept[0] == 2 * SMALL["hidden_size"]
 
 
 def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
-    tape = tape_of("eager")
+    tape = tape_of(EAGER)
     for segment in tape.segments:
         scratch = scratch_of(tape, segment)
         layers = segment.stack == 0 and segment.phase == "backward"
@@ -262,7 +268,7 @@ def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
 
 def test_the_fused_kernels_scratch() -> None:
     """delta and the product it is made of, and tiles of 64 columns of dq for heads of 16."""
-    tape = tape_of(SDPA_ON_GPU)
+    tape = tape_of(GPU)
     layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")
     scratch = scratch_of(tape, layer)
     assert [p[3] for p in scratch] == [4 * 64, 4 * 4, 4 * 4, 4 * 4 * 64]
@@ -273,7 +279,7 @@ def test_a_configuration_of_ones_own_has_it_too(home: Path) -> None:
     (row,) = estimate(model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100").estimates
     assert NO_SCRATCH not in row.not_modelled
     kept = cache.fetch(LLAMA, None)
-    assert kept is not None and "plain|fp32|sdpa_on_gpu|none|1" in kept.tapes
+    assert kept is not None and replace(GPU, batch_is_one=True).name in kept.tapes
 
 
 def test_a_filled_window_is_recorded_for_gpus_of_either_kind(home: Path) -> None:
@@ -282,14 +288,15 @@ def test_a_filled_window_is_recorded_for_gpus_of_either_kind(home: Path) -> None
     estimate(model=str(config), gpus=1, strategy="ddp", precision="bf16", seq_len=128, gpu="H100")
     kept = cache.fetch(own, None)
     assert kept is not None
-    attention = {Variant.from_key(key).attention for key in kept.tapes}
-    assert attention == {"sdpa", SDPA_ON_GPU_WINDOWED, SDPA_BY_CUDNN_WINDOWED}
+    keys = [TapeKey.from_name(name) for name in kept.tapes]
+    made = {(key.device, key.kernel, key.window_filled) for key in keys}
+    assert made == {("cpu", "default", False), ("gpu", "default", True), ("gpu", "cudnn", True)}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", SDPA_ON_GPU])
-def test_sums_over_rows_stage(attention: str) -> None:
+@pytest.mark.parametrize("key", [CPU, GPU], ids=lambda key: key.device)
+def test_sums_over_rows_stage(key: TapeKey) -> None:
     """For the gradients of two norms and four biases, and freed again at once."""
-    tape = tape_of(attention, attention_bias=True, num_key_value_heads=2)
+    tape = tape_of(key, attention_bias=True, num_key_value_heads=2)
     layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")
     staged = [
         (at, tape.sizes[a]) for at, (op, a, _) in enumerate(layer.events) if op == Op.ALLOC and isinstance(tape.sizes[a], Staging)

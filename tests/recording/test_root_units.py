@@ -8,10 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.memory.score import score_of, sized  # noqa: E402  # after the check for torch
-from fsdp_advisor.model import catalog  # noqa: E402
-from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape, Variant  # noqa: E402
-from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
+from fsdp_advisor.memory.score import score_of, sized  # after the check for torch
+
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording import Recorder, TransformersSource
 
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -54,7 +56,7 @@ def recorder_of(config: dict[str, Any]) -> Recorder:
 
 
 def tape_of(config: dict[str, Any], precision: str, checkpointing: str, engine: str = "fsdp2") -> Tape:
-    return recorder_of(config).tape(Variant(engine, precision, "sdpa", checkpointing, False))
+    return recorder_of(config).tape(TapeKey(engine, precision, "sdpa", checkpointing, False))
 
 
 def is_mark(event: tuple[int, int, int]) -> bool:
@@ -95,7 +97,7 @@ def root_gradient(recorder: Recorder, role: str) -> int:
 @pytest.mark.parametrize(("precision", "checkpointing"), STEPS)
 def test_units_of_an_untied_model(precision: str, checkpointing: str) -> None:
     recorder = recorder_of(UNTIED)
-    tape = recorder.tape(Variant("fsdp2", precision, "sdpa", checkpointing, False))
+    tape = recorder.tape(TapeKey("fsdp2", precision, "sdpa", checkpointing, False))
     marks = marks_of(tape)
     assert list(marks) == EMBEDDING_AND_HEAD
     hidden = (0, 0, 0, 2 * TEXT["hidden_size"], 0, 0)
@@ -172,7 +174,7 @@ def test_forward_of_a_plain_tape_ends_with_the_mark_of_the_outputs(checkpointing
 
 def test_marks_of_units_that_a_plan_does_not_have_change_nothing() -> None:
     recorder = recorder_of(UNTIED)
-    tape = recorder.tape(Variant("fsdp2", "bf16", "sdpa", "none", False))
+    tape = recorder.tape(TapeKey("fsdp2", "bf16", "sdpa", "none", False))
     segments = tuple(
         Segment(s.phase, s.stack, s.layer, tuple(e for e in s.events if not is_mark(e))) for s in tape.segments
     )
@@ -187,10 +189,10 @@ def test_shipped_marks_are_where_a_recording_puts_them(model: str) -> None:
     entry = catalog.find(model)
     assert entry is not None
     shipped = catalog.profile(entry)
-    variant = Variant("fsdp2", "bf16", "sdpa", "none", True)
+    variant = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
     recorder = Recorder(TransformersSource(shipped.config, name=model, task=entry.task))
     assert recorder.profile.root == shipped.root and recorder.profile.stacks == shipped.stacks
-    assert births_before_marks(recorder.tape(variant)) == births_before_marks(shipped.tapes[variant.key].read())
+    assert births_before_marks(recorder.tape(variant)) == births_before_marks(shipped.tapes[variant.name].read())
 
 
 @pytest.mark.parametrize(

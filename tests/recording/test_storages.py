@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402  # after the check for torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.profiler import profile  # noqa: E402
+import torch.nn.functional as F  # after the check for torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
 
-from fsdp_advisor.model.profile import Variant  # noqa: E402
-from fsdp_advisor.recording.recorder import record_module, repeats_are_alike  # noqa: E402
-from fsdp_advisor.recording.storages import StorageWatch  # noqa: E402
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording.recorder import record_module, repeats_are_alike
+from fsdp_advisor.recording.storages import StorageWatch
 
 
 def used_twice() -> Any:
@@ -106,6 +106,6 @@ def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
 
     layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
     recorder = record_module(build, batch, loss, wrap=layers)
-    variant = Variant("plain", "fp32", "sdpa", "none", False)
+    variant = TapeKey("plain", "fp32", "sdpa", "none", False)
     assert not repeats_are_alike(recorder.profile, recorder._tape(variant, sums_in_place=True))
     assert repeats_are_alike(recorder.profile, recorder.tape(variant))

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.errors import NotRecordable, UnreadableConfig  # noqa: E402  # after the check for torch
-from fsdp_advisor.model import store  # noqa: E402
-from fsdp_advisor.model.profile import Variant  # noqa: E402
-from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
+from fsdp_advisor.errors import NotRecordable, UnreadableConfig  # after the check for torch
+from fsdp_advisor.model import store
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording import Recorder, TransformersSource
 
 TASKS = [
     ({"model_type": "llama"}, "causal-lm"),
@@ -81,20 +81,20 @@ def test_cost_does_not_grow_with_depth() -> None:
 
 def test_one_layer_is_enough() -> None:
     recorder = Recorder(TransformersSource({"model_type": "llama", **SMALL, "num_hidden_layers": 2}, name="x"))
-    assert recorder.tape(Variant("fsdp2", "bf16", "sdpa", "none", False)).segments
+    assert recorder.tape(TapeKey("fsdp2", "bf16", "sdpa", "none", False)).segments
 
 
 def test_a_profile_survives_being_stored() -> None:
     recorder = Recorder(TransformersSource({"model_type": "qwen2", **SMALL, "num_hidden_layers": 7}, name="x"))
-    variants = [Variant("fsdp2", "bf16-mixed", a, c, False) for a in ("sdpa", "eager") for c in ("none", "full")]
+    variants = [TapeKey("fsdp2", "bf16-mixed", a, c, False) for a in ("sdpa", "eager") for c in ("none", "full")]
     for variant in variants:
-        recorder.profile.tapes[variant.key] = recorder.tape(variant)
+        recorder.profile.tapes[variant.name] = recorder.tape(variant)
     for small in (False, True):
         copy = store.load(store.dump(recorder.profile, small=small))
         assert copy.root == recorder.profile.root and copy.stacks == recorder.profile.stacks
         assert copy.parameters == recorder.profile.parameters
         for variant in variants:
-            ours, theirs = recorder.profile.tapes[variant.key], copy.tapes[variant.key]
+            ours, theirs = recorder.profile.tapes[variant.name], copy.tapes[variant.name]
             assert [s.phase for s in ours.segments] == [s.phase for s in theirs.segments]
             for a, b in zip(ours.segments, theirs.segments, strict=True):
                 assert (a.matmul_flops, a.attention_flops, a.operators) == (
@@ -119,7 +119,7 @@ def test_flops_are_six_per_parameter_and_token() -> None:
     """Forward and backward of a dense model: 6 per parameter and token, attention apart (arXiv:2001.08361, 2.1)."""
     config = {"model_type": "llama", **SMALL, "num_hidden_layers": 6, "tie_word_embeddings": False}
     recorder = Recorder(TransformersSource(config, name="x"))
-    tape = recorder.tape(Variant("plain", "fp32", "sdpa", "none", False))
+    tape = recorder.tape(TapeKey("plain", "fp32", "sdpa", "none", False))
     counts = recorder.profile.stacks[0].counts
     per_token = sum(s.matmul_flops[3] * (counts[s.layer] if s.stack >= 0 else 1) for s in tape.segments)
     embedding = 64 * 99
@@ -130,7 +130,7 @@ def test_flops_are_six_per_parameter_and_token() -> None:
 def test_an_unrecordable_variant_says_why() -> None:
     config = {"model_type": "mixtral", **SMALL, "num_hidden_layers": 2}
     with pytest.raises(NotRecordable, match="could not be run to record it"):
-        Recorder(TransformersSource(config, name="x")).tape(Variant("plain", "fp32", "sdpa", "none", False))
+        Recorder(TransformersSource(config, name="x")).tape(TapeKey("plain", "fp32", "sdpa", "none", False))
 
 
 def test_a_configuration_is_not_changed_by_building_it() -> None:
@@ -152,7 +152,7 @@ def test_no_layer_is_dropped() -> None:
     sizes = {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 99}
     whole, dropping = (
         Recorder(TransformersSource({"model_type": "opt", **sizes, "layerdrop": p}, name="x")).tape(
-            Variant("fsdp2", "bf16", "eager", "none", False)
+            TapeKey("fsdp2", "bf16", "eager", "none", False)
         )
         for p in (0.0, 0.5)
     )
@@ -170,4 +170,4 @@ def test_a_mask_without_padding_is_none_to_flash_attention() -> None:
             return {**super().batch(micro_batch_size, seq_len), "attention_mask": mask}
 
     recorder = Recorder(Masked({"model_type": "llama", **SMALL, "num_hidden_layers": 2}, name="x"))
-    assert recorder.tape(Variant("fsdp2", "bf16-mixed", "flash_attention_2", "none", False)).segments
+    assert recorder.tape(TapeKey("fsdp2", "bf16-mixed", "flash_attention_2", "none", device="gpu")).segments

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 
 schemathesis = pytest.importorskip("schemathesis")
 
-from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance  # noqa: E402
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
-from fsdp_advisor.server.app import create_app  # noqa: E402  # after the check for schemathesis
-from fsdp_advisor.server.settings import Settings  # noqa: E402
+from fsdp_advisor.server.app import create_app  # after the check for schemathesis
+from fsdp_advisor.server.settings import Settings
 
 SECONDS = 600
 """Time limit of one request, for a configuration that is recorded on a busy machine."""

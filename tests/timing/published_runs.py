@@ -21,6 +21,8 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, Segment, Tape
 from fsdp_advisor.model.store import load
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.parallelism.mesh import Mesh
 
 HERE = Path(__file__).parent
 PROFILES = HERE / "profiles.zip"
@@ -138,9 +140,7 @@ def plan_of(row: dict[str, Any]) -> tuple[Plan, str]:
         strategy=strategy,
         backend=backend,
         offload=offload,
-        shard_degree=shards,
-        replica_degree=gpus // shards,
-        nnodes=nodes,
+        mesh=Mesh(dp_shard=shards, dp_replicate=gpus // shards, nnodes=nodes),
         precision=precision,
         optim="adamw_torch"
         if "Lightning" in text or "Lightning" in row["source"] or gpus == 1
@@ -224,8 +224,9 @@ def variant_key(plan: Plan, checkpointing: str) -> str:
     precision = "bf16-mixed" if plan.precision == "fp16-mixed" else plan.precision
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"
-    single = "1" if plan.micro_batch_size == 1 and plan.attention != "flash_attention_2" else "n"
-    return "|".join((engine, precision, plan.attention, checkpointing, single))
+    flash = plan.attention == "flash_attention_2"
+    single = plan.micro_batch_size == 1 and not flash
+    return TapeKey(engine, precision, plan.attention, checkpointing, single, device="gpu" if flash else "cpu").name
 
 
 def _profile(row: dict[str, Any]) -> Profile:

@@ -9,8 +9,9 @@ import published_runs as rows
 import torch
 from torch import nn
 
-from fsdp_advisor.model.profile import Profile, Variant
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import dump
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.recording.modules import ModuleSource
 
@@ -85,7 +86,7 @@ def main() -> None:
             recorder = Recorder(source_of(row))
             profile: Profile = recorder.profile
             for variant in sorted(variants):
-                profile.tapes[variant] = recorder.tape(Variant.from_key(variant))
+                profile.tapes[variant] = recorder.tape(TapeKey.from_name(variant))
                 print(key, variant, flush=True)
             archive.writestr(key + ".profile", dump(profile, small=True))
 

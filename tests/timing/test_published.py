@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 from errors_table import DRAWING, TABLE, drawing, table
+from fsdp_advisor.timing.trust import LONGEST_TOKENS, MOST_GPUS, MOST_PARAMETERS
 from published_runs import Row, published, said, unsayable
 from published_split import FITTED, part_of
 
 from fsdp_advisor.timing import StepTime, step_time
-from fsdp_advisor.timing.trust import LONGEST_TOKENS, MOST_GPUS, MOST_PARAMETERS
 from fsdp_advisor.validation.published import runs, summaries
 
 NOISE = 0.03

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from fsdp_advisor.estimator import estimate, step_of
 from fsdp_advisor.hardware import GPUS, Gpu, find_gpu
-from fsdp_advisor.job.plan import BACKENDS, OFFLOADS, Plan, degrees
+from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, mesh_of
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.tapes import variant_of
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.timing import StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.timing.operators import products_of
 from fsdp_advisor.timing.step import UNCERTAINTY
@@ -43,21 +45,18 @@ STRATEGIES = [
 def plan(
     strategy: str = "zero3", backend: str | None = None, *, gpus: int = 8, nnodes: int = 1, **changes: Any
 ) -> Plan:
-    shards, replicas = degrees(strategy, gpus, nnodes)
     values: dict[str, Any] = {"micro_batch_size": 2, "seq_len": 2048, "attention": "flash_attention_2"} | changes
     return Plan(
         strategy=strategy,
         backend=backend or BACKENDS[strategy][0],
-        shard_degree=shards,
-        replica_degree=replicas,
-        nnodes=nnodes,
+        mesh=mesh_of(strategy, gpus, nnodes),
         **values,
     )
 
 
 def time(job: Plan, gpu: Gpu = A100, profile: Profile = LLAMA) -> StepTime:
-    variant = variant_of(job)
-    found = step_of(profile, variant, profile.tapes[variant.key], job, gpu)
+    variant = tape_key_of(job)
+    found = step_of(profile, variant, profile.tapes[variant.name], job, gpu)
     assert found is not None
     return found
 
@@ -74,7 +73,7 @@ def test_the_breakdown_sums_to_the_step_and_the_timeline_reaches_it(
     assert found.low_seconds < found.seconds < found.high_seconds
     assert (found.breakdown["recomputation"] > 0) == (checkpointing == "full")
     assert A100.inter_node is not None
-    drawn = timeline(LLAMA, LLAMA.tapes[variant_of(job).key], job, A100, A100.inter_node)
+    drawn = timeline(LLAMA, LLAMA.tapes[tape_key_of(job).name], job, A100, A100.inter_node)
     # every layer one by one: the fold of the sum is exact
     end = max(interval.end_seconds for interval in drawn)
     assert end == pytest.approx(found.seconds - found.breakdown["contention"], rel=1e-9)
@@ -84,7 +83,7 @@ def test_the_breakdown_sums_to_the_step_and_the_timeline_reaches_it(
 def test_streams_do_one_thing_at_a_time(strategy: str, backend: str, offload: str) -> None:
     job = plan(strategy, backend, gpus=16, nnodes=2, offload=offload)
     assert A100.inter_node is not None
-    drawn = timeline(LLAMA, LLAMA.tapes[variant_of(job).key], job, A100, A100.inter_node)
+    drawn = timeline(LLAMA, LLAMA.tapes[tape_key_of(job).name], job, A100, A100.inter_node)
     for stream in ("compute", "communication"):
         own = sorted((i.begin_seconds, i.end_seconds) for i in drawn if i.stream == stream)
         assert all(one[1] <= other[0] + 1e-12 for one, other in itertools.pairwise(own))
@@ -108,7 +107,7 @@ def test_folded_layers_take_as_long_as_each_one_walked(
     strategy, backend, offload = how
     profile = profile_of(name)
     job = plan(strategy, backend, gpus=16, nnodes=2, offload=offload, backward_prefetch=prefetch, attention="eager")
-    tape = profile.tapes.get(variant_of(job).key)
+    tape = profile.tapes.get(tape_key_of(job).name)
     assert A100.inter_node is not None
     if tape is None:
         return
@@ -197,7 +196,7 @@ def test_products_by_shape_are_the_recorded_products() -> None:
     """Twice B T N K over the weights is what the recorder counted, layer by layer."""
     for name in ("meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B", "openai-community/gpt2-xl", "google/gemma-2-9b"):
         profile = profile_of(name)
-        tape = profile.tapes["fsdp2|bf16-mixed|flash_attention_2|none|n"]
+        tape = profile.tapes[TapeKey("fsdp2", "bf16-mixed", "flash_attention_2", "none", device="gpu").name]
         for segment in tape.segments:
             if segment.phase == "forward" and segment.stack >= 0:
                 unit = profile.stacks[segment.stack].units[segment.layer]
@@ -208,7 +207,7 @@ def test_unknown_is_none_with_a_reason() -> None:
     small = find_gpu("24GiB")
     job = plan()
     assert A100.inter_node is not None
-    tape = LLAMA.tapes[variant_of(job).key]
+    tape = LLAMA.tapes[tape_key_of(job).name]
     assert step_time(LLAMA, tape, job, small, A100.inter_node) is None
     assert timeline(LLAMA, tape, job, small, A100.inter_node) == ()
     assert "name a GPU" in str(why_unknown(job, small))

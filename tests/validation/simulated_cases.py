@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.estimator import make_request
-from fsdp_advisor.job.plan import Plan, plans
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
 
 
 @dataclass(frozen=True)

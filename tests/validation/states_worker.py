@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import TransformersSource
 from fsdp_advisor.recording.step import materialise
 from fsdp_advisor.recording.storages import local_tensor
@@ -39,7 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for line in json.loads(sys.argv[1]):
-        plan = Plan(**line)
+        plan = Plan(**{**line, "mesh": Mesh(**line["mesh"])})
         source = TransformersSource(CONFIG, name="odd")
         model = source.build(torch.bfloat16 if plan.precision == "bf16" else torch.float32)
         layers = [layer for stack in source.stacks(model) for layer in stack.layers]

@@ -16,17 +16,18 @@ from tiny_model import CONFIG, JOB
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
-from fsdp_advisor.estimator import make_request  # noqa: E402
-from fsdp_advisor.memory.storages import round_up  # noqa: E402
-from fsdp_advisor.validation import external_launcher, measure  # noqa: E402
-from fsdp_advisor.validation.case import Case  # noqa: E402
-from fsdp_advisor.validation.failures import ModeUnavailable  # noqa: E402
-from fsdp_advisor.validation.predict import predict  # noqa: E402
-from fsdp_advisor.validation.process_tree import is_alive  # noqa: E402
-from fsdp_advisor.validation.rank import combined  # noqa: E402
-from fsdp_advisor.validation.sbatch import sbatch_example  # noqa: E402
-from fsdp_advisor.validation.worker import run  # noqa: E402
+from fsdp_advisor.memory.storages import round_up
+
+from fsdp_advisor.errors import UsageError  # after the check for torch
+from fsdp_advisor.estimator import make_request
+from fsdp_advisor.validation import external_launcher, measure
+from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.failures import ModeUnavailable
+from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.process_tree import is_alive
+from fsdp_advisor.validation.rank import combined
+from fsdp_advisor.validation.sbatch import sbatch_example
+from fsdp_advisor.validation.worker import run
 
 WIDE = {**CONFIG, "vocab_size": 8000, "tie_word_embeddings": False}
 """With short sequences, its peak is at the reduce-scatter of the root's gradients."""

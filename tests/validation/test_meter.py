@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402  # after the check for torch
+from torch.distributed.tensor._sharding_prop import ShardingPropagator  # after the check for torch
 
-from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
+from fsdp_advisor.validation.meter import StorageMeter
 
 
 def test_meter_ignores_tensors_of_dtensor_shape_propagation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.errors import UsageError  # noqa: E402  # after the check for torch
-from fsdp_advisor.estimator import estimate, make_request  # noqa: E402
-from fsdp_advisor.hardware import Gpu, find_gpu  # noqa: E402
-from fsdp_advisor.model import cache  # noqa: E402
-from fsdp_advisor.validation import gpu_memory, machine, stand_in, worker  # noqa: E402
-from fsdp_advisor.validation.case import Case  # noqa: E402
-from fsdp_advisor.validation.on_gpu import CONF_VARIABLES  # noqa: E402
-from fsdp_advisor.validation.predict import Prediction, predict  # noqa: E402
-from fsdp_advisor.validation.run_result import RunResult  # noqa: E402
-from fsdp_advisor.validation.snapshots import compare_snapshot  # noqa: E402
+from fsdp_advisor.errors import UsageError  # after the check for torch
+from fsdp_advisor.estimator import estimate, make_request
+from fsdp_advisor.hardware import Gpu, find_gpu
+from fsdp_advisor.model import cache
+from fsdp_advisor.validation import gpu_memory, machine, stand_in, worker
+from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.on_gpu import CONF_VARIABLES
+from fsdp_advisor.validation.predict import Prediction, predict
+from fsdp_advisor.validation.run_result import RunResult
+from fsdp_advisor.validation.snapshots import compare_snapshot
 
 H100 = find_gpu("H100-80GB")
 JOB: dict[str, Any] = {"model": "meta-llama/Llama-3.2-1B", "gpus": 8, "micro_batch_size": 2, "seq_len": 2048}

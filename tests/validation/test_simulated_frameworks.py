@@ -14,19 +14,19 @@ from simulated_cases import Case, plan_of
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from torch.distributed.fsdp._fully_shard import _fsdp_init  # noqa: E402  # after the checks
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_init  # after the checks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_advisor.engines import not_modelled  # noqa: E402
-from fsdp_advisor.estimator import replayed  # noqa: E402  # after the checks
-from fsdp_advisor.model.resolve import resolve  # noqa: E402
-from fsdp_advisor.recording import TransformersSource  # noqa: E402
-from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the checks
-from fsdp_advisor.validation import frameworks  # noqa: E402
-from fsdp_advisor.validation.failures import ModeUnavailable  # noqa: E402
-from fsdp_advisor.validation.modes import choose_mode  # noqa: E402
-from fsdp_advisor.validation.real import check  # noqa: E402
-from fsdp_advisor.validation.simulate import simulate  # noqa: E402
+from fsdp_advisor.engines import not_modelled
+from fsdp_advisor.estimator import peak_of_step  # after the checks
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.recording import TransformersSource
+from fsdp_advisor.tapes import tape_key_of  # after the checks
+from fsdp_advisor.validation import frameworks
+from fsdp_advisor.validation.failures import ModeUnavailable
+from fsdp_advisor.validation.modes import choose_mode
+from fsdp_advisor.validation.real import check
+from fsdp_advisor.validation.simulate import simulate
 
 SCALARS_BYTES = 16 * 512
 TINY = {
@@ -87,10 +87,10 @@ def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> 
     model = resolve(case.model)
     profile = model.profile
     assert profile is not None
-    ledger = replayed(profile, model.tape(variant_of(plan)), plan)
+    step = peak_of_step(profile, model.tape(tape_key_of(plan)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
-        assert 0 <= n_bytes - ledger.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, ledger.phase_peaks[phase])
+        assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
 
 
 @pytest.mark.parametrize(

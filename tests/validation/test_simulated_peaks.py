@@ -11,11 +11,11 @@ from simulated_cases import Case, plan_of
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.estimator import replayed  # noqa: E402  # after the check for torch
-from fsdp_advisor.model.resolve import resolve  # noqa: E402
-from fsdp_advisor.recording import TransformersSource  # noqa: E402
-from fsdp_advisor.tapes import variant_of  # noqa: E402  # after the check for torch
-from fsdp_advisor.validation.simulate import simulate  # noqa: E402
+from fsdp_advisor.estimator import peak_of_step  # after the check for torch
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.recording import TransformersSource
+from fsdp_advisor.tapes import tape_key_of  # after the check for torch
+from fsdp_advisor.validation.simulate import simulate
 
 TINY, L1B, L7B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"
 QWEN2, QWEN3 = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
@@ -111,11 +111,11 @@ def test_predicted_peaks_equal_pytorch(case: Case) -> None:
     model = resolve(case.model)
     profile = model.profile
     assert profile is not None
-    ledger = replayed(profile, model.tape(variant_of(plan)), plan)
+    step = peak_of_step(profile, model.tape(tape_key_of(plan)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     layers = sum(len(u.parameters) for u in profile.layers()) + len(profile.root.parameters)
     host_steps = 512 * layers if case.optim == "adamw_torch" else 0
     spared = 512 if case.backend == "fsdp1" and "gemma" in case.model else 0
     for phase, n_bytes in found.phase_peaks.items():
-        short = n_bytes - ledger.phase_peaks[phase]
-        assert -spared <= short <= host_steps, (phase, n_bytes, ledger.phase_peaks[phase])
+        short = n_bytes - step.phase_peaks[phase]
+        assert -spared <= short <= host_steps, (phase, n_bytes, step.phase_peaks[phase])

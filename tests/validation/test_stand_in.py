@@ -14,21 +14,22 @@ from tiny_model import CONFIG, JOB
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402  # after the check for torch
+from torch import nn  # after the check for torch
 
-from fsdp_advisor.estimator import make_request  # noqa: E402
-from fsdp_advisor.job.plan import Plan, plans  # noqa: E402
-from fsdp_advisor.recording import TransformersSource  # noqa: E402
-from fsdp_advisor.recording.modules import ModuleSource  # noqa: E402
-from fsdp_advisor.validation import child_process, weights  # noqa: E402
-from fsdp_advisor.validation.case import Case  # noqa: E402
-from fsdp_advisor.validation.failures import ModeUnavailable  # noqa: E402
-from fsdp_advisor.validation.meter import StorageMeter  # noqa: E402
-from fsdp_advisor.validation.predict import predict  # noqa: E402
-from fsdp_advisor.validation.process_tree import is_alive  # noqa: E402
-from fsdp_advisor.validation.simulate import simulate  # noqa: E402
-from fsdp_advisor.validation.stand_in import stand_in  # noqa: E402
-from fsdp_advisor.validation.worker import run  # noqa: E402
+from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording import TransformersSource
+from fsdp_advisor.recording.modules import ModuleSource
+from fsdp_advisor.validation import child_process, weights
+from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.failures import ModeUnavailable
+from fsdp_advisor.validation.meter import StorageMeter
+from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.process_tree import is_alive
+from fsdp_advisor.validation.simulate import simulate
+from fsdp_advisor.validation.stand_in import stand_in
+from fsdp_advisor.validation.worker import run
 
 
 @pytest.fixture(autouse=True)

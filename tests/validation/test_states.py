@@ -14,13 +14,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.engines import schedule_for  # noqa: E402  # after the check for torch
-from fsdp_advisor.job.plan import Plan  # noqa: E402
-from fsdp_advisor.recording import Recorder, TransformersSource  # noqa: E402
+from fsdp_advisor.engines.registry import states_of  # after the check for torch
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.recording import Recorder, TransformersSource
 
 WORKER = Path(__file__).with_name("states_worker.py")
 sys.path.insert(0, str(WORKER.parent))
-from states_worker import CONFIG  # noqa: E402  # the worker's own model
+from states_worker import CONFIG  # the worker's own model
 
 BACKENDS = (("ddp", "ddp"), ("fsdp1", "zero3"), ("fsdp1", "zero2"), ("fsdp2", "zero3"), ("fsdp2", "zero2"))
 
@@ -30,8 +31,7 @@ def plans_of(world: int) -> list[Plan]:
         Plan(
             strategy=strategy,
             backend=backend,
-            shard_degree=1 if backend == "ddp" else world,
-            replica_degree=world if backend == "ddp" else 1,
+            mesh=Mesh(dp_replicate=world) if backend == "ddp" else Mesh(dp_shard=world),
             precision=precision,
             optim=optim,
             seq_len=8,
@@ -65,7 +65,7 @@ def test_predicted_states_equal_a_real_run(world: int) -> None:
     assert len(lines) == len(plans), run.stderr[:3000]
     profile = Recorder(TransformersSource(CONFIG, name="odd")).profile
     for plan, line in zip(plans, lines, strict=True):
-        states = schedule_for(profile, plan).states
+        states = states_of(profile, plan)
         assert {
             "parameters": states.parameters.exact,
             "gradients": states.gradients.exact,

@@ -103,7 +103,7 @@ class DdpStep(StepHooks):
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
         self.gradient_hooks = plan.gradient_accumulation_steps > 1
-        self.states = ddp_states(profile, plan.any_step)
+        self.states = ddp_states(profile, plan.without_step)
 
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
@@ -121,7 +121,7 @@ class DdpStep(StepHooks):
 
         The encoder's output is fp32 already, but under autocast nothing else keeps it alive.
         """
-        converts, clones = self._plan.prepared and self._plan.mixed, clones_outputs(self._plan)
+        converts, clones = self._plan.facts.converts_outputs and self._plan.mixed, clones_outputs(self._plan)
         element = 2 if self._plan.precision == "bf16" else 4
         logits = logits_per_batch(self._profile, element)
         encoded = encoded_per_batch(self._profile, element)

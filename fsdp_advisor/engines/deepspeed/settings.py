@@ -35,7 +35,7 @@ def settings_of(profile: Profile, plan: Plan) -> Settings:
 
 def settings_for(hidden: int | None, plan: Plan) -> Settings:
     """As `settings_of`, of a model's hidden size."""
-    if hidden is None or not plan.prepared:
+    if hidden is None or not plan.facts.fills_deepspeed_buckets:
         return DEFAULTS
     if stage(plan) < 3:
         return Settings(reduce_bucket_size=hidden * hidden)

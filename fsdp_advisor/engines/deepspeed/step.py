@@ -122,7 +122,7 @@ class DeepspeedStep(StepHooks):
         self._profile, self._plan = profile, plan
         self._stage = stage(plan)
         self._settings = settings or settings_of(profile, plan)
-        self._layout = _layout_of(profile, plan.any_step, self._settings)
+        self._layout = _layout_of(profile, plan.without_step, self._settings)
         self.states = self._layout.states
         self._bucket = Bucket(self._layout.buffers, plan.shard_degree)
         self._gathering = Gathering(Gathered((), ()))

@@ -47,7 +47,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     )
     shards = sum(unit.shard.rounded for unit in units)
     gpu = peak_bytes(transfers) + buffers(profile).rounded
-    shards_on_host, shards_on_gpu = (shards, 0) if offload else (0, shards)
+    shards_on_host = shards if offload else 0
     loaded = max(checkpoint.private_bytes, shards_on_host)
 
     def unit_by_unit(way: str, how: str, other_ranks_host_bytes: int) -> LoadMethod:
@@ -74,19 +74,29 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
         ),
         unit_by_unit("cpu_ram_efficient_loading", CPU_RAM_EFFICIENT_LOADING, loaded),
     )
-    if plan.prepared:
+    if plan.uses_accelerate:
         return methods
-    host = _host_peak_without_device_id(units, checkpoint.private_bytes)
-    without_device_id = LoadMethod(
+    return (*methods, _without_device_id(profile, plan, units, checkpoint))
+
+
+def _without_device_id(
+    profile: Profile, plan: Plan, units: Sequence[FlattenedUnit], checkpoint: LoadedCheckpoint
+) -> LoadMethod:
+    """`FSDP(model)` flattens and shards one unit at a time on the CPU. Only the shards move to the GPU."""
+    remaining, shards, host = checkpoint.private_bytes, 0, 0
+    for unit in units:
+        host = max(host, remaining + shards + unit.flat.rounded + unit.shard.rounded)
+        remaining = max(0, remaining - unit.parameters.rounded)
+        shards += unit.shard.rounded
+    return LoadMethod(
         way="every_rank_without_device_id",
         how="from_pretrained on every rank; FSDP(model) without device_id shards on the CPU, then .to(device)",
-        gpu_bytes=shards_on_gpu + buffers(profile).rounded,
+        gpu_bytes=(0 if plan.offload == "parameters" else shards) + buffers(profile).rounded,
         first_rank_host_bytes=host,
         other_ranks_host_bytes=host,
         ranks_per_node=plan.ranks_per_node,
         mapped_bytes=checkpoint.mapped_bytes,
     )
-    return (*methods, without_device_id)
 
 
 def _flattened_units(profile: Profile, plan: Plan) -> list[FlattenedUnit]:
@@ -99,13 +109,3 @@ def _flattened_units(profile: Profile, plan: Plan) -> list[FlattenedUnit]:
         return FlattenedUnit(parameters, Storages.of(elements * k), Storages.of(elements // n * k))
 
     return [flattened(unit) for unit in units_in_order(profile)]
-
-
-def _host_peak_without_device_id(units: Sequence[FlattenedUnit], loaded: int) -> int:
-    """Host peak while units are flattened and sharded on the CPU. `loaded`: the private copy of the whole model."""
-    remaining, shards, peak = loaded, 0, 0
-    for unit in units:
-        peak = max(peak, remaining + shards + unit.flat.rounded + unit.shard.rounded)
-        remaining = max(0, remaining - unit.parameters.rounded)
-        shards += unit.shard.rounded
-    return peak

@@ -18,50 +18,68 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
     Source: fsdp/_state_dict_utils.py, _common_unshard_pre_state_dict_hook, _full_post_state_dict_hook,
     _sharded_post_state_dict_hook, _local_post_state_dict_hook.
     """
-    state_dict, n = StateDictBytes.of(profile, plan), plan.shard_degree
-    root = _flat_bytes(profile.root, plan)
-    layer = max((_flat_bytes(unit, plan) for stack in profile.stacks for unit in stack.units), default=0)
-    largest_unit = max(root, layer)
-    root_rows = sum(shard_bytes(p, plan) * (1 + len(p.tied)) for p in profile.root.parameters)
-    flat_shards = sum(_flat_bytes(unit, plan) // n * count for unit, count in profile.counted_units())
     return (
-        SaveMethod(
-            way="full",
-            how="FULL_STATE_DICT with offload_to_cpu and rank0_only",
-            gpu_bytes=largest_unit,
-            first_rank_host_bytes=state_dict.full + largest_unit,
-            other_ranks_host_bytes=0,
-            ranks_per_node=plan.ranks_per_node,
-            files=(Files(name="pytorch_model_fsdp.bin", tensor_bytes=state_dict.full),),
-        ),
-        SaveMethod(
-            way="full_on_every_rank",
-            how="FULL_STATE_DICT without rank0_only: every rank gathers and writes everything",
-            gpu_bytes=largest_unit,
-            first_rank_host_bytes=state_dict.full + largest_unit,
-            other_ranks_host_bytes=state_dict.full + largest_unit,
-            ranks_per_node=plan.ranks_per_node,
-            files=(Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=state_dict.full),),
-        ),
-        SaveMethod(
-            way="sharded",
-            how="SHARDED_STATE_DICT, written by torch.distributed.checkpoint",
-            gpu_bytes=max(root + state_dict.sharded, root + layer + state_dict.sharded - root_rows),
-            first_rank_host_bytes=DCP_IN_FLIGHT_BYTES + state_dict.largest_shard,
-            other_ranks_host_bytes=DCP_IN_FLIGHT_BYTES + state_dict.largest_shard,
-            ranks_per_node=plan.ranks_per_node,
-            files=(dcp_files(plan, state_dict.sharded),),
-        ),
-        SaveMethod(
-            way="local",
-            how="LOCAL_STATE_DICT: each rank's flat shard, which only the same number of ranks can load",
-            gpu_bytes=0,
-            first_rank_host_bytes=largest_unit // n,
-            other_ranks_host_bytes=largest_unit // n,
-            ranks_per_node=plan.ranks_per_node,
-            files=(Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=flat_shards),),
-        ),
+        _full(profile, plan, rank0_only=True),
+        _full(profile, plan, rank0_only=False),
+        _sharded(profile, plan),
+        _local(profile, plan),
     )
+
+
+def _full(profile: Profile, plan: Plan, *, rank0_only: bool) -> SaveMethod:
+    state_dict, largest_unit = StateDictBytes.of(profile, plan), max(_root_and_layer_bytes(profile, plan))
+    host = state_dict.full + largest_unit
+    if rank0_only:
+        way, how = "full", "FULL_STATE_DICT with offload_to_cpu and rank0_only"
+        files = Files(name="pytorch_model_fsdp.bin", tensor_bytes=state_dict.full)
+    else:
+        way, how = "full_on_every_rank", "FULL_STATE_DICT without rank0_only: every rank gathers and writes everything"
+        files = Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=state_dict.full)
+    return SaveMethod(
+        way=way,
+        how=how,
+        gpu_bytes=largest_unit,
+        first_rank_host_bytes=host,
+        other_ranks_host_bytes=0 if rank0_only else host,
+        ranks_per_node=plan.ranks_per_node,
+        files=(files,),
+    )
+
+
+def _sharded(profile: Profile, plan: Plan) -> SaveMethod:
+    state_dict, (root, layer) = StateDictBytes.of(profile, plan), _root_and_layer_bytes(profile, plan)
+    root_rows = sum(shard_bytes(p, plan) * (1 + len(p.tied)) for p in profile.root.parameters)
+    in_flight = DCP_IN_FLIGHT_BYTES + state_dict.largest_shard
+    return SaveMethod(
+        way="sharded",
+        how="SHARDED_STATE_DICT, written by torch.distributed.checkpoint",
+        gpu_bytes=max(root + state_dict.sharded, root + layer + state_dict.sharded - root_rows),
+        first_rank_host_bytes=in_flight,
+        other_ranks_host_bytes=in_flight,
+        ranks_per_node=plan.ranks_per_node,
+        files=(dcp_files(plan, state_dict.sharded),),
+    )
+
+
+def _local(profile: Profile, plan: Plan) -> SaveMethod:
+    n = plan.shard_degree
+    largest_shard = max(_root_and_layer_bytes(profile, plan)) // n
+    shards = sum(_flat_bytes(unit, plan) // n * count for unit, count in profile.counted_units())
+    return SaveMethod(
+        way="local",
+        how="LOCAL_STATE_DICT: each rank's flat shard, which only the same number of ranks can load",
+        gpu_bytes=0,
+        first_rank_host_bytes=largest_shard,
+        other_ranks_host_bytes=largest_shard,
+        ranks_per_node=plan.ranks_per_node,
+        files=(Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=shards),),
+    )
+
+
+def _root_and_layer_bytes(profile: Profile, plan: Plan) -> tuple[int, int]:
+    """Bytes of the root's flat parameter and of the largest layer's, gathered."""
+    layers = (_flat_bytes(unit, plan) for stack in profile.stacks for unit in stack.units)
+    return _flat_bytes(profile.root, plan), max(layers, default=0)
 
 
 def _flat_bytes(unit: Unit, plan: Plan) -> int:

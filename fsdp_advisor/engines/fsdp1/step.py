@@ -54,7 +54,7 @@ class Fsdp1Step(StepHooks):
         self._reshard = (
             plan.strategy in ("zero3", "hsdp") or self._uploads_whole
         )  # on one rank, every strategy is NO_SHARD
-        self._units, self.states = fsdp1_units(profile, plan.any_step)
+        self._units, self.states = fsdp1_units(profile, plan.without_step)
         # of one step
         self._previous_gradients = NO_BUFFER
         self._prefetched = False
@@ -164,7 +164,7 @@ class Fsdp1Step(StepHooks):
     def optimizer_step(self, step: StepBuilder) -> None:
         plan = self._plan
         own = self._profile.trainable_parameters / plan.shard_degree
-        if plan.clips:
+        if plan.facts.clips_gradients:
             step.transient(Account.TEMPORARIES, summed(self._profile, self._units, "norms"))
         if self._offload:
             step.add(

@@ -55,67 +55,80 @@ class ShardedUnit:
 def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     """The methods of loading under FSDP2, the one with the least to set up first.
 
-    accelerate prepares a model that is loaded already, so it excludes `sharded` and `rank0`. It also maps parameters by their
-    addresses, which tensors on the meta device do not have.
+    accelerate leaves out the methods that build on the meta device: it tells parameters apart by their addresses, which tensors
+    there do not have.
     """
-    checkpoint, offload = LoadedCheckpoint.of(profile, plan.param_bytes), plan.offload == "parameters"
-    units = [*map(_sharding(plan), units_in_order(profile))]
-    parameters = [p for unit in units for p in unit.parameters]
-    shards = sum(p.shard.rounded for p in parameters)
+    checkpoint, units = LoadedCheckpoint.of(profile, plan.param_bytes), _sharded_units(profile, plan)
+    loaded = max(checkpoint.private_bytes, _shards_bytes(units) if plan.offload == "parameters" else 0)
+    by_unit, scattered = _unit_transfers(profile, plan), _scatter_transfers(units, plan)
+    every_rank = LoadMethod(
+        way="every_rank",
+        how="from_pretrained on every rank; fully_shard moves one unit at a time",
+        gpu_bytes=peak_bytes(by_unit) + buffers(profile).rounded,
+        first_rank_host_bytes=loaded,
+        other_ranks_host_bytes=loaded,
+        ranks_per_node=plan.ranks_per_node,
+        mapped_bytes=checkpoint.mapped_bytes,
+        transfers=by_unit,
+    )
+    efficient = LoadMethod(
+        way="cpu_ram_efficient_loading",
+        how=CPU_RAM_EFFICIENT_LOADING,
+        gpu_bytes=peak_bytes(scattered) + buffers(profile).rounded,
+        first_rank_host_bytes=loaded,
+        other_ranks_host_bytes=loaded,
+        ranks_per_node=plan.ranks_per_node,
+        mapped_bytes=checkpoint.mapped_bytes,
+        transfers=scattered,
+    )
+    if plan.uses_accelerate:
+        return every_rank, efficient
+    return every_rank, *_from_meta_device(profile, plan, units, checkpoint), efficient
+
+
+def _from_meta_device(
+    profile: Profile, plan: Plan, units: Sequence[ShardedUnit], checkpoint: LoadedCheckpoint
+) -> tuple[LoadMethod, LoadMethod]:
+    """The methods that shard an empty model: `sharded`, where each rank reads its rows, and `rank0`, which broadcasts them."""
+    offload, shards = plan.offload == "parameters", _shards_bytes(units)
     shards_on_host, shards_on_gpu = (shards, 0) if offload else (0, shards)
-    loaded = max(checkpoint.private_bytes, shards_on_host)
-    read_rows = max(p.shard.rounded for p in parameters) if checkpoint.private_bytes and not offload else 0
+    largest_shard = max(p.shard.rounded for unit in units for p in unit.parameters)
+    converted_shard = largest_shard if checkpoint.private_bytes and not offload else 0
     broadcast = _broadcast_transfers(units, offload=offload)
     broadcast_on_host = peak_bytes(broadcast) if offload else 0
-
-    def method(way: str, how: str, gpu: int, first: int, others: int, transfers: Transfers = ()) -> LoadMethod:
-        return LoadMethod(
-            way=way,
-            how=how,
-            gpu_bytes=gpu + buffers(profile).rounded,
-            first_rank_host_bytes=first,
-            other_ranks_host_bytes=others,
-            ranks_per_node=plan.ranks_per_node,
-            mapped_bytes=checkpoint.mapped_bytes,
-            transfers=transfers,
-        )
-
-    by_unit = _unit_transfers(profile, plan)
-    every_rank = method(
-        "every_rank",
-        "from_pretrained on every rank; fully_shard moves one unit at a time",
-        peak_bytes(by_unit),
-        loaded,
-        loaded,
-        by_unit,
+    sharded = LoadMethod(
+        way="sharded",
+        how="build on the meta device, fully_shard, to_empty; dcp.load with HuggingFaceStorageReader: each rank reads its own rows",
+        gpu_bytes=shards_on_gpu + buffers(profile).rounded,
+        first_rank_host_bytes=shards_on_host + converted_shard,
+        other_ranks_host_bytes=shards_on_host + converted_shard,
+        ranks_per_node=plan.ranks_per_node,
+        mapped_bytes=checkpoint.mapped_bytes,
     )
-    scattered = _scatter_transfers(units, plan)
-    efficient = method(
-        "cpu_ram_efficient_loading", CPU_RAM_EFFICIENT_LOADING, peak_bytes(scattered), loaded, loaded, scattered
-    )
-    if plan.prepared:
-        return every_rank, efficient
-    sharded = method(
-        "sharded",
-        "build on the meta device, fully_shard, to_empty; dcp.load with HuggingFaceStorageReader: each rank reads its own rows",
-        shards_on_gpu,
-        shards_on_host + read_rows,
-        shards_on_host + read_rows,
-    )
-    rank0 = method(
-        "rank0",
-        "rank 0 alone loads, all build on the meta device, fully_shard, to_empty; "
+    rank0 = LoadMethod(
+        way="rank0",
+        how="rank 0 alone loads, all build on the meta device, fully_shard, to_empty; "
         "set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True)",
-        peak_bytes(broadcast),
-        checkpoint.private_bytes + shards_on_host + broadcast_on_host,
-        shards_on_host + broadcast_on_host,
-        broadcast,
+        gpu_bytes=peak_bytes(broadcast) + buffers(profile).rounded,
+        first_rank_host_bytes=checkpoint.private_bytes + shards_on_host + broadcast_on_host,
+        other_ranks_host_bytes=shards_on_host + broadcast_on_host,
+        ranks_per_node=plan.ranks_per_node,
+        mapped_bytes=checkpoint.mapped_bytes,
+        transfers=broadcast,
     )
-    return every_rank, sharded, rank0, efficient
+    return sharded, rank0
+
+
+def _sharded_units(profile: Profile, plan: Plan) -> list[ShardedUnit]:
+    return [*map(_sharding(plan), units_in_order(profile))]
+
+
+def _shards_bytes(units: Sequence[ShardedUnit]) -> int:
+    return sum(p.shard.rounded for unit in units for p in unit.parameters)
 
 
 def _sharding(plan: Plan) -> Callable[[Unit], ShardedUnit]:
-    """A function that shards a unit's parameters, and each kind of unit only once."""
+    """A function that shards a unit's parameters and returns the same object for layers of one kind."""
 
     @cache
     def sharded(unit: Unit) -> ShardedUnit:

@@ -46,7 +46,7 @@ class Fsdp2Step(StepHooks):
         self._offload = plan.offload == "parameters"
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._one_shard = plan.shard_degree == 1
-        self._wrapping, self._units, self.states = fsdp2_units(profile, plan.any_step)
+        self._wrapping, self._units, self.states = fsdp2_units(profile, plan.without_step)
         self.gradient_hooks = plan.defers_reduction
         # of one step
         self._prefetched = False

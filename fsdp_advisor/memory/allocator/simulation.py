@@ -10,10 +10,10 @@ keep pace with computation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
+from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.operations import StepOperations
 
@@ -43,7 +43,6 @@ class AllocatorResult:
     limit. `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`,
     `requested_peak_bytes` `requested_bytes.all.peak`. `steps_until_steady` is None if the state never repeated.
     `expandable_segments_help`: whether that setting ends the retries or makes the job fit; None if it was not tried.
-    `segments` are those at the end of the last step.
     """
 
     allocated_peak_bytes: int
@@ -54,7 +53,6 @@ class AllocatorResult:
     steps_until_steady: int | None = None
     expandable_segments_help: bool | None = None
     refused: Refused | None = None
-    segments: tuple[Segment, ...] = field(default=(), repr=False)
 
     @property
     def unused_bytes(self) -> int:
@@ -92,7 +90,6 @@ def simulate_allocator(
         steps_until_steady=run.steady_after,
         expandable_segments_help=helps,
         refused=within.refused,
-        segments=tuple(run.allocator.segments()),
     )
 
 

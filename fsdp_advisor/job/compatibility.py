@@ -1,0 +1,157 @@
+"""Which strategies, backends, offloads and frameworks work together; and from a request to its plans."""
+
+from __future__ import annotations
+
+from typing_extensions import assert_never
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
+from fsdp_advisor.parallelism.mesh import Mesh
+
+BACKENDS: dict[Strategy, tuple[Backend, ...]] = {
+    "ddp": ("ddp",),
+    "zero1": ("deepspeed",),
+    "zero2": ("fsdp2", "fsdp1", "deepspeed"),
+    "zero3": ("fsdp2", "fsdp1", "deepspeed"),
+    "hsdp": ("fsdp2", "fsdp1"),
+}
+"""The backends of each strategy; the first is what `auto` means."""
+
+OFFLOADS: dict[Offload, dict[Strategy, tuple[Backend, ...]]] = {
+    "none": {"ddp": BACKENDS["ddp"], **{s: BACKENDS[s] for s in ("zero1", "zero2", "zero3", "hsdp")}},
+    "optimizer": {"zero1": ("deepspeed",), "zero2": ("deepspeed",), "zero3": ("deepspeed",)},
+    "parameters": {"zero2": ("fsdp2", "fsdp1"), "zero3": ("fsdp2", "fsdp1", "deepspeed"), "hsdp": ("fsdp2", "fsdp1")},
+}
+"""The backends of each strategy with an offload. Optimizer offload exists in DeepSpeed alone."""
+
+OVERVIEW: tuple[tuple[Strategy, Offload], ...] = (
+    ("ddp", "none"),
+    ("zero1", "none"),
+    ("zero2", "none"),
+    ("zero3", "none"),
+    ("zero2", "optimizer"),
+    ("zero3", "optimizer"),
+    ("zero3", "parameters"),
+)
+
+
+def label(strategy: Strategy, offload: Offload = "none") -> str:
+    """How people name a strategy.
+
+    >>> label("zero3", "optimizer")
+    'ZeRO-3 + optimizer offload'
+    """
+    name = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP"}[strategy]
+    return name + {"none": "", "optimizer": " + optimizer offload", "parameters": " + full offload"}[offload]
+
+
+def mesh_of(strategy: Strategy, gpus: int, nnodes: int) -> Mesh:
+    """The ranks of a strategy: HSDP shards within a node and replicates across nodes.
+
+    >>> mesh_of("ddp", 16, 2).used_axes, mesh_of("zero3", 16, 2).used_axes, mesh_of("hsdp", 16, 2).used_axes
+    (('dp_replicate',), ('dp_shard',), ('dp_replicate', 'dp_shard'))
+    """
+    match strategy:
+        case "ddp":
+            return Mesh(dp_replicate=gpus, nnodes=nnodes)
+        case "hsdp":
+            return Mesh(dp_replicate=nnodes, dp_shard=gpus // nnodes, nnodes=nnodes)
+        case "zero1" | "zero2" | "zero3":
+            return Mesh(dp_shard=gpus, nnodes=nnodes)
+        case _:
+            assert_never(strategy)
+
+
+def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
+    """One plan per row of the answer. Raises UsageError if no backend supports the request."""
+    if request.strategy != "all":
+        return [_plan(request, request.strategy, request.offload, seq_len)]
+    if request.offload == "none":
+        rows = [*OVERVIEW, ("hsdp", "none")] if request.nnodes > 1 else list(OVERVIEW)
+    else:
+        rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
+    known = FRAMEWORKS[request.framework].backends if request.backend == "auto" else (request.backend,)
+    possible = [(s, o) for s, o in rows if set(known) & set(OFFLOADS[o].get(s, ()))]
+    if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
+        possible = [(s, o) for s, o in possible if s == "zero3"]
+    if not possible:
+        raise UsageError(
+            f"backend {request.backend} has no strategy with offload {request.offload}",
+            hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
+        )
+    return [_plan(request, s, o, seq_len) for s, o in possible]
+
+
+def refusal(
+    strategy: Strategy, backend: Backend, *, framework: Framework, wrap: Wrap, activation_checkpointing: Checkpointing
+) -> UsageError | None:
+    """Why a combination is refused: the framework fails at it, or the backend is not modelled with it. None if it works."""
+    if wrap == "none" and backend == "fsdp1":
+        return UsageError(
+            "backend fsdp1 is estimated with a unit per layer alone", hint="--backend fsdp2 has --wrap none"
+        )
+    facts = FRAMEWORKS[framework]
+    if wrap == "none" and backend == "fsdp2" and facts.uses_accelerate and activation_checkpointing == "full":
+        return UsageError(
+            "accelerate checkpoints the layers that it wraps, and --wrap none wraps none", hint="use --wrap layer"
+        )
+    if facts.fsdp1_shards_fully and backend == "fsdp1" and strategy != "zero3":
+        return UsageError(
+            f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
+            hint="--backend fsdp2, or --framework accelerate",
+        )
+    return None
+
+
+def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
+    able = OFFLOADS[offload].get(strategy, ())
+    if not able:
+        with_it = ", ".join(OFFLOADS[offload])
+        raise UsageError(
+            f"strategy {strategy} cannot offload {offload}", hint=f"offload {offload} works with: {with_it}"
+        )
+    known = FRAMEWORKS[request.framework].backends
+    if request.backend not in ("auto", *known):
+        raise UsageError(
+            f"framework {request.framework} has no backend {request.backend}",
+            hint=f"use --backend {' or '.join(known)}, or --framework torch",
+        )
+    if not any(b in known for b in able):
+        raise UsageError(
+            f"framework {request.framework} has no strategy {strategy}",
+            hint=f"{strategy} needs backend {' or '.join(able)}: use --framework torch",
+        )
+    backend = next(b for b in able if b in known) if request.backend == "auto" else request.backend
+    if backend not in able:
+        what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
+        raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
+    refused = refusal(
+        strategy,
+        backend,
+        framework=request.framework,
+        wrap=request.wrap,
+        activation_checkpointing=request.activation_checkpointing,
+    )
+    if refused is not None:
+        raise refused
+    if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
+        raise UsageError(f"backend {backend} cannot offload to nvme", hint="only deepspeed can: --backend deepspeed")
+    return Plan(
+        strategy=strategy,
+        backend=backend,
+        offload=offload,
+        offload_device=request.offload_device,
+        mesh=mesh_of(strategy, request.gpus, request.nnodes),
+        precision=request.precision,
+        optim=request.optim,
+        micro_batch_size=request.micro_batch_size,
+        seq_len=seq_len,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        activation_checkpointing=request.activation_checkpointing,
+        attention=request.attention,
+        backward_prefetch=request.backward_prefetch,
+        framework=request.framework,
+        wrap=request.wrap,
+    )

@@ -1,0 +1,260 @@
+"""Fields of a request, or of a command's own options: type, limits and help, declared once in a dataclass.
+
+The command line's parser, the REST API's schema and the page's form are made from these fields. `Field.read` is the only
+validator, so every interface refuses a value with the same words. It needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fsdp_advisor.errors import InvalidOption
+from fsdp_advisor.units import format_bytes, parse_bytes
+
+MAX_SHOWN = 80
+"""Characters of a refused value that its message repeats."""
+_INTEGER = re.compile(r"[+-]?\d{1,25}(\.0*)?", re.ASCII)
+_WORD = re.compile(r"[\w.,:+%/-]{1,80}", re.ASCII)
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_TYPES: dict[type, str] = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "the name of a file",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Help and limits of a field.
+
+    `about` is the help text and the hint: a noun phrase with "the" or "a", or a verb phrase. `parse` reads text that has a unit and
+    returns None for text that it cannot read; `example` is such a text. `default` is the help's word for a default that is
+    computed. `aliases` are further names. `hidden` fields are accepted but not shown; `positional` ones are arguments of a
+    command. `not_modelled` are values that users know from elsewhere and that are refused as "not modelled yet".
+    """
+
+    about: str
+    group: str = "Output"
+    default: str | None = None
+    ge: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+    parse: Callable[[str], float | None] | None = None
+    example: str | None = None
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    hidden: bool = False
+    positional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited."""
+
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    optional: bool
+    required: bool
+    default: Any
+    rule: Rule
+
+    def read(self, value: Any) -> Any:
+        """The value in the field's type, from text or from a Python value. Raises InvalidOption.
+
+        Case, blanks, dashes and underscores do not matter in words; other text keeps its case.
+        """
+        if value is None and self.optional:
+            return None
+        converted = self._converted(value)
+        expected = self.expected(converted)
+        if expected is not None:
+            raise self._refusal(value, expected)
+        return converted
+
+    def expected(self, value: Any) -> str | None:
+        """What the value should be, such as "at least 1"; None if the value is allowed."""
+        if value is None and self.optional:
+            return None
+        if not (isinstance(value, Path) if self.kind is Path else type(value) is self.kind):
+            return self._expected_type()
+        if self.choices:
+            return None if value in self.choices else list_words(self.choices)
+        if isinstance(value, str):
+            return self._expected_length(len(value))
+        return self._expected_range(value)
+
+    def _expected_type(self) -> str:
+        if self.choices:
+            return list_words(self.choices)
+        return _TYPES[self.kind] if self.rule.parse is None else f"a value such as {self.rule.example}"
+
+    def _expected_length(self, length: int) -> str | None:
+        if self.rule.min_length is not None and length < self.rule.min_length:
+            return f"at least {self.rule.min_length} character long"
+        if self.rule.max_length is not None and length > self.rule.max_length:
+            return f"at most {self.rule.max_length} characters long"
+        return None
+
+    def _expected_range(self, value: Any) -> str | None:
+        rule = self.rule
+        if rule.ge is not None and not value >= rule.ge:  # NaN is refused too
+            return f"at least {self._bound(rule.ge)}"
+        if rule.le is not None and not value <= rule.le:
+            return f"at most {self._bound(rule.le)}"
+        if rule.lt is not None and not value < rule.lt:
+            return f"less than {self._bound(rule.lt)}"
+        return None
+
+    def _bound(self, limit: float) -> str:
+        return format_bytes(int(limit)).replace(".00", "") if self.rule.parse is parse_bytes else f"{limit:.16g}"
+
+    def _converted(self, value: Any) -> Any:
+        """The value in the field's type; unchanged if it cannot be read."""
+        if isinstance(value, str):
+            return self._from_text(value.strip())
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, float) and self.kind in (int, str) and value.is_integer():
+            value = int(value)
+        if isinstance(value, int) and self.kind in (str, float):
+            return self._from_text(str(value)) if abs(value) < 10**25 else value
+        return value
+
+    def _from_text(self, text: str) -> Any:
+        if self.choices:
+            return next((word for word in self.choices if _letters(word) == _letters(text)), text)
+        if self.kind is str:
+            return text
+        if self.kind is Path:
+            return Path(text) if text else text
+        if self.kind is bool:
+            return _BOOLEANS.get(text.lower(), text)
+        if self.rule.parse is not None:
+            number = self.rule.parse(text)
+            return text if number is None else number
+        try:
+            if self.kind is float:
+                return float(text)
+            return int(text.partition(".")[0]) if _INTEGER.fullmatch(text) else text
+        except ValueError:
+            return text
+
+    def _refusal(self, value: Any, expected: str) -> InvalidOption:
+        written = shown(value)
+        if self.choices and isinstance(value, str):
+            if _letters(value) in map(_letters, self.rule.not_modelled):
+                message = f"{self.name} {written} is not modelled yet"
+                return InvalidOption(self.name, message, hint=f"possible are {list_words(self.choices)}")
+            from difflib import get_close_matches
+
+            near = get_close_matches(value.strip().lower()[:MAX_SHOWN], self.choices, n=1)
+            if near:
+                return InvalidOption(
+                    self.name, f"{self.name} must be {expected}, not {written}", hint=f"did you mean {near[0]}?"
+                )
+        return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=self.hint)
+
+    @property
+    def hint(self) -> str:
+        """What the field is, as a hint."""
+        return f"it is {self.rule.about}" if self.rule.about.startswith(("the ", "a ")) else self.rule.about
+
+
+def read_fields(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:
+    """The values of fields in their types, also under their aliases. Raises InvalidOption for the first that is wrong."""
+    aliases = {alias: field.name for field in known.values() for alias in field.rule.aliases}
+    values: dict[str, Any] = {}
+    for written, value in given.items():
+        name = aliases.get(written, written)
+        if name not in known:
+            from fsdp_advisor.job.unknown_options import unknown_option
+
+            raise unknown_option(written, (field for field in known if not known[field].rule.hidden))
+        values[name] = known[name].read(value)
+    return values
+
+
+def check_required(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
+    """Raises InvalidOption if a required field is not given."""
+    for name, field in known.items():
+        if field.required and name not in given:
+            raise InvalidOption(name, f"{name} is missing", hint=field.hint)
+
+
+def shown(value: Any) -> str:
+    """A refused value as a message repeats it: plain if it is one short word, else quoted and shortened.
+
+    >>> shown("-3"), shown(" "), shown(2.5)
+    ('-3', "' '", '2.5')
+    """
+    if isinstance(value, str):
+        text = value if _WORD.fullmatch(value) else repr(value[:MAX_SHOWN])
+        return text if len(value) <= MAX_SHOWN else text + "..."
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**MAX_SHOWN else "a huge number"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def list_words(words: tuple[str, ...]) -> str:
+    """
+    >>> list_words(("ddp", "zero2", "zero3"))
+    'ddp, zero2 or zero3'
+    """
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def dashed(field: str) -> str:
+    """The command line's option for a field.
+
+    >>> dashed("micro_batch_size")
+    '--micro-batch-size'
+    """
+    return "--" + field.replace("_", "-")
+
+
+_FIELDS: dict[type, Mapping[str, Field]] = {}
+
+
+def fields_of(kind: type) -> Mapping[str, Field]:
+    """The fields of a dataclass that are annotated with a Rule, in the order of their declaration."""
+    if kind not in _FIELDS:
+        _FIELDS[kind] = _read_declaration(kind)
+    return _FIELDS[kind]
+
+
+def _read_declaration(kind: type) -> Mapping[str, Field]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: _field(f.name, hints[f.name], f.default) for f in fields(kind) if _rule(hints[f.name]) is not None}
+
+
+def _rule(annotation: Any) -> Rule | None:
+    return next((part for part in getattr(annotation, "__metadata__", ()) if isinstance(part, Rule)), None)
+
+
+def _field(name: str, annotation: Any, default: Any) -> Field:
+    bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
+    (kind,) = (part for part in parts if part is not type(None))
+    words = get_args(kind) if get_origin(kind) is Literal else ()
+    rule = _rule(annotation)
+    assert rule is not None
+    return Field(
+        name=name,
+        kind=str if words else kind,
+        choices=words,
+        optional=type(None) in parts,
+        required=default is MISSING,
+        default=None if default is MISSING else default,
+        rule=rule,
+    )
+
+
+def _letters(text: str) -> str:
+    """Letters and digits of a word, in lower case."""
+    return re.sub(r"[\s_-]", "", text.lower())

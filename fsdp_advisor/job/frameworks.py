@@ -1,0 +1,68 @@
+"""What each framework changes about an engine. The only place that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_advisor.job.request import Backend, Framework
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkFacts:
+    """The differences between a framework and the engine by itself. `backends` are those that it trains with.
+
+    - `reduces_in_compute_dtype`: FSDP reduces gradients in the dtype that computes, not in that of the masters. Source:
+      accelerate/utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype = param_dtype.
+    - `defers_reduction`: gradients stay whole until the last micro-batch (`no_sync`). Source: accelerate/accelerator.py,
+      `accumulate`.
+    - `splits_root_unit`: FSDP2's root unit is split: embedding, final norm and head are units. Source:
+      accelerate/utils/fsdp_utils.py, fsdp2_prepare_model (1.14 and later).
+    - `autocasts_fsdp1`: FSDP1's mixed precision also runs under autocast. Source: accelerate/accelerator.py, prepare_model.
+    - `converts_outputs`: the model returns fp32 outputs under mixed precision. Source: the same, convert_outputs_to_fp32.
+    - `fills_deepspeed_buckets`: "auto" bucket sizes are filled in from the hidden size. Source:
+      transformers/integrations/deepspeed.py, trainer_config_finalize; accelerate/utils/deepspeed.py.
+    - `finds_unused_parameters`: DDP searches for unused parameters unless the model checkpoints. Source:
+      transformers/trainer.py, _build_accelerator_args.
+    - `clips_gradients`: gradients are clipped by default. Source: transformers/training_args.py, max_grad_norm = 1.
+    - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
+    """
+
+    backends: tuple[Backend, ...] = ("ddp", "fsdp2", "fsdp1", "deepspeed")
+    uses_accelerate: bool = False
+    reduces_in_compute_dtype: bool = False
+    defers_reduction: bool = False
+    splits_root_unit: bool = False
+    autocasts_fsdp1: bool = False
+    converts_outputs: bool = False
+    fills_deepspeed_buckets: bool = False
+    finds_unused_parameters: bool = False
+    clips_gradients: bool = False
+    fsdp1_shards_fully: bool = False
+
+
+FRAMEWORKS: dict[Framework, FrameworkFacts] = {
+    "torch": FrameworkFacts(),
+    "accelerate": FrameworkFacts(
+        uses_accelerate=True,
+        reduces_in_compute_dtype=True,
+        defers_reduction=True,
+        splits_root_unit=True,
+        autocasts_fsdp1=True,
+        converts_outputs=True,
+        fills_deepspeed_buckets=True,
+    ),
+    "trainer": FrameworkFacts(
+        uses_accelerate=True,
+        reduces_in_compute_dtype=True,
+        defers_reduction=True,
+        splits_root_unit=True,
+        autocasts_fsdp1=True,
+        converts_outputs=True,
+        fills_deepspeed_buckets=True,
+        finds_unused_parameters=True,
+        clips_gradients=True,
+        fsdp1_shards_fully=True,
+    ),
+    "deepspeed": FrameworkFacts(backends=("deepspeed",)),
+}
+"""`torch` is each engine by itself, DeepSpeed's own loop included."""

@@ -1,0 +1,99 @@
+"""Pydantic models of requests, for FastAPI and its OpenAPI schema. Values are read by the same validator as everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Optional
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from fsdp_advisor.errors import InvalidOption
+from fsdp_advisor.job import fields
+from fsdp_advisor.job.fields import fields_of, read_fields, shown
+from fsdp_advisor.job.parsing import check_nodes
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest
+
+
+class RequestModel(BaseModel):
+    """Base of the models of requests. Fields that are not fields of `kind` are HTTP's own, such as `explain`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    kind: ClassVar[type[EstimateRequest]] = EstimateRequest
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: Any) -> Any:
+        """The fields of the request in their types. Raises InvalidOption, which pydantic passes on."""
+        if not isinstance(given, dict):
+            return given
+        known = fields_of(cls.kind)
+        own = {name: value for name, value in given.items() if name in cls.model_fields and name not in known}
+        values = read_fields({name: value for name, value in given.items() if name not in own}, known)
+        check_nodes(values)
+        return own | values
+
+    def request(self, kind: type[AnyRequest], **defaults: Any) -> AnyRequest:
+        """The request of `kind` with the fields that were given. `defaults` are for required fields that were not."""
+        given = defaults | {name: getattr(self, name) for name in fields_of(kind) if name in self.model_fields_set}
+        return kind(**given, given=frozenset(given))
+
+
+def model_of(kind: type[EstimateRequest]) -> type[RequestModel]:
+    """A pydantic model with the fields of `kind`, under its name."""
+    described: dict[str, Any] = {field.name: _described(field) for field in fields_of(kind).values()}
+    model = create_model(kind.__name__, __base__=RequestModel, __doc__=kind.__doc__, **described)
+    model.kind = kind
+    return model
+
+
+def _described(field: fields.Field) -> tuple[Any, Any]:
+    """Type and default of a field, as `create_model` takes them."""
+    rule = field.rule
+    limits = Field(ge=rule.ge, le=rule.le, lt=rule.lt, min_length=rule.min_length, max_length=rule.max_length)
+    kind: Any = Literal[field.choices] if field.choices else Annotated[field.kind, limits]
+    described: Any = Annotated[
+        Optional[kind] if field.optional else kind,  # noqa: UP045  # `kind | None` fails for a string literal type
+        Field(description=rule.about[0].upper() + rule.about[1:], deprecated=rule.hidden or None),
+    ]
+    return described, ... if field.required else field.default
+
+
+def complaint(error: Mapping[str, Any]) -> InvalidOption:
+    """An error of pydantic's about a field that is HTTP's own, in the words of the other interfaces."""
+    name = ".".join(str(part) for part in error["loc"]) or "request"
+    if error["type"] == "missing":
+        field = fields_of(EstimateRequest).get(name)
+        return InvalidOption(name, f"{name} is missing", hint=field.hint if field is not None else "see /docs")
+    if error["type"] == "value_error":
+        return InvalidOption(name, error["msg"].removeprefix("Value error, "), hint="see /docs")
+    return InvalidOption(name, f"{name} must be {expected_by(error)}, not {shown(error['input'])}", hint="see /docs")
+
+
+def expected_by(error: Mapping[str, Any]) -> str:
+    """What a value should be according to one of pydantic's errors, such as "at least 1"."""
+    context = error.get("ctx") or {}
+    match error["type"].removesuffix("_parsing").removesuffix("_type").removesuffix("_from_float"):
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "less_than_equal":
+            return f"at most {context['le']}"
+        case "greater_than":
+            return f"more than {context['gt']}"
+        case "string_too_long":
+            return f"at most {context['max_length']} characters long"
+        case "string_too_short":
+            return f"at least {context['min_length']} character long"
+        case "literal_error":
+            return str(context["expected"]).replace("'", "")
+        case "int":
+            return "a whole number"
+        case "float" | "finite_number":
+            return "a number"
+        case "bool":
+            return "true or false"
+        case "string":
+            return "text"
+        case "dict":
+            return "a JSON object"
+        case _:
+            return "another value"

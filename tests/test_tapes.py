@@ -1,0 +1,100 @@
+"""Which tape a plan replays on which GPU, and the names of tapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.tape_key import TapeAttention, TapeKey, TapePrecision
+from fsdp_advisor.tapes import gpu_tape_key, gpu_tape_keys, tape_key_of
+
+SDPA = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
+GPU = replace(SDPA, device="gpu")
+CUDNN = replace(GPU, kernel="cudnn")
+FLASH = replace(GPU, attention="flash_attention_2", batch_is_one=False)
+
+
+@pytest.mark.parametrize(
+    ("attention", "precision", "capability", "filled", "expected"),
+    [
+        ("sdpa", "bf16-mixed", (8, 0), False, FLASH),
+        ("sdpa", "bf16", None, False, FLASH),
+        ("sdpa", "bf16-mixed", (7, 5), False, SDPA),
+        ("sdpa", "fp32", (9, 0), False, GPU),
+        ("sdpa", "fp32", (7, 5), True, replace(GPU, window_filled=True)),
+        ("eager", "bf16-mixed", (9, 0), False, replace(GPU, attention="eager")),
+        ("eager", "fp32", (9, 0), True, replace(GPU, attention="eager")),
+    ],
+)
+def test_sdpa_runs_as_flash_in_half_precision(
+    attention: TapeAttention,
+    precision: TapePrecision,
+    capability: tuple[int, int] | None,
+    filled: bool,
+    expected: TapeKey,
+) -> None:
+    key = replace(SDPA, attention=attention, precision=precision)
+    assert gpu_tape_key(key, capability, window_filled=filled) == replace(expected, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("capability", "recorded", "expected"),
+    [
+        ((9, 0), (GPU, CUDNN), CUDNN),
+        (None, (GPU, CUDNN), CUDNN),
+        ((8, 0), (GPU, CUDNN), GPU),
+        ((12, 0), (GPU, CUDNN), GPU),
+        ((9, 0), (GPU,), GPU),
+        ((8, 0), (CUDNN,), FLASH),
+    ],
+)
+def test_a_tape_recorded_for_the_gpu_goes_before_that_of_flash(
+    capability: tuple[int, int] | None, recorded: tuple[TapeKey, ...], expected: TapeKey
+) -> None:
+    assert gpu_tape_key(SDPA, capability, recorded=[key.name for key in recorded]) == expected
+
+
+def test_a_filled_window_in_half_precision_needs_a_tape_for_cudnn() -> None:
+    filled = {key.kernel for key in gpu_tape_keys(SDPA, window_filled=True)}
+    assert filled == {"default", "cudnn"}
+    assert gpu_tape_keys(SDPA, window_filled=False) == (GPU,)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"backend": "fsdp2", "precision": "fp16-mixed"}, TapeKey("fsdp2", "bf16-mixed", "sdpa", "none", True)),
+        ({"backend": "deepspeed", "precision": "bf16-mixed"}, TapeKey("plain", "bf16", "sdpa", "none", True)),
+        (
+            {"backend": "fsdp1", "precision": "bf16-mixed", "framework": "accelerate"},
+            TapeKey("fsdp1+autocast", "bf16-mixed", "sdpa", "none", True),
+        ),
+        (
+            {"backend": "fsdp1", "precision": "bf16", "attention": "flash_attention_2"},
+            TapeKey("fsdp1", "bf16", "flash_attention_2", "none", device="gpu"),
+        ),
+    ],
+)
+def test_the_key_of_a_plan(options: dict[str, str], expected: TapeKey) -> None:
+    plan = Plan(**{"strategy": "zero3", "shard_degree": 4, "seq_len": 128, "micro_batch_size": 1, **options})  # type: ignore[arg-type]
+    assert tape_key_of(plan) == expected
+
+
+def test_names_of_shipped_tapes_are_those_of_their_keys() -> None:
+    for entry in catalog.entries()[::10]:
+        for name in catalog.profile(entry).tapes:
+            assert TapeKey.from_name(name).name == name
+
+
+@pytest.mark.parametrize("name", ["fsdp2|bf16|tpu|sdpa|default|-|none|1", "fsdp2|bf16|sdpa|none|1"])
+def test_a_name_of_no_key_is_refused(name: str) -> None:
+    with pytest.raises(ValueError):
+        TapeKey.from_name(name)
+
+
+def test_flash_attention_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="GPUs alone"):
+        TapeKey("fsdp2", "bf16", "flash_attention_2", "none")
