@@ -17,8 +17,6 @@ The message says what is wrong. The hint says what the user can do.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 
 class AdvisorError(Exception):
     """Base of all errors that a user can cause or encounter.
@@ -123,8 +121,3 @@ def from_payload(payload: ErrorPayload) -> AdvisorError:
     error: AdvisorError = Exception.__new__(kind)
     AdvisorError.__init__(error, payload["message"], hint=payload["hint"])
     return error
-
-
-def assert_never(value: NoReturn) -> NoReturn:
-    """Fail type checking unless all values are handled before. `typing.assert_never` exists from Python 3.11 on."""
-    raise AssertionError(f"unhandled value: {value!r}")

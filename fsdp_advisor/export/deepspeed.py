@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from typing_extensions import assert_never
+
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
 from fsdp_advisor.export.constants import DEEPSPEED_FILE, LEARNING_RATE, NVME_NOTE, NVME_PATH
@@ -98,6 +100,10 @@ def engine(job: Job) -> dict[str, Any]:
             config["bf16"] = {"enabled": True}
         case "fp16-mixed":
             config["fp16"] = {"enabled": True}
+        case "fp32":
+            pass
+        case _:
+            assert_never(plan.precision)
     return config
 
 
