@@ -17,6 +17,13 @@ The message says what is wrong. The hint says what the user can do.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """The end of a `match`: mypy refuses it if a case is missing. `typing.assert_never` needs Python 3.11."""
+    raise AssertionError(f"not handled: {value!r}")
+
 
 class AdvisorError(Exception):
     """Base of all errors that a user can cause or encounter.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing_extensions import assert_never
-
 from fsdp_advisor.engines.deepspeed import host as deepspeed
 from fsdp_advisor.engines.fsdp2 import host as fsdp2
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.profile import Profile

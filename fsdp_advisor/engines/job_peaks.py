@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from typing_extensions import assert_never
-
 from fsdp_advisor.engines.deepspeed.loading import optimizer_moment_bytes
 from fsdp_advisor.engines.loading import choose_load_method, load_methods
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import LoadMethod, SaveMethod
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware.gpus import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import DeviceOverhead

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from typing_extensions import assert_never
-
 from fsdp_advisor.engines.ddp import loading as ddp
 from fsdp_advisor.engines.deepspeed import loading as deepspeed
 from fsdp_advisor.engines.fsdp1 import loading as fsdp1
 from fsdp_advisor.engines.fsdp2 import loading as fsdp2
 from fsdp_advisor.engines.transfer import LoadMethod
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from typing_extensions import assert_never
-
 from fsdp_advisor.engines.ddp import saving as ddp
 from fsdp_advisor.engines.deepspeed import saving as deepspeed
 from fsdp_advisor.engines.fsdp1 import saving as fsdp1
 from fsdp_advisor.engines.fsdp2 import saving as fsdp2
 from fsdp_advisor.engines.transfer import SaveMethod
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 

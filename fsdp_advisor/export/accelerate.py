@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
-from typing_extensions import assert_never
 
 from fsdp_advisor.engines.deepspeed.settings import stage
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,

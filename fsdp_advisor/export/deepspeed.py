@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from typing_extensions import assert_never
-
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.constants import DEEPSPEED_FILE, LEARNING_RATE, NVME_NOTE, NVME_PATH
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
