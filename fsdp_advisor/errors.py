@@ -20,6 +20,11 @@ from __future__ import annotations
 from typing import NoReturn
 
 
+def assert_never(value: NoReturn) -> NoReturn:
+    """The end of a `match`: mypy refuses it if a case is missing. `typing.assert_never` needs Python 3.11."""
+    raise AssertionError(f"not handled: {value!r}")
+
+
 class AdvisorError(Exception):
     """Base of all errors that a user can cause or encounter.
 
@@ -123,8 +128,3 @@ def from_payload(payload: ErrorPayload) -> AdvisorError:
     error: AdvisorError = Exception.__new__(kind)
     AdvisorError.__init__(error, payload["message"], hint=payload["hint"])
     return error
-
-
-def assert_never(value: NoReturn) -> NoReturn:
-    """Fail type checking unless all values are handled before. `typing.assert_never` exists from Python 3.11 on."""
-    raise AssertionError(f"unhandled value: {value!r}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from typing_extensions import assert_never
-
 from fsdp_advisor.engines import wrapping
 from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.policies.optimizers import optimizer_named

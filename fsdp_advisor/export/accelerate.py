@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fsdp_advisor.engines.deepspeed.settings import stage
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
@@ -89,6 +90,10 @@ def _config(job: Job) -> dict[str, Any]:
             config["deepspeed_config"] = _deepspeed(plan)
             if _needs_a_file(plan):  # accelerate refuses a precision that is set twice
                 del config["mixed_precision"]
+        case "ddp":
+            pass
+        case _:
+            assert_never(plan.backend)
     return config
 
 

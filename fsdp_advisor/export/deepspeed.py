@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.constants import DEEPSPEED_FILE, LEARNING_RATE, NVME_NOTE, NVME_PATH
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
@@ -98,6 +99,10 @@ def engine(job: Job) -> dict[str, Any]:
             config["bf16"] = {"enabled": True}
         case "fp16-mixed":
             config["fp16"] = {"enabled": True}
+        case "fp32":
+            pass
+        case _:
+            assert_never(plan.precision)
     return config
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing_extensions import assert_never
-
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap

@@ -26,7 +26,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
     folder = folder or records_dir()
     files = sorted(folder.rglob("*.jsonl")) if folder.is_dir() else []
     read = [(path, *records.read(path)) for path in files]
-    found = report.latest(record for _, some, _ in read for record in some)
+    found = [record for _, some, _ in read for record in report.latest(some)]
     known = [(record, figure) for record in found if (figure := report.main_figure(record)) and figure in record.errors]
     points = [
         AccuracyPoint(

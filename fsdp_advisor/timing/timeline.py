@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from typing_extensions import assert_never
-
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.program.instructions import (

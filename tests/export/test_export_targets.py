@@ -199,7 +199,7 @@ def test_estimate_assumes_the_framework_of_the_target(target: str, framework: st
     }
     (row,) = report_for(target, make_request(options)).estimates
     assert row.plan.framework == framework
-    assert row.peak_device_bytes is not None  # the allocator is simulated
+    assert row.peak_device_bytes is not None
     (given,) = report_for(target, make_request(options | {"framework": "torch"})).estimates
     assert given.plan.framework == "torch"
 
@@ -249,7 +249,7 @@ def test_without_strategy_the_best_supported_plan_that_fits_is_exported(target: 
     report = report_for(target, request)
     (chosen,) = report.estimates
     assert chosen.fits and export(target, Job.of(report, chosen)).text
-    assert chosen.reserved is not None and chosen.reserved.verdict == "fits"
+    assert chosen.needed_bytes is not None and chosen.needed_bytes <= 0.92 * report.gpu_memory_bytes  # 8 % margin
     framework = TARGETS[target].framework
     best = recommend(model=request.model, gpus=4, gpu="A100-40GB", framework=framework).recommendation
     assert best.winner is not None

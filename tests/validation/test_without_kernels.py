@@ -6,37 +6,20 @@ Kernel selection, all allocations and the caching allocator were PyTorch's own, 
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fsdp_advisor.estimator import make_request
-from fsdp_advisor.hardware.lookup import lookup
-from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.validation import records
-from fsdp_advisor.validation.predict import predict
-from fsdp_advisor.validation.records import Record
 
 pytest.importorskip("torch")
 
-FOLDER = Path(__file__).parents[1] / "records" / "without_kernels"
-FILES = sorted(FOLDER.glob("*.jsonl"))
+from repredict import FILES, today
+
 LARGEST = {"peak_allocated_bytes": 0.001, "peak_requested_bytes": 0.001, "peak_reserved_bytes": 0.10}
 """Largest accepted error of a case, in absolute size."""
 MEDIAN = {"peak_allocated_bytes": 0.0001, "peak_requested_bytes": 0.0001, "peak_reserved_bytes": 0.0005}
 """Largest accepted median error."""
-
-
-def today(record: Record) -> Record:
-    """The record with today's prediction, for a GPU that finishes its work before the host's next allocation."""
-    request = make_request({k: v for k, v in record.request.items() if k in fields_of(EstimateRequest)})
-    gpu = lookup(record.versions["gpu"])
-    assert gpu is not None
-    found = predict(request, record.mode, "cuda", gpu=gpu, gpu_keeps_up=True)
-    phases = found.predicted["phases"].values()
-    peaks = {f"peak_{name}": max(phase[name] for phase in phases) for name in ("reserved_bytes", "requested_bytes")}
-    return replace(record, predicted={**found.predicted, **peaks}, fits_predicted=found.fits)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -52,6 +35,10 @@ def test_predictions_meet_the_tolerances_for_every_case(path: Path) -> None:
         if figure in record.errors and abs(record.errors[figure]) > most
     ]
     assert far == []
+    stored = [
+        (record.predicted[f], after.predicted[f]) for record, after in zip(made, now, strict=True) for f in LARGEST
+    ]
+    assert all(before == after for before, after in stored), "the page shows the stored predictions: run repredict.py"
     for figure, most in MEDIAN.items():
         errors = [abs(record.errors[figure]) for record in now if figure in record.errors]
         assert len(errors) >= 40 and statistics.median(errors) <= most, figure
