@@ -28,10 +28,10 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "max_body_bytes": ("BYTES", "262144", "Largest request body."),
     "max_json_depth": ("N", "32", "Deepest nesting of a JSON body."),
     "receive_seconds": ("SECONDS", "30", "Time limit to receive a request's body."),
-    "answer_seconds": ("SECONDS", "60", "Time limit to compute one answer."),
+    "answer_seconds": ("SECONDS", "120", "Time limit to compute one answer."),
     "graceful_seconds": ("SECONDS", "10", "Time for requests to finish at shutdown."),
     "cached_answers": ("N", "1024", "Answers kept in memory."),
-    "record_seconds": ("SECONDS", "300", "Time limit to record a pasted configuration and answer."),
+    "record_seconds": ("SECONDS", "600", "Time limit to record a pasted configuration and answer."),
     "record_memory_bytes": ("BYTES", "4294967296", "Memory of the recording process."),
     "record_queue": ("N", "4", "Requests that may wait for the recording process."),
 }

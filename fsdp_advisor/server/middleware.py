@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fsdp_advisor.model.config import json_depth_exceeds
 from fsdp_advisor.server.errors import RequestRefused, problem, refusal
-from fsdp_advisor.server.monitoring import IN_FLIGHT, REQUESTS, SECONDS, request_id
+from fsdp_advisor.server.monitoring import IN_FLIGHT, REQUEST_SECONDS, REQUESTS, request_id
 from fsdp_advisor.server.settings import Settings
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -92,7 +92,7 @@ class RequestLog:
             return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
         identity = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-        request_id.set(identity)  # each request runs in a context of its own
+        request_id.set(identity)  # each request is a task, which has a context of its own
         begun, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -119,7 +119,7 @@ def _record(scope: Scope, status: int, seconds: float) -> None:
     method = scope["asked_method"] if scope["asked_method"] in METHODS else "other"
     route = getattr(scope.get("route"), "path", "other")  # never the path itself, which may hold what was asked
     REQUESTS.labels(method, route, str(status)).inc()
-    SECONDS.labels(route).observe(seconds)
+    REQUEST_SECONDS.labels(route).observe(seconds)
     fields = {"method": method, "route": route, "status": status, "milliseconds": round(seconds * 1e3, 2)}
     _LOG.info("request", extra=fields)
 

@@ -25,7 +25,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="-")
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 REQUESTS = Counter("fsdp_advisor_requests", "Requests answered.", ("method", "route", "status"))
-SECONDS = Histogram("fsdp_advisor_request_seconds", "Time to answer.", ("route",), buckets=BUCKETS)
+REQUEST_SECONDS = Histogram("fsdp_advisor_request_seconds", "Time to answer.", ("route",), buckets=BUCKETS)
 IN_FLIGHT = Gauge("fsdp_advisor_requests_in_flight", "Requests being answered.")
 ANSWERS = Counter("fsdp_advisor_answers", "Answers, by whether they were kept from before.", ("kept",))
 

@@ -47,13 +47,13 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[int, Field(ge=KIB, le=MIB, description="Largest request body.")] = 256 * KIB
     max_json_depth: Annotated[int, Field(ge=2, le=200, description="Deepest nesting of a JSON body.")] = 32
     receive_seconds: Annotated[float, Field(gt=0, description="Time limit to receive a request's body.")] = 30.0
-    answer_seconds: Annotated[float, Field(gt=0, description="Time limit to compute one answer.")] = 60.0
+    answer_seconds: Annotated[float, Field(gt=0, description="Time limit to compute one answer.")] = 120.0
     graceful_seconds: Annotated[int, Field(ge=0, description="Time for requests to finish at shutdown.")] = 10
     cached_answers: Annotated[int, Field(ge=0, description="Answers kept in memory.")] = 1024
 
     record_seconds: Annotated[
         float, Field(gt=0, description="Time limit to record a pasted configuration and answer.")
-    ] = 300.0
+    ] = 600.0
     record_memory_bytes: Annotated[int, Field(ge=GIB, description="Memory of the recording process.")] = 4 * GIB
     record_queue: Annotated[int, Field(ge=0, description="Requests that may wait for the recording process.")] = 4
 

@@ -1,7 +1,7 @@
 """The child process of `workers.Worker`: `python -m fsdp_advisor.server.worker_process [MEMORY_BYTES]`.
 
-It reads pickled calls `(function, arguments)` from standard input and writes a pickled reply for each to standard output.
-It ends when standard input closes, also during a call, so it does not outlive the server.
+It reads calls from standard input and writes a pickled reply for each to standard output. A call is the pickled bytes of a
+pickled `(function, arguments)`. The process ends when standard input closes, also during a call: it does not outlive the server.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -28,17 +27,16 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not get into the replies
     if len(sys.argv) > 1:
         limit_memory(int(sys.argv[1]))
-    import fsdp_advisor.server.page_home  # noqa: F401  # import before the first call: most of what calls need
-
-    calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+    with contextlib.suppress(Exception):  # the first call will report it
+        import fsdp_advisor.server.page_home  # noqa: F401  # most of what calls need
+    calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(calls,), daemon=True).start()
     while True:
-        function, arguments = calls.get()
-        pickle.dump(call(function, *arguments), replies)
+        replies.write(pickled_reply(calls.get()))
         replies.flush()
 
 
-def _read(calls: SimpleQueue[Any]) -> None:
+def _read(calls: SimpleQueue[bytes]) -> None:
     """Read calls until standard input closes, then end the process."""
     with contextlib.suppress(EOFError):
         while True:
@@ -46,14 +44,17 @@ def _read(calls: SimpleQueue[Any]) -> None:
     os._exit(0)
 
 
-def call(function: Callable[..., Any], *arguments: Any) -> Reply:
-    """Run `function`; never raises."""
+def pickled_reply(call: bytes) -> bytes:
+    """The pickled Reply to a pickled call; never raises."""
+    reply: Reply
     try:
-        return "result", function(*arguments)
+        function, arguments = pickle.loads(call)
+        return pickle.dumps(("result", function(*arguments)))
     except AdvisorError as error:
-        return "error", to_payload(error)
+        reply = "error", to_payload(error)
     except Exception:
-        return "crash", traceback.format_exc()
+        reply = "crash", traceback.format_exc()
+    return pickle.dumps(reply)
 
 
 def limit_memory(memory_bytes: int) -> None:

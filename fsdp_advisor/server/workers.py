@@ -67,7 +67,7 @@ class Worker:
         timer = threading.Timer(self._seconds, process.kill)
         timer.start()
         try:
-            pickle.dump((function, arguments), process.stdin)
+            pickle.dump(pickle.dumps((function, arguments)), process.stdin)
             process.stdin.flush()
             reply: Reply = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
@@ -75,7 +75,8 @@ class Worker:
             process.wait()
             late = time.monotonic() - begun >= self._seconds
             why = f"took longer than {self._seconds:g} s" if late else "ended early, perhaps for want of memory"
-            _LOG.warning("worker process ended", extra={"reason": why})
+            if not self._closed:
+                _LOG.warning("worker process ended", extra={"reason": why})
             raise ServerBusy(f"the computation {why}", hint="try again later, or ask for one strategy") from None
         finally:
             timer.cancel()

@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from fsdp_advisor.server.app import create_app  # after the check for schemathesis
 from fsdp_advisor.server.settings import Settings
 
-SECONDS = 600
+SECONDS = 3600
 """Time limit of one request, for a configuration that is recorded on a busy machine."""
 CASES = 100
 """Requests per operation, of which there are 11."""
@@ -20,7 +20,9 @@ CASES = 100
 EXCLUDED = [positive_data_acceptance, negative_data_rejection]
 """A valid name may be unknown and a valid job impossible; words are accepted in any case, and numbers as text."""
 
-schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Settings(log_level="error")))
+schema = schemathesis.openapi.from_asgi(
+    "/openapi.json", create_app(Settings(log_level="error", record_seconds=SECONDS, answer_seconds=SECONDS))
+)
 
 
 @schema.parametrize()

@@ -7,6 +7,7 @@ import operator
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -45,6 +46,12 @@ def test_advisor_errors_are_raised_here(worker: Worker) -> None:
 def test_other_exceptions_carry_their_traceback(worker: Worker) -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         worker.call(operator.truediv, 1, 0)
+    assert worker.call(operator.add, 1, 2) == 3
+
+
+def test_results_that_cannot_be_pickled_are_reported(worker: Worker) -> None:
+    with pytest.raises(RuntimeError, match="cannot pickle"):
+        worker.call(threading.Lock)
     assert worker.call(operator.add, 1, 2) == 3
 
 
@@ -108,6 +115,6 @@ def test_workers_do_not_see_the_servers_secrets(monkeypatch: pytest.MonkeyPatch)
 def test_a_worker_ends_with_its_parent_during_a_call() -> None:
     process = Worker(seconds=LONG, memory_bytes=None).start()
     assert process.stdin is not None
-    pickle.dump((time.sleep, (LONG,)), process.stdin)
+    pickle.dump(pickle.dumps((time.sleep, (LONG,))), process.stdin)
     process.stdin.close()  # as when the server is killed
     assert process.wait(timeout=LONG / 2) == 0

@@ -113,7 +113,7 @@ def test_every_page_is_there_as_json(client: TestClient, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/.json", "/how.json"])
-def test_a_page_that_has_not_changed_is_not_sent_again(client: TestClient, path: str) -> None:
+def test_unchanged_pages_are_not_sent_again(client: TestClient, path: str) -> None:
     tag = client.get(path).headers["etag"]
     assert client.get(path, headers={"If-None-Match": tag}).status_code == 304
 
@@ -228,7 +228,7 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;
 
 
 @pytest.mark.parametrize("path", ["/nosuch", "/static/nosuch.css", "/models/"])
-def test_a_page_that_there_is_not(client: TestClient, path: str) -> None:
+def test_missing_pages_get_status_404_in_the_accepted_form(client: TestClient, path: str) -> None:
     described = client.get(path, headers={"Accept": "application/json"})
     assert (described.status_code, described.json()["status"]) == (404, 404)
     page = client.get(path, headers={"Accept": BROWSER})
@@ -249,18 +249,18 @@ def test_a_page_that_there_is_not(client: TestClient, path: str) -> None:
         ("/api/v1/estimate/more", BROWSER),
     ],
 )
-def test_programs_are_told_in_json(client: TestClient, path: str, accept: str) -> None:
+def test_programs_get_errors_as_json(client: TestClient, path: str, accept: str) -> None:
     described = client.get(path, headers={"Accept": accept})
     assert described.status_code == 404 and set(described.json()) == {"error", "hint", "status"}
 
 
-def test_what_a_page_cannot_do_is_told_a_browser_so(client: TestClient) -> None:
+def test_browsers_get_errors_as_pages(client: TestClient) -> None:
     page = client.post("/how", headers={"Accept": BROWSER})
     assert (page.status_code, page.headers["allow"]) == (405, "GET")
     assert "POST is not possible here" in page.text
 
 
-def test_the_icon_is_where_browsers_ask_for_it(client: TestClient) -> None:
+def test_browsers_find_the_icon(client: TestClient) -> None:
     icon = client.get("/favicon.ico")
     assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
     assert icon.content == client.get("/static/icon.svg").content
@@ -347,7 +347,7 @@ def test_static_files_change_their_address_with_their_content(client: TestClient
     assert re.search(r'/static/page\.css\?v=[0-9a-f]{10}"', client.get("/").text)
 
 
-def test_under_a_proxys_prefix_every_link_has_it() -> None:
+def test_every_link_has_the_root_path() -> None:
     with TestClient(create_app(Settings(log_level="error", root_path="/advisor"))) as client:
         page = read(client.get("/").text)
         for path in ("/advisor", "/advisor/"):  # where the proxy leaves it on
