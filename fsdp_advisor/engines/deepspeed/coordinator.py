@@ -1,15 +1,16 @@
-"""What DeepSpeed ZeRO-3 gathers, module by module, and when it gives it back.
+"""The parameters that DeepSpeed ZeRO-3 gathers, module by module, and when it frees them.
 
-Stage 3 does not gather layers. Every module's hook gathers the module's own parameters, waits for them, and then
-prefetches those of the modules to come, at least ``stage3_prefetch_bucket_size`` elements *at every hook*, whatever is
-already on its way; only ``stage3_max_live_parameters`` stops it. A module's parameters are kept after use if they are
-needed again before ``stage3_max_reuse_distance`` elements have gone by. So up to 1e9 elements are alive with the
-defaults, and a model of fewer than about 5e8 is never given back between forward and backward.
+Stage 3 does not gather whole layers. Each module's hook gathers the module's own parameters, waits for them, and then
+prefetches the parameters of the next modules: at least ``stage3_prefetch_bucket_size`` elements *at every hook*, in
+addition to all-gathers under way, up to ``stage3_max_live_parameters``. A module's parameters stay after use if they are
+used again within ``stage3_max_reuse_distance`` elements. So with the defaults up to 1e9 elements are alive, and the
+parameters of a model with fewer than about 5e8 are never freed between forward and backward.
 
 Source: zero/partitioned_param_coordinator.py (DeepSpeed 0.19.8); zero/partition_parameters.py, all_gather_coalesced.
-Steady state: the trace of modules is complete from the second micro-batch on. The modules are read off the parameters'
-names, so modules without parameters (an activation, a dropout), whose hooks prefetch too, are not seen; they only make
-it earlier.
+
+This is the steady state: from the second micro-batch on DeepSpeed has a complete trace of the modules. Modules are derived
+from the parameters' names. Modules without parameters (an activation, a dropout) are therefore not modelled; their hooks
+prefetch too, which only makes the prefetch earlier.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from fsdp_advisor.program.storages import Storages
 
 
 class Gathering:
-    """Allocates and frees gathered parameters. During a unit's turn they are at the turn's highest level.
+    """Allocates and frees gathered parameters. While a unit runs, they are at the peak of its visit.
 
-    The root's own modules between and after the stacks have no hook on the tape: their turn comes with that of the layer
-    before (forward) or after (backward). Stages 1 and 2 have no visits, and nothing happens here.
+    The root's own modules between and after the stacks have no hook on the tape. They are visited with the layer before them
+    (forward) or after them (backward). Stages 1 and 2 have no visits, so they allocate nothing here.
 
-    Buffers and parameters are allocated on the all-gather stream. A parameter's storage is then used on the compute stream
-    and freed with `record_stream`; the host runs ahead without bound, and the GPU is assumed to keep up with it.
+    Buffers and parameters are allocated on the all-gather stream. Parameters are used on the compute stream and freed after
+    `record_stream`. The host runs ahead without limit; the GPU is assumed to keep up with it.
     Source: zero/partitioned_param_coordinator.py, __all_gather_params, fetch_sub_module; partition_parameters.py, free_param.
     """
 

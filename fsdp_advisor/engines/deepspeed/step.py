@@ -49,9 +49,9 @@ class Gradient:
 
     start: int
     elements: int
-    padded: int  # to the ranks
+    padded: int  # elements, padded to a multiple of the number of ranks
     n_bytes: int
-    oversized: bool  # larger than the bucket: it is reduced where autograd put it
+    oversized: bool  # larger than the bucket: it is reduced in place
 
 
 @dataclass(frozen=True, eq=False)
