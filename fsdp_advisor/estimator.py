@@ -1,4 +1,5 @@
-"""Estimate a job: from a request and a model to a report. The interfaces call this module; it calls all models of memory and time."""
+"""Estimate a job: from a request and a model to a report. The interfaces call this module; it calls all models of memory and
+time."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def estimate_plan(
     conf: AllocatorConf | None = None,
     host_memory_bytes: int | None = None,
 ) -> StrategyEstimate:
-    """One row of a report. `conf`: the allocator's settings. `host_memory_bytes`: memory of one node's host, None if unlimited."""
+    """One row of a report. `conf`: the allocator's settings. `host_memory_bytes`: memory of one node's host, None if
+    unlimited.
+    """
     if model.profile is None:
         return _count_estimate(model.parameters, plan, gpu)
     base = _without_step(model.profile, plan, gpu, host_memory_bytes)
@@ -98,7 +101,7 @@ def estimate_plan(
         key, tape = select_tape(model, model.profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
-            raise  # no strategy can be estimated; for a catalog model the other strategies can
+            raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error}", *base.not_modelled))
     return _with_step(base, model.profile, key, tape, gpu, explain, conf, host_memory_bytes)

@@ -18,7 +18,8 @@ from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEn
 FLASH_FROM = (8, 0)
 """The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
 CUDNN_ON = (9, 10)
-"""Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: the same file, check_prefer_cudnn_attention."""
+"""Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: the same file,
+check_prefer_cudnn_attention."""
 
 
 _ENGINES: dict[str, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}

@@ -31,7 +31,8 @@ OUTPUTS: UnitId = (ROOT, MarkedUnit.OUTPUTS - 1)
 """The point at which DDP returns the model's outputs."""
 
 _EMBEDDINGS_NOT_SPLIT = ("masked-lm", "image-classification")
-"""Tasks of the models (BERT, RoBERTa, ViT) whose `_no_split_modules` contain the embeddings. accelerate wraps these by default."""
+"""Tasks of the models (BERT, RoBERTa, ViT) whose `_no_split_modules` contain the embeddings. accelerate wraps these by
+default."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ Source: 256 MiB on an RTX 3090 with 82 (torch 2.7, driver 610; invoke-ai/InvokeA
 (pytorch/pytorch#28394); 300 to 400 MiB "if lazy module loading is enabled" (pytorch/pytorch#107667, #109888).
 """
 CONTEXT_BYTES_UNKNOWN_GPU = (120 * _MIB, 720 * _MIB)
-"""The same for 40 (T4) to 160 multiprocessors, for a GPU of which only the memory size is known."""
+"""The same for 40 (T4) to 160 multiprocessors, for a GPU with a memory size only."""
 LAZY_KERNEL_BYTES = (16 * _MIB, 256 * _MIB)
 """Kernels that training loads on first use (of PyTorch, cuBLAS, cuDNN and attention).
 
@@ -44,7 +44,8 @@ Source: 1008 MiB with PyTorch, 320 MiB without, on a Titan V (pytorch/pytorch#28
 # NCCL
 
 BUFFER_BYTES = {"LL": 8 * 512 * 8 * 16, "LL128": 120 * 640 * 8 * 8, "Simple": 4 * _MIB}
-"""Bytes of buffers per channel and connection. Source: NCCL 2.30 src/init.cc, DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE, DEFAULT_BUFFSIZE."""
+"""Bytes of buffers per channel and connection. Source: NCCL 2.30 src/init.cc, DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE,
+DEFAULT_BUFFSIZE."""
 IPC_BYTES = 2 * _MIB
 """Source: NCCL 2.30 src/include/comm.h, CUDA_IPC_MIN: each shareable buffer is rounded up to a multiple of it."""
 CONTROL_BYTES = 4096
@@ -72,7 +73,8 @@ NVLINK_CHANNELS = {"volta": (6, 12), "ampere": (8, 24), "hopper": (16, 32), "bla
 """Channels of a communicator over NVLink. Source: logs in NVIDIA/nccl#713 (V100: 6 rings, doubled), NVIDIA/nccl-tests#100
 (A100: 24), NVIDIA/nccl#892 (H800: 16), #1685 (H100: 32)."""
 PCIE_CHANNELS = (0, 4)
-"""Channels with buffers on the GPU; none if the ranks communicate through host memory. Source: NVIDIA/nccl#1358 (1 channel, doubled)."""
+"""Channels with buffers on the GPU; none if the ranks communicate through host memory. Source: NVIDIA/nccl#1358 (1 channel,
+doubled)."""
 NVLS_BYTES = (0, 16 * 2 * 8 * _MIB)
 """Buffers of NVLink SHARP on Hopper and later: 16 channels, 8 heads, 8 steps of 128 KiB, both directions.
 Source: NCCL 2.30 src/transport/nvls.cc, NCCL_NVLS_CHUNKSIZE, ncclNvlsBufferSetup."""
@@ -158,7 +160,7 @@ def _communicator(gpu: Gpu, plan: Plan) -> tuple[int, int]:
     nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
     channels = NVLINK_CHANNELS.get(gpu.architecture or "", PCIE_CHANNELS) if nvlink else PCIE_CHANNELS
     if gpu.intra_node is None:
-        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU of which only the memory size is known
+        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU with a memory size only
     one = connection_bytes()
     low, high = channels[0] * one, channels[1] * one * (1 if plan.world_size == 2 else 2)
     if plan.nnodes > 1:

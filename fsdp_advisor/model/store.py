@@ -35,7 +35,8 @@ from fsdp_advisor.model.profile import (
 
 FORMAT = 4
 RECORDING = 5
-"""The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded again."""
+"""The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
+again."""
 _COLUMNS = "BHH"
 """The `array` type code of each column of events."""
 

@@ -16,7 +16,9 @@ class Task:
     sample: str = "{} tokens"
     """The description of one sample in messages; {} is its length in tokens."""
     has_root_units: bool = False
-    """Whether accelerate's FSDP2 makes separate units of the embedding and the head. An image model's embedding is the embedding of its patches."""
+    """Whether accelerate's FSDP2 makes separate units of the embedding and the head. An image model's embedding is the
+    embedding of its patches.
+    """
     takes_any_length: bool = True
     """Whether the user chooses the sequence length. If not, the model fixes it, as for images."""
 

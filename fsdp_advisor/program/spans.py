@@ -92,7 +92,9 @@ class LayoutPart:
 
 @dataclass(frozen=True, eq=False)
 class TapeLayout:
-    """A tape in the form that the builder walks. `recorded_layers`: by stack, the recorded layer of each real one, in forward order."""
+    """A tape in the form that the builder walks. `recorded_layers`: by stack, the recorded layer of each real one, in forward
+    order.
+    """
 
     tape: Tape
     recorded_layers: tuple[tuple[int, ...], ...]

@@ -38,7 +38,9 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Context in which operators on CPU tensors save the same tensors as on CUDA, and `torch.autocast("cpu")` casts as on CUDA."""
+    """Context in which operators on CPU tensors save the same tensors as on CUDA, and `torch.autocast("cpu")` casts as on
+    CUDA.
+    """
     autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
     autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
     try:

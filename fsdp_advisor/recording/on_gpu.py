@@ -35,7 +35,8 @@ from fsdp_advisor.recording.flash import cudnn, flash, scratch
 HEAD_BYTES = 16
 """The size of a head's row must be a multiple of this. Source: sdp_utils.cpp, minimum_gemm_alignment."""
 FLASH_HEAD = 256
-"""The largest head of the flash and cuDNN kernels. Source: sdp_utils.cpp, check_head_dim_size_flash, check_cudnn_tensor_shapes."""
+"""The largest head of the flash and cuDNN kernels. Source: sdp_utils.cpp, check_head_dim_size_flash,
+check_cudnn_tensor_shapes."""
 
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 

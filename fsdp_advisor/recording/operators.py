@@ -14,7 +14,9 @@ from fsdp_advisor.recording.storages import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one or more operators. `traffic_bytes`: read and written by operators other than matrix products and attention."""
+    """The work of one or more operators. `traffic_bytes`: read and written by operators other than matrix products and
+    attention.
+    """
 
     matmul_flops: int = 0
     attention_flops: int = 0
@@ -76,7 +78,9 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def rows_and_columns(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """(rows, columns) of a sum over the first dimensions of a tensor whose last dimension is contiguous; None for other operators."""
+    """(rows, columns) of a sum over the first dimensions of a tensor whose last dimension is contiguous; None for other
+    operators.
+    """
     if func is not torch.ops.aten.sum.dim_IntList or not args[1]:
         return None
     tensor, summed = args[0], {dim % args[0].dim() for dim in args[1]}

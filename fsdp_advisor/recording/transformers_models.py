@@ -148,7 +148,9 @@ class TransformersSource:
         return {"input_ids": tokens(), "labels": tokens()}
 
     def root_modules(self, module: nn.Module) -> RootModules:
-        """The root's modules, found by accelerate's rules. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model and _find_final_norm."""
+        """The root's modules, found by accelerate's rules. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model and
+        _find_final_norm.
+        """
         embedding = module.get_input_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
         head = module.get_output_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
         base = getattr(module, str(getattr(module, "base_model_prefix", "")), None)

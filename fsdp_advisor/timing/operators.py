@@ -113,7 +113,9 @@ class Products:
 
 @lru_cache(maxsize=1024)
 def products_of(unit: Unit, is_root: bool) -> Products:
-    """The products of a unit. A layer uses every matrix weight once per token; the root only the head, its largest, last matrix."""
+    """The products of a unit. A layer uses every matrix weight once per token; the root only the head, its largest, last
+    matrix.
+    """
     matrices = [p.shape for p in unit.parameters if len(p.shape) == 2 and min(p.shape) > 1]
     if is_root:
         largest = max(matrices, key=lambda shape: shape[0] * shape[1], default=None)

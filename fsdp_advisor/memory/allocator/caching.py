@@ -237,7 +237,9 @@ class CachingAllocator:
         return at
 
     def _new_block(self, number: int, pool: int, need: int) -> tuple[int, int]:
-        """Get a block from the driver after garbage collection. If the driver refuses, release the cache and retry. Source: malloc."""
+        """Get a block from the driver after garbage collection. If the driver refuses, release the cache and retry. Source:
+        malloc.
+        """
         asked = allocation_size(need, self.conf)
         if self._collects:
             self._collect_garbage()

@@ -13,7 +13,9 @@ ADDRESS_SPACE_BYTES = 2**40
 
 
 class ExpandableSegments:
-    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block; `before` contains these blocks too."""
+    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block; `before` contains these blocks
+    too.
+    """
 
     def __init__(self, blocks: Blocks, driver: Driver, conf: AllocatorConf) -> None:
         self._blocks, self._driver, self._conf = blocks, driver, conf

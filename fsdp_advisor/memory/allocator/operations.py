@@ -240,7 +240,9 @@ class _Reader:
         return births, instances, layer
 
     def _compile(self, span: Span, segment: Segment) -> list[tuple[int, int, int, int]]:
-        """A span as a list of (_ALLOC, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment, birth, 0)."""
+        """A span as a list of (_ALLOC, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment,
+        birth, 0).
+        """
         tape, sizes = self._tape, self._sizes
         birth = sum(1 for op, _, _ in segment.events[: span.start] if op == Op.ALLOC)
         result = []
@@ -264,7 +266,9 @@ class _Reader:
         return result
 
     def _far(self, segment: int, birth: int) -> list[int]:
-        """The storages of a birth in a distant segment: one of the root, or one of every layer that a recorded layer stands for."""
+        """The storages of a birth in a distant segment: one of the root, or one of every layer that a recorded layer stands
+        for.
+        """
         born = self._tape.segments[segment]
         if born.stack == ROOT:
             return [self._roots[segment][birth]]
