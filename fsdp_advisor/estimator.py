@@ -1,4 +1,5 @@
-"""From a request and a model to a report: the waist of the package. Everything below computes, everything above asks."""
+"""Estimate a job: from a request and a model to a report. The interfaces call this module; it calls all models of memory and
+time."""
 
 from __future__ import annotations
 
@@ -47,15 +48,15 @@ NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords. `explain` adds what only an explanation needs: the peak with a
-    fused loss. Raises AdvisorError with a hint.
+    Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
+    needs. Raises AdvisorError with a hint.
     """
     request = request or make_request(options)
     return estimate_resolved(request, resolve(request.model), explain=explain)
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
-    """The report of a request for a model that is already resolved. As `estimate`."""
+    """`estimate` for a model that is already resolved."""
     gpu, notes = gpu_of(request)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = _seq_len(request, model.profile)
@@ -90,8 +91,8 @@ def estimate_plan(
     conf: AllocatorConf | None = None,
     host_memory_bytes: int | None = None,
 ) -> StrategyEstimate:
-    """One row of a report. `conf` are the allocator's settings; without `host_memory_bytes` (of one node) the host has room
-    for everything.
+    """One row of a report. `conf`: the allocator's settings. `host_memory_bytes`: memory of one node's host, None if
+    unlimited.
     """
     if model.profile is None:
         return _count_estimate(model.parameters, plan, gpu)
@@ -100,14 +101,14 @@ def estimate_plan(
         key, tape = select_tape(model, model.profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
-            raise  # nothing can be said; for a catalogued model the other strategies can be estimated
+            raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error}", *base.not_modelled))
     return _with_step(base, model.profile, key, tape, gpu, explain, conf, host_memory_bytes)
 
 
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
-    """Peak tensor bytes of a plan's step on a GPU: a lower bound of what it needs. Raises AdvisorError without a tape."""
+    """Peak tensor bytes of a plan's step on a GPU, a lower bound of its memory. Raises AdvisorError if there is no tape."""
     assert model.profile is not None
     tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
     return peak_of_step(model.profile, tape, plan).peak
@@ -134,7 +135,7 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
 
 
 def _seq_len(request: EstimateRequest, profile: Profile | None) -> tuple[int, list[str]]:
-    """The sequence length of the request, or else the model's; that one alone where images are read. And notes."""
+    """The request's sequence length, or else the model's, and notes. A model that reads images has only its own length."""
     if profile is not None and not (task := task_of(profile.task)).takes_any_length:
         own = profile.image_tokens or 1
         left_aside = request.seq_len not in (None, own)
@@ -146,7 +147,7 @@ def _seq_len(request: EstimateRequest, profile: Profile | None) -> tuple[int, li
 
 
 def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
-    """The request's GPU, with the network that the request says is between nodes; and notes on what it did not say."""
+    """The request's GPU with the request's network between nodes, and notes on assumed values."""
     gpu, notes = choose_gpu(request.gpu)
     if request.interconnect is not None:
         gpu = replace(gpu, inter_node=find_interconnect(request.interconnect, gpu, request.gpus // request.nnodes))
@@ -154,7 +155,7 @@ def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
 
 
 def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
-    """The GPU asked for, else the attached one, else the default; and a note where it was not asked for."""
+    """The named GPU, or else the attached one, or else the default; and a note if no name was given."""
     if name is not None:
         return find_gpu(name), []
     if (gpu := attached_gpu()) is not None:
@@ -163,7 +164,7 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
 
 
 def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int | None) -> StrategyEstimate:
-    """The row without what a tape adds: states, host memory, loading and saving."""
+    """The row of a plan without a tape: states, host memory, loading and saving."""
     states = states_of(profile, plan)
     host = host_memory(profile, plan)
     unknown = not_modelled(profile, plan)
@@ -202,7 +203,7 @@ def _with_step(
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,
 ) -> StrategyEstimate:
-    """The row with its step: tensors, the allocator, the verdict and time."""
+    """The row of a plan with its step: tensors, allocator, verdict and time."""
     plan, overhead, unknown = base.plan, base.overhead, list(base.not_modelled)
     assert overhead is not None
     gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
@@ -264,7 +265,7 @@ def _job_peaks(
 
 
 def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
-    """What the allocator's settings let PyTorch reserve of the GPU."""
+    """The bytes of the GPU that PyTorch may reserve under the allocator's settings."""
     return gpu.memory_bytes if conf is None else int(conf.per_process_memory_fraction * gpu.memory_bytes)
 
 
@@ -279,7 +280,7 @@ def allocator_result(
     workspace_bytes: int | None = None,
     loading: LoadMethod | None = None,
 ) -> AllocatorResult:
-    """The caching allocator through the plan's steps, within what CUDA and NCCL (`overhead`) leave of the GPU."""
+    """The result of the caching allocator for the plan's steps, in the GPU memory that CUDA and NCCL (`overhead`) leave."""
     overhead = overhead or device_overhead(gpu, plan)
     workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
     operations = step_operations(
@@ -299,7 +300,7 @@ def allocator_result(
 
 
 def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
-    """What the simulation of the allocator found that the figures do not show."""
+    """Warnings of the allocator's simulation: retries or fragmentation."""
     if allocator.verdict == "fits":
         return ()
     helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True avoids it" if allocator.expandable_segments_help else ""
@@ -310,13 +311,13 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
 
 
 def step_of(profile: Profile, key: TapeKey, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
-    """The time of a plan's step on a GPU; between nodes over its `inter_node` link."""
+    """The time of a plan's step on a GPU. Ranks reach other nodes over the GPU's `inter_node` link."""
     program = step_program(profile, gpu_tape(profile, (key, tape), plan), plan)
     return step_time(profile, program, plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
-    """Compute and communication of the plan's last micro-batch and optimizer step; empty where the time is unknown."""
+    """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
     if model.profile is None:
         return ()
     tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)

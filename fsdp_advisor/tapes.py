@@ -1,4 +1,4 @@
-"""Which tapes a plan replays: of PyTorch's step under fake tensors on a CPU, and of what a GPU runs in its place."""
+"""Select the tapes of a plan: PyTorch's step under fake tensors on a CPU, and the step as a GPU runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEn
 FLASH_FROM = (8, 0)
 """The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
 CUDNN_ON = (9, 10)
-"""Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: likewise, check_prefer_cudnn_attention."""
+"""Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: the same file,
+check_prefer_cudnn_attention."""
 
 
 _ENGINES: dict[str, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
@@ -31,7 +32,7 @@ _PRECISIONS: dict[str, TapePrecision] = {
 
 
 def tape_key_of(plan: Plan) -> TapeKey:
-    """The key of the tape that a plan replays: under fake tensors on a CPU, but for flash_attention_2, which runs on GPUs alone."""
+    """The key of the tape that a plan replays. The tape is a CPU tape, except for flash_attention_2, which runs only on GPUs."""
     engine = _ENGINES.get(plan.backend, "plain")
     if plan.backend == "fsdp1" and plan.facts.autocasts_fsdp1 and plan.mixed:
         engine = "fsdp1+autocast"
@@ -41,7 +42,7 @@ def tape_key_of(plan: Plan) -> TapeKey:
     return _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1)
 
 
-@lru_cache(maxsize=1024)  # one object of each, which knows its name
+@lru_cache(maxsize=1024)  # one object per key, because each caches its name
 def _key(
     engine: TapeEngine,
     precision: TapePrecision,
@@ -49,7 +50,7 @@ def _key(
     checkpointing: TapeCheckpointing,
     batch_is_one: bool,
 ) -> TapeKey:
-    if attention == "flash_attention_2":  # its kernel treats every B the same
+    if attention == "flash_attention_2":  # its kernel runs the same code for every B
         return TapeKey(engine, precision, attention, checkpointing, device="gpu")
     return TapeKey(engine, precision, attention, checkpointing, batch_is_one)
 
@@ -57,7 +58,8 @@ def _key(
 def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey, Tape]:
     """The plan's tape and its key.
 
-    Falls back to FSDP1's tape without autocast if the one with it is missing and cannot be recorded; casts are then not counted.
+    If FSDP1's tape with autocast is missing and cannot be recorded, falls back to the tape without autocast. Casts are then not
+    counted.
     """
     key = tape_key_of(plan)
     try:
@@ -69,7 +71,7 @@ def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey,
 
 
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
-    """The key's tape; eager attention's where the model has no sdpa, as transformers itself does."""
+    """The key's tape. Falls back to eager attention if the model does not support sdpa, as transformers does."""
     if model.from_catalog and key.name in profile.tapes:
         return key, model.tape(key)
     eager = replace(key, attention="eager")
@@ -87,9 +89,9 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
     return key, tape
 
 
-@lru_cache(maxsize=64)  # what cannot be recorded is not tried again
+@lru_cache(maxsize=64)  # a failed recording is not tried again
 def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
-    """Record the tape of what a GPU runs, unless that cannot be done."""
+    """Record a GPU tape if possible."""
     with contextlib.suppress(AdvisorError):
         model.tape(key)
 
@@ -104,11 +106,11 @@ def gpu_tape_key(
     window_filled: bool = False,
     recorded: Container[str] = (),
 ) -> TapeKey:
-    """The key of the tape of what a GPU runs in place of `key`'s. An unknown GPU (None) is one on which sdpa prefers cuDNN.
+    """The key of the GPU tape that replaces `key`'s tape. On an unknown GPU (None) sdpa is assumed to prefer cuDNN.
 
-    `window_filled`: the sequences fill the model's sliding window. In half precision sdpa runs as flash_attention_2 does, unless
-    a tape of its own is among those `recorded` (by name): of models whose code hands sdpa a mask or heads that the flash kernel
-    does not take. Before Ampere the kernels are not known: the key is returned as it is.
+    `window_filled`: whether sequences fill the model's sliding window. In half precision sdpa uses the tape of flash_attention_2,
+    unless `recorded` (names) contains a separate sdpa tape. Models have one if their code passes sdpa a mask or heads that the
+    flash kernel does not support. For GPUs before Ampere the kernels are not modelled: returns `key` unchanged.
     """
     if key.attention == "flash_attention_2":
         return key
@@ -128,7 +130,7 @@ def gpu_tape_key(
 
 
 def gpu_tape_keys(key: TapeKey, *, window_filled: bool) -> tuple[TapeKey, ...]:
-    """The keys that `gpu_tape_key` may return for a model that is not shipped. With a mask, cuDNN's kernel has its own."""
+    """The keys that `gpu_tape_key` may return for a model outside the catalog. With a mask, cuDNN's kernel has a separate key."""
     if key.attention != "sdpa":
         return (gpu_tape_key(key),)
     on_gpu = _on_gpu(key, window_filled=window_filled)
@@ -150,13 +152,13 @@ def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu | None 
 
 
 def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: Gpu | None = None) -> Tape:
-    """The tape of what a GPU runs. The selected one itself where there is none."""
+    """The GPU tape of a plan; the selected tape if there is none."""
     key, tape = selected
     return profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
 
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """`gpu_tape`, recorded now if it is missing and can be."""
+    """`gpu_tape`. Records it first if it is missing and can be recorded."""
     assert model.profile is not None
     key, tape = select_tape(model, model.profile, plan)
     try:

@@ -1,1 +1,7 @@
-"""The training engines: what each keeps, does in a step, loads and saves. One folder per engine."""
+"""The training engines (DDP, FSDP1, FSDP2, DeepSpeed ZeRO): one folder each, with its states, step, loading and saving.
+
+`registry` selects the engine of a plan: `states_of` returns its states, `step_program` the program of its step.
+`loading.load_methods` and `saving.save_methods` return its methods of loading and saving, `job_peaks.job_peaks` the peaks
+of all phases of a job. May import `job`, `model`, `hardware`, `parallelism`, `policies`, `program`, and `memory.device` and
+`memory.host`. An engine does not import torch.
+"""

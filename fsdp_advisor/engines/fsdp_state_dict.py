@@ -27,10 +27,10 @@ def shard_bytes(parameter: Parameter, plan: Plan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateDictBytes:
-    """Bytes of a model's state dict. FSDP gathers or shards each entry by itself, so a tied tensor counts once per name.
+    """Bytes of a model's state dict. FSDP gathers or shards each entry separately, so a tied tensor counts once per name.
 
-    `full`: all tensors whole. `sharded`: rank 0's rows of all tensors. `largest`: the largest tensor whole;
-    `largest_gathered`: the same, padded to N equal shards; `largest_shard`: rank 0's rows of it.
+    `full`: all tensors, unsharded. `sharded`: rank 0's rows of all tensors. `largest`: the largest tensor, unsharded.
+    `largest_gathered`: the same, padded to N equal shards. `largest_shard`: rank 0's rows of it.
     """
 
     full: int
@@ -53,7 +53,7 @@ class StateDictBytes:
 
 
 def dcp_files(plan: Plan, sharded_bytes: int) -> Files:
-    """DCP's files, one per rank. Each part that several replicas hold is written by one of them, balanced by size.
+    """DCP's files, one per rank. One replica writes each part; DCP balances the parts by size.
 
     `sharded_bytes`: state dict of one rank.
     Source: distributed/checkpoint/_dedup_save_plans.py, dedup_save_plans; filesystem.py, single_file_per_rank.

@@ -1,4 +1,4 @@
-"""Host memory that offload keeps from step to step. `loading` and `saving` count what their methods need for a while."""
+"""Host memory that offload keeps from step to step. `loading` and `saving` count the temporary memory of their methods."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PHASES = ("load", "first_step", "steady_step", "save")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePeak:
-    """Peak of one phase: tensors on one GPU, and host memory of the node that runs rank 0. None if unknown."""
+    """Peak bytes of one phase: tensors on one GPU, and host memory of the node that runs rank 0. None: unknown."""
 
     gpu_bytes: int | None
     host_bytes_per_node: int | None
@@ -34,7 +34,7 @@ class PhasePeak:
     def fits(self, gpu_memory_bytes: int, host_memory_bytes: int | None) -> bool:
         """False if the phase certainly does not fit.
 
-        `gpu_memory_bytes`: the most that CUDA and NCCL leave. `host_memory_bytes`: of a node, None if unknown.
+        `gpu_memory_bytes`: the most that CUDA and NCCL leave. `host_memory_bytes`: memory of one node, None if unknown.
         """
         if self.gpu_bytes is not None and self.gpu_bytes > gpu_memory_bytes:
             return False
@@ -84,8 +84,8 @@ def job_peaks(
 ) -> JobPeaks:
     """Peaks of the phases of `plan` on `gpu`.
 
-    `phase_peaks`: tensor bytes of forward, backward and optimizer in a steady step, None if unknown. `host_memory_bytes`: of a
-    node, None if unlimited. The job saves between two steps, on top of what it keeps there.
+    `phase_peaks`: tensor bytes of forward, backward and optimizer in a steady step, None if unknown. `host_memory_bytes`:
+    memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
     """
     available = gpu.memory_bytes - overhead.middle_bytes
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
@@ -136,7 +136,7 @@ def _bytes_between_steps(plan: Plan, states: States) -> int:
 
 
 def _first_step_peak(profile: Profile, plan: Plan, states: States, phase_peaks: Mapping[str, int] | None) -> int | None:
-    """Peak of the first step: forward and backward run before the optimizer's step makes its states."""
+    """Peak of the first step. Forward and backward run before the optimizer's step creates the optimizer states."""
     if not phase_peaks:
         return None
     not_yet = _bytes_made_by_first_optimizer_step(profile, plan, states)

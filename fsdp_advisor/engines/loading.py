@@ -18,9 +18,9 @@ from fsdp_advisor.model.profile import Profile
 
 
 def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = None) -> tuple[LoadMethod, ...]:
-    """Every load method of the plan's backend, the one with the least to set up first.
+    """Every load method of the plan's backend, the simplest to set up first.
 
-    `gpu_memory_bytes`: the GPU's memory, None if unlimited. Only DeepSpeed's stages 1 and 2 load differently on a small GPU.
+    `gpu_memory_bytes`: the GPU's memory, None if unlimited. Only DeepSpeed's stages 1 and 2 load in another way on a small GPU.
     """
     match plan.backend:
         case "ddp":
@@ -38,9 +38,9 @@ def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None =
 def choose_load_method(
     methods: Sequence[LoadMethod], *, gpu_memory_bytes: int | None = None, host_memory_bytes: int | None = None
 ) -> LoadMethod:
-    """The first method that fits the GPU and the node. If the node's memory is unknown, the one that needs least of it.
+    """The first method that fits the GPU and the node. If the node's memory is unknown, the one with the least host memory.
 
-    If none fits the GPU, the one that needs least of the GPU; if none fits the node, the one that needs least of the node.
+    If none fits the GPU, the one with the least GPU memory. If none fits the node, the one with the least host memory.
     """
     fit_gpu = [m for m in methods if gpu_memory_bytes is None or m.gpu_bytes <= gpu_memory_bytes]
     if not fit_gpu:

@@ -1,4 +1,4 @@
-"""What the optimizer's step allocates, reads and writes, for engines that step each parameter's local tensor."""
+"""Temporaries and memory traffic of the optimizer's step, for engines that step each parameter's local tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 MASTER_BYTES = 16
-"""DeepSpeed's traffic per element besides the update: the norm, the gradient's cast into the masters' dtype, and back."""
+"""DeepSpeed's traffic per element in addition to the update: the norm, the cast of the gradient into the masters' dtype, and the
+cast of the updated weights back."""
 
 
 def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
-    """Bytes of GPU memory that the update of `elements` elements reads and writes; the mean over all trainable parameters.
+    """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters.
 
     Raises NotImplementedError for an optimizer whose update needs matrix products or collectives: they have no time model yet.
     """
@@ -32,7 +33,7 @@ def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: b
 
 
 def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Storages:
-    """The optimizer's temporaries at the highest point of its step. `shape_of` gives each parameter's shape on this rank."""
+    """The optimizer's temporaries at the peak of its step. `shape_of` returns each parameter's shape on this rank."""
     optimizer = optimizer_named(plan.optim)
 
     def of_one(parameter: Parameter) -> Storages:
@@ -45,7 +46,7 @@ def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Para
 
 
 def gradient_norms(profile: Profile, plan: Plan) -> Storages:
-    """What clipping allocates: a scalar for each trainable parameter; nothing if the job does not clip."""
+    """The storages of clipping: one scalar for each trainable parameter; empty if the job does not clip."""
     if not plan.facts.clips_gradients:
         return NO_STORAGES
     return total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))

@@ -1,4 +1,4 @@
-"""From a plan to its engine: the hooks of a step, and what is kept."""
+"""Select the engine of a plan: its hooks, the program of its step, its states, and notes on what it does not model."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 
 
 def states_of(profile: Profile, plan: Plan) -> States:
-    """What the plan's backend keeps on rank 0 from step to step."""
+    """The states that the plan's backend keeps on rank 0 from step to step."""
     return step_of_engine(profile, plan.without_batch).states
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
-    """What the plan's engine and framework leave out or assume."""
+    """Notes on what the models of the plan's engine and framework leave out or assume."""
     notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
     failure = optimizer_named(plan.optim).fsdp2_step_failure
     if failure and plan.backend == "fsdp2" and plan.framework != "trainer":

@@ -1,4 +1,4 @@
-"""States of a bare parameter count by the textbook: P + G + O divided as the strategy divides them, nothing else.
+"""Textbook states of a bare parameter count: parameters P, gradients G and optimizer states O, divided as the strategy says.
 
 Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3: per GPU P + G + O, P + G + O/N, P + (G + O)/N, (P + G + O)/N.
 """
@@ -13,7 +13,7 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextbookStates:
-    """Bytes on one GPU, and bytes of one node's host memory."""
+    """Bytes of states on one GPU, and in the host memory of one node."""
 
     parameters: int
     gradients: int
@@ -26,7 +26,7 @@ class TextbookStates:
 
 
 def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
-    """The textbook's bytes for `parameters` trainable parameters.
+    """The textbook states of `parameters` trainable parameters.
 
     >>> from fsdp_advisor.job.plan import Plan
     >>> from fsdp_advisor.parallelism.mesh import Mesh

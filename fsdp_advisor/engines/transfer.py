@@ -1,4 +1,4 @@
-"""The methods of loading a model onto the GPUs and of saving a checkpoint: the types, and sums that several engines need."""
+"""The types of load and save methods, and sums of bytes that several engines need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_SHARD_BYTES = 50 * 10**9
 """Largest file of `save_pretrained` by default (`max_shard_size`). Source: transformers/modeling_utils.py (5.23): "50GB"; 5 GB before
 transformers 5."""
 CPU_RAM_EFFICIENT_LOADING = "fsdp_cpu_ram_efficient_loading: true (with transformers 5 every rank still loads a copy)"
-"""How to set accelerate's flag, which transformers 5 ignores: `from_pretrained` loads a copy on every rank. Both of two ranks
-held the whole converted model in a real run.
+"""The line that sets accelerate's flag. transformers 5 ignores the flag: `from_pretrained` loads a copy on every rank. In a real
+run with two ranks, both held the whole converted model.
 Source: transformers/modeling_utils.py, _load_pretrained_model (5.23); huggingface/transformers#43749."""
 
 
@@ -22,8 +22,8 @@ Source: transformers/modeling_utils.py, _load_pretrained_model (5.23); huggingfa
 class TransferMethod:
     """One method of loading or saving, with its peaks in bytes.
 
-    `way` names the method, `how` says what to write. `gpu_bytes` are tensors on one rank's GPU. Host bytes are private memory of
-    one process: rank 0, or any other rank.
+    `way` is the method's name, `how` the code or setting that selects it. `gpu_bytes` are tensors on one rank's GPU. Host bytes
+    are private memory of one process: rank 0, or any other rank.
     """
 
     way: str
@@ -43,9 +43,9 @@ class TransferMethod:
 class LoadMethod(TransferMethod):
     """One method of loading.
 
-    `mapped_bytes`: pages of the checkpoint's file, counted once per node, which the kernel drops when memory is short. None if
+    `mapped_bytes`: pages of the checkpoint's file, counted once per node; the kernel drops them when memory is short. None if
     the checkpoint's dtype is unknown. `transfers`: the allocations on rank 0's GPU, in order. Empty if loading frees nothing
-    there, and where it is not modelled (DDP's broadcast, the modules of zero.Init).
+    there, or if they are not modelled (DDP's broadcast, the modules of zero.Init).
     """
 
     mapped_bytes: int | None
@@ -54,9 +54,9 @@ class LoadMethod(TransferMethod):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """`count` files of one kind. `tensor_bytes`: tensor data in the largest of them, which is rank 0's.
+    """`count` files of one kind. `tensor_bytes`: tensor data in the largest file, which is rank 0's.
 
-    Each tensor adds a few hundred bytes of metadata to its file, which are not counted.
+    Not counted: metadata, a few hundred bytes per tensor.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMethod(TransferMethod):
-    """One method of saving. `gpu_bytes` are on top of the states that a rank keeps between steps."""
+    """One method of saving. `gpu_bytes` come in addition to the states that a rank keeps between steps."""
 
     files: tuple[Files, ...]
 
@@ -76,7 +76,7 @@ class LoadedCheckpoint:
     """Host memory of one process that loads a whole checkpoint in safetensors.
 
     `private_bytes`: a converted copy of the model. 0 if the weights keep the checkpoint's dtype: they are then views of the
-    mapped file, in page cache that the ranks of a node share. `mapped_bytes`: the file, None if the checkpoint's dtype is
+    mapped file, whose page cache all ranks of a node share. `mapped_bytes`: the file. None if the checkpoint's dtype is
     unknown; the weights then count as converted.
     """
 
@@ -103,7 +103,7 @@ def units_in_order(profile: Profile) -> list[Unit]:
 
 
 def peak_bytes(transfers: Iterable[WeightTransfer]) -> int:
-    """Peak of the transfers on rank 0's GPU, one after the other."""
+    """Peak bytes on rank 0's GPU when the transfers run one after the other."""
     kept = peak = 0
     for transfer in transfers:
         peak = max(peak, kept + transfer.temporaries.rounded + transfer.kept.rounded)
@@ -112,7 +112,7 @@ def peak_bytes(transfers: Iterable[WeightTransfer]) -> int:
 
 
 def pretrained_files(profile: Profile, element_bytes: int) -> Files:
-    """Files of `save_pretrained`: filled in the model's order, a tensor is never split.
+    """Files of `save_pretrained`, which fills them in the model's order and never splits a tensor.
 
     Source: huggingface_hub, split_state_dict_into_shards_factory.
     """

@@ -1,4 +1,4 @@
-"""Sums over a profile's units: every schedule computes a unit's bytes once per recorded layer, never per real layer."""
+"""Sums over a profile's units. Engines compute a unit's bytes once per recorded layer, not once per real layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def per_unit(profile: Profile, compute: Callable[[Unit], T]) -> dict[Place, T]:
-    """`compute` of the root and of each recorded layer; units that are equal are computed once."""
+    """The result of `compute` for the root and for each recorded layer. Equal units are computed once."""
     known: dict[int, T] = {}
     result = {}
     for place, unit, _ in places(profile):
@@ -44,22 +44,24 @@ def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
 def summed(
     profile: Profile, by_place: Mapping[Place, object], what: str, root: Sequence[Storages] | None = None
 ) -> Storages:
-    """One `Held` attribute of what was computed per unit, over all real units.
+    """The sum over all real units of the attribute `what` of the objects in `by_place`.
 
-    `root` is what the root's parts (`root_parts`) come to; without it the root is one, and comes first.
+    `root`: the storages of each of the root's parts (`root_parts`). Without it the root is one unit, which comes first.
     """
     return _over_units(profile, lambda place: getattr(by_place[place], what), root)
 
 
 def root_parts(profile: Profile) -> list[Unit]:
-    """The root's parameters before the first stack, before the second ..., and after the last, with all of its buffers."""
+    """The root divided at the stacks: its parameters before the first stack, before the second ..., and after the last. The last
+    part has all buffers.
+    """
     bounds = [0, *profile.order, len(profile.root.parameters)]
     parts = [replace(profile.root, parameters=profile.root.parameters[a:b], buffers=()) for a, b in pairwise(bounds)]
     return [*parts[:-1], replace(parts[-1], buffers=profile.root.buffers)]
 
 
 def _over_units(profile: Profile, of: Callable[[Place], Storages], root: Sequence[Storages] | None = None) -> Storages:
-    """Each real layer's in order, and the root's before, between and after them: the order of `model.parameters()`."""
+    """The sum of `of` over the root's parts and all real layers, in the order of `model.parameters()`."""
     parts = root or [of(AT_ROOT), *[NO_STORAGES] * len(profile.stacks)]
     result = NO_STORAGES
     for s, stack in enumerate(profile.stacks):
@@ -74,7 +76,9 @@ def _over_units(profile: Profile, of: Callable[[Place], Storages], root: Sequenc
 
 @lru_cache(maxsize=256)
 def buffers(profile: Profile, floating_bytes: int | None = None) -> Storages:
-    """Registered buffers: every rank holds all of them. `floating_bytes`: per element of those that an engine casts."""
+    """Registered buffers, all of which every rank holds. `floating_bytes`: bytes per element to which an engine casts
+    floating-point buffers.
+    """
 
     def of(unit: Unit) -> Storages:
         result = NO_STORAGES

@@ -1,12 +1,14 @@
-"""Which FSDP2 units a framework makes of what no layer holds, and whose marks on a tape a plan needs.
+"""The FSDP2 units of the root (the parameters outside all layers), and the marks on a tape that a plan needs.
 
-PyTorch's own way is one unit for all of it, the root. accelerate takes the root apart (utils/fsdp_utils.py, fsdp2_prepare_model,
-1.14 and later): an input embedding that is not tied is a unit of its own; final norm and head, with the embedding where that is
-tied to the head, are one unit that keeps its parameters from forward to backward; what is left stays with the root, which keeps
-them too.
+In plain PyTorch the root is one unit. accelerate divides it (utils/fsdp_utils.py, fsdp2_prepare_model, 1.14 and later):
 
-On a tape all of that is the root's code, and marks show where these units begin and end (`MarkedUnit`). Of an image model the
-embedding is the convolution over its patches, and the final norm alone is the head's unit: its classifier stays with the root.
+- An input embedding that is not tied to the head is a separate unit.
+- The final norm and the head, with the embedding if it is tied to the head, are one unit. It keeps its parameters from forward
+  to backward.
+- All other parameters stay in the root, which keeps them from forward to backward too.
+
+On a tape all of this is the root's code; marks show where these units begin and end (`MarkedUnit`). In an image model the
+embedding is the convolution over the patches, and the head's unit is the final norm only: the classifier stays in the root.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ NO_BYTES: Polynomial = (0, 0, 0, 0, 0, 0)
 EMBEDDING: UnitId = (ROOT, MarkedUnit.EMBEDDING - 1)
 HEAD: UnitId = (ROOT, MarkedUnit.HEAD - 1)
 OUTPUTS: UnitId = (ROOT, MarkedUnit.OUTPUTS - 1)
-"""Where DDP gives out what the model gave it."""
+"""The point at which DDP returns the model's outputs."""
 
 _EMBEDDINGS_NOT_SPLIT = ("masked-lm", "image-classification")
-"""Tasks of the models (BERT, RoBERTa, ViT) in whose `_no_split_modules`, which accelerate wraps by default, the embeddings are."""
+"""Tasks of the models (BERT, RoBERTa, ViT) whose `_no_split_modules` contain the embeddings. accelerate wraps these by
+default."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A unit within the root. `indices` are those of its parameters, its first ones, among the root's.
+    """A unit within the root. `indices`: the indices of its first parameters among the root's parameters.
 
-    `keeps`: its parameters stay gathered from forward to backward; None: as the layers' do.
+    `keeps`: whether its parameters stay gathered from forward to backward. None: the same as for the layers.
     """
 
     unit: Unit
@@ -46,9 +49,9 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Wrapping:
-    """The units that are not one layer each. `last` are those reduced once backward is over, in their order.
+    """The units that are not single layers. `last`: the units that are reduced after backward, in order.
 
-    `whole`: the layers are no units but belong to the root's.
+    `whole`: the layers are not units; their parameters belong to the root's units.
     """
 
     parts: Mapping[UnitId, Part]
@@ -61,13 +64,13 @@ def takes_root_apart(plan: Plan) -> bool:
 
 
 def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
-    """The units of a plan that are not one layer each."""
+    """The units of a plan that are not single layers."""
     return wrapping_of(profile, takes_root_apart(plan), plan.wrap == "none")
 
 
 @lru_cache(maxsize=512)
 def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
-    """The root's units: it alone, or what accelerate makes of it. `whole`: layers are no units, and so are the root's."""
+    """The root's units: one, or those of accelerate if `apart`. `whole`: the layers are not units but belong to the root's."""
     parameters = profile.root.parameters
     embedding = _with_role(profile, "embedding") if apart and task_of(profile.task).has_root_units else ()
     if not embedding:
@@ -90,7 +93,7 @@ def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
 
 
 def marked_units(profile: Profile, plan: Plan) -> frozenset[int]:
-    """The units (`MarkedUnit`), in addition to layers and root, whose marks on the tape are hooks of the plan's engine."""
+    """The units (`MarkedUnit`) within the root at whose marks on the tape the plan's engine runs hooks."""
     if plan.backend == "ddp" and plan.uses_accelerate:
         return frozenset({OUTPUTS[1] + 1})
     return frozenset(place[1] + 1 for place in wrapping_for(profile, plan).parts if place != AT_ROOT)
@@ -101,7 +104,7 @@ def _of_layers(profile: Profile) -> tuple[Parameter, ...]:
 
 
 def clones_outputs(plan: Plan) -> bool:
-    """The Trainer has DDP search for unused parameters unless it checkpoints, and DDP then clones what the model gives out.
+    """Whether DDP clones the model's outputs: the Trainer makes it search for unused parameters unless it checkpoints.
 
     Source: transformers/trainer.py, _build_accelerator_args; torch/nn/parallel/distributed.py, _DDPSink.
     """
@@ -109,7 +112,7 @@ def clones_outputs(plan: Plan) -> bool:
 
 
 def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
-    """Bytes of the logits: a row of the vocabulary for each token. Other tasks' logits are small and not counted."""
+    """Bytes of the logits: one row of the vocabulary per token. Not counted: the small logits of other tasks."""
     embedding = _with_role(profile, "embedding")
     if not embedding or not profile.task.endswith(("-lm", "-seq2seq")):
         return NO_BYTES
@@ -117,7 +120,7 @@ def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
 
 
 def encoded_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
-    """Bytes of `encoder_last_hidden_state`, which a model with encoder and decoder returns with the logits."""
+    """Bytes of `encoder_last_hidden_state`, which an encoder-decoder model returns with the logits."""
     width = profile.config.get("d_model")
     if "seq2seq" not in profile.task or not isinstance(width, int):
         return NO_BYTES
@@ -133,7 +136,7 @@ def _with_role(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
-    """What an estimate under accelerate or the Trainer leaves out or assumes."""
+    """Notes on what an estimate under accelerate or the Trainer leaves out or assumes."""
     if not plan.uses_accelerate:
         return []
     notes = []
@@ -142,7 +145,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             "masked-lm": "accelerate 1.15 fails to wrap a head whose bias the module around it shares",
             "seq2seq-lm": "accelerate 1.15 fails to wrap an embedding that encoder and decoder share",
         }.get(profile.task, "accelerate makes units of its own around the layers")
-        notes.append(f"{what}: counted is one unit per layer and the root")
+        notes.append(f"{what}; this estimate counts one unit per layer and the root")
     if plan.backend in ("fsdp1", "fsdp2") and plan.wrap == "layer" and profile.task in _EMBEDDINGS_NOT_SPLIT:
         fails = ", and a head that is tied to them fails" if profile.task == "masked-lm" else ""
         notes.append(
@@ -155,7 +158,9 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if plan.framework == "accelerate":
         notes.append("a loop that keeps the model's outputs beyond the loss holds the logits as long")
     else:
-        notes.append("what a data collator adds to a batch, and the batches of one update that wait together")
+        notes.append(
+            "tensors that a data collator adds to a batch, and batches that the Trainer loads in advance for one update"
+        )
     if plan.precision == "fp16-mixed":
         notes.append("the gradient scaler's few scalars")
     return notes

@@ -1,4 +1,4 @@
-"""Detect the GPU of this machine through NVML, without torch and without creating a CUDA context."""
+"""Detect the GPU of this machine through NVML, without torch and without a CUDA context."""
 
 import os
 import sys
@@ -89,7 +89,7 @@ def _describe(nvml: Any, device: Any) -> Gpu | None:
 
 
 def _memory_bytes(nvml: Any, device: Any) -> int | None:
-    """The total memory that CUDA reports, in bytes; None if NVML does not tell.
+    """The total memory that CUDA reports, in bytes; None if NVML does not report it.
 
     NVML's own total includes about 500 MiB that the driver reserves.
     """

@@ -14,7 +14,7 @@ BETWEEN_NODES: tuple[Link, ...] = tuple(link for link in LINKS if link.kind not 
 """The links that a network name can select."""
 
 _ONE_PER_NODE = ("ethernet", "efa")
-"""Kinds of networks of which a node has one adapter for all GPUs. Of other kinds, each GPU has an adapter."""
+"""Kinds of networks with one adapter per node, which its GPUs share. Networks of other kinds have one adapter per GPU."""
 
 _GENERATIONS = {"hdr": via.INFINIBAND_HDR, "ndr": via.INFINIBAND_NDR, "xdr": via.INFINIBAND_XDR}
 _ALIASES: dict[str, Link] = {

@@ -1,1 +1,6 @@
-"""The memory of a step: states, a schedule per backend, and the replay of tapes under a schedule. Pure arithmetic."""
+"""The memory of a job: live tensors, the caching allocator, library workspaces, CUDA and NCCL, and the host.
+
+`live.step_peak` returns the peak of live tensors of a step program, `allocator.simulate_allocator` the bytes that PyTorch
+reserves for it, `device.device_overhead` the GPU memory outside PyTorch, `libraries.cublas_workspace_bytes` a workspace.
+May import `program`, `hardware`, `job`, `model` and `errors`, but no engine and not torch.
+"""

@@ -1,11 +1,11 @@
-"""What a GPU's memory holds beside PyTorch's segments: the CUDA context, loaded kernels, NCCL's buffers; and what fits.
+"""GPU memory outside PyTorch's segments: the CUDA context, loaded kernels and NCCL's buffers.
 
-The limit is `Gpu.memory_bytes`, the total of `torch.cuda.mem_get_info`. The driver's own share (firmware, page tables, ECC) is
-already taken out of it, and nvidia-smi's "used" does not show it either; the context of the training process and everything
-counted here comes out of it. Other processes (a desktop, a second job) are not counted.
+The limit is `Gpu.memory_bytes`, the total of `torch.cuda.mem_get_info`. It excludes the driver's own share (firmware, page
+tables, ECC), and so does nvidia-smi's "used". It includes the context of the training process and everything counted here. Not
+counted: other processes (a desktop, a second job).
 
-Every part is a range. Its ends are published readings or sizes read in NCCL's source, each named where it stands; none was
-measured by this project.
+Every part is a range. Its ends are published readings, or sizes from NCCL's source, each with its source; this project measured
+none of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MIB = 2**20
 # CUDA
 
 CONTEXT_BYTES_PER_MULTIPROCESSOR = (3 * _MIB, 9 * _MIB // 2)
-"""A bare context grows with the multiprocessors, for each of which it holds local memory.
+"""Bytes of a context without kernels. It grows with the number of multiprocessors, because it holds local memory for each.
 
 Source: 256 MiB on an RTX 3090 with 82 (torch 2.7, driver 610; invoke-ai/InvokeAI#9413), 320 MiB on a Titan V with 80
 (pytorch/pytorch#28394); 300 to 400 MiB "if lazy module loading is enabled" (pytorch/pytorch#107667, #109888).
 """
 CONTEXT_BYTES_UNKNOWN_GPU = (120 * _MIB, 720 * _MIB)
-"""The same for 40 (T4) to 160 multiprocessors, where the GPU is known by its size alone."""
+"""The same for 40 (T4) to 160 multiprocessors, for a GPU with a memory size only."""
 LAZY_KERNEL_BYTES = (16 * _MIB, 256 * _MIB)
-"""Kernels that training loads one by one (PyTorch's, cuBLAS's, cuDNN's and attention's).
+"""Kernels that training loads on first use (of PyTorch, cuBLAS, cuDNN and attention).
 
-Lazy loading is the default since CUDA 12.2 on Linux. NVIDIA: of the tens of thousands of kernels in cuBLAS or cuDNN an
-application calls perhaps 5 % (forums.developer.nvidia.com/t/261135). The upper end is a quarter of EAGER_KERNEL_BYTES' upper.
+Lazy loading is the default since CUDA 12.2 on Linux. NVIDIA: an application calls perhaps 5 % of the tens of thousands of
+kernels in cuBLAS or cuDNN (forums.developer.nvidia.com/t/261135). The upper end is a quarter of that of EAGER_KERNEL_BYTES.
 """
 EAGER_KERNEL_BYTES = (640 * _MIB, 1024 * _MIB)
 """All of PyTorch's kernels, loaded at the start (CUDA before 11.7, or CUDA_MODULE_LOADING=EAGER).
@@ -44,15 +44,16 @@ Source: 1008 MiB with PyTorch, 320 MiB without, on a Titan V (pytorch/pytorch#28
 # NCCL
 
 BUFFER_BYTES = {"LL": 8 * 512 * 8 * 16, "LL128": 120 * 640 * 8 * 8, "Simple": 4 * _MIB}
-"""Per channel and connection. Source: NCCL 2.30 src/init.cc, DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE, DEFAULT_BUFFSIZE."""
+"""Bytes of buffers per channel and connection. Source: NCCL 2.30 src/init.cc, DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE,
+DEFAULT_BUFFSIZE."""
 IPC_BYTES = 2 * _MIB
-"""Source: NCCL 2.30 src/include/comm.h, CUDA_IPC_MIN: what each shareable buffer is rounded up to."""
+"""Source: NCCL 2.30 src/include/comm.h, CUDA_IPC_MIN: each shareable buffer is rounded up to a multiple of it."""
 CONTROL_BYTES = 4096
 """A connection's ncclSendMem or ncclRecvMem. Source: NCCL 2.30 src/include/comm.h, MEM_ALIGN."""
 
 
 def connection_bytes() -> int:
-    """A channel's buffers toward one neighbour and from one: what it receives in, and the control page it sends from.
+    """Bytes of a channel's buffers for one neighbour in each direction: the receive buffers, and the sender's control page.
 
     NCCL_DEBUG_SUBSYS=ALLOC shows the two as 10485760 and 2097152 on an H100 (NVIDIA/nccl#1685). Where GPUs read from each
     other (A100) the Simple buffer moves to the sender: 6 MiB and 6 MiB, the same sum.
@@ -66,19 +67,20 @@ def connection_bytes() -> int:
 
 
 NETWORK_CONNECTION_BYTES = 2 * 10 * _MIB
-"""Across nodes both ends keep all three buffers (with GPUDirect RDMA on the GPU). Source: NCCL 2.30 src/transport/net.cc,
+"""Bytes of a connection across nodes: both ends keep all three buffers (on the GPU with GPUDirect RDMA). Source: NCCL 2.30 src/transport/net.cc,
 sendProxyConnect, recvProxyConnect."""
 NVLINK_CHANNELS = {"volta": (6, 12), "ampere": (8, 24), "hopper": (16, 32), "blackwell": (16, 32)}
 """Channels of a communicator over NVLink. Source: logs in NVIDIA/nccl#713 (V100: 6 rings, doubled), NVIDIA/nccl-tests#100
 (A100: 24), NVIDIA/nccl#892 (H800: 16), #1685 (H100: 32)."""
 PCIE_CHANNELS = (0, 4)
-"""Channels with buffers on the GPU; none where the ranks meet in host memory. Source: NVIDIA/nccl#1358 (1 channel, doubled)."""
+"""Channels with buffers on the GPU; none if the ranks communicate through host memory. Source: NVIDIA/nccl#1358 (1 channel,
+doubled)."""
 NVLS_BYTES = (0, 16 * 2 * 8 * _MIB)
-"""NVLink SHARP on Hopper and later: 16 channels, 8 heads, 8 steps of 128 KiB, both directions.
+"""Buffers of NVLink SHARP on Hopper and later: 16 channels, 8 heads, 8 steps of 128 KiB, both directions.
 Source: NCCL 2.30 src/transport/nvls.cc, NCCL_NVLS_CHUNKSIZE, ncclNvlsBufferSetup."""
 NCCL_KERNEL_BYTES = (0, 256 * _MIB)
-"""NCCL's own kernels and bookkeeping. With the buffers of 24 channels it makes up the 544 MB that a group of two A100 was
-seen to take, and the 688 MB of a larger one (NVIDIA/nccl#964)."""
+"""NCCL's own kernels and bookkeeping. Together with the buffers of 24 channels they explain the observed 544 MB of a group of two
+A100, and 688 MB of a larger group (NVIDIA/nccl#964)."""
 RCCL_FIRST_BYTES = (512 * _MIB, 1280 * _MIB)
 RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
 """Context and first communicator on AMD: about 1 GiB; each further one about 0.65 GiB (Lumi-supercomputer/LUMI-AI-Guide#111)."""
@@ -86,7 +88,7 @@ RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One thing that takes memory outside PyTorch, as a range of bytes."""
+    """One use of memory outside PyTorch, as a range of bytes."""
 
     name: str
     low_bytes: int
@@ -95,7 +97,7 @@ class Part:
 
 @dataclass(frozen=True)
 class DeviceOverhead:
-    """What nvidia-smi shows beyond PyTorch's reserved bytes."""
+    """The memory that nvidia-smi shows in addition to PyTorch's reserved bytes."""
 
     parts: tuple[Part, ...]
 
@@ -113,11 +115,11 @@ class DeviceOverhead:
 
 
 def communicators(plan: Plan) -> tuple[int, int]:
-    """How many NCCL communicators a rank ends up with, at least and at most.
+    """The minimum and maximum number of NCCL communicators of a rank.
 
-    DDP and FSDP over all ranks use the default group. A device mesh of two dimensions makes a group per dimension, and the
-    default one is used by whoever reduces a metric. DeepSpeed clones the world's group for data parallelism, and ZeRO-3
-    may make a third.
+    DDP and FSDP over all ranks use the default group. A device mesh of two dimensions makes a group per dimension; a script that
+    reduces a metric uses the default group too. DeepSpeed clones the world's group for data parallelism, and ZeRO-3 may make a
+    third.
     Source: torch.distributed.device_mesh (torch 2.13), DeviceMesh._init_process_groups; deepspeed/utils/groups.py,
     _clone_world_group (0.19.8).
     """
@@ -131,7 +133,7 @@ def communicators(plan: Plan) -> tuple[int, int]:
 
 
 def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> DeviceOverhead:
-    """What `gpu` holds beside PyTorch's segments while `plan` trains."""
+    """The memory of `gpu` outside PyTorch's segments while `plan` trains."""
     return _device_overhead(gpu, plan.without_step, lazy_loading)
 
 
@@ -154,11 +156,11 @@ def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead
 
 
 def _communicator(gpu: Gpu, plan: Plan) -> tuple[int, int]:
-    """Buffers of one communicator: rings alone at least; rings, trees the other way round and NVLink SHARP at most."""
+    """Bytes of one communicator's buffers: at least those of the rings, at most those of rings, trees and NVLink SHARP."""
     nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
     channels = NVLINK_CHANNELS.get(gpu.architecture or "", PCIE_CHANNELS) if nvlink else PCIE_CHANNELS
     if gpu.intra_node is None:
-        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU known by its size alone
+        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU with a memory size only
     one = connection_bytes()
     low, high = channels[0] * one, channels[1] * one * (1 if plan.world_size == 2 else 2)
     if plan.nnodes > 1:
@@ -185,4 +187,4 @@ NON_TENSOR_PARTS = {
     "cuda_and_nccl": "CUDA context, kernels, NCCL's buffers",
     "loading_or_saving": "what loading or saving needs beyond the step",
 }
-"""The parts of `needed_bytes` that are no tensors of the step."""
+"""The parts of `needed_bytes` that are not tensors of the step."""

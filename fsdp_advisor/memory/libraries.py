@@ -1,13 +1,14 @@
-"""Workspaces of CUDA libraries that PyTorch's allocator holds besides tensors; `max_memory_allocated` counts them.
+"""Workspaces of CUDA libraries, which PyTorch's allocator holds in addition to tensors. `max_memory_allocated` includes them.
 
 cuBLAS keeps one workspace per handle and stream. Every thread has its own handle. Forward runs in the caller's thread, backward
-and recomputed activations in autograd's thread, so the compute stream has two workspaces. cuBLASLt shares them.
+and recomputation in autograd's thread, so the compute stream has two workspaces. cuBLASLt shares them.
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp (torch 2.13): setWorkspaceForHandle, getCUDABlasLtWorkspace,
 unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 
-The workspaces of attention kernels are on the tapes of a GPU (Category.SCRATCH; `tapes` selects the tape). Those of reductions over
-rows depend on the GPU and are computed by `program.reduction_workspace`. Not modelled: what cuDNN's engines use beyond the workspace
-that cudnn-frontend requests, the workspaces of convolutions, and the kernels of GPUs before Ampere.
+
+Workspaces of attention kernels are on the GPU tapes (Category.SCRATCH; `tapes` selects the tape). `program.reduction_workspace`
+computes those of reductions over rows, which depend on the GPU. Not modelled: memory of cuDNN's engines beyond the workspace that
+cudnn-frontend requests, workspaces of convolutions, and the kernels of GPUs before Ampere.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from fsdp_advisor.errors import UsageError
 
 KIB = 2**10
 WORKSPACES = 2
-"""Of the thread that runs forward and of autograd's."""
+"""Number of workspaces: one for the thread that runs forward, one for autograd's thread."""
 SMALL_WORKSPACE = (2 * 4096 + 8 * 16) * KIB
 """`:4096:2:16:8`, the default before Hopper."""
 LARGE_WORKSPACE = 8 * 4096 * KIB
 """The default of Hopper and Blackwell."""
 LARGE_ON = (9, 10, 12)
-"""Compute capabilities (major) with the large one."""
+"""Compute capabilities (major) with the larger default."""
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int] | None, config: str | None = None) -> int:
-    """One workspace; of an unknown GPU the larger default. `config` is `CUBLAS_WORKSPACE_CONFIG`: ``:KiB:count``, repeated.
+    """Bytes of one workspace. An unknown GPU (None) has the larger default. `config` is `CUBLAS_WORKSPACE_CONFIG`:
+    ``:KiB:count``, repeated.
+
 
     Source: parseChosenWorkspaceSize.
     >>> cublas_workspace_bytes((8, 0)), cublas_workspace_bytes((9, 0)), cublas_workspace_bytes((9, 0), ":4096:8")

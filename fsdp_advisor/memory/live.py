@@ -1,4 +1,4 @@
-"""Live memory: the tensors alive on rank 0 through a step. A reader of the step program."""
+"""Live memory: the tensors alive on rank 0 during a step. It is a reader of the step program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WORKSPACE_AND_LOSS = frozenset({int(Account.WORKSPACE), int(Account.LOSS)})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPeak:
-    """The highest point of a step, the first if there are several. Bytes, each storage rounded up to 512."""
+    """The peak of a step; the first one if there are several. Bytes, with each storage rounded up to 512."""
 
     peak: int
     phase: Phase
@@ -43,7 +43,7 @@ class StepPeak:
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """Live bytes after one visit, and the highest during it. `repeats`: so many further visits that look the same."""
+    """Live bytes after one visit, and their peak during it. `repeats`: the number of further visits with equal values."""
 
     phase: Phase
     where: str
@@ -53,7 +53,7 @@ class TimelinePoint:
 
 
 def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> StepPeak:
-    """The peak of a step at micro-batch `b` and `t` tokens. `fused_loss`: as if the loss made no tensors of its own."""
+    """The peak of a step at micro-batch `b` and `t` tokens. `fused_loss`: without the loss's own tensors."""
     reader = _Reader(program, b, t, _WORKSPACE_AND_LOSS if fused_loss else _WORKSPACE)
     best, phase_peaks = None, dict.fromkeys(("forward", "backward", "optimizer"), 0)
     for visit, _, high, highest_at in reader.walk():
@@ -72,7 +72,7 @@ def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False)
 
 
 def step_timeline(program: StepProgram, b: int, t: int) -> tuple[TimelinePoint, ...]:
-    """Live memory visit by visit; of each run of repeated layers the first two, the last two and one point for the others."""
+    """Live memory visit by visit. A run of repeated layers has its first two visits, its last two, and one for all others."""
     points: list[TimelinePoint] = []
     for visit, live, high, _ in _Reader(program, b, t, _WORKSPACE).walk():
         points.append(TimelinePoint(visit.phase, visit.name, live, high))
@@ -88,7 +88,7 @@ class _Reader:
         self._spans = span_bytes(program.layout, self._sizes, excluded)
 
     def walk(self) -> Iterator[tuple[Visit, int, int, int]]:
-        """(visit, bytes alive after it, highest during it, index of the instruction that reaches it), in order."""
+        """(visit, live bytes after it, peak during it, index of the instruction that reaches the peak), in order."""
         net, high = self._spans
         total = sum(alloc.storages.rounded for alloc in self._program.states)
         for visit, before in self._visits():
@@ -115,7 +115,7 @@ class _Reader:
             yield visit, total, highest, highest_at
 
     def accounts_at(self, visit: Visit, index: int) -> list[int]:
-        """Live bytes by account at the highest point of `visit`, which its instruction `index` reaches (-1: its beginning)."""
+        """Live bytes by account at the peak of `visit`, which its instruction `index` reaches (-1: its beginning)."""
         live = [0] * len(Account)
         for alloc in self._program.states:
             live[alloc.account] += alloc.storages.rounded
@@ -134,7 +134,7 @@ class _Reader:
         raise AssertionError("the visit is not part of the program")
 
     def _visits(self) -> Iterator[tuple[Visit, MicroBatch | None]]:
-        """Every visit, with the micro-batch before its own."""
+        """Every visit, with the micro-batch before its own; None if there is none."""
         before = None
         for micro_batch in self._program.micro_batches:
             for visit in micro_batch.visits:
@@ -148,7 +148,7 @@ class _Reader:
         return instruction.storages.rounded if isinstance(instruction, Alloc) else instruction.n_bytes
 
     def _dropped(self, instruction: DropBatch | DropLoss, before: MicroBatch | None) -> dict[int, int]:
-        """Bytes by account that the micro-batch before has left alive: its inputs, or its loss and what else it computed."""
+        """Bytes by account that the previous micro-batch left alive: its inputs, or its loss and other computed tensors."""
         accounts = _INPUT_ACCOUNTS if isinstance(instruction, DropBatch) else _LEFT_OVER_ACCOUNTS
         left: defaultdict[int, int] = defaultdict(int)
         for visit in before.visits if before else ():
@@ -162,7 +162,7 @@ class _Reader:
     def _apply(
         self, live: list[int], instruction: Instruction, before: MicroBatch | None, *, to_highest: bool = False
     ) -> None:
-        """Change `live` by an instruction; of a span, if `to_highest`, only as far as its highest point."""
+        """Apply an instruction to `live`. `to_highest`: apply a span only up to its peak."""
         match instruction:
             case Compute(span=span):
                 changes = (
@@ -184,7 +184,7 @@ class _Reader:
                 pass  # collectives and copies take time, not memory
 
     def _until_highest(self, span: Span) -> dict[int, int]:
-        """Bytes by account that a span has allocated when it is highest for the first time."""
+        """Net bytes by account that a span has allocated at its first peak."""
         changes = [(a, self._sizes[size] * times) for a, size, times in span.changes if a not in self._excluded]
         levels = list(accumulate((n_bytes for _, n_bytes in changes), initial=0))
         result: defaultdict[int, int] = defaultdict(int)

@@ -159,7 +159,7 @@ def _problems(value: Config | list[Any], keys: tuple[str, ...]) -> Iterator[tupl
 
 
 def _problem(key: str, item: object) -> str | None:
-    """What is wrong with one value; None if it is possible."""
+    """The problem with one value, as text; None if the value is possible."""
     if isinstance(item, float) and not math.isfinite(item):
         return "is not a finite number"
     if isinstance(item, int) and abs(item) > MAX_INTEGER:

@@ -1,9 +1,10 @@
-"""A model's profile: everything about it that decides memory, as pure data.
+"""A model's profile: all facts about it that determine memory, as pure data.
 
 A profile is an inventory of parameters, grouped into the units that sharded training gathers, and a set of tapes. A tape is
-the record of one training step of the model on one device: which tensor storages were born and died, in order, with sizes as
-polynomials in the micro-batch B and the sequence length T. Layers of a kind behave alike, so a tape holds a few recorded
-layers and the profile says which recorded layer stands for each real one.
+the record of one training step of the model on one device: the allocations and frees of tensor storages in order, with sizes as
+polynomials in the micro-batch B and the sequence length T. Layers of one kind behave in the same way, so a tape contains a few
+recorded layers, and the profile says which recorded layer stands for each real one.
+
 
 Shapes: B = micro-batch (sequences), T = tokens per sequence.
 """
@@ -23,7 +24,7 @@ MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
 Polynomial = tuple[int, int, int, int, int, int]
 
 ROOT = -1
-"""The unit index of the root: what no layer holds (embedding, final norm, head)."""
+"""The unit index of the root: the parameters outside all layers (embedding, final norm, head)."""
 
 
 def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
@@ -37,7 +38,7 @@ def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
 
 
 def evaluate_all(polynomials: Iterable[Polynomial], b: int, t: int) -> list[int]:
-    """`evaluate` of many.
+    """The values of many polynomials, as `evaluate`.
 
     >>> evaluate_all([(1, 0, 0, 2, 0, 0), (0, 1, 0, 0, 0, 1)], b=3, t=5)
     [31, 28]
@@ -47,20 +48,20 @@ def evaluate_all(polynomials: Iterable[Polynomial], b: int, t: int) -> list[int]
 
 
 class Staging(NamedTuple):
-    """The size of what a GPU stages to sum `rows` rows of `columns` elements into one (`memory.staging`)."""
+    """The size of the workspace in which a GPU sums `rows` rows of `columns` elements (`program.reduction_workspace`)."""
 
     rows: Polynomial
     columns: Polynomial
 
 
 Size = Polynomial | Staging
-"""Of a storage, in bytes."""
+"""The size of a storage in bytes."""
 
 
 ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "other"]
-"""What a parameter's module does in the model.
+"""The role of a parameter's module in the model.
 
-``embedding``: the input embedding, also where it is tied to the head; ``head``: what else the module has that makes the logits;
+``embedding``: the input embedding, also if it is tied to the head; ``head``: the other parameters of the module that makes the logits;
 ``final_norm``: the last norm among the base model's own children; ``norm``: any other norm; ``expert``: one of the experts of a
 mixture. Embedding and head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`).
 """
@@ -68,9 +69,9 @@ mixture. Embedding and head are those that transformers names (`get_input_embedd
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter tensor, tied names counted once. `name` is relative to its unit.
+    """One parameter tensor; tied names count once. `name` is relative to its unit.
 
-    `dtype` is the one it is stored in; None: the one that the plan's precision says.
+    `dtype`: the dtype in which it is stored; None: the dtype of the plan's precision.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A registered buffer that lives as long as the model. `bytes_per_element` in its own dtype."""
+    """A registered buffer, which lives as long as the model. `bytes_per_element`: in its own dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,7 +109,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one all-gather brings together: a layer of some kind, or the root."""
+    """The parameters and buffers that one all-gather gathers: a layer of one kind, or the root."""
 
     kind: str
     parameters: tuple[Parameter, ...]
@@ -135,7 +136,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`repeats` times the same pattern of recorded layers, in forward order."""
+    """A pattern of recorded layers that repeats `repeats` times, in forward order."""
 
     pattern: tuple[int, ...]
     repeats: int
@@ -162,7 +163,7 @@ class Stack:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many real layers each recorded layer stands for."""
+        """The number of real layers that each recorded layer stands for."""
         counts = [0] * len(self.units)
         for run in self.runs:
             for recorded in run.pattern:
@@ -171,15 +172,15 @@ class Stack:
 
 
 class Category(IntEnum):
-    """What a storage on a tape is. The overlay of a strategy adds the rest (states, gathered units, communication)."""
+    """The category of a storage on a tape. Engines add the storages that a tape lacks (states, gathered units, communication)."""
 
-    TEMPORARY = 0  # born and dead inside one phase
+    TEMPORARY = 0  # allocated and freed in one phase
     ACTIVATION = 1  # saved in forward for backward
-    LOSS = 2  # the logits and what the loss makes of them
+    LOSS = 2  # the logits and tensors that the loss computes from them
     CAST_PARAMETER = 3  # autocast's copy of a weight
     INPUT = 4  # the batch
-    UNSHARDED_GRADIENT = 5  # a part of a gradient that autograd or FSDP1 sums or concatenates before it is `param.grad`
-    SCRATCH = 6  # a kernel's own working memory: part of what is allocated, not of the tensors
+    UNSHARDED_GRADIENT = 5  # a part of a gradient, which autograd or FSDP1 sums or concatenates into `param.grad`
+    SCRATCH = 6  # a kernel's workspace: counts as allocated memory, but not as a tensor
     GRADIENT = 7  # becomes `param.grad`: 7 + 2 * index of the parameter in its unit + (1 if the unit is the root)
 
 
@@ -192,16 +193,16 @@ class Op(IntEnum):
     POST_FORWARD = 3
     PRE_BACKWARD = 4
     POST_BACKWARD = 5
-    GRAD_READY = 6  # (parameter, 1 if the root's else 0): accumulated into param.grad
+    GRAD_READY = 6  # (parameter, 1 if the root's else 0): its gradient is accumulated into param.grad
 
 
 class MarkedUnit(IntEnum):
-    """Which unit a mark (PRE_FORWARD to POST_BACKWARD) belongs to. Readers skip marks of units that a plan does not have."""
+    """The unit of a mark (PRE_FORWARD to POST_BACKWARD). Readers skip marks of units that a plan does not have."""
 
-    LAYER = 0  # the layer whose segment it is
+    LAYER = 0  # the layer to which the segment belongs
     ROOT = 1
     EMBEDDING = 2  # an input embedding that is not tied to the head
-    HEAD = 3  # final norm and head, with the embedding where they are tied
+    HEAD = 3  # final norm and head, with the embedding if it is tied to the head
     OUTPUTS = 4  # what the model returns: POST_FORWARD at the end of forward
 
 
@@ -210,10 +211,11 @@ Event = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """What happens between two layer boundaries of the recorded step.
+    """The events between two layer boundaries of the recorded step.
 
     `phase` is ``forward`` or ``backward``; `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch of root code.
-    `flops` are of matrix products and of attention, `traffic_bytes` what all other operators read and write, `operators` their number.
+    `flops`: of matrix products and attention. `traffic_bytes`: read and written by all other operators. `operators`: the number of
+    operators.
     """
 
     phase: str
@@ -228,16 +230,16 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """One training step as recorded: segments in the order in which they ran, sizes (bytes) as polynomials in B and T.
+    """One recorded training step: segments in the order in which they ran, and sizes (bytes) as polynomials in B and T.
 
-    Scratch that sums over rows take on a GPU has its rows and columns for a size.
+    The size of the workspace of a sum over rows on a GPU is its rows and columns (`Staging`).
     """
 
     sizes: tuple[Size, ...]
     segments: tuple[Segment, ...]
 
     def read(self) -> Tape:
-        """The tape with all of it at hand, for whoever goes through its events."""
+        """The tape with all events loaded, for readers that walk them."""
         return self
 
     @cached_property
@@ -247,24 +249,24 @@ class Tape:
 
     @cached_property
     def stages(self) -> bool:
-        """Whether a sum over rows stages anything, so that its scratch hangs on the GPU."""
+        """Whether a sum over rows uses a workspace, so that the tape's scratch depends on the GPU."""
         sizes = self.sizes
         return any(isinstance(sizes[size], Staging) for born in self.births for size, _ in born)
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """A model as the estimator knows it. `tapes` may be filled lazily by whoever made the profile.
+    """A model as the estimator sees it. The profile's maker may fill `tapes` lazily.
 
-    `tapes` and `refusals` are by the name of a `TapeKey`. `refusals` say why there is no tape: what cannot be recorded with `versions`
-    is not tried again.
+    The keys of `tapes` and `refusals` are names of a `TapeKey`. `refusals`: the reasons why a tape cannot be recorded with
+    `versions`; it is not tried again.
     """
 
     name: str
     task: str
     root: Unit
     stacks: tuple[Stack, ...]
-    order: tuple[int, ...]  # of the root's parameters: how many precede the first stack, then the second ...
+    order: tuple[int, ...]  # number of the root's parameters before the first stack, before the second ...
     max_seq_len: int | None
     config: dict[str, object]
     versions: dict[str, str]
@@ -293,7 +295,7 @@ class Profile:
 
     @cached_property
     def parameters(self) -> int:
-        """Unique parameters, tied ones once."""
+        """The number of parameter elements; tied parameters count once."""
         return sum(unit.elements * count for unit, count in self.counted_units())
 
     @cached_property
@@ -302,21 +304,21 @@ class Profile:
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that a layer with a sliding window looks back; None where the configuration names no such layers."""
+        """Tokens in a layer's sliding window; None if the configuration has no such layers."""
         value = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
         return value if isinstance(value, int) and value > 0 else None
 
     @cached_property
     def experts(self) -> int | None:
-        """Experts that a layer chooses among; None of a model without. transformers stacks their weights on dim 0."""
+        """The number of experts of a layer; None for a model without experts. transformers stacks their weights on dim 0."""
         stacked = [p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if p.role == "expert"]
         return max(stacked, default=None)
 
     @cached_property
     def image_tokens(self) -> int | None:
-        """Tokens that an image becomes: those that have a learned place, else its patches; None of a model without.
+        """Tokens of an image: those with a learned position, else its patches; None for a model without images.
 
-        ViT of 224 x 224 in patches of 16: 14 x 14 and one for the class, 197. Source: transformers, ViTEmbeddings.
+        Example: ViT with 224 x 224 pixels in patches of 16 has 14 x 14 patches and a class token, 197. Source: transformers, ViTEmbeddings.
         """
         for parameter in self.root.parameters:
             if parameter.name.endswith("position_embeddings") and len(parameter.shape) == 3:
@@ -334,5 +336,5 @@ class Profile:
 
     @property
     def layer_classes(self) -> tuple[str, ...]:
-        """The classes a transformer wrapping policy names, in order of appearance."""
+        """The layer classes for a transformer wrapping policy, in order of appearance."""
         return tuple(dict.fromkeys(u.kind for s in self.stacks for u in s.units))

@@ -46,7 +46,7 @@ _PATH_SHAPED = re.compile(r"[./~]|.*\.json$|.*\\|.*/.*/", re.DOTALL)
 
 @dataclass(frozen=True)
 class Resolved:
-    """A model that was found. `profile` is None for a bare parameter count, of which nothing else is known."""
+    """A model that was found. `profile` is None for a bare parameter count."""
 
     name: str
     source: Literal["catalog", "config", "hub", "count"]
@@ -60,7 +60,7 @@ class Resolved:
 
     @property
     def from_catalog(self) -> bool:
-        """Whether the profile comes from the catalog, which also contains the tapes of what a GPU runs."""
+        """Whether the profile comes from the catalog, which also contains the GPU tapes."""
         return self.source == "catalog" and not self.recorded_locally
 
     def tape(self, key: TapeKey) -> Tape:

@@ -1,9 +1,10 @@
-"""Profiles as bytes: what the catalog ships and the cache keeps.
+"""Profiles as bytes, the format of the catalog and the cache.
 
-A stored profile is a zlib or LZMA stream of a JSON header, a zero byte, and the events of all tapes in three columns: the kinds, in one
-byte each, then the first and the second arguments, in two bytes each, little-endian.
-Variants share most of their segments and sizes, so both are pooled. Reading is lazy: in memory a tape is a few hundred bytes of the
-stream until it is looked at, and again when it has not been for a while.
+A stored profile is a zlib or LZMA stream of a JSON header, a zero byte, and the events of all tapes in three columns: the kinds (one
+byte each), the first arguments and the second arguments (two bytes each, little-endian).
+
+Tapes share most of their segments and sizes, so these are stored once. Reading is lazy: a tape is decoded on first use, and the
+decoded tape is dropped when it has not been used for a while.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from fsdp_advisor.model.profile import (
 
 FORMAT = 4
 RECORDING = 5
-"""To be raised with every change of what the recorder puts on a tape: profiles of another number are recorded again."""
+"""The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
+again."""
 _COLUMNS = "BHH"
-"""The type of each column of events, as `array` has it."""
+"""The `array` type code of each column of events."""
 
 
 class StoredTapes(MutableMapping[str, Tape]):
-    """The tapes of a stored profile: kept as the bytes they came in, opened and read when they are looked at."""
+    """The tapes of a stored profile. They stay compressed and are decoded on use."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -63,7 +65,7 @@ class StoredTapes(MutableMapping[str, Tape]):
 
 
 class StoredTape(Tape):
-    """A tape that is read when it is looked at, and forgotten when enough others have been since."""
+    """A tape that is decoded on use, and dropped after enough other tapes have been used."""
 
     def __init__(self, data: bytes, key: str) -> None:
         self.__dict__.update(_data=data, _key=key)
@@ -86,7 +88,7 @@ class StoredTape(Tape):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Opened:
-    """A stored profile's two parts."""
+    """The two parts of a stored profile: header and events."""
 
     header: dict[str, Any]
     columns: tuple[array[int], ...]
@@ -125,7 +127,7 @@ def _tape(data: bytes, key: str) -> Tape:
 
 
 def dump(profile: Profile, *, small: bool = False) -> bytes:
-    """The profile with all its tapes. `small` takes longer to write and to read, for what is shipped."""
+    """The profile with all its tapes. `small`: LZMA, which is smaller but slower to write and read."""
     sizes: dict[Any, int] = {}
     pool: dict[Any, int] = {}
     table: list[list[Any]] = []
@@ -182,7 +184,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
 
 
 def load(data: bytes) -> Profile:
-    """The profile that was dumped. Raises ValueError where the bytes are not one."""
+    """The profile in the bytes of `dump`. Raises ValueError if the bytes are not a profile."""
     try:
         header = _opened(data).header
         return Profile(

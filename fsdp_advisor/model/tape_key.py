@@ -1,4 +1,4 @@
-"""Which code path of a model's training step a tape was recorded on."""
+"""The key of a tape: the code path of a model's training step on which it was recorded."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from functools import cached_property
 from typing import Literal, cast, get_args
 
 TapeEngine = Literal["plain", "fsdp2", "fsdp1", "fsdp1+autocast"]
-"""Whose hooks and casts ran. ``plain``: DDP and DeepSpeed. ``fsdp1+autocast``: FSDP1's mixed precision as accelerate, and the
-Trainer through it, runs it (accelerator.py, `prepare_model`)."""
+"""The engine whose hooks and casts ran. ``plain``: DDP and DeepSpeed. ``fsdp1+autocast``: FSDP1's mixed precision under accelerate
+(accelerator.py, `prepare_model`), which the Trainer uses too."""
 
 TapePrecision = Literal["bf16", "bf16-mixed", "fp32"]
 TapeDevice = Literal["cpu", "gpu"]
-"""``cpu``: what PyTorch does under fake tensors on a CPU; ``gpu``: what it does on a GPU (`recording.on_gpu`)."""
+"""``cpu``: PyTorch's step under fake tensors on a CPU; ``gpu``: its step on a GPU (`recording.on_gpu`)."""
 
 TapeAttention = Literal["sdpa", "eager", "flash_attention_2"]
 SdpaKernel = Literal["default", "cudnn"]
-"""What sdpa prefers on a GPU. ``default``: the flash kernel, then the memory-efficient one, then none; ``cudnn``: cuDNN's before
-these, as in half precision on Hopper and Blackwell."""
+"""The kernels that sdpa prefers on a GPU. ``default``: flash, then memory-efficient, then none; ``cudnn``: cuDNN before these, as in
+half precision on Hopper and Blackwell."""
 
 TapeCheckpointing = Literal["none", "full"]
 
@@ -26,9 +26,8 @@ TapeCheckpointing = Literal["none", "full"]
 class TapeKey:
     """The code path of one tape.
 
-    `batch_is_one`: B = 1, which some models treat in a way of its own. `window_filled`: sequences are no shorter than the model's
-    sliding window, so that some layers need a mask; it matters to sdpa on a GPU alone. Raises ValueError for flash_attention_2 on
-    a CPU.
+    `batch_is_one`: B = 1, for which some models run other code. `window_filled`: sequences are at least as long as the model's
+    sliding window, so some layers need a mask; this affects only sdpa on a GPU. Raises ValueError for flash_attention_2 on a CPU.
     """
 
     engine: TapeEngine
@@ -42,7 +41,7 @@ class TapeKey:
 
     def __post_init__(self) -> None:
         if self.attention == "flash_attention_2" and self.device == "cpu":
-            raise ValueError("flash_attention_2 runs on GPUs alone")
+            raise ValueError("flash_attention_2 runs only on GPUs")
 
     @property
     def mixed(self) -> bool:
@@ -77,7 +76,7 @@ class TapeKey:
 
     @classmethod
     def from_name(cls, name: str) -> TapeKey:
-        """The key that has this name. Raises ValueError where there is none."""
+        """The key with this name. Raises ValueError if there is none."""
         engine, precision, device, attention, kernel, window, checkpointing, batch = name.split("|")
         fields = (
             (engine, TapeEngine), (precision, TapePrecision), (device, TapeDevice), (attention, TapeAttention),

@@ -14,11 +14,13 @@ class Task:
     counted: str = "tokens"
     """The unit of throughput."""
     sample: str = "{} tokens"
-    """How messages describe one sample; {} is its length in tokens."""
+    """The description of one sample in messages; {} is its length in tokens."""
     has_root_units: bool = False
-    """Whether accelerate's FSDP2 makes separate units of the embedding and the head. An image model's embedding is that of patches."""
+    """Whether accelerate's FSDP2 makes separate units of the embedding and the head. An image model's embedding is the
+    embedding of its patches.
+    """
     takes_any_length: bool = True
-    """Whether the sequence length is free. If not, every sample has the length that the model fixes, as an image has."""
+    """Whether the user chooses the sequence length. If not, the model fixes it, as for images."""
 
     def of_length(self, seq_len: int) -> str:
         """The description of one sample of `seq_len` tokens.

@@ -1,1 +1,4 @@
-"""How a job's ranks are arranged (the mesh), and which part of each parameter a rank keeps (the placement)."""
+"""The arrangement of a job's ranks (`mesh.Mesh`) and the part of each parameter that a rank keeps (`placement`).
+
+Imports nothing from the rest of the package.
+"""

@@ -12,7 +12,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """How many ranks each axis has, on `nnodes` nodes with the same number of GPUs.
+    """The number of ranks of each axis, on `nnodes` nodes with the same number of GPUs.
 
     `dp_shard` ranks share one copy of the states, `dp_replicate` copies exist. Pipeline (`pp`), context (`cp`), tensor (`tp`)
     and expert (`ep`) parallelism are not modelled yet: these axes have one rank.

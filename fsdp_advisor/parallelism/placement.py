@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank keeps along one axis of the mesh."""
+"""The placement of a parameter: the part that a rank keeps along one axis of the mesh."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from fsdp_advisor.model.profile import Parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
-    """Bytes per element of what a step stores, computes with, reduces and steps.
+    """Bytes per element of the tensors that a step stores, computes with, reduces and updates.
 
-    `parameter_bytes`: parameters between steps, unless one has bytes of its own (`storage_bytes`).
-    `compute_bytes`: forward and backward, and what an all-gather brings.
-    `gradient_bytes`: gradients after their reduction. `reduce_bytes`: gradients in their reduction.
-    `master_bytes`: a second copy of the parameters, which the optimizer steps. None where it steps the parameters.
+    `parameter_bytes`: parameters between steps (`storage_bytes` of a single parameter).
+    `compute_bytes`: forward, backward and gathered parameters.
+    `gradient_bytes`: gradients after their reduction. `reduce_bytes`: gradients during their reduction.
+    `master_bytes`: a second copy of the parameters, which the optimizer steps. None if it steps the parameters.
     """
 
     parameter_bytes: int

@@ -1,5 +1,6 @@
-"""The program of a training step: what an engine allocates, computes, sends and waits for, in order.
+"""The program of a training step: the ordered instructions with which an engine allocates, computes, communicates and waits.
 
-An engine builds it once (`build_program`); live memory, the caching allocator and the timeline are three readers of it. A
-program does not depend on the micro-batch B and the sequence length T: sizes that do are polynomials, evaluated by a reader.
+`builder.build_program` builds it from a tape and an engine's hooks. It has three readers: live memory, the caching allocator and
+the timeline. A program does not depend on the micro-batch B and the sequence length T: sizes that do are polynomials, which a
+reader evaluates. May import `model`, `errors` and `units`.
 """

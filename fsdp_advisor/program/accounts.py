@@ -7,7 +7,7 @@ from typing import Literal
 
 
 class Account(IntEnum):
-    """What a storage is counted as. The names in ACCOUNTS are the keys of `at_peak`."""
+    """The account to which a storage's bytes belong. The names in ACCOUNTS are the keys of `at_peak`."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -20,7 +20,7 @@ class Account(IntEnum):
     TEMPORARIES = 8
     OTHER = 9
     WORKSPACE = 10
-    """Memory that kernels allocate for themselves: part of what is allocated, not of the tensors."""
+    """Workspaces of kernels: they count as allocated memory, but not as tensors."""
 
 
 ACCOUNTS = {
@@ -35,7 +35,7 @@ ACCOUNTS = {
     "temporaries": "allocated and freed within one phase",
     "other": "the batch, buffers",
 }
-"""The accounts of tensors and what each holds, in the order of `Account`."""
+"""The accounts of tensors and their descriptions, in the order of `Account`."""
 
 GROUPS = {
     "states": ("parameters", "gradients", "optimizer"),
@@ -44,7 +44,7 @@ GROUPS = {
     "loss": ("loss",),
     "other": ("temporaries", "other"),
 }
-"""The accounts grouped as every bar shows them; together all."""
+"""The accounts in the groups that bars show. Every account is in one group."""
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")

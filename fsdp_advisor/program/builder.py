@@ -30,10 +30,10 @@ AT_ROOT: UnitId = (ROOT, 0)
 
 
 class StepHooks:
-    """What a training engine does around the units of a step; here: nothing. Each method adds instructions to the builder.
+    """The hooks of a training engine around the units of a step. Each adds instructions to the builder; the defaults add none.
 
     `gradient_hooks`: whether `gradient_ready` is called. `marked_units`: the units within the root's code (`MarkedUnit`) that
-    have hooks. `gradient_stream`: where autograd allocates gradients.
+    have hooks. `gradient_stream`: the stream on which autograd allocates gradients.
     `lazily_created`: the accounts of states that the first step creates.
     """
 
@@ -43,10 +43,10 @@ class StepHooks:
     lazily_created: frozenset[Account] = frozenset()
 
     def begin_step(self, step: StepBuilder) -> None:
-        """Allocate what is alive whenever a step begins."""
+        """Allocate the storages that are alive at the beginning of every step."""
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """A micro-batch begins."""
+        """Before a micro-batch."""
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Before a unit's forward."""
@@ -61,7 +61,7 @@ class StepHooks:
         """After a unit's backward."""
 
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
-        """A layer's backward is over. Called for every layer, also where PyTorch runs no hook."""
+        """After a layer's backward. Called for every layer, even if PyTorch runs no hook there."""
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
         """A parameter's gradient is complete."""
@@ -73,18 +73,18 @@ class StepHooks:
         """Clipping and the optimizer's step."""
 
     def first_step_transients(self) -> Storages:
-        """What is allocated and freed, one after the other, before the first forward."""
+        """The storages that are allocated and freed one by one before the first forward."""
         return NO_STORAGES
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
-        """The communication buffers that replace the first ones after the first step; none if those stay."""
+        """The communication buffers that replace the initial ones after the first step; empty if those stay."""
         return NO_STORAGES
 
 
 def build_program(profile: Profile, tape: Tape, hooks: StepHooks, accumulation: int) -> StepProgram:
     """The program of one steady-state step of `accumulation` micro-batches.
 
-    The first, the last and one of those between are walked; the one between stands for all of them.
+    Walks the first, the last and one other micro-batch, which stands for all those between.
     """
     layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks, marked_units=hooks.marked_units)
     step = StepBuilder()
@@ -110,7 +110,7 @@ def build_program(profile: Profile, tape: Tape, hooks: StepHooks, accumulation: 
 
 
 class StepBuilder:
-    """Collects instructions. Keeps track of buffers, so that an engine frees what it allocated, and of the tape's gradients."""
+    """Collects instructions. Tracks the buffers that an engine has to free, and the tape's gradients."""
 
     def __init__(self) -> None:
         self._instructions: list[Instruction] = []
@@ -174,11 +174,11 @@ class StepBuilder:
             self.add(Reclassify(buffer, allocated.storages.rounded, allocated.account, account))
 
     def late_frees(self) -> int:
-        """How many storages have been freed while another stream may use them: a point to `wait` for."""
+        """The number of storages freed so far that another stream may still use: a point to `wait` for."""
         return self._late_frees
 
     def wait(self, late_frees: int) -> None:
-        """The host waits until so many late frees are over."""
+        """Make the host wait until the first `late_frees` late frees have ended."""
         self.add(HostWait(late_frees))
 
     # The tape's gradients
@@ -213,7 +213,7 @@ class StepBuilder:
         return self._latest[2 * parameter + at_root]
 
     def whole_gradients(self) -> list[Buffer]:
-        """Every whole gradient that is alive."""
+        """Every unsharded gradient that is alive."""
         return list(self._gradients)
 
     def n_bytes(self, buffer: Buffer) -> int:
@@ -228,7 +228,7 @@ class StepBuilder:
 
 
 class _MicroBatchWalk:
-    """One micro-batch: every real layer, forward and backward."""
+    """Walks one micro-batch: every real layer, forward and backward."""
 
     def __init__(self, profile: Profile, layout: TapeLayout, hooks: StepHooks, step: StepBuilder) -> None:
         self._profile, self._layout, self._hooks, self._step = profile, layout, hooks, step
@@ -314,7 +314,7 @@ def _real_layers(runs: tuple[Run, ...]) -> Iterator[tuple[int, int, tuple[int, i
 
 
 def _following(units: Sequence[UnitId]) -> list[UnitId | None]:
-    """For each unit the next layer after it; None behind the last."""
+    """The next layer after each unit; None after the last."""
     result: list[UnitId | None] = []
     upcoming: UnitId | None = None
     for unit in reversed(units):
@@ -325,7 +325,7 @@ def _following(units: Sequence[UnitId]) -> list[UnitId | None]:
 
 
 def unit_name(profile: Profile, unit: UnitId) -> str:
-    """`model.layers.LlamaDecoderLayer`, or the class of the root."""
+    """The name of a unit: `model.layers.LlamaDecoderLayer`, or the class of the root."""
     stack, layer = unit
     if stack == ROOT:
         return profile.root.kind

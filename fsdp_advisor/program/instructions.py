@@ -19,19 +19,19 @@ UnitId = tuple[int, int]
 """(stack, recorded layer), or (ROOT, 0) for the root. Layers of one kind share an id."""
 
 Buffer = int
-"""Names what one `Alloc` allocated, or one gradient of the tape. Unique within a program."""
+"""The id of the storages of one `Alloc`, or of one gradient of the tape. Unique within a program."""
 
 NO_BUFFER: Buffer = -1
-"""What allocating nothing returns; freeing it does nothing."""
+"""The result of an empty allocation. Freeing it has no effect."""
 
 Start = Literal["with previous compute", "with next compute", "after compute"]
-"""When the host issues a collective: as soon as the compute before it runs (the host runs ahead of the GPU), together with the
-compute after it (explicit prefetch), or once all compute before it has ended."""
+"""The time at which the host issues a collective: as soon as the compute before it starts (the host runs ahead of the GPU),
+together with the compute after it (explicit prefetch), or after all compute before it has ended."""
 
 HostKernel = Literal["one_pass", "many_passes"]
 
 Axis = Literal["shard", "replica"]
-"""The ranks a collective spans: those that share one copy of the states, or those that hold the same shard."""
+"""The ranks of a collective: those that share one copy of the states, or those that hold the same shard."""
 
 
 class Alloc(NamedTuple):
@@ -75,11 +75,11 @@ class Compute(NamedTuple):
 
 
 class DropBatch(NamedTuple):
-    """Free the inputs of the micro-batch before."""
+    """Free the inputs of the previous micro-batch."""
 
 
 class DropLoss(NamedTuple):
-    """Free what the micro-batch before left alive, its loss above all."""
+    """Free the computed tensors that the previous micro-batch left alive, above all its loss."""
 
 
 class HostWait(NamedTuple):
@@ -93,7 +93,7 @@ class PythonHooks(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """All-gather a unit's parameters: `n_bytes` in all."""
+    """All-gather a unit's parameters: `n_bytes` in total."""
 
     unit: UnitId
     n_bytes: int
@@ -108,14 +108,14 @@ class WaitFor(NamedTuple):
 
 
 class ReduceScatter(NamedTuple):
-    """Reduce-scatter a unit's gradients: `n_bytes` in all."""
+    """Reduce-scatter a unit's gradients: `n_bytes` in total."""
 
     unit: UnitId
     n_bytes: int
 
 
 class AllReduce(NamedTuple):
-    """All-reduce `n_bytes` per rank in so many messages. `exposed`: nothing runs at the same time."""
+    """All-reduce `n_bytes` per rank in `messages` messages. `exposed`: nothing runs at the same time."""
 
     unit: UnitId
     n_bytes: float
@@ -135,16 +135,16 @@ class HostTransfer(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Read and write `n_bytes` of GPU memory in all on the compute stream: copies into and out of communication buffers."""
+    """Copy into or out of communication buffers on the compute stream. `n_bytes`: bytes read and written in total."""
 
     unit: UnitId
     n_bytes: float
 
 
 class OptimizerStep(NamedTuple):
-    """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements by a node's host.
+    """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements updated by a node's host.
 
-    `host_kernel`: whether the update on the CPU goes over host memory once or once per operation.
+    `host_kernel`: whether the update on the CPU passes over host memory once or once per operation.
     """
 
     n_bytes: float
@@ -173,9 +173,9 @@ Instruction = (
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What happens while the step is at one unit: its name, and the instructions in the order in which the host issues them.
+    """The step's work at one unit: the unit's name, and the instructions in the order in which the host issues them.
 
-    `segment` is the tape's segment that runs, None where none does. `repetition` is (run, repetition) of a layer within its
+    `segment` is the tape's segment that runs, None if none does. `repetition` is (run, repetition) of a layer within its
     stack, both counted from 0; None for the root.
     """
 

@@ -8,13 +8,13 @@ size is not a polynomial in B and T.
 from __future__ import annotations
 
 MAX_THREADS = 512
-"""Threads of a block, if each handles one column; with vector loads as many fewer."""
+"""Threads of a block if each handles one column. Vector loads divide the number by the vector's width."""
 VECTOR = 4
 WARP = 32
 MIN_ROWS, MAX_ROWS = 16, 256
 """Rows of one thread. A sum is divided only if a thread would have at least MAX_ROWS, and into parts of at least MIN_ROWS."""
 ACCUMULATOR_BYTES = 4
-"""Partial sums are fp32, whatever is summed."""
+"""Partial sums are always fp32."""
 
 
 def reduction_workspace_bytes(rows: int, columns: int, resident_threads: int) -> int:

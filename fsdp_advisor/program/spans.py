@@ -1,7 +1,7 @@
 """A tape cut into spans: the stretches of events between two hooks of an engine.
 
-A hook runs where the tape has a mark (a unit's forward or backward begins or ends, a gradient is ready). Between two hooks the
-engine does nothing, so a reader takes a span as one: its net bytes and its highest point.
+A hook runs at each mark on the tape (a unit's forward or backward begins or ends, a gradient is ready). Between two hooks the
+engine does nothing, so a reader needs only a span's net bytes and its peak.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Hook(NamedTuple):
 class Span:
     """Events `start` to `end` of a segment of the tape. `number` is its index in `TapeLayout.spans`.
 
-    `is_last`: of the last real layer that the recorded one stands for; storages that many layers share are freed there.
+    `is_last`: whether it belongs to the last real layer that the recorded one stands for, which frees shared storages.
     `gradients` are the parameter gradients allocated here: (birth in the segment, 2 * parameter + (1 if the root's), bytes).
     """
 
@@ -80,8 +80,8 @@ Steps = tuple[Span | Hook, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayoutPart:
-    """A root segment (`steps[0]`), or a stack: steps by recorded layer, and in `last` those of the last real layer of a
-    recorded one where they differ. `segments`: the tape's segment of each recorded layer.
+    """A root segment (`steps[0]`), or a stack. `steps`: by recorded layer. `last`: the steps of the last real layer of a
+    recorded one, if they differ. `segments`: the tape's segment of each recorded layer.
     """
 
     stack: int
@@ -92,7 +92,9 @@ class LayoutPart:
 
 @dataclass(frozen=True, eq=False)
 class TapeLayout:
-    """A tape as an engine walks it. `recorded_layers`: by stack, which recorded layer stands for each real one, in forward order."""
+    """A tape in the form that the builder walks. `recorded_layers`: by stack, the recorded layer of each real one, in forward
+    order.
+    """
 
     tape: Tape
     recorded_layers: tuple[tuple[int, ...], ...]
@@ -102,7 +104,7 @@ class TapeLayout:
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
-    """Whether a storage freed in `dying` was allocated in the same layer or next to it, so that every layer frees its own."""
+    """Whether a storage freed in `dying` was allocated in the same or an adjacent layer, so that every layer frees its own."""
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
@@ -110,8 +112,8 @@ def stays_near(born: Segment, dying: Segment) -> bool:
 def tape_layout(
     profile: Profile, tape: Tape, *, gradient_hooks: bool, marked_units: frozenset[int] = frozenset()
 ) -> TapeLayout:
-    """The tape cut at its marks. `gradient_hooks` keeps the marks at which a parameter's gradient is ready; `marked_units` are
-    the units within the root's code (`MarkedUnit`) whose marks are kept, in addition to those of layers and root.
+    """The tape divided at its marks. `gradient_hooks`: whether the marks of ready gradients are kept. `marked_units`: the units
+    within the root's code (`MarkedUnit`) whose marks are kept, in addition to those of layers and root.
     """
     units = marked_units | {MarkedUnit.LAYER, MarkedUnit.ROOT}
     return _LayoutReader(profile, tape.read(), gradient_hooks, units).layout()
@@ -142,7 +144,7 @@ class _LayoutReader:
         return TapeLayout(self._tape, recorded, tuple(parts["forward"]), tuple(parts["backward"]), tuple(self._spans))
 
     def _last_differs(self, segment: Segment) -> bool:
-        """Whether the segment stands for several layers and the last of them frees what all of them share."""
+        """Whether the segment stands for several layers and the last of them frees storages that all of them share."""
         if segment.stack == ROOT or self._profile.stacks[segment.stack].counts[segment.layer] == 1:
             return False
         born_in = {a for op, a, _ in segment.events if op == Op.FREE}
@@ -165,7 +167,7 @@ class _LayoutReader:
         return self._gradient_hooks if op == Op.GRAD_READY else unit in self._units
 
     def _span(self, index: int, start: int, end: int, is_last: bool) -> Iterator[Span]:
-        """The span of these events; none if nothing is allocated or freed in it."""
+        """The span of these events, or nothing if it has no allocation and no free."""
         segment, births = self._tape.segments[index], self._tape.births
         changes: list[Change] = []
         gradients: list[tuple[int, int, int]] = []
@@ -184,10 +186,10 @@ class _LayoutReader:
             yield self._spans[-1]
 
     def _freed(self, born: Segment, dying: Segment, is_last: bool) -> int:
-        """How many real storages one recorded free stands for.
+        """The number of real storages that one recorded free stands for.
 
-        A storage from farther away than the next layer is freed with the last real layer. If it was allocated in a layer
-        (autocast's cache of weights lives to the end of forward), those of all layers are freed there.
+        The last real layer frees storages from layers beyond its neighbours. If such a storage was allocated in a layer, the
+        storages of all layers are freed there (autocast's cache of weights lives to the end of forward).
         """
         near = stays_near(born, dying)
         if not near and not is_last:
@@ -195,7 +197,7 @@ class _LayoutReader:
         return 1 if near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
 
     def _gradient_bytes(self, size: int) -> int:
-        """Raises NotRecordable for a sparse gradient, whose size depends on the batch."""
+        """Bytes of a gradient. Raises NotRecordable for a sparse gradient, whose size depends on the batch."""
         constant, *others = cast(Polynomial, self._tape.sizes[size])
         if any(others):
             raise NotRecordable("a gradient's size depends on the batch", hint="gradients must be dense: sparse=False")
@@ -209,7 +211,7 @@ def _account(category: int) -> int:
 def storage_bytes(tape: Tape, b: int, t: int, resident_threads: int = 0) -> list[int]:
     """Bytes of each of the tape's sizes at micro-batch `b` and `t` tokens, rounded up to 512.
 
-    `resident_threads` is the number of threads the GPU runs at once, on which the workspace of column reductions depends.
+    `resident_threads`: the number of threads that the GPU runs at once; it determines the workspace of column reductions.
     """
     return [
         round_up(
@@ -222,14 +224,14 @@ def storage_bytes(tape: Tape, b: int, t: int, resident_threads: int = 0) -> list
 
 
 class SpanBytes(NamedTuple):
-    """By span number at one (B, T): bytes left behind, and the highest point above the bytes at its beginning."""
+    """By span number, at one (B, T): net bytes, and the peak relative to the span's beginning."""
 
     net: list[int]
     high: list[int]
 
 
 def span_bytes(layout: TapeLayout, sizes: Sequence[int], excluded: frozenset[int] = frozenset()) -> SpanBytes:
-    """Net bytes and highest point of every span, without the accounts `excluded`."""
+    """Net bytes and peak of every span, without the accounts `excluded`."""
     net, high = [], []
     for span in layout.spans:
         level = highest = 0

@@ -1,4 +1,4 @@
-"""Tensor storages in bulk: what they hold, and what they take when each is rounded up to the allocator's 512 bytes."""
+"""Sets of tensor storages: their exact bytes, and their bytes with each storage rounded up to the allocator's 512 bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def round_up(n_bytes: int) -> int:
 
 
 Sizes = tuple[int | tuple["Sizes", int], ...]
-"""Bytes of storages in the order in which they are made; (sizes, n) stands for the same sizes n times over."""
+"""Bytes of storages in the order of their allocation. (sizes, n) means the same sizes n times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Storages:
         return Storages(self.exact * count, self.rounded * count, ((self.sizes, count),))
 
     def each(self) -> Iterator[int]:
-        """The bytes of one storage after the other; nothing is allocated for an empty one.
+        """The bytes of each storage in order, without empty ones, for which nothing is allocated.
 
         >>> list((Storages.of(8) + Storages.of(4) * 2 + Storages.of(0)).each())
         [8, 4, 4]
@@ -65,7 +65,7 @@ NO_STORAGES = Storages()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """What rank 0 keeps on the GPU from step to step. `communication` are buffers kept for collectives (DDP's, DeepSpeed's)."""
+    """The storages that rank 0 keeps on the GPU from step to step. `communication`: buffers of collectives (DDP, DeepSpeed)."""
 
     parameters: Storages = NO_STORAGES
     gradients: Storages = NO_STORAGES

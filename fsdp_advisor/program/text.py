@@ -1,4 +1,4 @@
-"""A step program as text that people read and diff."""
+"""A step program as readable text, for diffs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from fsdp_advisor.program.instructions import (
 from fsdp_advisor.units import format_bytes
 
 MAX_PERIOD = 8
-"""The longest pattern of visits that is folded into one when it repeats."""
+"""The maximum length of a repeated pattern of visits that is folded."""
 
 Block = tuple[str, ...]
 """The lines of one visit."""
 
 
 def program_text(program: StepProgram) -> str:
-    """The program, visit by visit; repeated patterns of visits are written once, with their number."""
+    """The program, visit by visit. A repeated pattern of visits is written once, with the number of repeats."""
     lines = ["states"]
     lines += [f"  {_instruction(alloc)}" for alloc in program.states]
     if program.lazily_created:
@@ -61,7 +61,7 @@ def _block(visit: Visit) -> Block:
 
 
 def _merged(lines: Sequence[str]) -> Iterator[str]:
-    """Lines that repeat at once are written once, with their number."""
+    """Lines, with consecutive equal lines written once and counted."""
     at = 0
     while at < len(lines):
         end = at
@@ -85,7 +85,7 @@ def _folded(blocks: Sequence[Block]) -> Iterator[str]:
 
 
 def _longest_repetition(blocks: Sequence[Block], at: int) -> tuple[int, int]:
-    """(period, repeats) of the pattern that starts here and covers the most blocks; the shortest of several."""
+    """(period, repeats) of the pattern that starts at `at` and covers the most blocks; the shortest of several."""
     best = 1, 1
     for period in range(1, MAX_PERIOD + 1):
         repeats = 1

@@ -1,4 +1,8 @@
-"""From a transformers configuration, or any `torch.nn.Module`, to a profile. Imports torch: load it only when called for."""
+"""Record a model's training step: from a transformers configuration, or any `torch.nn.Module`, to a profile with tapes.
+
+`Recorder` records a source, `TransformersSource` is the source of a configuration, `record_module` records a module. The
+package imports torch and transformers, so import it only when a recording is needed. It may import `model` and `errors`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Builds the catalog: `python -m fsdp_advisor.recording.catalog` records every model of `architectures.yaml` under every tape key.
+"""Build the catalog: `python -m fsdp_advisor.recording.catalog` records every model of `architectures.yaml` under every tape key.
 
-Finished models are kept in a work folder, keyed by their configuration, the versions, the tape keys and `RECORDING`, so that a
-second run records only what has changed. With `--add` the tapes and refusals that the catalog holds are taken over and only tapes that
-it lacks are recorded.
+A work folder keeps finished models, keyed by their configuration, the versions, the tape keys and `RECORDING`. A second run
+records only models for which one of these has changed. With `--add` the catalog's tapes and refusals are kept, and only missing
+tapes are recorded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ON_CPU = tuple(
     )
     if fields[0] != "fsdp1+autocast" or (fields[1] == "bf16-mixed" and fields[2] != "eager")
 )
-FLASH = tuple(  # the kernel takes half precision, and treats every B the same
+FLASH = tuple(  # the kernel supports half precision only, and treats every B the same
     replace(k, attention="flash_attention_2", device="gpu")
     for k in ON_CPU
     if k.attention == "sdpa" and k.precision != "fp32" and not k.batch_is_one
@@ -50,16 +50,18 @@ CUDNN_FILLED = tuple(replace(k, window_filled=True) for k in CUDNN)
 EAGER = tuple(replace(k, device="gpu") for k in ON_CPU if k.attention == "eager")
 ALL = ON_CPU + FLASH + SDPA + CUDNN + SDPA_FILLED + CUDNN_FILLED + EAGER
 UNLIKE_FLASH = ("falcon", "t5", "deepseek_v2", "deepseek_v3")
-"""Of which sdpa is handed in half precision what the flash kernel does not take: a mask at any length, values of another width."""
+"""Model types that pass sdpa, in half precision, inputs that the flash kernel does not support: a mask at any length, or values
+of another width than the queries."""
 IN_HEADS = ("phi3", "deepseek_v2", "deepseek_v3")
-"""Whose queries lie in memory head by head, and with them the output of cuDNN's kernel, but not that of the memory-efficient one."""
+"""Model types whose queries are laid out head by head in memory. cuDNN's kernel gives its output the same layout; the
+memory-efficient kernel does not."""
 
 
 def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]:
-    """The keys of the tapes that are recorded of a model.
+    """The keys of the tapes that are recorded for a model.
 
-    A sliding window that no sequence fills makes no difference. Eager attention differs on a GPU only under autocast and with
-    dropout.
+    A sliding window that no sequence fills has no effect. Eager attention on a GPU differs from the CPU only under autocast and
+    with dropout.
     """
     filled = profile.window is not None and profile.window <= (profile.max_seq_len or profile.window)
     kind = profile.config["model_type"]
@@ -76,7 +78,9 @@ def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]
 
 
 def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, list[str]]:
-    """A row's stored profile, and the tapes that the model's own code refuses, with the reason. `before` is what is kept."""
+    """A row's stored profile, and the tapes that the model's code refuses, with the reason. `before`: a profile whose tapes are
+    kept.
+    """
     source = TransformersSource(row["config"], name=row["id"], task=row["task"])
     recorder = Recorder(source)
     if recorder.profile.parameters != row["parameters"]:
@@ -96,7 +100,7 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
             continue
         try:
             recorder.profile.tapes[key.name] = recorder.tape(key)
-        except AdvisorError as error:  # one refusal must not cost the other tapes
+        except AdvisorError as error:  # one refusal must not prevent the other tapes
             refused.append(f"{key.name}: {error}")
             recorder.profile.refusals[key.name] = to_payload(error)
     return dump(recorder.profile, small=True), refused

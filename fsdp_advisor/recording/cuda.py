@@ -1,10 +1,11 @@
-"""What PyTorch does on CUDA and not on the CPU, on whose tensors a recording runs, where it decides what is kept for backward.
+"""Make operators on CPU tensors save the same tensors for backward as on CUDA. A recording runs on fake CPU tensors.
 
-Dropout keeps a mask of one byte per element on CUDA; on the CPU a factor per element in the tensor's own dtype.
-`torch.autocast` runs softmax, normalisation and powers in fp32 on CUDA; on the CPU it leaves them in half precision.
+
+On CUDA dropout keeps a mask of one byte per element; on the CPU it keeps a factor per element in the tensor's dtype.
+On CUDA `torch.autocast` runs softmax, normalisation and powers in fp32; on the CPU it runs them in half precision.
 Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`; aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and
 AT_FORALL_FP32_SET_OPT_DTYPE (torch 2.13). Seen on GPUs: `tests/memory/published_memory.yaml`, the rows on BERT.
-The CPU casts what cross_entropy_loss takes; on CUDA it keeps logarithms of probabilities in half precision.
+On the CPU autocast casts the inputs of cross_entropy_loss; on CUDA the log-probabilities stay in half precision.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ IN_FP32 = (
     "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm",
     "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist", "pdist", "renorm", "logsumexp",
 )  # fmt: skip
-"""Autocast casts their arguments on CUDA. What it casts on the CPU too is left out."""
+"""Operators whose arguments autocast casts on CUDA but not on the CPU."""
 IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
-"""They take a dtype, which is fp32 there if none is given."""
+"""Operators with a dtype argument, which autocast on CUDA sets to fp32 if it is not given."""
 
 AS_IT_IS = "cross_entropy_loss"
-"""What autocast casts on the CPU alone."""
+"""Operators whose arguments autocast casts only on the CPU."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """While this lasts, operators on CPU tensors keep what they keep on CUDA, and `torch.autocast("cpu")` casts as CUDA's."""
+    """Context in which operators on CPU tensors save the same tensors as on CUDA, and `torch.autocast("cpu")` casts as on
+    CUDA.
+    """
     autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
     autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
     try:
@@ -47,7 +50,7 @@ def as_on_cuda() -> Iterator[None]:
                 operator = _operator(name)
                 autocast.impl(operator, functools.partial(kernel, operator))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the CPU's kernel is put aside
+            warnings.simplefilter("ignore")  # torch warns that the CPU kernel is overridden
             autocast.impl(_operator(AS_IT_IS), torch.library.fallthrough_kernel)
         yield
     finally:
@@ -57,9 +60,9 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextlib.contextmanager
 def softmax_scratch() -> Iterator[None]:
-    """While this lasts, softmax's backward takes the scratch that it takes on CUDA: the product of gradient and output.
+    """Context in which softmax's backward allocates the same scratch as on CUDA: the product of gradient and output.
 
-    Source: aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out. As scratch it is no part of a step's tensors.
+    Scratch is not counted among a step's tensors. Source: aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out.
     """
     autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
     operator = torch.ops.aten._softmax_backward_data.default
@@ -87,7 +90,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not train or p == 0 or not tensor.numel():
-        return tensor  # which the decomposition in Python copies
+        return tensor  # not a copy, which the decomposition in Python makes
     if p == 1:
         return tensor * tensor.new_zeros(())
     kept: torch.Tensor = torch.ops.aten.native_dropout.default(tensor, p, train)[0]

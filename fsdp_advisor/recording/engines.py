@@ -1,8 +1,8 @@
-"""What a training engine's hooks do to the autograd graph, in small.
+"""Minimal versions of the training engines' hooks that change the autograd graph.
 
-FSDP2 casts a unit's floating-point inputs and puts an autograd function on them; FSDP1 makes every parameter a view of one
-flat parameter, so that a unit's gradients are concatenated before they are reduced; DDP and DeepSpeed leave the graph alone.
-The recorder runs a model under the same hooks, so that lifetimes on the tape are those of the engine.
+FSDP2 casts a unit's floating-point inputs and puts an autograd function on them. FSDP1 makes every parameter a view of one flat
+parameter, so a unit's gradients are concatenated before they are reduced. DDP and DeepSpeed do not change the graph. The recorder
+runs a model under these hooks, so that lifetimes on the tape are those under the engine.
 Source: torch.distributed.fsdp._fully_shard._fsdp_param_group / _fsdp_state and torch.distributed.fsdp._flat_param (torch 2.13).
 """
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _OnInputGradients(torch.autograd.Function):
-    """FSDP2's RegisterPostBackwardFunction: identity, and a call once the gradients of all its inputs are there."""
+    """FSDP2's RegisterPostBackwardFunction: the identity, and a call when the gradients of all its inputs are ready."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -35,7 +35,7 @@ class _OnInputGradients(torch.autograd.Function):
 def watch_input_gradients(
     args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put the identity on every input that requires a gradient."""
+    """Apply the identity to every input that requires a gradient."""
     leaves, spec = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if at:
@@ -56,7 +56,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
-    """accelerate checkpoints layers itself, within their units: what a unit's hooks do is not done again.
+    """Checkpoint layers as accelerate does: within their units, so recomputation does not run a unit's hooks again.
 
     Source: accelerate/accelerator.py, `apply_activation_checkpointing` with `CheckpointImpl.NO_REENTRANT`.
     """
@@ -65,10 +65,12 @@ def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
 
 
 class FlatUnit:
-    """FSDP1's flat parameter of one unit, `use_orig_params=True`: parameters are views of it, padded to 16-byte addresses."""
+    """FSDP1's flat parameter of one unit (`use_orig_params=True`). Parameters are views of it, aligned to 16 bytes."""
 
     def __init__(self, owners: list[tuple[nn.Module, str]], parameters: list[nn.Parameter]) -> None:
-        """`owners` are (module, attribute, ...) of each parameter, tied ones after their first; shapes come from `parameters`."""
+        """Make the flat parameter. `owners`: (module, attribute, ...) of each parameter, tied ones after the first; `parameters`
+        give the shapes.
+        """
         self._shapes = [p.shape for p in parameters]
         self._places: list[list[tuple[nn.Module, str]]] = [[] for _ in parameters]
         index = {id(p): i for i, p in enumerate(parameters)}

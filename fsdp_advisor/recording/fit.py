@@ -1,4 +1,4 @@
-"""Sizes as polynomials over {1, B, T, BT, BT^2, T^2}, found exactly from recordings at a grid of points."""
+"""Fit sizes recorded at a grid of (B, T) points exactly by polynomials over {1, B, T, BT, BT^2, T^2}."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def fit(bs: tuple[int, ...], ts: tuple[int, int, int], values: tuple[int, ...]) 
     coefficients = (c1, cb, ct, cbt, cbt2, ct2)
     if any(c.denominator != 1 for c in coefficients):
         raise NotRecordable(
-            f"a size is no polynomial in batch and length: {values} at B {bs}, T {ts}",
-            hint="this model's tensors depend on batch or length in a way the recorder does not know",
+            f"a tensor's size is not a polynomial in micro-batch and sequence length: {values} at B {bs}, T {ts}",
+            hint="the recorder does not support tensors whose size depends on batch or length in this way",
         )
     a, b, c, d, e, f = (int(x) for x in coefficients)
     return a, b, c, d, e, f

@@ -1,13 +1,14 @@
-"""FlashAttention-2 in outline: what the kernel saves, returns and uses as scratch, for recording on a machine that has none.
+"""The allocations of FlashAttention-2 (outputs, saved tensors, scratch), for recording on a machine without the kernel.
 
-q, k, v arrive as (B, T, H, D). Forward saves q, k, v, the output and one fp32 log-sum-exp per row and head; backward makes dq,
-dk, dv and, as scratch of the kernel, an fp32 accumulator of dq, one fp32 per row, and dk, dv per query head where heads share keys.
+
+q, k, v have shape (B, T, H, D). Forward saves q, k, v, the output and one fp32 log-sum-exp per row and head. Backward allocates
+dq, dk, dv. Its scratch is an fp32 accumulator of dq, one fp32 per row, and dk, dv per query head if heads share keys.
 Source: Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp, `mha_fwd` and `mha_bwd`.
 
-cuDNN's kernel is its like. It takes a mask, which it saves too, and values of another width; its scratch is the accumulator and
-the fp32 per row alone. Source: ATen/native/cudnn/MHA.cpp (torch 2.13) and cudnn-frontend's `sdpa_backward`.
 
-The output lies in memory as q does, and each gradient as what it is of.
+cuDNN's kernel allocates the same, with three differences: it accepts a mask and saves it, it accepts values of another width,
+and its scratch is only the accumulator and the fp32 per row. Source: ATen/native/cudnn/MHA.cpp (torch 2.13) and cudnn-frontend's
+`sdpa_backward`. The output has the memory layout of q, and each gradient that of its tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ HEAD_ROUNDING = 32
 
 
 class _Scratch:
-    """Whether what is allocated now is a kernel's scratch, which a library takes and no tensor of the model holds."""
+    """Whether current allocations are a kernel's scratch, which does not belong to a tensor of the model."""
 
     active = False
 
 
 @contextlib.contextmanager
 def scratch() -> Iterator[None]:
-    """What is allocated in here is a kernel's own."""
+    """Context in which allocations count as a kernel's scratch."""
     _Scratch.active = True
     try:
         yield
@@ -105,14 +106,14 @@ def _cudnn_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The kernel's output, (B, T, H, D) as its inputs; keys and values may have fewer heads."""
+    """The kernel's output, of shape (B, T, H, D) like the inputs. Keys and values may have fewer heads."""
     out: torch.Tensor = _FlashAttention.apply(q, k, v, None, False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return out
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """cuDNN's output, likewise; `bias` is an additive mask."""
-    out: torch.Tensor = _FlashAttention.apply(q, k, v, bias, True)  # type: ignore[no-untyped-call]  # likewise
+    """The output of cuDNN's kernel, of shape (B, T, H, D). `bias` is an additive mask."""
+    out: torch.Tensor = _FlashAttention.apply(q, k, v, bias, True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return out
 
 
@@ -124,7 +125,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers.integrations.flash_attention.flash_attention_forward, with the outline in place of the kernel."""
+    """transformers.integrations.flash_attention.flash_attention_forward with `flash` instead of the kernel."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     if v_head_dim != head_dim:
@@ -139,7 +140,9 @@ AttentionInterface.register(NAME, _attention)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """What transformers' `flash_attention_mask` comes to without padding, for which it looks into a mask that a model makes (OPT in 5.17)."""
+    """The result of transformers' `flash_attention_mask` without padding. transformers' version reads the values of a mask that
+    some models make (OPT in 5.17), which is impossible under fake tensors.
+    """
 
 
 AttentionMaskInterface.register(NAME, _no_mask)

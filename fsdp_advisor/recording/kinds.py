@@ -1,8 +1,8 @@
-"""Which layers are alike, and how few of them must be recorded.
+"""Group layers into kinds, and select the few layers that must be recorded.
 
-Two layers are of a kind when their code, their parameters and their settings are the same. What a layer does to memory also
-depends on its neighbours (it frees what they made), so a recorded layer stands for every real layer whose two neighbours on
-either side are of the same kinds.
+Two layers are of one kind if their code, parameters and settings are the same. A layer's effect on memory also depends on its
+neighbours, because it frees tensors that they allocated. So a recorded layer stands for every real layer of its kind whose two
+neighbours on each side are of the same kinds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _POSITION = re.compile(r"(layer|block)_?(idx|id|index|number|num)$|^training$|^_
 
 
 def signature(layer: nn.Module) -> Hashable:
-    """Equal for layers of a kind: classes, parameter and buffer shapes, and plain settings other than the layer's position."""
+    """A value that is equal for layers of one kind: classes, parameter and buffer shapes, and plain settings except the layer's
+    position.
+    """
     settings = []
     for name, module in layer.named_modules():
         values = sorted(
@@ -35,7 +37,7 @@ def signature(layer: nn.Module) -> Hashable:
 
 
 def contexts(kinds: Sequence[int]) -> list[tuple[int, ...]]:
-    """Each layer's kind with those of its neighbours; -1 beyond the ends.
+    """Each layer's kind with the kinds of its neighbours; -1 beyond the ends.
 
     >>> contexts([0, 0])
     [(-1, -1, 0, 0, -1), (-1, 0, 0, -1, -1)]
@@ -45,9 +47,9 @@ def contexts(kinds: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def representatives(kinds: Sequence[int]) -> list[int]:
-    """Indices of a shortest-effort subsequence of layers in which every context of the whole still occurs.
+    """Indices of a short subsequence of layers in which every context of the whole sequence still occurs.
 
-    Cuts out what lies between two places that look alike, as long as no context is lost.
+    Greedy: removes the layers between two places with equal surroundings, as long as no context is lost.
     >>> representatives([0] * 32)
     [0, 28, 29, 30, 31]
     """
@@ -58,7 +60,7 @@ def representatives(kinds: Sequence[int]) -> list[int]:
     def look(indices: list[int], at: int) -> tuple[int, ...]:
         return tuple(kinds[i] for i in indices[at : at + window])
 
-    start = 1  # the first layer stays, and with it the phase of a pattern
+    start = 1  # keeping the first layer also keeps the phase of a pattern
     while start + window <= len(kept):
         here = look(kept, start)
         for end in range(len(kept) - window, start, -1):
@@ -73,7 +75,7 @@ def representatives(kinds: Sequence[int]) -> list[int]:
 
 
 def runs(kinds: Sequence[int], kept: Sequence[int]) -> tuple[Run, ...]:
-    """Every real layer as a recorded one, with repeated patterns folded.
+    """The recorded layer of every real layer, with repeated patterns folded.
 
     >>> runs([0] * 32, [0, 28, 29, 30, 31])
     (Run(pattern=(0, 1), repeats=1), Run(pattern=(2,), repeats=28), Run(pattern=(3, 4), repeats=1))
@@ -84,7 +86,7 @@ def runs(kinds: Sequence[int], kept: Sequence[int]) -> tuple[Run, ...]:
     sequence = [recorded[context] for context in real]
     for i in range(
         (len(short) + 1) // 2
-    ):  # what happens once in a stack happens near its ends: those stand for themselves
+    ):  # events that happen once per stack happen near its ends, so layers there stand only for themselves
         if short[i] != real[i]:
             break
         sequence[i] = i

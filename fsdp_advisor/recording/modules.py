@@ -1,4 +1,4 @@
-"""Any `torch.nn.Module` as a source, for models that are no transformers."""
+"""Any `torch.nn.Module` as a source, for models that are not from transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_advisor.recording.source import LayerStack, RootModules
 
 
 class ModuleSource:
-    """A module from a builder, a batch builder and a loss; `wrap` are the classes or dotted names of its units."""
+    """A source from a module's builder, a batch builder and a loss. `wrap`: the classes or dotted names of its units."""
 
     task: str = "module"
     max_seq_len: int | None = None
@@ -34,7 +34,7 @@ class ModuleSource:
             return self._builder().to(dtype).train()
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
-        """Neighbouring units in one container are one stack; any other unit is a stack of its own."""
+        """The stacks: adjacent units in one container form a stack; any other unit is a stack of one layer."""
         classes = tuple(w for w in self._wrap if not isinstance(w, str))
         names = {w for w in self._wrap if isinstance(w, str)}
         found: dict[str, list[nn.Module]] = {}
@@ -49,7 +49,7 @@ class ModuleSource:
         return [LayerStack(path, tuple(layers)) for path, layers in found.items()]
 
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
-        """Layers of an arbitrary module cannot be dropped safely except from a plain container."""
+        """Drop layers from plain containers. From any other module they cannot be dropped safely."""
         for stack in self.stacks(module):
             container = module.get_submodule(stack.path)
             if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(container) == len(stack.layers):
@@ -67,7 +67,8 @@ class ModuleSource:
     ) -> None:
         if checkpointing:
             raise UsageError(
-                "activation checkpointing of a plain module is its own affair", hint="checkpoint in its forward"
+                "the recorder cannot add activation checkpointing to a plain module",
+                hint="checkpoint in the module's forward",
             )
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,20 +1,19 @@
-"""A step as a GPU runs it, for recording on a machine that has none; above all sdpa.
+"""Run a step as on a GPU (above all sdpa), for recording on a machine without one. Dropout and autocast are in `cuda`.
 
-Under fake tensors on a CPU transformers cannot read that no sequences are packed, so it makes a mask and repeats the key and
-value heads; and PyTorch takes the CPU's kernel. On CUDA there is no mask unless a sliding window is filled or the model's code
-always makes one, and PyTorch 2.13 takes (ATen/native/transformers/cuda/sdp_utils.cpp)
+Under fake tensors on a CPU, transformers cannot check that no sequences are packed, so it makes a mask and repeats the key and
+value heads, and PyTorch selects the CPU's kernel. On CUDA there is no mask, unless a sliding window is filled or the model's code
+always makes one. There PyTorch 2.13 selects the first that applies (ATen/native/transformers/cuda/sdp_utils.cpp):
 
-- in half precision on Hopper and Blackwell cuDNN's kernel, but for dropout and for masks that learn;
-- the flash kernel in half precision without a mask;
-- else the memory-efficient kernel where queries have as many heads as keys, and heads are multiples of 16 bytes;
-- else none: `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp) makes the whole score matrix. So it
-  is in fp32 with every model of grouped queries: without a mask transformers passes `enable_gqa` (integrations/
-  sdpa_attention.py, `use_gqa_in_sdpa`), which the memory-efficient kernel does not know (its `supports_gqa` is false;
-  PyTorch's main branch learnt it after 2.13, in pull request 191085).
+- cuDNN's kernel: half precision on Hopper and Blackwell, without dropout and without a mask that requires a gradient;
+- the flash kernel: half precision without a mask;
+- the memory-efficient kernel: queries have as many heads as keys, and a head's size is a multiple of 16 bytes;
+- no kernel: `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp) computes the whole score matrix. In
+  fp32 this applies to every model with grouped queries: without a mask transformers passes `enable_gqa` (integrations/
+  sdpa_attention.py, `use_gqa_in_sdpa`), which the memory-efficient kernel does not support (its `supports_gqa` is false;
+  PyTorch's main branch added support after 2.13, in pull request 191085).
 
-A mask of bools becomes one of floats in each call and is kept for backward. Left out: what pads T to multiples of 16 or 32,
-and the flash kernel's scratch in forward where few heads and rows leave multiprocessors idle.
-What else CUDA does otherwise, dropout and autocast, is in `cuda`.
+Each call converts a boolean mask to floats, which are kept for backward. Not modelled: the padding of T to multiples of 16 or
+32, and the flash kernel's forward scratch if few heads and rows leave multiprocessors idle.
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.flash import cudnn, flash, scratch
 
 HEAD_BYTES = 16
-"""What a row of a head is a multiple of. Source: sdp_utils.cpp, minimum_gemm_alignment."""
+"""The size of a head's row must be a multiple of this. Source: sdp_utils.cpp, minimum_gemm_alignment."""
 FLASH_HEAD = 256
-"""Of flash and of cuDNN. Source: sdp_utils.cpp, check_head_dim_size_flash and check_cudnn_tensor_shapes."""
+"""The largest head of the flash and cuDNN kernels. Source: sdp_utils.cpp, check_head_dim_size_flash,
+check_cudnn_tensor_shapes."""
 
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
 @contextlib.contextmanager
 def as_on_gpu(*, by_cudnn: bool = False) -> Iterator[None]:
-    """What runs here runs as on a GPU: attention, dropout, autocast, and the search for packed sequences, which finds none.
+    """Context in which attention, dropout, autocast and the search for packed sequences (which finds none) run as on a GPU.
 
-    `by_cudnn` says that sdpa prefers cuDNN there.
+    `by_cudnn`: whether sdpa prefers cuDNN's kernel.
     """
     with (
         mock.patch.object(F, "scaled_dot_product_attention", attention_by_cudnn if by_cudnn else attention),
@@ -67,14 +67,15 @@ def attention(
     *,
     by_cudnn: bool = False,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.scaled_dot_product_attention` on CUDA: q, k, v are (B, H, T, D)."""
+    """`torch.nn.functional.scaled_dot_product_attention` as on CUDA. q, k, v have shape (B, H, T, D)."""
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(half) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(half)
     with torch.autocast("cpu", enabled=False):
-        known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]  # how heads come together
+        # cuDNN needs to know how heads are grouped
+        known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]
         if by_cudnn and known and _cudnn_takes(query, key, value, attn_mask, dropout_p):
             bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -92,11 +93,11 @@ def attention(
 
 
 attention_by_cudnn = functools.partial(attention, by_cudnn=True)
-"""As `attention`, on Hopper and Blackwell."""
+"""`attention` as on Hopper and Blackwell."""
 
 
 def _no_packed_sequences(position_ids: torch.Tensor) -> None:
-    """As on a device, where the answer can be read: the tensors it is read from are made and dropped."""
+    """transformers' check for packed sequences as on a GPU: allocate and free its tensors, and find none."""
     mask = _find_packed_sequence_indices(position_ids)
     if mask is not None:
         (mask[:, -1] == 0).all()
@@ -128,7 +129,7 @@ def _flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at
 def _efficient_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> bool:
-    """`can_use_mem_efficient_attention`, likewise."""
+    """`can_use_mem_efficient_attention` on compute capability 8.0 and later."""
     multiple = HEAD_BYTES // query.element_size()
     return (
         query.dim() == key.dim() == value.dim() == 4
@@ -159,7 +160,9 @@ def _math(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """`_scaled_dot_product_attention_math`. PyTorch's own cannot be recorded: under a dispatch mode it adds the mask out of place."""
+    """`_scaled_dot_product_attention_math`. PyTorch's own cannot be recorded, because under a dispatch mode it does not add the
+    mask in place.
+    """
     dtype = query.dtype
     full = [x.float() for x in (query, key, value)]
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
@@ -175,7 +178,7 @@ def _math(
     scores = _SafeSoftmax.apply(scores)  # type: ignore[no-untyped-call]  # torch's
     if dropout_p > 0:
         scores = F.dropout(scores, dropout_p)
-    also = scores.to(dtype)  # which it returns too
+    also = scores.to(dtype)  # the second result of the operator
     out = torch.matmul(scores, value)
     result = out.to(dtype)
     del full, out, also
@@ -183,7 +186,7 @@ def _math(
 
 
 class _SafeSoftmax(torch.autograd.Function):
-    """`aten::_safe_softmax` over the last dimension with its inner tensors, which a dispatch mode does not see."""
+    """`aten::_safe_softmax` over the last dimension, with its inner tensors, which are invisible to a dispatch mode."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -247,10 +250,11 @@ def _(
 class _EfficientAttention(torch.autograd.Function):
     """`aten::_scaled_dot_product_efficient_attention`: saves q, k, v, the bias, the output and one fp32 log-sum-exp per row and head.
 
-    Backward makes dq, dk, dv and the bias's gradient where one is asked for. Its scratch: delta (B, H, T), for which in fp32
-    the product of output and gradient is made whole; and a workspace, an accumulator of dq in fp32 in tiles of `_dq_columns`.
-    Left out are 16 bytes in each tile, its counters, and what heads of more than 128 in half precision add for dk and dv: 25 MiB
-    at most while B H <= 200. The random seeds of dropout are on the host. Source: torch/_meta_registrations.py;
+
+    Backward allocates dq, dk, dv, and the bias's gradient if it is required. Its scratch is delta (B, H, T), in fp32 also the
+    whole product of output and gradient, and a workspace: an fp32 accumulator of dq in tiles of `_dq_columns`. Not counted: the
+    counters (16 bytes per tile), and the additional dk and dv of heads larger than 128 in half precision (at most 25 MiB while
+    B H <= 200). The random seeds of dropout are on the host. Source: torch/_meta_registrations.py;
     ATen/native/transformers/cuda/attention.cu, attention_backward.cu; mem_eff_attention/kernel_backward.h, workspace_size.
     """
 
@@ -280,5 +284,5 @@ class _EfficientAttention(torch.autograd.Function):
 
 
 def _dq_columns(head: int, dtype: torch.dtype) -> int:
-    """kBlockSizeJ of the kernel taken on an A100 or later. Source: mem_eff_attention/kernels/cutlassB.h, dispatch_cutlassB_*_sm80."""
+    """kBlockSizeJ of the kernel for A100 and later. Source: mem_eff_attention/kernels/cutlassB.h, dispatch_cutlassB_*_sm80."""
     return 128 if dtype != torch.float32 and 64 < head <= 128 else 64

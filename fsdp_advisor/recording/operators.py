@@ -14,7 +14,9 @@ from fsdp_advisor.recording.storages import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one operator or many. `traffic_bytes` are read and written by operators other than matrix products and attention."""
+    """The work of one or more operators. `traffic_bytes`: read and written by operators other than matrix products and
+    attention.
+    """
 
     matmul_flops: int = 0
     attention_flops: int = 0
@@ -34,7 +36,7 @@ NONE = Work()
 
 
 def _attention_flops(query: torch.Tensor, value: torch.Tensor, products: int) -> int:
-    """Each of `products` matrix products over (B, H, T, S, D) costs 2 B H T S D; masked halves are computed by no kernel's count.
+    """FLOPs of attention: 2 B H T S D for each of `products` matrix products over (B, H, T, S, D). Masked halves count too.
 
     Forward has two (QK^T, PV), backward five (QK^T again, dV, dP, dQ, dK). Source: torch.utils.flop_counter.sdpa_flop_count.
     """
@@ -76,7 +78,9 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def rows_and_columns(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Of a sum over the first dimensions of a tensor whose last lies side by side in memory; None of any other operator."""
+    """(rows, columns) of a sum over the first dimensions of a tensor whose last dimension is contiguous; None for other
+    operators.
+    """
     if func is not torch.ops.aten.sum.dim_IntList or not args[1]:
         return None
     tensor, summed = args[0], {dim % args[0].dim() for dim in args[1]}

@@ -1,8 +1,8 @@
-"""Recording a model's training step into tapes.
+"""Record a model's training step on tapes.
 
-The model, with a few representative layers, takes one step under `FakeTensorMode`: nothing is computed and no memory is used,
-but every storage is born and dies as in a real run. The step is recorded at a small grid of (B, T) points; the order of events
-must be the same at all of them, and every size must be a polynomial, checked at a point the fit has not seen.
+The model, reduced to a few representative layers, runs one step under `FakeTensorMode`: it computes nothing and uses no memory,
+but allocates and frees every storage as in a real run. The step is recorded at a small grid of (B, T) points. The order of events
+must be the same at all points, and every size must be a polynomial; both are checked at one more point.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from fsdp_advisor.recording.take import Fitted, Take, fit_takes, storages_of, ta
 
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
-CHECK_B, CHECK_T = 7, 5003  # primes: no size meets another one's by chance
+CHECK_B, CHECK_T = 7, 5003  # primes, so that different sizes are not equal by chance
 
 
 class Recorder:
-    """Makes a `Profile` of a source, and tapes of any key on demand."""
+    """Makes the `Profile` of a source, and records the tape of any key on demand."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -61,11 +61,11 @@ class Recorder:
         self._models[torch.float32] = full
 
     def tape(self, key: TapeKey) -> Tape:
-        """The tape of one key, recorded now. What a GPU runs sums gradients as autograd does unwatched.
+        """Record the tape of one key. On a GPU tape, gradients are summed in place, as autograd does without a dispatch mode.
 
-        What all layers use, as a decoder's use what the encoder made, has a gradient that they add to one after the other: the
-        last ones do it otherwise than those before. Then the layers that one stands for would not be alike, and the gradients
-        are recorded with a sum of its own in each.
+        All layers may use one tensor, as a decoder's layers use the encoder's output. They add to its gradient one after the
+        other, and the last layers do so in another way than the others. One recorded layer then cannot stand for several. In that
+        case the tape is recorded with a separate sum in each layer.
         """
         if key.device == "gpu":
             tape = self._tape(key, sums_in_place=True)
@@ -81,7 +81,7 @@ class Recorder:
         points = [(b, t) for b in bs for t in ts]
         try:
             with self._step(key, sums_in_place=sums_in_place) as step:
-                # what torch and transformers make once and keep is made here; a rope that adapts makes its tables per model
+                # a first step creates the tensors that torch and transformers create once (adaptive ropes: once per model)
                 if not self._warm or self.source.alike_up_to:
                     step.run(*points[0])
                     self._warm = True
@@ -95,14 +95,14 @@ class Recorder:
         except Exception as error:
             raise NotRecordable(
                 f"{self.source.name} could not be run to record it: {type(error).__name__}: {str(error)[:200]}",
-                hint="the recorder runs the model's own code under fake tensors; this code cannot run so",
+                hint="the recorder runs the model's own code under fake tensors, which this code does not support",
             ) from error
         fitted = fit_takes(takes, checked, bs, ts, check)
         self._made.append((storages_of(corner), fitted))
         return tape_of(corner, fitted)
 
     def _alike(self, takes: dict[tuple[int, int], Take]) -> Tape | None:
-        """A tape with sizes known from another key: many differ in nothing, or in the engine's marks alone."""
+        """A tape with the sizes of another key's tape; None if none matches. Many tapes are equal or differ only in the marks."""
         last = list(takes.values())[-1]
         storages = storages_of(last)
         for known, fitted in self._made:
@@ -110,7 +110,7 @@ class Recorder:
                 return tape_of(last, fitted)
         return None
 
-    # What the model holds
+    # Inventory
 
     def _build(self, dtype: torch.dtype) -> nn.Module:
         return self.source.build(dtype)
@@ -205,10 +205,10 @@ def record_module(
     *,
     name: str | None = None,
 ) -> Recorder:
-    """A recorder of any module; its `profile` is the inventory, its `tape(key)` records a step.
+    """A recorder of any module. Its `profile` is the inventory; its `tape(key)` records a step.
 
-    `builder()` makes the module, `batch(B, T)` its inputs, `loss(module, batch)` one forward to a scalar; `wrap` names what
-    becomes a unit: classes, or dotted names of single modules. A module without sequences ignores T.
+    `builder()` returns the module, `batch(B, T)` its inputs, `loss(module, batch)` a scalar from one forward. `wrap` names the
+    units: classes, or dotted names of single modules. A module without sequences ignores T.
     """
     from fsdp_advisor.recording.modules import ModuleSource
 
@@ -216,8 +216,8 @@ def record_module(
 
 
 def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
-    """Whether a layer that stands for many makes as many storages as the one of its kind that ran before it: what it frees of
-    that one it frees of each that it stands for.
+    """Whether each recorded layer that stands for several allocates as many storages as the layer of its kind before it. Only
+    then does every layer that it stands for free the same storages of its predecessor.
     """
     births = {
         (segment.phase, segment.stack, segment.layer): len(made)
@@ -236,7 +236,7 @@ def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide what a recording holds."""
+    """The versions of the packages that determine a recording."""
     import transformers
 
     return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}

@@ -1,4 +1,4 @@
-"""What each parameter does in a model, read from the modules that hold it."""
+"""The role of each parameter in a model, derived from the modules that contain it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fsdp_advisor.recording.source import RootModules
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module is a norm, by the rule of accelerate's `_find_final_norm`: its class says so."""
+    """Whether the module is a norm, judged by its class name as in accelerate's `_find_final_norm`."""
     return "Norm" in type(module).__name__
 
 
 def parameter_roles(model: nn.Module, root: RootModules) -> dict[int, ParameterRole]:
-    """The role of every parameter, by the parameter's `id`. One that several modules share has the role named first below."""
+    """The role of every parameter, by the parameter's `id`. A shared parameter has the role that is assigned first below."""
     roles: dict[int, ParameterRole] = {}
     named: list[tuple[ParameterRole, nn.Module | None]] = [
         ("embedding", root.embedding),

@@ -1,10 +1,10 @@
-"""Marks where accelerate's FSDP2 units of the root begin and end on a tape: EMBEDDING and HEAD (`MarkedUnit`).
+"""Mark on a tape where accelerate's FSDP2 units of the root begin and end: EMBEDDING and HEAD (`MarkedUnit`).
 
-accelerate makes a unit of an input embedding that is not tied to the head, and one of final norm and head, with the embedding
-where they are tied (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model). A unit of several modules begins when the first of them
-runs and ends when all have run. Its backward begins when the gradients of the last module's outputs are there and ends when
-those of the first module's inputs are (torch.distributed.fsdp._fully_shard._fsdp_state, _register_group_forward_hooks; torch 2.13).
-The end of the head's forward has no mark: its parameters stay gathered.
+accelerate wraps an input embedding that is not tied to the head as one unit, and final norm and head (with the embedding if it is
+tied) as another (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model). A unit of several modules begins when the first module runs
+and ends when all have run. Its backward begins when the gradients of the last module's outputs are ready and ends when the
+gradients of the first module's inputs are ready (torch.distributed.fsdp._fully_shard._fsdp_state, _register_group_forward_hooks;
+torch 2.13). The end of the head's forward has no mark, because the head's parameters stay gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Mark = Callable[[Op, MarkedUnit], None]
 
 
 def mark_root_units(modules: RootModules, mark: Mark) -> None:
-    """Hook the modules of each unit, so that they call `mark`. `mark` ignores what it has had in the same step."""
+    """Hook the modules of each unit, so that they call `mark`. `mark` ignores repeated marks in the same step."""
     head = [m for m in (modules.final_norm, modules.head) if m is not None]
     if modules.embedding is not None and is_tied(modules):
         _hook(MarkedUnit.HEAD, [modules.embedding, *head], mark)
@@ -35,7 +35,7 @@ def mark_root_units(modules: RootModules, mark: Mark) -> None:
 
 
 def is_tied(modules: RootModules) -> bool:
-    """Whether input embedding and head are one weight."""
+    """Whether input embedding and head share one weight."""
     weight = getattr(modules.embedding, "weight", None)
     return weight is not None and weight is getattr(modules.head, "weight", None)
 
@@ -66,9 +66,9 @@ def _hook(unit: MarkedUnit, modules: list[nn.Module], mark: Mark) -> None:
 
 
 def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """A hook on a tensor's gradient that runs before those which are there.
+    """Register a hook on a tensor's gradient that runs before existing hooks.
 
-    FSDP2 puts a node of its own on each input, and that runs before the hooks that others have put on the tensor.
+    FSDP2 puts an autograd node on each input; that node runs before the hooks of others on the tensor.
     """
     hooks = tensor._backward_hooks
     before = dict(hooks or {})

@@ -1,4 +1,4 @@
-"""What the recorder needs to know of a model: how to build it, what to feed it, and which modules are units."""
+"""The interface of a model that can be recorded: how it is built, its inputs and loss, and the modules that are units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Layers that run one after the other. `path` is the container's name, or the layer's own for a layer that stands alone."""
+    """Layers that run one after the other. `path`: the container's name, or the layer's own name for a single layer."""
 
     path: str
     layers: tuple[nn.Module, ...]
@@ -20,9 +20,9 @@ class LayerStack:
 
 @dataclass(frozen=True)
 class RootModules:
-    """The modules of a model's root that have a name in every model; None where it has none such.
+    """The modules of a model's root that most models have; None if the model does not have one.
 
-    `embedding` and `head` share a weight where they are tied. `final_norm` is the last norm among the base model's own children.
+    `embedding` and `head` share a weight if they are tied. `final_norm` is the last norm among the base model's direct children.
     """
 
     embedding: nn.Module | None = None
@@ -31,13 +31,13 @@ class RootModules:
 
 
 class Source(Protocol):
-    """A model that can be recorded. Everything is called outside any fake mode; modules are on the meta device."""
+    """A model that can be recorded. All methods are called outside any fake mode; modules are on the meta device."""
 
     name: str
     task: str
     max_seq_len: int | None
     alike_up_to: int | None
-    """Tokens beyond which the model runs other code, a little; recordings are made below."""
+    """The number of tokens above which the model runs slightly different code. Recordings use fewer tokens."""
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The whole model in training mode, on the meta device."""
@@ -46,19 +46,19 @@ class Source(Protocol):
         """The units of `module` other than its root, in the order of `module.modules()`."""
 
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
-        """Drop from each stack (by path) all layers but `kept`, in place, such that the model still runs."""
+        """Drop all layers except `kept` (by the stack's path) from each stack, in place, so that the model still runs."""
 
     def configure(
         self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
     ) -> None:
         """Choose the code path.
 
-        `checkpointing`: the model checkpoints its layers itself. `window_filled`: whether sequences fill sliding windows; None: as
-        the configuration and the length have it.
+        `checkpointing`: whether the model checkpoints its layers itself. `window_filled`: whether sequences fill sliding windows;
+        None: the configuration and the sequence length decide.
         """
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """One forward to the loss."""
+        """The loss of one forward."""
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
         """Inputs and labels, created on the current default device."""
@@ -67,4 +67,4 @@ class Source(Protocol):
         """Embedding, final norm and head. The head's outputs are the logits, where the loss chain begins."""
 
     def config(self) -> dict[str, object]:
-        """What identifies the model, JSON-compatible."""
+        """The values that identify the model, JSON-compatible."""

@@ -1,4 +1,4 @@
-"""Running a model's step under hooks, and writing down what happens."""
+"""Run a model's step under hooks, and record its events."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from fsdp_advisor.recording.take import RawSegment, Take
 
 @contextlib.contextmanager
 def steady() -> Iterator[None]:
-    """No cyclic garbage collection in the middle of a step: it would end storages at a moment of its own choosing."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a refusal is raised as well
-    gc.freeze()  # what is there already need not be looked at by the collections between steps
+    """Context without cyclic garbage collection, which would free storages at arbitrary moments of a step."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are also raised
+    gc.freeze()  # collections between steps skip the objects that exist now
     gc.disable()
     try:
         yield
@@ -42,7 +42,9 @@ def steady() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Nothing is computed and no memory is used. No layer is dropped: LayerDrop draws one number for each, which hangs on data."""
+    """Context of fake tensors: nothing is computed and no memory is used. LayerDrop drops no layer: it decides by a
+    random number, and a fake tensor has no value.
+    """
     rand = torch.rand
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +55,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None) -> None:
-    """Replace meta tensors by fake ones on the CPU, ties kept, floating-point parameters and buffers in a dtype if given."""
+    """Replace meta tensors by fake CPU tensors, keeping ties. Floating-point parameters and buffers get the given dtypes."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -74,7 +76,7 @@ def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dt
 
 
 class Step:
-    """Runs the model's step under hooks and writes down what happens."""
+    """Runs the model's step under hooks and records its events."""
 
     def __init__(self, source: Source, model: nn.Module, key: TapeKey, *, sums_in_place: bool) -> None:
         self._source, self._model, self._key = source, model, key
@@ -95,7 +97,7 @@ class Step:
         self._reset()
 
     def _assign(self) -> dict[int, tuple[int, int, int]]:
-        """Each leaf parameter's (stack, layer, index in its unit), and hooks that tell when its gradient is there."""
+        """Each leaf parameter's (stack, layer, index in its unit). Registers hooks that run when its gradient is ready."""
         self._flat: dict[tuple[int, int], FlatUnit] = {}
         taken: set[int] = set()
         assigned = {}
@@ -130,7 +132,7 @@ class Step:
         self._seen_of_root: set[tuple[Op, MarkedUnit]] = set()
 
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
-        """One step: forward, backward, and the gradients dropped."""
+        """Run one step: forward, backward, and freeing the gradients."""
         self._reset()
         watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place)
         watch.on_operator = self._operator
@@ -139,7 +141,7 @@ class Step:
         gc.collect()
         with watch:
             batch = self._source.batch(micro_batch_size, seq_len)
-            if self._key.precision == "bf16":  # a trainer hands pixels and sound over in the model's dtype
+            if self._key.precision == "bf16":  # a trainer passes images and audio in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)
             self._reset()
             self._recording = True
@@ -200,7 +202,9 @@ class Step:
 
     @property
     def _tied_shapes(self) -> set[tuple[int, ...]]:
-        """Shapes of shared parameters: autograd sums their gradients, which are gradients before they are `param.grad`."""
+        """Shapes of shared parameters. Autograd sums their gradients, which count as gradients before they become
+        `param.grad`.
+        """
         if not hasattr(self, "_tied"):
             uses: dict[int, int] = {}
             for _, p in self._model.named_parameters(remove_duplicate=False):
@@ -216,7 +220,7 @@ class Step:
             self._staged(*summed)
 
     def _staged(self, rows: int, columns: int) -> None:
-        """What a sum over rows stages on a GPU, beside its result: it lasts no longer than the sum."""
+        """Record the workspace of a sum over rows on a GPU, which lives as long as the sum runs."""
         storage = len(self._sizes)
         self._columns[storage] = columns
         self._sizes.append(rows)
@@ -248,7 +252,7 @@ class Step:
         self._segments[-1].events.append((op, int(a), b))
 
     def _mark_root_unit(self, op: Op, unit: MarkedUnit) -> None:
-        """A unit of several tensors, or of modules that run more than once, has each mark once in a step."""
+        """Record a mark of a unit within the root, once per step, also if the unit has several tensors or runs several times."""
         if (op, unit) not in self._seen_of_root:
             self._seen_of_root.add((op, unit))
             self._mark(op, unit)
@@ -324,7 +328,7 @@ class Step:
 
 
 def _deaths_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Storages that die together, in order of birth: autocast drops its cache in the order of memory addresses."""
+    """The events with storages that are freed together in order of birth. Autocast frees its cache in the order of addresses."""
     ordered: list[tuple[int, int, int]] = []
     for together, group in itertools.groupby(events, key=lambda event: event[0] == Op.FREE):
         events_together = list(group)
@@ -333,7 +337,7 @@ def _deaths_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int,
 
 
 def _weight_gradient_shape(operator: str, args: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """The shape of what an operator that makes gradients of shared weights has made."""
+    """The shape of the weight gradient that an operator computes; None for other operators."""
     match operator:
         case "aten::mm":
             return (args[0].shape[0], args[1].shape[1])

@@ -1,8 +1,8 @@
-"""Watching tensor storages be born and die, under fake or real tensors.
+"""Watch allocations and frees of tensor storages, for fake or real tensors.
 
-A dispatch mode sees every operator's outputs; a weak reference tells of a storage's end; `UntypedStorage.resize_`, which FSDP
-uses to free and to allocate and which bypasses dispatch, is watched by patching. DTensor arguments are passed down so that the
-local tensors are what is seen.
+A dispatch mode sees every operator's outputs, and a weak reference reports the end of a storage. FSDP allocates and frees with
+`UntypedStorage.resize_`, which bypasses dispatch, so that method is patched. DTensor arguments are passed down, so that the local
+tensors are seen.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ StorageKey = int
 _DEVICE = torch.ops.prim.device.default
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _USES_OF_STORAGE, _USES_OF_TENSOR = 2, 4
-"""Of a gradient that autograd alone holds, counted in a dispatch mode: with the references that the call itself makes."""
+"""Reference count, seen in a dispatch mode, of a gradient that only autograd holds. It includes the call's own references."""
 
 
 class StorageWatch(TorchDispatchMode):
-    """Calls `on_resize(key, old_bytes, new_bytes, operator, args)` at each birth (old 0), resize and death (new 0) of a storage.
+    """Calls `on_resize(key, old_bytes, new_bytes, operator, args)` at each allocation (old 0), resize and free (new 0) of a storage.
 
-    Storages handed to `ignore` are not reported. Keys may be used again after a death. `sums_in_place`: autograd adds gradients
-    as it does unwatched, which a dispatch mode keeps it from.
+    Storages passed to `ignore` are not reported. Keys may be reused after a free. `sums_in_place`: add gradients in place as
+    autograd does without a dispatch mode; under one it does not.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class StorageWatch(TorchDispatchMode):
         self._live[key] = (weakref.ref(storage, partial(self._died, key)), -1)
 
     def watches(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage was seen, or is to be ignored."""
+        """Whether the tensor's storage was seen or is ignored."""
         return local_tensor(tensor).untyped_storage()._cdata in self._live
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor's storage, if it is new."""
+        """Register a tensor's storage, if it is new."""
         storage = local_tensor(tensor).untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -77,7 +77,7 @@ class StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # the most frequent by far, and no tensor comes of it
+        if func is _DEVICE:  # by far the most frequent operator, and it returns no tensor
             return func(*args)
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
@@ -105,14 +105,14 @@ class StorageWatch(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # no hook exists for it
-        super().__enter__()  # type: ignore[no-untyped-call]  # likewise
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # likewise
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # the original again
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # restore the original
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,10 +129,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _sums_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd, were it not watched, would add a gradient to the one before it in place.
+    """Whether autograd, without a dispatch mode, would add a gradient to the previous one in place.
 
-    It does where nothing else holds that one: neither the tensor nor, as of a view, its storage. Under a dispatch mode it never
-    does. Source: torch/csrc/autograd/input_buffer.cpp, accumulate, can_accumulate_inplace (torch 2.13).
+    It does so if nothing else holds the previous gradient: neither the tensor nor (through a view) its storage. Under a dispatch
+    mode it never does. Source: torch/csrc/autograd/input_buffer.cpp, accumulate, can_accumulate_inplace (torch 2.13).
     """
     if func is not _ADD or kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
         return False

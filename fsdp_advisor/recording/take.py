@@ -1,4 +1,4 @@
-"""One recorded step, and recordings of a step at several points fitted into one tape."""
+"""Recordings of one step (takes), and the fit of takes at several (B, T) points into one tape."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Take:
     """One recorded step at one point."""
 
     segments: list[RawSegment]
-    sizes: list[int]  # by storage, in order of birth; of what a sum stages its rows
+    sizes: list[int]  # by storage, in order of birth; for a sum's workspace: its rows
     categories: list[int]  # by storage
-    columns: dict[int, int]  # by storage that a sum stages
+    columns: dict[int, int]  # by storage of a sum's workspace: its columns
 
     @property
     def totals(self) -> list[int]:
-        """Everything that a polynomial must meet."""
+        """All values that polynomials must reproduce."""
         work = [s.work for s in self.segments]
         return (
             self.sizes
@@ -40,7 +40,7 @@ class Take:
 
 
 def storages_of(take: Take) -> object:
-    """A take's storages in order of birth and death, without sizes and without marks."""
+    """A take's allocations and frees in order, without sizes and marks, for comparison."""
     return (
         take.categories,
         list(take.columns),
@@ -53,7 +53,7 @@ def storages_of(take: Take) -> object:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Polynomials of all storages in order of birth, of the columns of those that sums stage, and of each segment's work."""
+    """Polynomials of all storages in order of birth, of the columns of sums' workspaces, and of each segment's work."""
 
     storages: tuple[Polynomial, ...]
     columns: tuple[Polynomial, ...]
@@ -64,11 +64,11 @@ class Fitted:
 
 
 def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
-    """Polynomials through recordings at the grid points; the recording at `at` must be met exactly."""
+    """Polynomials through recordings at the grid points. They must reproduce the recording `check` at `at` exactly."""
     for take in [*takes, check]:
         if storages_of(take) != storages_of(takes[0]):
             raise NotRecordable(
-                "the order of allocations depends on batch or length", hint="this model cannot be put on a tape"
+                "the order of allocations depends on batch or length", hint="this model cannot be recorded"
             )
     t0, t1, t2 = ts
     polynomials = [fit(bs, (t0, t1, t2), values) for values in zip(*(t.totals for t in takes), strict=True)]
@@ -83,8 +83,8 @@ def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int
     for expected, found in zip(check.totals, fitted.at(*at), strict=True):
         if expected != found:
             raise NotRecordable(
-                f"{expected} at B = {at[0]}, T = {at[1]} is not met by the polynomial, which gives {found}",
-                hint="this model's tensors depend on batch or length in a way the recorder does not know",
+                f"a size at B = {at[0]}, T = {at[1]} is {expected}, but its polynomial gives {found}",
+                hint="the recorder does not support tensors whose size depends on batch or length in this way",
             )
     return fitted
 

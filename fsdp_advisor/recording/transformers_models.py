@@ -1,4 +1,4 @@
-"""Any transformers configuration as a source. Only the installed library's own classes are built; remote code never is."""
+"""Any transformers configuration as a source. Only classes of the installed library are built; remote code is never run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import huggingface_hub.constants  # noqa: F401  # it reads the environment here, before the switch below
+import huggingface_hub.constants  # noqa: F401  # reads the environment before the switch below
 import torch
 from torch import nn
 
@@ -18,7 +18,7 @@ from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
 from fsdp_advisor.recording.roles import is_norm
 from fsdp_advisor.recording.source import LayerStack, RootModules
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is to load nothing: a configuration is all there is
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not download: a configuration is enough
 import transformers  # after the switch above
 from transformers.initialization import no_init_weights
 
@@ -36,9 +36,9 @@ class TransformersSource:
     """A model that transformers builds from a configuration."""
 
     def __init__(self, config: Mapping[str, Any], *, name: str, task: str | None = None) -> None:
-        """`config` as in config.json: `model_type` and what differs from its defaults.
+        """Check the configuration. `config` is as in config.json: `model_type` and the values that differ from its defaults.
 
-        Raises UnreadableConfig where transformers knows no such model or refuses its values.
+        Raises UnreadableConfig if transformers does not know the model type or refuses the values.
         """
         self.name = name
         self._values = {
@@ -57,7 +57,7 @@ class TransformersSource:
     def _configuration(self) -> Any:
         config = transformers.AutoConfig.for_model(
             self._model_type, **copy.deepcopy(self._values)
-        )  # it writes into dicts
+        )  # a copy, because transformers modifies nested dicts
         config.use_cache = False
         return config
 
@@ -66,7 +66,7 @@ class TransformersSource:
 
     @property
     def drops_out(self) -> bool:
-        """Whether the configuration asks for dropout."""
+        """Whether the configuration sets a dropout rate above 0."""
         values = self._configuration().to_dict()
         return any(
             isinstance(v, float) and v > 0
@@ -86,7 +86,7 @@ class TransformersSource:
         return model.train()
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
-        """The lists of layers that transformers itself names as not to be split (`_no_split_modules`)."""
+        """The lists of layers whose classes transformers names in `_no_split_modules`."""
         names = set(getattr(module, "_no_split_modules", None) or ())
         return [
             LayerStack(path, tuple(layers))
@@ -104,7 +104,7 @@ class TransformersSource:
             for position, index in enumerate(indices):
                 for inner in layers[index].modules():
                     if hasattr(inner, "layer_idx"):
-                        setattr(inner, "layer_idx", position)  # noqa: B010  # likewise
+                        setattr(inner, "layer_idx", position)  # noqa: B010  # transformers' own attribute, unknown to nn.Module
             for config in {
                 id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None
             }.values():
@@ -148,9 +148,11 @@ class TransformersSource:
         return {"input_ids": tokens(), "labels": tokens()}
 
     def root_modules(self, module: nn.Module) -> RootModules:
-        """As accelerate looks for them. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model and _find_final_norm."""
+        """The root's modules, found by accelerate's rules. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model and
+        _find_final_norm.
+        """
         embedding = module.get_input_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
-        head = module.get_output_embeddings()  # type: ignore[operator]  # likewise
+        head = module.get_output_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
         base = getattr(module, str(getattr(module, "base_model_prefix", "")), None)
         norms = [m for m in base.children() if is_norm(m)] if isinstance(base, nn.Module) else []
         return RootModules(
@@ -161,14 +163,14 @@ class TransformersSource:
 
 
 def _untie_head(model: Any) -> None:
-    """T5 classes tie the head whatever the configuration says; loading an untied checkpoint (Flan-T5) unties it."""
+    """Untie the head. T5 classes always tie it; loading an untied checkpoint (Flan-T5) unties it."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embedding.weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
 
 
 def _bind_windows(module: nn.Module, bind: bool) -> None:
-    """Sliding windows that every sequence fills, or none: a mask is made where one is filled, of a size that is the sequence's."""
+    """Make every sequence fill the sliding windows, or none. A filled window needs a mask, whose size depends on the sequence."""
     for config in {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values():
         if vars(config).get("sliding_window") is not None:
             config.sliding_window = 1 if bind else sys.maxsize
@@ -179,7 +181,7 @@ def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:
 
 
 def _task(config: Any, values: Mapping[str, Any]) -> str:
-    """From the configuration's `architectures` where it has them, else the first task that knows such a model."""
+    """The task of the configuration's `architectures`, or else the first task that supports its model type."""
     named = " ".join(values.get("architectures") or ())
     hints = {
         "ForMaskedLM": "masked-lm",
@@ -218,14 +220,14 @@ def _max_seq_len(config: Any) -> int | None:
 
 
 def _original_max_seq_len(config: Any) -> int | None:
-    """Where longrope changes its frequencies: past it a step makes one more table of a few kilobytes."""
+    """The length at which longrope changes its frequencies; above it a step allocates one more table of a few kilobytes."""
     rope = getattr(config, "rope_parameters", None) or {}
     value = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
     return value if isinstance(value, int) and value > 0 else None
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error, and what follows a colon at its end."""
+    """The first line of an error; if it ends with a colon, also the next text."""
     first, *more = str(error).strip().splitlines() or [""]
     while more and first.endswith(":"):
         first = f"{first} {more.pop(0).strip()}"
@@ -234,7 +236,7 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _errors_explained(name: str) -> Iterator[None]:
-    """Whatever transformers or torch raise over a configuration becomes one line."""
+    """Context that turns any error of transformers or torch about a configuration into an error of one line."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What hardware achieves of what its datasheet promises. Every constant of the time model stands in this file.
+"""The rates that hardware achieves, as shares of its datasheet's rates. This file contains every constant of the time model.
 
-A constant is either published (its source is named) or chosen on the fitted part of the published training runs
-(`tests/speed/published_split.py`), and then it says so and means something that could be measured on its own.
+A constant is published (with its source), assumed, or chosen on the fitted part of the published training runs
+(`tests/timing/published_split.py`). Each says which. A chosen constant has a physical meaning and can be measured separately.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fsdp_advisor.program.instructions import HostKernel
 class Achieved:
     """Shares of the datasheet's rates that a generation of GPUs sustains while it trains.
 
-    `matmul` is of large matrix products in a training loop, at the clocks that the power limit leaves, not of the best
-    product in a benchmark. `attention_forward` and `attention_backward` are of flash attention with heads of 128.
-    `memory` is of a streaming kernel. `seen` says that a published training run of this generation is among the fitted.
+    `matmul`: large matrix products in a training loop, at the clocks under the power limit, not the best product of a
+    benchmark. `attention_forward`, `attention_backward`: flash attention with heads of 128. `memory`: a streaming kernel.
+    `seen`: whether the fitted runs contain a published training run on this generation.
     """
 
     matmul: float
@@ -30,19 +30,19 @@ class Achieved:
 
 
 # Matrix products: chosen on the fitted rows for Volta (bert-large in fp16), Ampere (torchtitan on A100) and Hopper (torchtitan
-# on H100); all lie below the best that a benchmark reaches (A100 0.87, H100 0.80: Bekman, Machine Learning Engineering, maximum
-# achievable matmul FLOPS). Turing as Volta, Ada as Ampere and Blackwell as Hopper: assumed. CDNA 3 and 4: what the same table
-# says (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times the 0.7 that Hopper keeps of its own. CDNA 2: assumed.
-# Attention: FlashAttention-2, which PyTorch's own flash kernel is. Ampere: forward and backward together, causal, head 128 on
+# on H100). All are lower than the best result of a benchmark (A100 0.87, H100 0.80: Bekman, Machine Learning Engineering, maximum
+# achievable matmul FLOPS). Turing as Volta, Ada as Ampere and Blackwell as Hopper: assumed. CDNA 3 and 4: the same table's
+# benchmark results (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times 0.7, Hopper's ratio to its benchmark. CDNA 2: assumed.
+# Attention: FlashAttention-2, which is PyTorch's flash kernel. Ampere: forward and backward together, causal, head 128 on
 # A100: 99, 133, 155, 173, 182, 189 TFLOP/s at 512 ... 16384 tokens (flash2_a100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention;
-# arXiv:2307.08691, figure 4); how the two share it is assumed. Hopper: forward 335 (FlashAttention-3, arXiv:2407.08608, figure 5),
+# arXiv:2307.08691, figure 4); the division between the two is assumed. Hopper: forward 335 (FlashAttention-3, arXiv:2407.08608, figure 5),
 # both together 163, 221, 265, 294, 308, 328 (flash2_h100_fwd_bwd_benchmark.png). With HALF_RATE_TOKENS both generations' rates
 # meet these within 10 % from 1024 tokens on and are 23 % too fast at 512. Volta and Turing run xFormers' kernel, at the share
 # of the peak that it has on A100 (0.24 to 0.31 for both together, first of the two figures): assumed. Ada as Ampere, Blackwell
 # (no kernel of its own in PyTorch's FlashAttention-2) and CDNA: assumed.
 # Memory: A100 1355 of 1555 GB/s (copy, PTsolvers/gpu-workshop-JuliaCon23 issue 7), H100 2903 of 3350 (nvbandwidth's copy,
 # aigatech/vpbenchmarking), and 0.90 for both in Calculon's systems/*.json; B200 0.91 (BabelStream's mul in CUB, NVIDIA/cccl pull
-# 9210); MI300X 0.81 of 5.3 TB/s (as aiweekly.co quotes a study). The others are assumed to be as their neighbours.
+# 9210); MI300X 0.81 of 5.3 TB/s (as aiweekly.co quotes a study). The other generations are assumed equal to the nearest one.
 _ACHIEVED: dict[str, Achieved] = {
     "volta": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.88, seen=True),
     "turing": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.85),
@@ -60,40 +60,40 @@ SMALL_HEAD = 0.88
 and backward together 296 of 338 there and 176 of 203 on A100 (FlashAttention-2's benchmark figures, no mask, 16384 tokens)."""
 
 HALF_RATE_TOKENS = 256
-"""The length at which flash attention reaches half its rate: T / (T + 256), for the blocks on the diagonal that are computed
-whole and for the kernel's fill. Source: FlashAttention-3, figure 5: FlashAttention-2, causal, head 128 on H100: 191, 260, 298, 319, 333,
-335 TFLOP/s at 512 ... 16384 tokens, which this meets within 18 % at 512 and within 4 % from 1024 on."""
+"""The length at which flash attention reaches half of its rate: T / (T + 256). It models the blocks on the diagonal, which are
+computed whole, and the start of the kernel. Source: FlashAttention-3, figure 5: FlashAttention-2, causal, head 128 on H100: 191,
+260, 298, 319, 333, 335 TFLOP/s at 512 ... 16384 tokens. The model is within 18 % at 512 and within 4 % from 1024 on."""
 
 PLAIN_MATMUL = 0.90
-"""fp32 products without tensor cores, on NVIDIA: cuBLAS comes close to the peak of the boards that train in fp32. Source: V100
+"""fp32 products without tensor cores, on NVIDIA. cuBLAS nearly reaches the peak of the boards that train in fp32. Source: V100
 13.9 of 15.7 TFLOP/s at 4096 and 14.5 at 10240 (zzc0721/torch-performance-test-data issue 140), A100 18.9 of 19.5
-(Yinghan-Li/YHs_Sample issue 4). Later boards are held back by their power: 0.78 on H200 NVL (xzwgit/gpu-flops-bench)."""
+(Yinghan-Li/YHs_Sample issue 4). Power limits later boards: 0.78 on H200 NVL (xzwgit/gpu-flops-bench)."""
 
 SPLIT_K = 256
-"""The shortest piece of the inner dimension that a multiprocessor gets where a product has too few tiles for all of them.
-Assumed: some eight steps of 32 of the main loop, for a piece to pay off."""
+"""The shortest piece of the inner dimension that a multiprocessor computes if a product has fewer tiles than multiprocessors.
+Assumed: a piece is worthwhile from about eight steps of 32 of the main loop."""
 
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.95), (64, 64, 0.60))
-"""Output tiles of a matrix product's kernels (rows, columns) and their rate against the largest: a smaller tile reads more
+"""Output tiles of a matrix product's kernels (rows, columns) and their rate relative to the largest. A smaller tile reads more
 operands per product. Source of the sizes: NVIDIA, Matrix Multiplication Background User's Guide, section 2.3, Typical Tile
 Dimensions in cuBLAS and Performance. The rates are assumed."""
 
 KERNEL_GAP_S = 1.5e-6
-"""Between two kernels of one stream: drain, launch, fill. Assumed; the smallest kernel, an addition of 1024 numbers, takes 1.1 to
-1.3 us from one to the next (pytorch/pytorch issue 161104)."""
+"""Seconds between two kernels of one stream: drain, launch, fill. Assumed. Additions of 1024 numbers, the smallest kernel, follow
+one another every 1.1 to 1.3 us (pytorch/pytorch issue 161104)."""
 
 LAUNCH_S = 25e-6
-"""The CPU's share of one operator of eager PyTorch: Python, dispatcher, autograd, launch. Chosen on the fitted rows that wait
-for the CPU, five of them, each of which asks for 20 to 30 us: servers of 2021 to 2023. A faster CPU needs less."""
+"""CPU seconds of one operator of eager PyTorch: Python, dispatcher, autograd, launch. Chosen on the five fitted rows that wait
+for the CPU. Each of them implies 20 to 30 us, on servers of 2021 to 2023. A faster CPU needs less."""
 
 BUS_SHARE: dict[LinkKind, float] = {
     "nvlink": 0.78, "xgmi": 0.70, "pcie": 0.60,
     "infiniband": 0.85, "roce": 0.85, "efa": 0.70, "slingshot": 0.75, "ethernet": 0.70,
 }  # fmt: skip
-"""What NCCL's rings get of a link: bus bandwidth of large messages, of the link's rate.
+"""The share of a link's rate that NCCL's rings achieve: bus bandwidth of large messages.
 
 nvlink: A100 231 of 300 GB/s (NVIDIA/nccl issue 527), H100 370 of 450 (NVIDIA/nccl-tests issue 212), B200 682 of 900 (Bekman,
-Machine Learning Engineering, SHARP, ring). xgmi: MI300X 313 of 448 (there too, all-to-all bandwidth). infiniband: all-reduce over
+Machine Learning Engineering, SHARP, ring). xgmi: MI300X 313 of 448 (same source, all-to-all bandwidth). infiniband: all-reduce over
 32 H100 nodes 340 of 400 (NVIDIA/nccl issue 1218, where an all-gather of 2 GB reached 200); over a few nodes NVIDIA names 46 to
 48 of 50 per adapter (NVIDIA/nccl-tests issue 290). roce: as infiniband, assumed; 75 of 100 in NVIDIA/nccl issue 495. efa: assumed,
 between 0.60 on p3dn (NVIDIA/nccl-tests issue 22) and 0.91 on p5en (Bekman, inter-node networking). pcie: assumed, below the 12 of
@@ -103,7 +103,7 @@ LATENCY_S: dict[LinkKind, float] = {
     "nvlink": 3.4e-6, "xgmi": 3.6e-6, "pcie": 5.7e-6,
     "infiniband": 14e-6, "roce": 14e-6, "efa": 14e-6, "slingshot": 14e-6, "ethernet": 28e-6,
 }  # fmt: skip
-"""Per hop, where the link itself tells none. Source: NCCL's cost model (src/graph/tuning.cc, hwLatencies, ring, Simple); xgmi:
+"""Seconds per hop of links without a published latency. Source: NCCL's cost model (src/graph/tuning.cc, hwLatencies, ring, Simple); xgmi:
 RCCL's (its src/graph/tuning.cc, tuning_model_0). EFA and Slingshot as other networks, and TCP at twice that: assumed."""
 
 COLLECTIVE_START_S = 20e-6
@@ -112,31 +112,32 @@ COLLECTIVE_START_S = 20e-6
 between A100 (NVIDIA/nccl-tests issue 331) and 40 us on eight boards on PCIe (NVIDIA/nccl issue 1530)."""
 
 STOLEN_BY_NCCL = 0.15
-"""Of the compute that runs beside a collective, what NCCL's kernels take away. Source: Isaev et al., Calculon (SC 2023),
-`processor_usage` of NVLink in systems/a100_80g.json and h100_80g_nvl8.json. NCCL's 24 channels on A100 and 32 on H100 hold more,
-0.22 and 0.24 of the multiprocessors, as long as they run."""
+"""The share of compute that NCCL's kernels take while a collective runs in parallel. Source: Isaev et al., Calculon (SC 2023),
+`processor_usage` of NVLink in systems/a100_80g.json and h100_80g_nvl8.json. NCCL's 24 channels on A100 and 32 on H100 occupy
+more while they run: 0.22 and 0.24 of the multiprocessors."""
 
 RETRY_S = 0.07
-"""One retry of the caching allocator: it waits for the GPU, frees its cached segments and allocates again. Source: a step of
-Llama-2-13B on 8 H100 with cudaMalloc and cudaFree in it takes 867.6 ms, without them 729.4 ms (Lightning-AI/lightning-thunder
-issue 420); the number of retries is not stated, two are assumed. A step of torchtitan on a B200 that followed retries was 0.18 s
-faster than the one before (pytorch/torchtitan pull 2389: 16,384 tokens at 10,917 and at 12,401 tokens per second)."""
+"""Seconds of one retry of the caching allocator: it waits for the GPU, frees its cached segments and allocates again. Source: a
+step of Llama-2-13B on 8 H100 takes 867.6 ms with cudaMalloc and cudaFree, 729.4 ms without (Lightning-AI/lightning-thunder issue
+420). The number of retries is not stated; two are assumed. On a B200, the step of torchtitan after a step with retries was 0.18 s
+faster than that step (pytorch/torchtitan pull 2389: 16,384 tokens at 10,917 and at 12,401 tokens per second)."""
 
 HOOKS_S: dict[str, float] = {"ddp": 0.0, "fsdp1": 0.8e-3, "fsdp2": 0.8e-3, "deepspeed": 3.5e-3}
-"""The CPU's work around one unit in one direction (unshard, reshard, reduce), in Python. Chosen on the fitted rows: FSDP1 on
-Lightning's against DDP's, DeepSpeed on Qwen's at 256 to 1024 tokens (its hooks run per submodule). FSDP2 is taken as FSDP1."""
+"""CPU seconds of the Python hooks around one unit in one direction (unshard, reshard, reduce). Chosen on the fitted rows: FSDP1
+from Lightning's rows, in comparison with DDP's; DeepSpeed from Qwen's rows at 256 to 1024 tokens (its hooks run per submodule).
+FSDP2: assumed equal to FSDP1."""
 
 HOST_SHARE: dict[Link, float] = {PCIE_3_X16: 0.80, PCIE_4_X16: 0.80, PCIE_5_X16: 0.88}
-"""Of PCIe's raw rate with pinned memory, one way. Source: P100 12.2 and 12.9 of 15.8 GB/s (bandwidthTest in
+"""The achieved share of PCIe's raw rate with pinned memory, in one direction. Source: P100 12.2 and 12.9 of 15.8 GB/s (bandwidthTest in
 mpicbg-scicomp/gearshifft pull 82), A100 25.1 of 31.5 (NVIDIA/nvbandwidth issue 42), H200 55.4 of 63.0 (nvbandwidth in Bekman,
 Machine Learning Engineering, PCIe)."""
 
 HOST_ADAM_PER_S = 3.9e9
-"""Elements per second and node of an Adam on the host that goes over memory once (DeepSpeedCPUAdam, fused CPU AdamW).
+"""Elements per second and node of an Adam on the host that passes over memory once (DeepSpeedCPUAdam, fused CPU AdamW).
 Source: ZeRO-Offload (arXiv:2101.06840), table 4: CPU-Adam takes 2.57 s for 10 billion parameters, on a DGX-2."""
 
 HOST_PLAIN_ADAM_PER_S = 0.68e9
-"""The same of PyTorch's unfused Adam on the CPU: 14.76 s for 10 billion parameters (PT-CPU). Source: the same table."""
+"""The same for PyTorch's unfused Adam on the CPU: 14.76 s for 10 billion parameters (PT-CPU). Source: the same table."""
 
 HOST_UPDATES_PER_S: dict[HostKernel, float] = {"one_pass": HOST_ADAM_PER_S, "many_passes": HOST_PLAIN_ADAM_PER_S}
 """Elements per second and node that an optimizer updates on the host."""
@@ -145,16 +146,16 @@ HOST_LINK: dict[str, Link] = {
     "volta": PCIE_3_X16, "turing": PCIE_3_X16, "ampere": PCIE_4_X16, "ada": PCIE_4_X16, "hopper": PCIE_5_X16,
     "blackwell": PCIE_5_X16, "cdna2": PCIE_4_X16, "cdna3": PCIE_5_X16, "cdna4": PCIE_5_X16,
 }  # fmt: skip
-"""How a generation's boards reach the host. Source: the makers' datasheets."""
+"""The link between a generation's boards and the host. Source: the makers' datasheets."""
 
 
 def achieved_by(gpu: Gpu) -> Achieved | None:
-    """What this GPU achieves, None where its generation is unknown."""
+    """The shares that this GPU achieves; None if its generation is unknown."""
     return None if gpu.architecture is None else _ACHIEVED[gpu.architecture]
 
 
 def host_bytes_per_s(gpu: Gpu) -> float:
-    """One way between this GPU and pinned host memory."""
+    """Bytes per second between this GPU and pinned host memory, in one direction."""
     assert gpu.architecture is not None
     link = HOST_LINK[gpu.architecture]
     return link.bytes_per_s * HOST_SHARE[link]

@@ -1,7 +1,8 @@
-"""Where the time model stops being trustworthy: what an estimate says there, and how much extra_uncertainty its range is.
+"""Caveats: the jobs for which the time model is less reliable, the warning that their estimate contains, and the width that it
+adds to the estimate's range.
 
-The errors against the published runs (`fsdp_advisor/validation/published.csv`) show where: each of them that is off by more
-than 30 % has a doubt of this file, and beyond the largest of them there is one as well.
+They follow from the errors on the published runs (`fsdp_advisor/validation/published.csv`): every run with an error above 30 %
+has a caveat, and so has every job larger than the largest published run.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from fsdp_advisor.timing.achieved import achieved_by
 from fsdp_advisor.units import format_count
 
 MAX_GPUS, MAX_TOKENS, MAX_PARAMETERS = 128, 65_536, 98_029_093_888
-"""The largest of the published runs in each direction: GPUs in all, tokens per sequence, parameters."""
+"""The largest values among the published runs: number of GPUs, tokens per sequence, parameters."""
 LARGEST_NODE = 16
-"""GPUs in the largest node of any published run; DGX-2."""
+"""GPUs in the largest node of any published run (a DGX-2)."""
 UNSEEN = 0.15
-"""More uncertainty, as a share of the step, where no published run was at hand."""
+"""Additional uncertainty, as a share of the step, of jobs that are unlike every published run."""
 ATTENTION_WARN_ABOVE_SHARE = 0.25
 WARN_ABOVE_SHARE = 0.30
 WITHOUT_TOKENS = frozenset({"image-classification"})
@@ -28,9 +29,9 @@ WITHOUT_TOKENS = frozenset({"image-classification"})
 
 @dataclass(frozen=True, slots=True)
 class Caveat:
-    """One reason to trust a step's time less: where it holds, in a few words, and what the estimate says.
+    """One reason to trust a step's time less: its subject in a few words, and the text of the warning.
 
-    `extra_uncertainty` is how much faster the step may be besides, as a share of it.
+    `extra_uncertainty` widens the range: the share of the step by which it may additionally be faster.
     """
 
     about: str
@@ -39,7 +40,7 @@ class Caveat:
 
 
 def unlike_published(profile: Profile, plan: Plan, gpu: Gpu) -> list[str]:
-    """In which respects no published run is like this one."""
+    """The properties of the job that no published run has."""
     achieved = achieved_by(gpu)
     found = []
     if achieved is None or not achieved.seen:
@@ -56,7 +57,7 @@ def unlike_published(profile: Profile, plan: Plan, gpu: Gpu) -> list[str]:
 
 
 def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, float], seconds: float) -> tuple[Caveat, ...]:  # fmt: skip
-    """Every reason, from what is known of the job and of where its step's `seconds` go."""
+    """Every caveat of a job, from its plan and GPU and from the breakdown of its step's `seconds`."""
     found = []
     if unlike := unlike_published(profile, plan, gpu):
         words = f"no published training run {' or '.join(unlike)} was at hand to check it against"
@@ -94,4 +95,4 @@ _CAUSES = (
         "communication at the links' usual rates; a busy network is slower",
     ),
 )  # fmt: skip
-"""Parts of a step that differ from place to place: their name, the share from which they are worth a word, the words."""
+"""Parts of a step whose time differs from server to server: name, subject, the share above which there is a warning, its text."""

@@ -1,4 +1,4 @@
-"""How long a collective takes: NCCL's rings over the links within a node and between nodes, in closed form.
+"""The time of a collective: a closed form for NCCL's rings over the links within a node and between nodes.
 
 Source: Thakur et al., Optimization of Collective Communication Operations in MPICH (2005), for the ring; NCCL's
 src/graph/tuning.cc for hops and latencies.
@@ -16,9 +16,9 @@ from fsdp_advisor.timing.achieved import COLLECTIVE_START_S, bus_bytes_per_s, la
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective: `ranks` of them on `nodes` nodes, evenly.
+    """The ranks of a collective: `ranks` ranks, distributed evenly over `nodes` nodes.
 
-    A rank reaches its own node's others over `inside` and other nodes over `between`, its part of the node's adapters.
+    A rank reaches the ranks of its node over `inside`, and other nodes over `between`, its share of the node's adapters.
     """
 
     ranks: int
@@ -28,22 +28,22 @@ class Group:
 
     @cached_property
     def hop_s(self) -> float:
-        """All hops of one turn around the ring."""
+        """Seconds of all hops of one turn around the ring."""
         inside = 0.0 if self.inside is None else latency_s(self.inside)
         across = latency_s(self.between) * (self.nodes - 1)
         return (self.ranks - self.nodes) * inside + across
 
     @cached_property
     def seconds_per_byte(self) -> float:
-        """Of the bytes that each rank sends: the slower of the two kinds of link holds up the ring.
+        """Seconds per byte that each rank sends. The slower of the two kinds of link determines the ring's rate.
 
-        The rings of a node's ranks leave it in parallel, each through its own adapter: between nodes a rank has the
-        adapters of its whole node for what all of them send.
+        The rings of a node's ranks leave the node in parallel, each through its own adapter. So between nodes, the data of all
+        ranks of a node share all adapters of the node.
         """
         slowest = 0.0
         if self.ranks > self.nodes and self.inside is not None:
             inside = bus_bytes_per_s(self.inside)
-            if self.inside.peer_bytes_per_s is not None:  # a mesh: as many links as there are others in the node
+            if self.inside.peer_bytes_per_s is not None:  # a mesh: one link to each other rank of the node
                 others = self.ranks // self.nodes - 1
                 share = inside / self.inside.bytes_per_s
                 inside = min(inside, self.inside.peer_bytes_per_s * others * share)
@@ -54,7 +54,7 @@ class Group:
 
 
 def all_gather_s(n_bytes: float, group: Group) -> float:
-    """All-gather or reduce-scatter of `n_bytes` in all: each rank sends (n - 1) / n of them, over n - 1 hops."""
+    """Seconds of an all-gather or reduce-scatter of `n_bytes` in total. Each rank sends (n - 1) / n of them over n - 1 hops."""
     n = group.ranks
     if n == 1 or not n_bytes:
         return 0.0
@@ -62,7 +62,9 @@ def all_gather_s(n_bytes: float, group: Group) -> float:
 
 
 def all_reduce_s(n_bytes: float, group: Group, *, messages: float = 1) -> float:
-    """All-reduce of `n_bytes` in `messages`: a reduce-scatter and an all-gather; between many nodes NCCL's trees save hops."""
+    """Seconds of an all-reduce of `n_bytes` in `messages` messages: a reduce-scatter and an all-gather. Between many nodes NCCL's
+    trees save hops.
+    """
     n = group.ranks
     if n == 1 or not n_bytes:
         return 0.0

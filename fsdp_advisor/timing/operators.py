@@ -1,4 +1,4 @@
-"""How long a GPU takes for operators: matrix products by shape, flash attention, everything else by the bytes it moves.
+"""The time of operators on a GPU: matrix products by shape, flash attention, all others by the bytes that they move.
 
 Shapes: (M, K) x (K, N): M = rows of tokens, K = inner, N = columns.
 """
@@ -24,7 +24,7 @@ from fsdp_advisor.timing.achieved import (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU at one precision: the rates it sustains."""
+    """The rates that a GPU sustains at one precision."""
 
     matmul_flops: float
     attention_forward_flops: float
@@ -37,7 +37,7 @@ class Device:
 
 @lru_cache(maxsize=256)
 def device_of(gpu: Gpu, precision: str) -> Device | None:
-    """None where the GPU's rates are unknown."""
+    """The rates of `gpu` at `precision`; None if they are unknown."""
     achieved = achieved_by(gpu)
     peak = _peak_flops(gpu, precision)
     if achieved is None or peak is None or gpu.memory_bytes_per_s is None or gpu.multiprocessors is None:
@@ -54,25 +54,27 @@ def device_of(gpu: Gpu, precision: str) -> Device | None:
 
 
 def _matmul_share(gpu: Gpu, precision: str, achieved: Achieved) -> float:
-    """On NVIDIA fp32 stays off the tensor cores; AMD's fp32 rate is its matrix cores'."""
+    """The achieved share of the datasheet's rate. NVIDIA's fp32 products do not use tensor cores; AMD's fp32 rate is that of
+    the matrix cores.
+    """
     plain = precision == "fp32" and not (gpu.architecture or "").startswith("cdna")
     return PLAIN_MATMUL if plain else achieved.matmul
 
 
 def _peak_flops(gpu: Gpu, precision: str) -> float | None:
-    """The datasheet's dense rate of the dtype that computes. bf16 without tensor cores for it runs at the rate of fp32."""
+    """The datasheet's dense rate of the compute dtype. bf16 without bf16 tensor cores runs at the fp32 rate."""
     if precision == "fp32":
-        return gpu.fp32_flops  # PyTorch keeps TF32 off for matrix products unless told otherwise
+        return gpu.fp32_flops  # by default PyTorch does not use TF32 for matrix products
     if precision.startswith("fp16"):
         return gpu.fp16_flops
     return gpu.bf16_flops or gpu.fp32_flops
 
 
 def tile_share(m: float, k: float, n: int, multiprocessors: int, products: int = 1) -> float:
-    """How much of a GPU an (m, n) output keeps busy: whole tiles, in whole waves over the multiprocessors.
+    """The share of a GPU that an (m, n) output keeps busy. Tiles are whole, and so are waves over the multiprocessors.
 
-    `products` of them run together (the experts of a grouped product). Where there are fewer tiles than multiprocessors, the
-    inner dimension k is split among several. The best of the kernels' tiles is taken.
+    `products`: how many products run together (the experts of a grouped product). If there are fewer tiles than
+    multiprocessors, several multiprocessors share a tile's inner dimension k. The best tile size of the kernels is used.
     Source: NVIDIA, Matrix Multiplication Background User's Guide, tile and wave quantization.
     >>> round(tile_share(256, 4096, 4096, 108), 2), round(tile_share(16384, 4096, 4096, 108), 2)
     (0.89, 1.0)
@@ -89,7 +91,7 @@ def tile_share(m: float, k: float, n: int, multiprocessors: int, products: int =
 
 
 def product_s(m: float, k: float, n: int, device: Device, products: int = 1) -> float:
-    """One (m, k) x (k, n) product, or `products` of them at once: compute or operands' bytes, whichever takes longer."""
+    """Seconds of one (m, k) x (k, n) product, or of `products` of them together: the longer of compute and memory traffic."""
     flops = 2 * m * k * n * products
     moved = (m * k + k * n + m * n) * device.element_bytes * products
     return max(
@@ -105,13 +107,15 @@ class Products:
     shapes: tuple[tuple[float, int, int, int], ...]
 
     def flops(self, tokens: int) -> float:
-        """Of one forward."""
+        """FLOPs of one forward."""
         return sum(2 * tokens * share * k * n * count for share, k, n, count in self.shapes)
 
 
 @lru_cache(maxsize=1024)
 def products_of(unit: Unit, is_root: bool) -> Products:
-    """Every matrix weight of a layer is used once on every token; of the root only the head is (its largest, last matrix)."""
+    """The products of a unit. A layer uses every matrix weight once per token; the root only the head, its largest, last
+    matrix.
+    """
     matrices = [p.shape for p in unit.parameters if len(p.shape) == 2 and min(p.shape) > 1]
     if is_root:
         largest = max(matrices, key=lambda shape: shape[0] * shape[1], default=None)
@@ -128,8 +132,8 @@ def matmul_s_per_flop(
 ) -> tuple[float, float]:
     """Seconds per FLOP of a unit's matrix products in forward and in backward, over the shapes of its weights.
 
-    Backward has two products per weight: (M, N) x (N, K) for the input and (N, M) x (M, K) for the weight. Where the recorded
-    work is that of several experts per token, or of few tokens per expert, the experts' rows are scaled to meet it.
+    Backward has two products per weight: (M, N) x (N, K) for the input and (N, M) x (M, K) for the weight. If a token uses
+    several experts, or an expert sees few tokens, the experts' rows are scaled to match the recorded work.
     """
     products = products_of(unit, is_root)
     if not products.shapes or not recorded_flops:
@@ -151,7 +155,7 @@ def matmul_s_per_flop(
 
 
 def head_dim(profile: Profile) -> int:
-    """Of one attention head, as the configuration says; 128 where it does not."""
+    """The dimension of one attention head from the configuration; 128 if it is not given there."""
     config = profile.config
     for name in ("head_dim", "d_kv"):
         if isinstance(own := config.get(name), int):
@@ -162,13 +166,13 @@ def head_dim(profile: Profile) -> int:
 
 
 def attention_s(flops: float, device: Device, head: int, tokens: int, *, causal: bool, backward: bool) -> float:
-    """Flash attention; a causal kernel skips the masked half, which the recorded work counts."""
+    """Seconds of flash attention. A causal kernel skips the masked half, which `flops` includes."""
     rate = device.attention_backward_flops if backward else device.attention_forward_flops
     rate *= (SMALL_HEAD if head <= 64 else 1.0) * tokens / (tokens + HALF_RATE_TOKENS)
     return flops * (0.5 if causal else 1.0) / rate
 
 
 def batched_s(flops: float, device: Device, head: int) -> float:
-    """Attention's own products where no flash kernel does them: each (T, T) element is written or read once per `head` products."""
+    """Seconds of attention's products without a flash kernel. Each (T, T) element is written or read once per `head` products."""
     moved = flops / head / 2 * device.element_bytes
     return max(flops / device.matmul_flops, moved / device.memory_bytes_per_s)

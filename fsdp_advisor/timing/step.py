@@ -1,4 +1,4 @@
-"""The time of one optimizer step on one rank: what `estimate` shows, with its breakdown and how far it may be trusted."""
+"""The time of one optimizer step on one rank, with its breakdown by cause and its range of uncertainty."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ UNCERTAINTY: dict[str, float] = {
     "matmul": 0.15, "attention": 0.25, "pointwise": 0.25, "loss": 0.25, "recomputation": 0.15, "launch": 0.50,
     "sharding": 0.25, "communication": 0.50, "contention": 1.0, "optimizer": 0.25, "host": 0.50, "allocator": 1.0,
 }  # fmt: skip
-"""How much faster each part of a step may be, as a share of it; it may be slower by SLOWER times as much."""
+"""The share by which each part of a step may be faster than estimated. It may be slower by SLOWER times that share."""
 SLOWER = 2.0
-"""Runs are late more often than early: memory nearly full, older kernels, a busy network. Of the published runs, fitted and
-judged together, 59 of 66 lie in the range that this gives."""
+"""Runs are slower than estimated more often than faster: memory is nearly full, kernels are older, the network is busy. 59 of 66
+published runs (fitted and held-out runs together) lie in the resulting range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """One step of `tokens` tokens on one GPU. `breakdown` is seconds by cause and sums to the step.
 
-    `matmul`, `attention`, `pointwise`, `loss`: what the GPU computes, by class of operator; `recomputation`: the forwards that
-    activation checkpointing repeats; `launch`: waiting for the CPU to launch; `sharding`: copies in and out of gathered buffers;
-    `communication`: collectives that nothing hides; `contention`: what hidden collectives take from compute;
-    `optimizer`: its step on the GPU; `host`: PCIe and the host's optimizer; `allocator`: retries of the caching allocator.
+    `matmul`, `attention`, `pointwise`, `loss`: compute on the GPU by class of operator; `recomputation`: the forwards that
+    activation checkpointing repeats; `launch`: the GPU waits for the CPU to launch kernels; `sharding`: copies into and out of
+    communication buffers; `communication`: exposed collectives; `contention`: the slowdown of compute by hidden collectives;
+    `optimizer`: its step on the GPU; `host`: PCIe and the optimizer on the host; `allocator`: retries of the caching allocator.
     """
 
     breakdown: dict[str, float]
@@ -52,7 +52,7 @@ class StepTime:
     caveats: tuple[Caveat, ...] = ()
 
     def with_retries(self, retries: int) -> StepTime:
-        """The step with the time that so many allocator retries take."""
+        """The step with the time of `retries` allocator retries added."""
         seconds = retries * RETRY_S
         if not seconds:
             return self
@@ -66,7 +66,7 @@ class StepTime:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Where the time model is less reliable, in words."""
+        """The texts of the step's caveats."""
         return tuple(f"step time: {caveat.text}" for caveat in self.caveats)
 
     @property
@@ -79,15 +79,15 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Of the datasheet's rate, the share that the model's own work takes; recomputation does not count.
+        """Model FLOPs utilization: the model's own FLOPs per second, without recomputation, over the datasheet's rate.
 
-        Source: Chowdhery et al., PaLM (arXiv:2204.02311), appendix B: attention counts whole, mask or not.
+        Source: Chowdhery et al., PaLM (arXiv:2204.02311), appendix B: attention counts in full, also under a causal mask.
         """
         return self.model_flops / self.seconds / self.peak_flops
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float]:
-        """The slowest and the fastest, per GPU."""
+        """The lowest and the highest tokens per second per GPU."""
         return self.tokens / self.high_seconds, self.tokens / self.low_seconds
 
     @property
@@ -97,7 +97,7 @@ class StepTime:
 
     @property
     def exposed_communication_share_range(self) -> tuple[float, float]:
-        """As far as the exposed communication itself is unsure, everything else as told."""
+        """The range of the share if only the exposed communication varies and all other parts are as estimated."""
         exposed, unsure = self.breakdown["communication"], UNCERTAINTY["communication"]
         rest = self.seconds - exposed
         least, most = exposed * (1 - unsure), exposed * (1 + SLOWER * unsure)
@@ -105,17 +105,17 @@ class StepTime:
 
     @property
     def seconds_without_communication(self) -> float:
-        """The step on a GPU whose collectives take no time: a stand-in for one of many ranks."""
+        """Seconds of the step if collectives take no time, as when a single GPU stands in for one of many ranks."""
         return self.seconds - self.breakdown["communication"] - self.breakdown["contention"]
 
     @property
     def exposed_communication_share(self) -> float:
-        """Of the step, what is spent on communication that nothing hides."""
+        """The share of the step that is exposed communication."""
         return self.breakdown["communication"] / self.seconds
 
 
 def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
-    """Why there is no step time; None where there is one."""
+    """The reason why there is no step time; None if there is one."""
     if device_of(gpu, plan.precision) is None:
         return f"{gpu.name} is known by its memory alone: name a GPU for the time of a step"
     if plan.offload != "none" and plan.offload_device == "nvme":
@@ -124,7 +124,7 @@ def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
 
 
 def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> StepTime | None:
-    """The time of a step of `plan` on GPUs that reach other nodes over `between`; None where `why_unknown` has a reason.
+    """The time of a step of `plan` on GPUs that reach other nodes over `between`; None if `why_unknown` returns a reason.
 
     `program` is the step over the tape that the GPU runs.
     """
@@ -167,7 +167,7 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device) 
 
 
 def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> tuple[Interval, ...]:
-    """Both streams through the last micro-batch and the optimizer's step; empty where `why_unknown` has a reason."""
+    """The intervals of both streams in the last micro-batch and the optimizer's step; empty if `why_unknown` returns a reason."""
     device = device_of(gpu, plan.precision)
     if device is None or why_unknown(plan, gpu) is not None:
         return ()

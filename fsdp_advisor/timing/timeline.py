@@ -1,7 +1,7 @@
-"""The timeline of a step: when its compute and its communication run. A reader of the step program.
+"""The timeline of a step: when its compute and its communication run. It is a reader of the step program.
 
-Two streams are modelled, compute and the link (collectives and host transfers, one after the other). The host issues an
-instruction when the program says so (`Start`) and runs ahead of the GPU.
+The model has two streams: compute, and the link (collectives and host transfers, one after the other). The host runs ahead of
+the GPU and issues each instruction at the time that the program gives (`Start`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Timed = AllGather | AllReduce | Compute | Copy | HostTransfer | OptimizerStep | 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What one stream does from `begin_seconds` to `end_seconds`, counted from the beginning of the micro-batch."""
+    """One activity of a stream, from `begin_seconds` to `end_seconds` after the beginning of the micro-batch."""
 
     stream: str  # "compute" or "communication"
     name: str
@@ -52,7 +52,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the timeline needs to know of the hardware and the engine."""
+    """The rates and settings of the hardware and the engine that the timeline depends on."""
 
     device: Device
     groups: Mapping[Axis, Group]
@@ -73,7 +73,7 @@ def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
 
 
 def _groups(plan: Plan, gpu: Gpu, between: Link) -> dict[Axis, Group]:
-    """The ranks of each axis. HSDP's replicas lie on different nodes; a rank's own adapter serves it alone."""
+    """The ranks of each axis. HSDP's replicas are on different nodes; each rank uses its own adapter."""
     inside = gpu.intra_node
     if plan.strategy == "hsdp":
         replicas = plan.replica_degree
@@ -89,13 +89,14 @@ def _groups(plan: Plan, gpu: Gpu, between: Link) -> dict[Axis, Group]:
 class MicroBatchTime:
     """One micro-batch's forward and backward. Seconds; `intervals` are kept if it is a list.
 
-    `sent` is all communication, of which `host` over PCIe; `late` and `late_host` run after backward with nothing in parallel.
-    `copies` go into and out of communication buffers; `launch` is the time the GPU waits for the CPU.
+    `sent`: all communication. `host`: the part of it over PCIe. `late`, `late_host`: collectives and host transfers after
+    backward, with nothing in parallel. `copies`: copies into and out of communication buffers. `launch`: the GPU waits for the
+    CPU.
     """
 
     compute: float = 0.0  # when the compute stream is done
     link: float = 0.0  # when the link is done
-    begun: float = 0.0  # when the last compute began
+    begun: float = 0.0  # when the latest compute began
     computed: float = 0.0
     sent: float = 0.0
     host: float = 0.0
@@ -107,7 +108,7 @@ class MicroBatchTime:
 
     @property
     def exposed(self) -> float:
-        """Communication that no compute hides."""
+        """Seconds of communication that no compute hides."""
         return max(self.compute - self.computed, 0.0)
 
     @property
@@ -116,11 +117,11 @@ class MicroBatchTime:
 
     @property
     def host_share(self) -> float:
-        """PCIe's part of everything on the link."""
+        """The share of PCIe in all communication."""
         return self.host / self.sent if self.sent else 0.0
 
     def send(self, seconds: float, not_before: float, name: str) -> float:
-        """Put a transfer on the link; returns when it is done."""
+        """Put a transfer on the link and return the time at which it ends."""
         begin = max(self.link, not_before)
         self.link = begin + seconds
         self.sent += seconds
@@ -140,7 +141,7 @@ class MicroBatchTime:
 def micro_batch_time(
     micro_batch: MicroBatch, rates: Rates, work: tuple[Work, ...], *, keep_intervals: bool = False
 ) -> MicroBatchTime:
-    """Walk both streams through one micro-batch; at its end they join."""
+    """Walk both streams through one micro-batch. At its end each waits for the other."""
     time = MicroBatchTime(intervals=[] if keep_intervals else None)
     walk = _Walk(time, rates, work)
     for visit, instructions in timed_visits(micro_batch):
@@ -152,19 +153,19 @@ def micro_batch_time(
 
 @lru_cache(maxsize=128)
 def timed_visits(micro_batch: MicroBatch) -> tuple[tuple[Visit, tuple[Timed, ...]], ...]:
-    """Each visit with those of its instructions that take time."""
+    """Each visit, with its instructions that take time."""
     return tuple((visit, tuple(i for i in visit.instructions if isinstance(i, Timed))) for visit in micro_batch.visits)
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Where the walk through a micro-batch stands. `ready`: when each unit's parameters have arrived."""
+    """The state of the walk through a micro-batch. `ready`: the time at which each unit's parameters have arrived."""
 
     time: MicroBatchTime
     rates: Rates
     work: tuple[Work, ...]
     ready: dict[UnitId, float] = field(default_factory=dict)
-    needed: float = 0.0  # when everything the visit's compute waits for has arrived
+    needed: float = 0.0  # the time at which all inputs of the visit's compute have arrived
     prefetched: list[tuple[AllGather | HostTransfer, str]] = field(default_factory=list)  # sent with the next compute
 
     def visit(self, visit: Visit, instructions: tuple[Timed, ...]) -> None:
@@ -195,7 +196,7 @@ class _Walk:
             self._run(visit, instructions)
 
     def _run(self, visit: Visit, instructions: tuple[Timed, ...]) -> None:
-        """The visit's compute and copies; the GPU waits if the CPU takes longer to launch them."""
+        """Run the visit's compute and copies. The GPU waits if the CPU takes longer to launch them."""
         work = Work() if visit.segment is None else self.work[visit.segment]
         copied = sum(i.n_bytes for i in instructions if isinstance(i, Copy))
         copies = copied / self.rates.device.memory_bytes_per_s
@@ -257,7 +258,9 @@ def _kind(instruction: AllGather | ReduceScatter | AllReduce | HostTransfer) -> 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTime:
-    """What happens after the last backward. Seconds: the update on the GPU, on the host, PCIe, and gathering what was updated."""
+    """Seconds of the activities after the last backward: the update on the GPU and on the host, PCIe transfers, and the
+    all-gather of updated parameters.
+    """
 
     update: float
     host_update: float
@@ -280,9 +283,9 @@ def optimizer_time(program: StepProgram, rates: Rates) -> OptimizerTime:
 
 
 def step_intervals(program: StepProgram, rates: Rates, work: tuple[Work, ...]) -> tuple[Interval, ...]:
-    """The last micro-batch and the optimizer's step, in the order in which they are issued.
+    """The intervals of the last micro-batch and the optimizer's step, in the order in which the host issues them.
 
-    Hidden collectives slow compute down a little (`contention` of the breakdown); that is not shown.
+    Not shown: the slowdown of compute by hidden collectives (`contention` in the breakdown).
     """
     last = micro_batch_time(program.micro_batches[-1], rates, work, keep_intervals=True)
     optimizer = optimizer_time(program, rates)

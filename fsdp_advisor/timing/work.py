@@ -15,7 +15,7 @@ COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
 
 
 class Work(NamedTuple):
-    """One segment. Seconds; `recomputation` is the part that repeats a forward, `cpu` the time to launch its operators."""
+    """Seconds of one segment. `recomputation` is the part that repeats a forward, `cpu` the time to launch its operators."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -31,8 +31,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TapeWork:
-    """`by_segment` is the work of each of the tape's segments. `model_flops` are those of one micro-batch as the model needs
-    them: forward, and twice as much backward, without recomputation.
+    """The work of a tape. `by_segment`: the work of each segment. `model_flops`: the FLOPs of one micro-batch without
+    recomputation, which are forward and twice as much for backward.
     """
 
     by_segment: tuple[Work, ...]
@@ -74,7 +74,7 @@ def _root_forwards(tape: Tape) -> list[Segment]:
 
 
 def _rates(profile: Profile, tape: Tape, b: int, t: int, device: Device) -> dict[tuple[int, int], tuple[float, float]]:
-    """By unit: seconds per FLOP of its matrix products in forward and in backward."""
+    """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
 
     def rate(unit: Unit, at_root: bool, flops: Polynomial) -> tuple[float, float]:
         return matmul_s_per_flop(unit, at_root, b * t, device, evaluate(flops, b, t))
@@ -95,7 +95,7 @@ def _work(
     segment: Segment, b: int, t: int, device: Device, s_per_flop: float, head: int, causal: bool, is_loss: bool
 ) -> Work:
     own = evaluate(segment.matmul_flops, b, t)
-    # attention's own products grow with B T^2, those of the weights with B T
+    # products within attention grow with B T^2, products with weights with B T
     batched = min(own, evaluate((0, 0, 0, 0, *segment.matmul_flops[4:]), b, t))
     attention = evaluate(segment.attention_flops, b, t)
     moved = evaluate(segment.traffic_bytes, b, t) / device.memory_bytes_per_s + segment.operators * KERNEL_GAP_S
@@ -110,7 +110,7 @@ def _work(
 
 
 def _split(work: Work, forward: Work) -> Work:
-    """A checkpointed layer's backward: the forward it repeats, and the rest."""
+    """Divide a checkpointed layer's backward into the repeated forward and the rest."""
     matmul = min(work.matmul, forward.matmul)
     attention = min(work.attention, forward.attention)
     pointwise = min(work.pointwise, forward.pointwise)

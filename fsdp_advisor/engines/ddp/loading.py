@@ -11,14 +11,14 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 LOADER_THREADS = 4
 """Threads that read and convert tensors. Source: transformers/core_model_loading.py, GLOBAL_WORKERS."""
 BROADCAST_BUCKET_BYTES = 250 * 2**20
-"""Size of a broadcast from rank 0, of which at most two are in flight. Source: torch/nn/parallel/distributed.py,
+"""Size of one broadcast from rank 0. At most two broadcasts are in flight. Source: torch/nn/parallel/distributed.py,
 broadcast_bucket_size."""
 
 
 def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
-    """The methods of loading under DDP, the one with the least to set up first.
+    """The methods of loading under DDP, the simplest to set up first.
 
-    The GPU holds the model and then either the buckets in which DDP broadcasts it from rank 0, or DDP's gradient buckets.
+    The GPU holds the model and, one after the other, the buckets of DDP's broadcast from rank 0 and DDP's gradient buckets.
     Source: torch/nn/parallel/distributed.py, _sync_module_states, _ddp_init_helper; reducer.cpp, initialize_buckets.
     """
     checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)

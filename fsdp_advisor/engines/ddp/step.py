@@ -1,4 +1,4 @@
-"""A step of PyTorch DistributedDataParallel with its defaults, and of one GPU alone.
+"""A step of PyTorch DistributedDataParallel with its default settings, and a step on a single GPU.
 
 Source: torch.nn.parallel.distributed and torch/csrc/distributed/c10d/reducer.cpp (torch 2.13): buckets of 1 MiB, then 25 MiB,
 over the parameters in reverse order, allocated once; `gradient_as_bucket_view=False` makes them a second copy of the gradients.
@@ -73,7 +73,7 @@ def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
 
 @lru_cache(maxsize=64)
 def ddp_states(profile: Profile, plan: Plan) -> States:
-    """What every rank keeps: all parameters, gradients and optimizer state, and the buckets."""
+    """The states of every rank: all parameters, gradients and optimizer states, and the buckets."""
     element, stepping = plan.param_bytes, optimizer_named(plan.optim)
 
     def parameters(unit: Unit) -> Storages:
@@ -95,7 +95,7 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
 
 
 class DdpStep(StepHooks):
-    """DDP's hooks. Gradients are all-reduced in the last micro-batch alone (`no_sync`)."""
+    """DDP's hooks. Gradients are all-reduced in the last micro-batch only (`no_sync`)."""
 
     lazily_created = frozenset({Account.OPTIMIZER})
 
@@ -117,7 +117,8 @@ class DdpStep(StepHooks):
         self._outputs: list[Buffer] = []
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """accelerate returns the logits in fp32; if DDP searches for unused parameters, it returns clones.
+        """Allocate the copies of the outputs that accelerate (logits in fp32) and DDP (clones, if it searches for unused
+        parameters) return.
 
         The encoder's output is fp32 already, but under autocast nothing else keeps it alive.
         """
@@ -162,10 +163,10 @@ class DdpStep(StepHooks):
         step.add(OptimizerStep(optimizer_bytes(self._profile, self._plan, self._profile.trainable_parameters)))
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
-        """The buckets from the second step on, in the order in which the first step's gradients were ready. None if DDP
-        searches for unused parameters. During the first step one bucket has all gradients.
+        """The buckets from the second step on, in the order in which gradients became ready in the first step. Empty if DDP
+        searches for unused parameters. In the first step one bucket holds all gradients.
 
-        Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, as the second forward begins.
+        Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, called at the second forward.
         """
         if self._plan.world_size == 1 or clones_outputs(self._plan):
             return NO_STORAGES
@@ -175,13 +176,13 @@ class DdpStep(StepHooks):
         return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
 
     def _reduce_tail(self, step: StepBuilder) -> None:
-        """The root's parameters behind the last stack (the head's) are reduced first."""
+        """Reduce the root's parameters that follow the last stack (the head's). DDP reduces them first."""
         if not self._reduced_tail:
             self._reduced_tail = True
             self._reduce(step, AT_ROOT, self._profile.root, self._tail_share())
 
     def _reduce(self, step: StepBuilder, unit: UnitId, parameters: Unit, share: float = 1.0) -> None:
-        """Copies into and out of the buckets, and their all-reduce in the last micro-batch."""
+        """Add the copies into and out of the buckets and, in the last micro-batch, the all-reduce."""
         if self._plan.world_size == 1 or not share:
             return
         trainable = parameters.trainable_elements
@@ -191,7 +192,7 @@ class DdpStep(StepHooks):
             step.add(AllReduce(unit, share * reduced, "replica", messages=share * -(-reduced // BUCKET_BYTES)))
 
     def _tail_share(self) -> float:
-        """The share of the root's parameters that stand behind the last stack."""
+        """The share of the root's elements that belong to parameters after the last stack."""
         order, root = self._profile.order, self._profile.root
         after = order[-1] if order else 0
         return sum(p.elements for p in root.parameters[after:]) / root.elements if root.elements else 0.0

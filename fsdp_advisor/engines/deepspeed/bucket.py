@@ -13,7 +13,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages, round_up
 
 
 class BucketGradient(Protocol):
-    """What the bucket needs to know of a gradient; `padded` counts elements padded to a multiple of the ranks."""
+    """The facts about a gradient that the bucket needs. `padded`: elements, padded to a multiple of the number of ranks."""
 
     @property
     def elements(self) -> int: ...
@@ -26,7 +26,7 @@ class BucketGradient(Protocol):
 
 
 class Bucket:
-    """Source: the `ipg_buckets` of both optimizers (zero/stage_1_and_2.py, zero/stage3.py)."""
+    """The bucket of one step. Source: the `ipg_buckets` of both optimizers (zero/stage_1_and_2.py, zero/stage3.py)."""
 
     def __init__(self, buffers: Buffers, ranks: int) -> None:
         self._buffers, self._ranks = buffers, ranks
@@ -34,12 +34,12 @@ class Bucket:
         self._storage = NO_BUFFER  # stages 1, 2: the bucket itself
         self._is_last = False  # the last micro-batch
         self._oversized = NO_BUFFER  # a gradient larger than the bucket
-        self._stream = Stream.REDUCE_SCATTER if buffers.sharded else Stream.COMPUTE  # stage 3 alone overlaps by default
+        self._stream = Stream.REDUCE_SCATTER if buffers.sharded else Stream.COMPUTE  # only stage 3 overlaps by default
         self.averaged = NO_BUFFER
         """Stages 1, 2: rank 0's own gradients of this micro-batch."""
 
     def begin(self, *, is_last: bool) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self._is_last, self.averaged = is_last, NO_BUFFER
 
     def setup(self, step: StepBuilder) -> None:
@@ -57,7 +57,7 @@ class Bucket:
             self.reduce(step)
         if gradient.oversized:
             self._oversized = buffer
-            if not self._buffers.sharded and self._buffers.offload_cast_bytes > 0:  # stages 1, 2 with offload clone it
+            if not self._buffers.sharded and self._buffers.offload_cast_bytes > 0:  # stages 1, 2 clone it to offload it
                 self._oversized = step.alloc(Account.UNSHARDED_GRADIENTS, Storages.of(gradient.n_bytes))
                 step.free(buffer)
         else:
@@ -66,7 +66,7 @@ class Bucket:
         self._filled.put(start, gradient.elements, gradient.padded, own)
 
     def reduce(self, step: StepBuilder) -> None:
-        """Reduce what is in the bucket, and keep rank 0's part."""
+        """Reduce the gradients in the bucket, and keep rank 0's part."""
         if not self._filled.count:
             return
         copy_bytes = round_up(self._buffers.copy_bytes(self._filled, self._ranks))
@@ -75,7 +75,7 @@ class Bucket:
         if self._buffers.sharded:
             step.transient(Account.TEMPORARIES, temporaries, self._stream)
             step.free(copy)
-        else:  # the copy is gone before gradients are moved on
+        else:  # the copy is freed before gradients are moved to the host
             step.free(copy)
             step.transient(Account.TEMPORARIES, temporaries, self._stream)
         if self.averaged == NO_BUFFER and self._filled.largest_own:
@@ -86,14 +86,14 @@ class Bucket:
         self._filled.clear()
 
     def _own_elements(self, start: int, elements: int) -> int:
-        """How much of a gradient rank 0 keeps."""
+        """The elements of a gradient that rank 0 keeps."""
         if self._buffers.sharded:
             return shard_elements(elements, self._ranks)
         return max(0, min(elements, self._buffers.partition_elements - start))
 
     def _temporaries(self) -> Storages:
-        """What moving rank 0's part to the host takes on the GPU. Before the last micro-batch stage 3 brings back what is on
-        the host; stages 1, 2 copy in place.
+        """The GPU temporaries of moving rank 0's part to the host. Before the last micro-batch stage 3 copies back the
+        gradients on the host; stages 1, 2 copy in place.
         """
         own = self._filled.largest_own
         if not own or not self._buffers.offload_cast_bytes:
@@ -108,6 +108,6 @@ class Bucket:
         owned = self._filled.largest_own > 0
         if self._buffers.sharded:
             return False
-        if self._buffers.whole_gradients:  # stage 1 frees none but its own
+        if self._buffers.whole_gradients:  # stage 1 frees only rank 0's own gradients
             return not owned
         return owned and bool(self._buffers.offload_cast_bytes) and not self._is_last

@@ -1,7 +1,8 @@
-"""DeepSpeed ZeRO-1, 2 and 3: what a step adds on rank 0 to the states of `deepspeed`: buckets, copies, the optimizer's temporaries.
+"""Buffers of a DeepSpeed step (ZeRO-1, 2 and 3) on rank 0: buckets, copies, and the optimizer's temporaries. The states are in
+`partitions`.
 
-Read in DeepSpeed 0.19.8, under ``deepspeed/runtime/``. c = bytes per element in which the model computes; m = bytes per element
-of the masters.
+Read in DeepSpeed 0.19.8, under ``deepspeed/runtime/``. c = bytes per element of the compute dtype; m = bytes per element of the
+masters.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 NORM_ELEMENTS = 250_000_000
-"""Stage 3 with offload copies at most this many at a time. Source: zero/stage3.py, _constant_buffered_norm2."""
+"""Elements that stage 3 with offload copies at a time, at most. Source: zero/stage3.py, _constant_buffered_norm2."""
 
 
 def owned_by_rank0(profile: Profile, partition_elements: int) -> tuple[int, int, int]:
-    """Of the gradients of which rank 0 of stages 1, 2 owns any part: (elements kept, largest owned piece, pieces).
+    """(elements kept, largest owned piece, number of pieces) of the gradients that rank 0 owns a part of, in stages 1 and 2.
 
-    The partition is the first 1/N of the model; the parameter that crosses its end is kept whole.
+    The partition is the first 1/N of the model. The gradient that crosses its end is kept whole.
     Source: zero/stage_1_and_2.py, get_partition_info, copy_grads_in_partition.
     """
     start = largest = pieces = 0
@@ -45,7 +46,7 @@ def owned_by_rank0(profile: Profile, partition_elements: int) -> tuple[int, int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """An instant of the optimizer step: what lives on the GPU on top of the states."""
+    """An instant of the optimizer step: the storages on the GPU in addition to the states."""
 
     name: str
     gradients: Storages = NO_STORAGES
@@ -58,10 +59,10 @@ class Moment:
 
 @dataclass(slots=True)
 class Filled:
-    """The gradients that wait for one reduction, as far as bytes go. `first` and `end` are places in the flat buffer.
+    """Sizes of the gradients that wait for one reduction. `first` and `end` are positions in the flat buffer.
 
-    `largest_own` is the largest piece of one gradient that rank 0 keeps, `padded` the elements with each gradient padded
-    to the ranks.
+    `largest_own` is the largest piece of one gradient that rank 0 keeps. `padded` counts elements, with each gradient padded
+    to a multiple of the number of ranks.
     """
 
     elements: int = 0
@@ -88,21 +89,22 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """What a step adds to the states on rank 0, and how long it lives.
+    """The buffers of a step on rank 0 in addition to the states, and their lifetimes.
 
-    `bucket`: what gradients are moved into to be reduced; from the first gradient of a backward pass to its end (stage
-    1: of the first micro-batch, to the end of the last). Empty for stage 3, whose bucket is among the states.
-    `bucket_elements`: a gradient that does not fit makes the bucket reduced first; one that is larger is reduced where
-    it is.
+    `bucket`: the buffer into which gradients are copied to be reduced. It lives from the first gradient of a backward pass
+    to the pass's end (stage 1: from the first micro-batch to the end of the last). Empty for stage 3, whose bucket is among
+    the states.
+    `bucket_elements`: the bucket's size. A gradient that does not fit causes a reduction first. A gradient larger than the
+    bucket is reduced in place.
     `gradient_bytes`: bytes per element of gradients, of the bucket and of everything reduced.
-    `partition_elements`: stages 1, 2: what each rank owns of the flat buffer; rank r from r times this.
-    `averaged`: stages 1, 2: rank 0's own gradients; from the first reduction that holds one of them to the optimizer
-    step.
+    `partition_elements`: stages 1, 2: elements of the flat buffer that each rank owns; rank r owns those from r times this.
+    `averaged`: stages 1, 2: rank 0's own gradients. They live from the first reduction that contains one of them to the
+    optimizer step.
     `accumulators`: how many of `averaged` live while a micro-batch after the first is reduced.
-    `whole_gradients`: gradients stay whole, where autograd put them, until the last micro-batch's backward has ended.
-    `released_at_step`: of the states, what is given back while the optimizer steps.
-    `moments`: the optimizer step. `offload_cast_bytes`: bytes per element of the copy of a gradient that goes to the
-    host, else 0.
+    `whole_gradients`: whether gradients stay whole, as autograd allocated them, until the last micro-batch's backward ends.
+    `released_at_step`: the states that are freed while the optimizer steps.
+    `moments`: the instants of the optimizer step. `offload_cast_bytes`: bytes per element of the copy of a gradient that
+    goes to the host; 0 without offload.
     """
 
     bucket: Storages
@@ -118,8 +120,8 @@ class Buffers:
     sharded: bool = False
 
     def reduce_copy(self, gradients: tuple[tuple[int, int], ...], ranks: int) -> Storages:
-        """The flat copy that a reduction makes of gradients of the given (first element, elements), in the flat
-        buffer's order.
+        """The flat copy that a reduction makes of `gradients`: (first element, elements) of each, in the order of the flat
+        buffer.
         """
         filled = Filled()
         for start, n in gradients:
@@ -127,9 +129,11 @@ class Buffers:
         return Storages.of(self.copy_bytes(filled, ranks)) if self.copy_bytes(filled, ranks) else NO_STORAGES
 
     def copy_bytes(self, filled: Filled, ranks: int) -> int:
-        """The flat copy that a reduction makes of what has been filled in. Stage 3 copies unless a single gradient
-        divides evenly; padding counts. Stages 1, 2 copy if the gradients belong to several ranks; one that is larger
-        than the bucket is cut where the ranks meet and reduced in parts, each closed by the slice that fills it.
+        """Bytes of the flat copy that a reduction makes of the `filled` gradients.
+
+        Stage 3 copies, with padding, unless there is a single gradient that divides evenly. Stages 1, 2 copy if the gradients
+        belong to several ranks. They cut a gradient larger than the bucket at the ranks' boundaries and reduce it in parts;
+        the slice that fills a part ends it.
 
         Source: zero/stage_1_and_2.py, average_tensor, allreduce_and_scatter, allreduce_bucket;
         comm/coalesced_collectives.py, reduce_scatter_coalesced.
@@ -154,9 +158,9 @@ class Buffers:
         return self.gradient_bytes * largest
 
     def offload_temporaries(self, elements: int) -> Storages:
-        """What moving `elements` of one reduced gradient, rank 0's part, to the host takes on the GPU at its highest.
+        """The peak of GPU temporaries while `elements` of one reduced gradient (rank 0's part) move to the host.
 
-        The norm's fp64 copy, then one in the masters' dtype; stage 3 first brings back what it has put on the host.
+        They are the norm's fp64 copy, then a copy in the masters' dtype. Stage 3 first copies back the gradient on the host.
         Source: zero/stage_1_and_2.py, copy_grads_in_partition; zero/stage3.py, partition_grads.
         """
         if not self.offload_cast_bytes:
@@ -170,9 +174,10 @@ class Buffers:
 def _moments(
     plan: Plan, gradients: Storages, elements: int, pieces: int, largest: int, overflow: Storages = NO_STORAGES
 ) -> tuple[Moment, ...]:
-    """norm: an fp64 copy of one gradient at a time. cast: the gradients flattened, then that in the masters' dtype, all
-    alive at once. update: only the last is left, with what the optimizer allocates. A single piece is flattened without
-    a copy.
+    """The instants of the optimizer step.
+
+    norm: an fp64 copy of one gradient at a time. cast: the flattened gradients and their copy in the masters' dtype, alive
+    together. update: that copy and the optimizer's temporaries. A single piece is flattened without a copy.
 
     Source: zero/stage_1_and_2.py, step; zero/stage3.py, step, _prepare_fp32_grad_for_sub_group.
     """
@@ -191,7 +196,7 @@ def _moments(
 
 
 def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buffers:
-    """What a step adds to `states` on rank 0."""
+    """The buffers of a step on rank 0, in addition to `states`."""
     ranks, c = plan.shard_degree, plan.compute_bytes
     offloaded, sharded = offloads_optimizer(plan), stage(plan) == 3
     averaged, owned = NO_STORAGES, 0
@@ -199,7 +204,7 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
     if sharded:
         if not offloaded:
             group, pieces = max(sub_groups(profile, ranks, settings))
-            # fp16 looks for overflow in all gradients at once: |g| and the comparison (stage3.py, has_overflow)
+            # fp16 checks all gradients at once for overflow: |g| and the comparison (stage3.py, has_overflow)
             total = shard_total(profile, ranks)
             overflow = Storages.of(c * total) + Storages.of(total) if plan.precision == "fp16-mixed" else NO_STORAGES
             moments = _moments(

@@ -1,15 +1,16 @@
-"""What DeepSpeed ZeRO-3 gathers, module by module, and when it gives it back.
+"""The parameters that DeepSpeed ZeRO-3 gathers, module by module, and when it frees them.
 
-Stage 3 does not gather layers. Every module's hook gathers the module's own parameters, waits for them, and then
-prefetches those of the modules to come, at least ``stage3_prefetch_bucket_size`` elements *at every hook*, whatever is
-already on its way; only ``stage3_max_live_parameters`` stops it. A module's parameters are kept after use if they are
-needed again before ``stage3_max_reuse_distance`` elements have gone by. So up to 1e9 elements are alive with the
-defaults, and a model of fewer than about 5e8 is never given back between forward and backward.
+Stage 3 does not gather whole layers. Each module's hook gathers the module's own parameters, waits for them, and then
+prefetches the parameters of the next modules: at least ``stage3_prefetch_bucket_size`` elements *at every hook*, in
+addition to all-gathers under way, up to ``stage3_max_live_parameters``. A module's parameters stay after use if they are
+used again within ``stage3_max_reuse_distance`` elements. So with the defaults up to 1e9 elements are alive, and the
+parameters of a model with fewer than about 5e8 are never freed between forward and backward.
 
 Source: zero/partitioned_param_coordinator.py (DeepSpeed 0.19.8); zero/partition_parameters.py, all_gather_coalesced.
-Steady state: the trace of modules is complete from the second micro-batch on. The modules are read off the parameters'
-names, so modules without parameters (an activation, a dropout), whose hooks prefetch too, are not seen; they only make
-it earlier.
+
+This is the steady state: from the second micro-batch on DeepSpeed has a complete trace of the modules. Modules are derived
+from the parameters' names. Modules without parameters (an activation, a dropout) are therefore not modelled; their hooks
+prefetch too, which only makes the prefetch earlier.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ Change = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A unit's turn. `unit` is (stack, recorded layer), or (ROOT, n) for the root's modules before the n-th stack.
+    """One unit's part of a micro-batch. `unit` is (stack, recorded layer), or (ROOT, n) for the root's modules before the
+    n-th stack.
 
-    `rising` are the allocations and frees until gathered parameters are at their highest, `falling` those after it.
+    `rising` are the allocations and frees up to the peak of gathered parameters, `falling` those after the peak.
     """
 
     unit: UnitId
@@ -42,8 +44,8 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A micro-batch's visits, in the order in which they happen, and the deaths at its end. Persistent parameters are
-    among the states, not here.
+    """The visits of a micro-batch in order, and the frees at its end. Persistent parameters belong to the states and are
+    not included.
     """
 
     forward: tuple[Visit, ...]
@@ -53,14 +55,14 @@ class Gathered:
 
 @dataclass(slots=True)
 class _Fetcher:
-    """PartitionedParameterCoordinator, as far as bytes go. A step is a module's hook; `order` holds its parameters'
-    indices.
+    """The allocations of DeepSpeed's PartitionedParameterCoordinator. A step is one module's hook. `order` contains the
+    indices of each step's parameters.
     """
 
     elements: list[int]
     order: list[tuple[int, ...]]
-    traversed: list[int]  # all elements of the steps before each step, persistent parameters included
-    uses: list[list[int]]  # per parameter, the steps that use it
+    traversed: list[int]  # by step: elements of all earlier steps, persistent parameters included
+    uses: list[list[int]]  # by parameter: the steps that use it
     ranks: int
     element_bytes: int
     offloaded: bool
@@ -77,7 +79,7 @@ class _Fetcher:
     born: int = 0
     available_elements: int = 0
     held: dict[int, tuple[int, int]] = field(default_factory=dict)  # available parameter -> its storage and bytes
-    flight: dict[int, int] = field(default_factory=dict)  # parameter under way -> its group
+    flight: dict[int, int] = field(default_factory=dict)  # parameter that is being gathered -> its group
     groups: dict[int, tuple[tuple[int, int], list[int]]] = field(
         default_factory=dict
     )  # group -> (its buffer and bytes, not yet used)
@@ -102,8 +104,8 @@ class _Fetcher:
         self.live -= storage[1]
 
     def _gather(self, parameters: list[int]) -> None:
-        """One parameter alone becomes a view of its buffer; several share one and are copied out of it when waited
-        for.
+        """Start an all-gather. A single parameter becomes a view of the buffer; several share a buffer and are copied out
+        of it when a hook waits for them.
         """
         if not parameters:
             return
@@ -111,7 +113,7 @@ class _Fetcher:
         shards = [shard_elements(self.elements[p], self.ranks) for p in parameters]
         buffer = self.size(self.element_bytes * self.ranks * sum(shards))
         self.groups[self.gathers] = (self._take(buffer), list(parameters))
-        if self.offloaded:  # the shards on their way from the host
+        if self.offloaded:  # the shards are copied from the host
             for shard in [self._take(self.size(self.element_bytes * n)) for n in shards]:
                 self._drop(shard)
         self.flight.update(dict.fromkeys(parameters, self.gathers))
@@ -135,7 +137,7 @@ class _Fetcher:
             del self.groups[group]
 
     def fetch(self) -> tuple[int, ...]:
-        """A module's hook. Source: _fetch_sub_module_impl."""
+        """Run the hook before a module. Source: _fetch_sub_module_impl."""
         wanted, step = self.order[self.step], self.step
         self._gather([p for p in wanted if p not in self.held and p not in self.flight])
         for p in wanted:
@@ -159,7 +161,7 @@ class _Fetcher:
         return wanted
 
     def release(self, parameters: Iterable[int]) -> None:
-        """A module is done with. Source: release_sub_module, __params_to_release."""
+        """Run the hook after a module. Source: release_sub_module, __params_to_release."""
         for p in parameters:
             following = next((step for step in self.uses[p] if step >= self.step), None)
             if self.fetched_for.get(p, -1) > self.step or (
@@ -173,9 +175,7 @@ class _Fetcher:
 
 
 def _modules(parameters: tuple[Parameter, ...], first: int) -> list[tuple[int, ...]]:
-    """The modules of a unit in order, each as its own parameters' indices; a container comes before what it
-    contains.
-    """
+    """The modules of a unit in order, each as the indices of its own parameters. A container comes before its modules."""
     modules: dict[str, list[int]] = {"": []}
     for index, parameter in enumerate(parameters, start=first):
         parts = parameter.name.split(".")[:-1]
@@ -188,12 +188,12 @@ def _modules(parameters: tuple[Parameter, ...], first: int) -> list[tuple[int, .
 def gathered(
     profile: Profile, plan: Plan, settings: Settings = DEFAULTS, size: Callable[[int], int] = round_up
 ) -> Gathered:
-    """The bytes of gathered parameters over one micro-batch, unit by unit; each storage's bytes go through `size`.
+    """The gathered parameters over one micro-batch, unit by unit. `size` maps a storage's bytes to the bytes counted.
 
-    With activation checkpointing a layer's modules are fetched once more, in forward order, when its backward begins.
+    With activation checkpointing a layer's modules are fetched again, in forward order, when its backward begins.
     """
     if plan.shard_degree == 1 and not offloads_parameters(plan):
-        settings = Settings(param_persistence_threshold=profile.parameters)  # one rank uses its shards themselves
+        settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
     elements: list[int] = []
     units: list[tuple[UnitId, list[tuple[int, ...]]]] = []
     named: dict[str, int] = {}
@@ -246,7 +246,7 @@ def gathered(
         fetcher.begin_turn()
         for _ in modules:
             own = fetcher.fetch()
-            if turn < first_root:  # the embedding's backward hook never fires: given back when backward has ended
+            if turn < first_root:  # the embedding's backward hook never fires: freed at the end of backward
                 fetcher.release(own)
         rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
         visits.append(Visit(place, rising, falling))

@@ -1,4 +1,4 @@
-"""What ZeRO-3 has gathered as a step goes on: the visits of `coordinator`, one unit's turn after the other."""
+"""Replay the visits of `coordinator` in a step program: the allocations and frees of ZeRO-3's gathered parameters."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from fsdp_advisor.program.storages import Storages
 
 
 class Gathering:
-    """Allocates and frees gathered parameters. During a unit's turn they are at the turn's highest level.
+    """Allocates and frees gathered parameters. While a unit runs, they are at the peak of its visit.
 
-    The root's own modules between and after the stacks have no hook on the tape: their turn comes with that of the layer
-    before (forward) or after (backward). Stages 1 and 2 have no visits, and nothing happens here.
+    The root's own modules between and after the stacks have no hook on the tape. They are visited with the layer before them
+    (forward) or after them (backward). Stages 1 and 2 have no visits, so they allocate nothing here.
 
-    Buffers and parameters are allocated on the all-gather stream. A parameter's storage is then used on the compute stream
-    and freed with `record_stream`; the host runs ahead without bound, and the GPU is assumed to keep up with it.
+    Buffers and parameters are allocated on the all-gather stream. Parameters are used on the compute stream and freed after
+    `record_stream`. The host runs ahead without limit; the GPU is assumed to keep up with it.
     Source: zero/partitioned_param_coordinator.py, __all_gather_params, fetch_sub_module; partition_parameters.py, free_param.
     """
 
     def __init__(self, gathered: Gathered) -> None:
         self._gathered = gathered
         self._buffers: dict[int, Buffer] = {}
-        self._falling: tuple[Change, ...] = ()  # of the last turn, not applied yet
+        self._falling: tuple[Change, ...] = ()  # changes of the last visit that are not applied yet
         self._visits = iter(gathered.forward)
         self._upcoming: Visit | None = None
         self._current: Visit | None = None
-        self._head: Visit | None = None  # the first turn of backward
+        self._head: Visit | None = None  # the first visit of backward
 
     def begin_forward(self) -> None:
         self._turn_to(self._gathered.forward)
@@ -38,7 +38,7 @@ class Gathering:
         self._head = self._upcoming
 
     def enter(self, step: StepBuilder, unit: UnitId) -> None:
-        """A unit's turn, and before it those of the root that have no hook."""
+        """Begin a unit's visit, after those of the root's modules before it that have no hook."""
         while self._upcoming is not None:
             self._current = self._upcoming
             self._upcoming = next(self._visits, None)
@@ -48,8 +48,8 @@ class Gathering:
                 return
 
     def leave(self, step: StepBuilder, unit: UnitId) -> None:
-        """The end of a unit's forward. The root's turn after a stack is over at once: what the head gathers is released before
-        the loss allocates its tensors.
+        """End a unit's forward. The root's visit after a stack ends at once: the head's parameters are freed before the loss
+        allocates its tensors.
         """
         if self._current is None:
             return
@@ -59,17 +59,17 @@ class Gathering:
             self._apply(step)
 
     def enter_head(self, step: StepBuilder) -> None:
-        """The head's turn in backward comes when the loss's backward is over, with the first gradient."""
+        """Visit the head in backward. This happens after the loss's backward, with the first gradient."""
         if self._head is not None and self._upcoming is self._head:
             self.enter(step, AT_ROOT)
 
     def end(self, step: StepBuilder) -> None:
-        """What is left of backward: the embedding's turn."""
+        """Run the remaining visits of backward: the embedding's."""
         while self._upcoming is not None:
             self.enter(step, self._upcoming.unit)
 
     def drop(self, step: StepBuilder) -> None:
-        """With the end of backward everything is released."""
+        """Free all gathered parameters at the end of backward."""
         self._apply(step, self._gathered.end)
 
     def _turn_to(self, visits: tuple[Visit, ...]) -> None:
@@ -78,7 +78,7 @@ class Gathering:
         self._current = self._head = None
 
     def _apply(self, step: StepBuilder, changes: tuple[Change, ...] = ()) -> None:
-        """What is left of the last turn, then `changes`."""
+        """Apply the remaining changes of the last visit, then `changes`."""
         for storage, n_bytes in (*self._falling, *changes):
             if n_bytes:
                 self._buffers[storage] = step.alloc(

@@ -1,7 +1,7 @@
-"""Host memory that DeepSpeed's offload keeps, and what the model of DeepSpeed leaves out.
+"""Host memory that DeepSpeed's offload keeps, and notes on what the model of DeepSpeed does not cover.
 
-Read in DeepSpeed 0.19.8: zero/stage_1_and_2.py, zero/stage3.py, ops/adam/cpu_adam.py. c = bytes per element in which the model
-computes; m = bytes per element of the masters.
+Read in DeepSpeed 0.19.8: zero/stage_1_and_2.py, zero/stage3.py, ops/adam/cpu_adam.py. c = bytes per element of the compute
+dtype; m = bytes per element of the masters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HostTensors:
 
 
 def host_memory(profile: Profile, plan: Plan) -> HostMemory:
-    """Host memory of one node. Each pinned tensor is rounded up as torch locks it."""
+    """Host memory of one node. Each pinned tensor is rounded up to the bytes that torch locks for it."""
     tensors = host_tensors(profile, plan, settings_of(profile, plan))
     return HostMemory(
         pinned=plan.ranks_per_node * sum(map(page_locked, tensors.pinned)),
@@ -52,9 +52,9 @@ def host_tensors(profile: Profile, plan: Plan, settings: Settings) -> HostTensor
 
 
 def _stages_1_and_2(profile: Profile, plan: Plan) -> HostTensors:
-    """Pinned: masters, their gradients, the updated weights on their way back, a buffer of the largest parameter.
+    """Pinned: masters, their gradients, a copy of the updated weights for the GPU, a buffer of the largest parameter's size.
 
-    Stage 2 with accumulation also keeps every gradient of which rank 0 owns a part. Low-precision masters accumulate in their
+    Stage 2 with accumulation also keeps every gradient that rank 0 owns a part of. Low-precision masters accumulate in their
     own gradient instead (async_accumulate_grad_in_cpu_via_gpu).
     """
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
@@ -68,7 +68,7 @@ def _stages_1_and_2(profile: Profile, plan: Plan) -> HostTensors:
 
 
 def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
-    """Pageable: masters. Pinned: gradients, per sub-group in the masters' dtype and all together in the model's dtype.
+    """Pageable: masters. Pinned: gradients, one tensor per sub-group in the masters' dtype and one for all in the model's dtype.
 
     ``offload_param`` adds the shards of the weights, pinned.
     """
@@ -86,7 +86,7 @@ def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
 
 
 def not_modelled(plan: Plan) -> list[str]:
-    """What a DeepSpeed estimate leaves out or assumes, one sentence each."""
+    """Notes on what a DeepSpeed estimate leaves out or assumes, one sentence each."""
     notes = ["modules that the model keeps in fp32 under DeepSpeed (keep_in_fp32_modules) count as bf16"]
     optimizer = optimizer_named(plan.optim)
     notes += optimizer.deepspeed_notes

@@ -1,8 +1,8 @@
 """Loading a model under DeepSpeed, with and without zero.Init. Read in DeepSpeed 0.19.8 and transformers 5.23.
 
-Without zero.Init `deepspeed.initialize` moves the whole model to the GPU, under stage 3 too, and shards it there. The
-allocator's cache keeps the memory of what was moved and freed, as a log of stage 3 shows (deepspeedai/DeepSpeed#4528: 13.01 GB
-cached, 0.31 in use). c = bytes per element of the weights, which are loaded in the dtype in which the model computes.
+Without zero.Init `deepspeed.initialize` moves the whole model to the GPU (stage 3 too) and shards it there. The allocator's
+cache keeps the memory of freed tensors, as a log of stage 3 shows (deepspeedai/DeepSpeed#4528: 13.01 GB cached, 0.31 in use).
+c = bytes per element of the weights, which are loaded in the compute dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer,
 
 
 def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = None) -> tuple[LoadMethod, ...]:
-    """The methods of loading under DeepSpeed, the one with the least to set up first.
+    """The methods of loading under DeepSpeed, the simplest to set up first.
 
     `gpu_memory_bytes`: the GPU's memory, None if unlimited. Stages 1 and 2 flatten the weights on the host of a small GPU.
     Source: runtime/engine.py, _configure_distributed_model.
@@ -29,7 +29,7 @@ def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None =
 
 
 def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> LoadMethod:
-    """The whole model and its copy as one flat buffer: on the GPU if both have room there, else in host memory.
+    """Load the whole model and flatten it into one buffer: on the GPU if both fit there, else in host memory.
 
     Source: zero/stage_1_and_2.py, __init__.
     """
@@ -52,7 +52,8 @@ def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) 
 
 
 def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
-    """zero.Init shards each module as it is built; rank 0 reads the file and the others receive its parameters.
+    """Load with zero.Init, which shards each module as it is built: rank 0 reads the file and broadcasts the parameters. Or
+    load without it.
 
     Source: zero/partition_parameters.py, Init; transformers/integrations/deepspeed.py, _load_state_dict_into_zero3_model.
     """
@@ -109,7 +110,7 @@ def _trainable_weights(profile: Profile, plan: Plan) -> Storages:
 
 
 def _largest_module_elements(unit: Unit) -> int:
-    """Elements of the largest module in `unit`, counting its own parameters only (a Linear's weight and bias)."""
+    """Elements of the largest module in `unit`. Counts only a module's own parameters (a Linear's weight and bias)."""
     by_module: defaultdict[str, int] = defaultdict(int)
     for p in unit.parameters:
         by_module[p.name.rpartition(".")[0]] += p.elements
@@ -119,8 +120,8 @@ def _largest_module_elements(unit: Unit) -> int:
 def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
     """GPU and host bytes of a rank when `deepspeed.initialize` returns.
 
-    It makes all states but the optimizer's moments. It also makes gradients of zeros for the masters, of one sub-group at a
-    time under stage 3, before it allocates the buckets for gradients and communication.
+    It allocates all states except the optimizer's moments. Before it allocates the buckets for gradients and communication,
+    it also allocates zero gradients for the masters (under stage 3 for one sub-group at a time).
     """
     states, moments = partitions.states(profile, plan), optimizer_moment_bytes(profile, plan)
     m, ranks = master_bytes(plan), plan.shard_degree
@@ -137,7 +138,7 @@ def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
 
 
 def optimizer_moment_bytes(profile: Profile, plan: Plan) -> int:
-    """GPU bytes of the optimizer's own states, which the first step makes. `deepspeed.initialize` makes the masters.
+    """GPU bytes of the optimizer's own states. The first step allocates them; `deepspeed.initialize` allocates the masters.
 
     Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states.
     """

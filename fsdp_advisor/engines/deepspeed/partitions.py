@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO-1, 2 and 3: what rank 0 keeps from step to step.
+"""The states of DeepSpeed ZeRO-1, 2 and 3: the storages that rank 0 keeps from step to step.
 
-Read in DeepSpeed 0.19.8, under ``deepspeed/runtime/``. Stages 1 and 2 are ``zero/stage_1_and_2.py``, stage 3
-``zero/stage3.py``. What decides it is in `deepspeed_settings`, what a step adds in `deepspeed_step`, what stage 3 gathers, and
-when, in `deepspeed_zero3`, the host's share in `deepspeed_host`. N = ranks; P = trainable elements; c = bytes per element in
-which the model computes; m = bytes per element of the masters.
+Read in DeepSpeed 0.19.8, under ``deepspeed/runtime/``: stages 1 and 2 in ``zero/stage_1_and_2.py``, stage 3 in
+``zero/stage3.py``. The configuration is in `settings`, the buffers of a step in `buffers`, stage 3's gathered parameters in
+`coordinator`, host memory in `host`. N = ranks; P = trainable elements; c = bytes per element of the compute dtype; m = bytes
+per element of the masters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FP64_NORM_BYTES = 8
-"""Gradient norms are taken in fp64, of a copy. Source: zero/utils.py, get_norm_dtype."""
+"""Gradient norms are computed on a copy in fp64. Source: zero/utils.py, get_norm_dtype."""
 
 
 def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
@@ -35,8 +35,8 @@ def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
 
 
 def flat_elements(trainable: int, ranks: int) -> int:
-    """Elements of the flat buffer of stages 1 and 2: `trainable` rounded up to 2 `ranks`; each rank owns 1/`ranks` of
-    it.
+    """Elements of the flat buffer of stages 1 and 2: `trainable`, rounded up to a multiple of 2 `ranks`. Each rank owns
+    1/`ranks` of it.
 
     Source: zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (nccl_start_alignment_factor = 2), one parameter
     group.
@@ -47,7 +47,7 @@ def flat_elements(trainable: int, ranks: int) -> int:
 
 
 def shard_elements(elements: int, ranks: int) -> int:
-    """Elements each rank keeps of a parameter under stage 3; every parameter is padded by itself.
+    """Elements of a parameter that each rank keeps under stage 3, which pads every parameter separately.
 
     Source: zero/partition_parameters.py, Init._partition_param.
     >>> shard_elements(29, 2)
@@ -61,10 +61,9 @@ def shard_total(profile: Profile, ranks: int) -> int:
 
 
 def sub_groups(profile: Profile, ranks: int, settings: Settings = DEFAULTS) -> list[tuple[int, int]]:
-    """(elements, parameters) of each part that stage 3 steps by itself. A part is closed by the parameter that fills
-    it.
+    """(elements, parameters) of each sub-group, which stage 3 steps separately. The parameter that fills a sub-group ends it.
 
-    Only a rank with more than ``sub_group_size`` elements walks the parameters one by one.
+    DeepSpeed divides the parameters only if a rank has more than ``sub_group_size`` elements.
     Source: zero/stage3.py, _create_fp16_sub_groups.
     """
     total = shard_total(profile, ranks)
@@ -81,7 +80,7 @@ def sub_groups(profile: Profile, ranks: int, settings: Settings = DEFAULTS) -> l
 
 
 def shards(profile: Profile, plan: Plan) -> Storages:
-    """What rank 0 of stage 3 keeps of the parameters, persistent ones included."""
+    """Rank 0's shards of the parameters under stage 3, persistent parameters included."""
     if offloads_parameters(plan):
         return NO_STORAGES
     ranks, c = plan.shard_degree, plan.compute_bytes
@@ -92,9 +91,10 @@ def shards(profile: Profile, plan: Plan) -> Storages:
 
 
 def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
-    """Small parameters that stage 3 holds whole, padded to the ranks, beside their shards: regathered after every step.
+    """Small parameters that stage 3 keeps gathered in addition to their shards, padded to a multiple of the ranks. They are
+    gathered again after every step.
 
-    One rank alone uses its shard itself, unless that is on the host.
+    A single rank uses its shard directly, unless the shard is on the host.
     Source: zero/parameter_offload.py, mark_persistent_parameters; zero/partition_parameters.py,
     _allgather_params_coalesced.
     """
@@ -108,12 +108,12 @@ def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
 
 
 def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> States:
-    """What rank 0 keeps on the GPU from step to step.
+    """The states that rank 0 keeps on the GPU from step to step.
 
     Stages 1, 2: the whole model in one flat buffer, masters and moments of 1/N of it, no gradients.
-    Stage 3: 1/N of every parameter in one flat buffer, the same of the gradients in the model's dtype, masters and
-    moments per sub-group, and the reduce bucket, which is never given back. Frozen parameters are sharded each by
-    itself. The gradient norm (fp32; fp64 under stage 3) and stage 3's overflow flag are counted with the optimizer.
+    Stage 3: 1/N of every parameter in one flat buffer, 1/N of the gradients in the model's dtype, masters and moments per
+    sub-group, and the reduce bucket, which is never freed. Frozen parameters are sharded separately. The gradient norm
+    (fp32; fp64 under stage 3) and stage 3's overflow flag count as optimizer states.
 
     Source: zero/stage_1_and_2.py, __init__; zero/stage3.py, _create_fp16_partitions_with_defragmentation,
     _create_fp32_partitions, _setup_for_real_optimizer.

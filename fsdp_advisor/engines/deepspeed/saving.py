@@ -1,7 +1,7 @@
 """Saving a model under DeepSpeed. Read in DeepSpeed 0.19.8 (runtime/engine.py, runtime/zero).
 
-c = bytes per element in which the model computes; m = bytes per element of the masters. Tied weights share a storage, so they
-are saved once.
+c = bytes per element of the compute dtype; m = bytes per element of the masters. Tied weights share a storage, so they are
+saved once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
 
 
 def _save_weights(profile: Profile, plan: Plan) -> SaveMethod:
-    """Save the weights in the dtype in which the model computes. Stage 3 gathers them one module at a time.
+    """Save the weights in the compute dtype. Stage 3 gathers them one module at a time.
 
     Source: runtime/engine.py, _zero3_consolidated_16bit_state_dict.
     """
@@ -76,7 +76,7 @@ def _save_checkpoint(profile: Profile, plan: Plan) -> SaveMethod:
 
 
 def _saved_partitions(profile: Profile, plan: Plan) -> list[int]:
-    """Elements of each partition that rank 0 saves. The padding at the end of the last rank's is not saved."""
+    """Elements of each partition that rank 0 saves. The padding at the end of the last rank's partition is not saved."""
     if stage(plan) == 3:
         return [elements for elements, _ in partitions.sub_groups(profile, plan.shard_degree)]
     owned = partitions.flat_elements(profile.trainable_parameters, plan.shard_degree) // plan.shard_degree

@@ -1,4 +1,4 @@
-"""What of a plan and of DeepSpeed's configuration decides memory: the stage, what is offloaded, sizes of buckets and parts."""
+"""The settings of a plan and of DeepSpeed's configuration that decide memory: stage, offload, sizes of buckets and sub-groups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from fsdp_advisor.model.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The keys of ``zero_optimization`` that decide memory, in elements. Source: zero/config.py,
-    DeepSpeedZeroConfig.
-    """
+    """The keys of ``zero_optimization`` that decide memory, in elements. Source: zero/config.py, DeepSpeedZeroConfig."""
 
     reduce_bucket_size: int = 500_000_000
     sub_group_size: int = 1_000_000_000
@@ -26,7 +24,7 @@ DEFAULTS = Settings()
 
 
 def settings_of(profile: Profile, plan: Plan) -> Settings:
-    """DeepSpeed's defaults; under accelerate and the Trainer, what they fill in for "auto", by the model's hidden size.
+    """DeepSpeed's defaults. Under accelerate and the Trainer: their values for "auto", which depend on the model's hidden size.
 
     Source: accelerate/accelerator.py, _prepare_deepspeed; transformers/integrations/deepspeed.py, trainer_config_finalize.
     """
@@ -34,7 +32,7 @@ def settings_of(profile: Profile, plan: Plan) -> Settings:
 
 
 def settings_for(hidden: int | None, plan: Plan) -> Settings:
-    """As `settings_of`, of a model's hidden size."""
+    """`settings_of` for a model with this hidden size."""
     if hidden is None or not plan.facts.fills_deepspeed_buckets:
         return DEFAULTS
     if stage(plan) < 3:
@@ -47,7 +45,7 @@ def settings_for(hidden: int | None, plan: Plan) -> Settings:
 
 
 def hidden_size(profile: Profile) -> int | None:
-    """`config.hidden_size`, by whatever name the model's family writes it."""
+    """`config.hidden_size`, or the value of the key that the model's family uses for it."""
     text = profile.config.get("text_config")
     for config in (profile.config, text if isinstance(text, dict) else {}):
         for key in ("hidden_size", "n_embd", "d_model", "n_embed"):
@@ -61,19 +59,19 @@ def stage(plan: Plan) -> int:
 
 
 def offloads_optimizer(plan: Plan) -> bool:
-    """Whoever offloads parameters offloads the optimizer too."""
+    """Whether the optimizer is offloaded. Offload of the parameters includes the optimizer."""
     return plan.offload != "none"
 
 
 def offloads_parameters(plan: Plan) -> bool:
-    """Stages 1 and 2 ignore ``offload_param``."""
+    """Whether parameters are offloaded. Stages 1 and 2 ignore ``offload_param``."""
     return plan.offload == "parameters" and stage(plan) == 3
 
 
 def master_bytes(plan: Plan) -> int:
-    """Bytes per element of what the optimizer steps: fp32 masters, but bf16 ones under ``bf16``, whose configuration is
-    ``bf16_master_weights_and_grads`` with ``bf16_optimizer_states``. There is a second copy even where it has the
-    model's dtype.
+    """Bytes per element of the masters, which the optimizer steps: bf16 under ``bf16`` (configured with
+    ``bf16_master_weights_and_grads`` and ``bf16_optimizer_states``), else fp32. They are a second copy of the weights, even
+    in the model's dtype.
 
     Source: base_optimizer.py, ZeROOptimizer._configure_master_weights.
     """

@@ -1,8 +1,8 @@
 """A step of DeepSpeed ZeRO-1, 2 and 3, over the tape of the plain model.
 
-Stages 1 and 2 leave forward alone. Gradients are copied, as they become ready, into one bucket, which is reduced when the next
-gradient does not fit. Stage 3 does the same, and gathers parameters module by module (`coordinator`).
-The arithmetic, with its sources, is in `partitions` and `buffers`; the order of events was read in zero/stage_1_and_2.py
+Stages 1 and 2 do not change forward. Each gradient is copied into one bucket when it is ready; the bucket is reduced when the
+next gradient does not fit. Stage 3 does the same, and gathers parameters module by module (`coordinator`).
+The arithmetic, with its sources, is in `partitions` and `buffers`. Source of the order of events: zero/stage_1_and_2.py
 (`reduce_independent_p_g_buckets_and_remove_grads`, `reduce_ipg_grads`, `copy_grads_in_partition`,
 `independent_gradient_partition_epilogue`) and zero/stage3.py (`__add_grad_to_ipg_bucket`, `partition_grads`, `step`).
 """
@@ -45,24 +45,24 @@ from fsdp_advisor.program.storages import States, Storages, round_up
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A parameter's gradient: `start` is its place in the flat buffer, from its unit's beginning (the root's: from 0)."""
+    """A parameter's gradient. `start` is its position in the flat buffer, relative to its unit (for the root: from 0)."""
 
     start: int
     elements: int
-    padded: int  # to the ranks
+    padded: int  # elements, padded to a multiple of the number of ranks
     n_bytes: int
-    oversized: bool  # larger than the bucket: it is reduced where autograd put it
+    oversized: bool  # larger than the bucket: it is reduced in place
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """What a plan keeps and where its gradients lie in the flat buffer. Independent of B, T and the tape."""
+    """The states of a plan and the positions of its gradients in the flat buffer. Independent of B, T and the tape."""
 
     states: States
-    parameters: Storages  # of the states, without what is released during the optimizer step
+    parameters: Storages  # the states' parameters, without those freed during the optimizer step
     buffers: Buffers
     gradients: dict[UnitId, tuple[Gradient, ...]]  # by parameter of the unit
-    starts: tuple[tuple[int, ...], ...]  # by stack and real layer: where it begins in the flat buffer
+    starts: tuple[tuple[int, ...], ...]  # by stack and real layer: its position in the flat buffer
 
 
 @lru_cache(maxsize=64)
@@ -82,7 +82,7 @@ def _layout_of(profile: Profile, plan: Plan, settings: Settings) -> _Layout:
 def _gradient_places(
     profile: Profile, plan: Plan, buffers: Buffers
 ) -> tuple[dict[UnitId, tuple[Gradient, ...]], tuple[tuple[int, ...], ...]]:
-    """The gradients of each unit, and where in the flat buffer each real layer begins."""
+    """The gradients of each unit, and the position of each real layer in the flat buffer."""
 
     def measure(parameters: tuple[Parameter, ...], at: int) -> tuple[Gradient, ...]:
         result = []
@@ -114,7 +114,7 @@ def _gradient_places(
 
 
 class DeepspeedStep(StepHooks):
-    """DeepSpeed's hooks. Masters and moments are created with the engine, before the first step."""
+    """DeepSpeed's hooks. DeepSpeed creates masters and moments with the engine, before the first step."""
 
     gradient_hooks = True
 
@@ -126,9 +126,9 @@ class DeepspeedStep(StepHooks):
         self.states = self._layout.states
         self._bucket = Bucket(self._layout.buffers, plan.shard_degree)
         self._gathering = Gathering(Gathered((), ()))
-        # of one step
+        # State within one step
         self._persistent = NO_BUFFER
-        self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their place in the flat buffer
+        self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
         self._averaged = NO_BUFFER
 
     # The step
@@ -163,7 +163,7 @@ class DeepspeedStep(StepHooks):
             self._in_backward = True
             self._gathering.begin_backward()
             self._fetch(step, unit, "after compute")
-        if unit != AT_ROOT:  # the root's hook comes before the loss's backward, its head's after it
+        if unit != AT_ROOT:  # the root's hook runs before the loss's backward, the head's after it
             self._layers_left[unit[0]] -= 1
             self._gathering.enter(step, unit)
         self._wait(step, unit)
@@ -199,14 +199,14 @@ class DeepspeedStep(StepHooks):
         bucket.release(step)
         step.free(*step.whole_gradients())
         if bucket.averaged != NO_BUFFER:
-            if not self._is_first and self._stage > 1:  # added to the first one
+            if not self._is_first and self._stage > 1:  # these were added to those of the first micro-batch
                 step.free(bucket.averaged)
             else:
                 self._averaged = bucket.averaged
         self._gathering.drop(step)
 
     def _reduce_whole_gradients(self, step: StepBuilder) -> None:
-        """Stage 1 after the last backward: whole gradients go through the bucket in the order of the parameters."""
+        """Stage 1, after the last backward: reduce the whole gradients through the bucket, in the order of the parameters."""
         at = 0
         for parameter in self._profile.in_order():
             if not parameter.trainable:
@@ -218,7 +218,7 @@ class DeepspeedStep(StepHooks):
         self._bucket.reduce(step)
 
     def optimizer_step(self, step: StepBuilder) -> None:
-        """The moments of the step say what lives in addition to the states."""
+        """Allocate and free the storages of each moment of the optimizer step."""
         step.free(self._persistent)
         for moment in self._layout.buffers.moments:
             if not moment.gradients.exact:
@@ -241,7 +241,7 @@ class DeepspeedStep(StepHooks):
         return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
 
     def _fetch(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
-        """Stage 3: the unit's all-gathers as one, and its shards from the host if they are offloaded."""
+        """Stage 3: add the unit's all-gathers as one, and the upload of its shards if they are offloaded."""
         if self._stage < 3:
             return
         plan, elements = self._plan, self._unit(unit).elements
@@ -250,7 +250,7 @@ class DeepspeedStep(StepHooks):
         step.add(AllGather(unit, elements * plan.compute_bytes, start))
 
     def _wait(self, step: StepBuilder, unit: UnitId) -> None:
-        """Stage 3: compute waits for the unit; every parameter's parts are concatenated."""
+        """Stage 3: make compute wait for the unit, and add the copy that concatenates every parameter's parts."""
         if self._stage < 3:
             return
         plan, elements = self._plan, self._unit(unit).elements
@@ -261,7 +261,7 @@ class DeepspeedStep(StepHooks):
         step.add(Copy(unit, casts + (2 * elements * plan.compute_bytes if n > 1 else 0)))
 
     def _send_gradients(self, step: StepBuilder, unit: UnitId) -> None:
-        """A unit's gradients: into the bucket; stage 3 reduces them at the same time as the backward of the next units."""
+        """Add the copy of a unit's gradients into the bucket. Stage 3 reduces them during the backward of the next units."""
         plan, trainable = self._plan, self._unit(unit).trainable_elements
         reduced, n = trainable * plan.compute_bytes, plan.shard_degree
         if self._stage < 3:
@@ -274,8 +274,8 @@ class DeepspeedStep(StepHooks):
             step.add(HostTransfer(unit, reduced / n, "gradients"))
 
     def _send_bulk(self, step: StepBuilder) -> None:
-        """Stages 1 and 2 reduce after backward: `overlap_comm` is off, and a bucket is all-reduced
-        (`use_multi_rank_bucket_allreduce`).
+        """Add the reduction of stages 1 and 2, which runs after backward because `overlap_comm` is off, and all-reduces each
+        bucket (`use_multi_rank_bucket_allreduce`).
         """
         plan, trainable = self._plan, self._profile.trainable_parameters
         if self._stage == 3:

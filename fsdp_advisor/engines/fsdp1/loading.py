@@ -1,7 +1,7 @@
-"""Loading a model under FSDP1, in plain PyTorch or through accelerate, which always passes a device_id.
+"""Loading a model under FSDP1, in plain PyTorch or through accelerate (which always passes a device_id).
 
-Read in torch 2.13, transformers 5.23 and accelerate 1.15. Host bytes and those of the CPU backend were measured in real runs
-over gloo; copies to a GPU were not.
+Read in torch 2.13, transformers 5.23 and accelerate 1.15. Host bytes and bytes of the CPU backend were measured in real runs
+over gloo; copies to a GPU were not measured.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class FlattenedUnit:
 
 
 def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
-    """The methods of loading under FSDP1, the one with the least to set up first.
+    """The methods of loading under FSDP1, the simplest to set up first.
 
-    `FSDP(model)` flattens a unit with `torch.cat` while its parameters are alive, and clones its shard while both are.
+    `FSDP(model)` flattens a unit with `torch.cat` while its parameters are alive, then clones its shard while the parameters
+    and the flat parameter are alive.
     Source: fsdp/_init_utils.py, _init_param_handle_from_module; fsdp/_flat_param.py, flatten_tensors, shard.
     """
     checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)

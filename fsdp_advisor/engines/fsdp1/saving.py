@@ -12,9 +12,9 @@ from fsdp_advisor.model.profile import Profile, Unit
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
     """The methods of saving the weights under FSDP1, the usual one first.
 
-    Full and sharded state dicts gather a unit at a time in the masters' dtype; the root stays gathered while its layers are.
-    FULL with `offload_to_cpu` moves each gathered unit to the host before its tensors are cloned there. SHARDED leaves the root
-    on the GPU and clones each rank's rows. LOCAL is the flat shard itself.
+    Full and sharded state dicts gather one unit at a time in the masters' dtype; the root stays gathered while the layers are
+    gathered. FULL with `offload_to_cpu` moves each gathered unit to the host and clones its tensors there. SHARDED leaves the
+    root on the GPU and clones each rank's rows. LOCAL saves the flat shard itself.
     Source: fsdp/_state_dict_utils.py, _common_unshard_pre_state_dict_hook, _full_post_state_dict_hook,
     _sharded_post_state_dict_hook, _local_post_state_dict_hook.
     """

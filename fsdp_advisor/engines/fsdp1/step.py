@@ -2,8 +2,9 @@
 
 Source: torch.distributed.fsdp._flat_param (`pre_unshard`, `unshard`, `post_unshard`) and _runtime_utils
 (`_post_forward_reshard`, `_pre_backward_hook`, `_post_backward_hook`, `_reduce_grad`), torch 2.13.
-What is allocated on one stream and used on another is freed with `record_stream`, which delays its reuse until the GPU is done
-with it; the host runs ahead of the GPU by at most two all-gathers (`_unshard` and `_reshard` with `_FreeEventQueue`).
+FSDP1 calls `record_stream` on storages that are allocated on one stream and used on another. The allocator reuses such a
+storage only after the GPU has finished with it. The host runs ahead of the GPU by at most two all-gathers (`_unshard` and
+`_reshard` with `_FreeEventQueue`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Fsdp1Step(StepHooks):
 
     lazily_created = frozenset({Account.OPTIMIZER, Account.GRADIENTS})
     gradient_stream = Stream.ALL_GATHER
-    """A unit's parameters are views made on the all-gather's stream, so autograd assembles their gradient there."""
+    """The stream on which autograd assembles a unit's gradient: parameters are views made on the all-gather's stream."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
@@ -55,7 +56,7 @@ class Fsdp1Step(StepHooks):
             plan.strategy in ("zero3", "hsdp") or self._uploads_whole
         )  # on one rank, every strategy is NO_SHARD
         self._units, self.states = fsdp1_units(profile, plan.without_step)
-        # of one step
+        # State within one step
         self._previous_gradients = NO_BUFFER
         self._prefetched = False
         self._following: UnitId | None = None
@@ -68,7 +69,7 @@ class Fsdp1Step(StepHooks):
         step.alloc(Account.PARAMETERS, self.states.parameters)
         step.alloc(Account.OPTIMIZER, self.states.optimizer)
         step.alloc(Account.OTHER, self.states.buffers)
-        # NO_SHARD keeps autograd's own gradients
+        # NO_SHARD keeps the gradients that autograd allocates
         stream = Stream.ALL_GATHER if self._one_shard and not self._plan.mixed else Stream.REDUCE_SCATTER
         self._previous_gradients = step.alloc(Account.GRADIENTS, self.states.gradients, stream)
 
@@ -77,7 +78,7 @@ class Fsdp1Step(StepHooks):
         self._reduces = is_last or not self._plan.defers_reduction
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """The last step's flat gradients are freed here: `zero_grad` does not reach them
+        """Free the flat gradients of the last step, which `zero_grad` does not free
         (`_reset_flat_param_grad_info_if_needed`).
         """
         step.free(self._previous_gradients)
@@ -88,8 +89,8 @@ class Fsdp1Step(StepHooks):
             self._wait(step, unit)
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """The root keeps its parameters until backward needs them (`_post_forward_reshard`). NO_SHARD's, uploaded for each pass,
-        stay where autograd has saved them.
+        """Free the unit's parameters, except the root's, which stay until backward (`_post_forward_reshard`), and uploaded ones
+        under NO_SHARD, which autograd has saved.
         """
         if self._reshard and unit != AT_ROOT and not self._uploads_whole:
             self._free(step, unit)
@@ -108,8 +109,8 @@ class Fsdp1Step(StepHooks):
             self._unshard(step, following, "with next compute")
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
-        """Reduce and free the unit's gradient. While that is deferred it stays, and so do parameters that are not resharded after
-        forward (`_should_free_in_backward`).
+        """Reduce and free the unit's gradient. While the reduction is deferred, the gradient stays, and so do parameters that
+        are not resharded after forward (`_should_free_in_backward`).
         """
         if self._reduces or self._reshard:
             self._free(step, unit)
@@ -130,7 +131,7 @@ class Fsdp1Step(StepHooks):
             if self._is_first:
                 self._unreduced[unit].append(gradients)
             else:
-                step.free(*gradients)  # added to those that have stayed
+                step.free(*gradients)  # autograd adds them to the earlier gradients
             if not self._reduces:
                 return
             gradients = self._unreduced[unit].popleft()
@@ -155,8 +156,8 @@ class Fsdp1Step(StepHooks):
         step.free(*gradients, used_on=stream)
 
     def end_backward(self, step: StepBuilder) -> None:
-        """A sharded gradient that has been copied to the host is freed here, not sooner. (`_accumulate_sharded_grad`,
-        `_offload_grad`, `prepare_gradient_for_optim`)
+        """Free the sharded gradients that were copied to the host; FSDP1 does not free them earlier.
+        Source: `_accumulate_sharded_grad`, `_offload_grad`, `prepare_gradient_for_optim`.
         """
         step.free(*self._offloaded)
         self._offloaded = []
@@ -183,7 +184,9 @@ class Fsdp1Step(StepHooks):
     # Gathering
 
     def _unshard(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
-        """An uploaded shard lives as long as what is gathered, for the parameters are views of it (`flat_param_to`)."""
+        """Gather the unit's parameters. An uploaded shard lives as long as they do, because they are views of it
+        (`flat_param_to`).
+        """
         sizes = self._units[unit]
         shard = step.alloc(Account.COMMUNICATION, sizes.gathered_shard, Stream.PRE_UNSHARD)
         step.transient(Account.COMMUNICATION, sizes.uploaded_shard, Stream.PRE_UNSHARD)
@@ -211,7 +214,7 @@ class Fsdp1Step(StepHooks):
         step.add(AllGather(unit, sizes.elements * plan.compute_bytes, start))
 
     def _wait(self, step: StepBuilder, unit: UnitId) -> None:
-        """Compute waits for the all-gather, before which the shard was cast into the compute dtype."""
+        """Make compute wait for the all-gather, and count the cast of the shard into the compute dtype before it."""
         plan = self._plan
         step.add(WaitFor(unit))
         if plan.mixed:

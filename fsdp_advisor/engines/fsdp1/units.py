@@ -22,7 +22,7 @@ ALIGNMENT_BYTES = 16
 
 
 def flat_elements(numels: list[int], compute_bytes: int, world_size: int) -> int:
-    """Elements of a unit's flat parameter: parameters aligned to 16 bytes, the whole padded to a multiple of the ranks.
+    """Elements of a unit's flat parameter: each parameter aligned to 16 bytes, the total padded to a multiple of the ranks.
 
     >>> flat_elements([3, 8], 4, 5)
     15
@@ -34,7 +34,7 @@ def flat_elements(numels: list[int], compute_bytes: int, world_size: int) -> int
 
 
 def first_shard(numels: list[int], compute_bytes: int, shard_elements: int) -> list[int]:
-    """How many elements of each parameter lie in rank 0's shard.
+    """Elements of each parameter that lie in rank 0's shard.
 
     >>> first_shard([3, 8], 4, 6)
     [3, 2]
@@ -54,16 +54,16 @@ class UnitBytes:
     shard: Storages
     optimizer: Storages
     optimizer_temporaries: Storages
-    gathered_shard: Storages  # where it is made anew to be gathered: in the compute dtype, or brought from the host
-    uploaded_shard: Storages  # on its way from the host to the compute dtype
+    gathered_shard: Storages  # the all-gather's input, if it is a copy: in the compute dtype, or uploaded from the host
+    uploaded_shard: Storages  # the shard on the GPU before its cast to the compute dtype
     unsharded: Storages
-    reduce_input: Storages  # the gradient in the reduce dtype; nothing where it already is
-    reduce_output: Storages  # where it is not what becomes of the gradients, which have another dtype
-    norms: Storages  # one scalar for each parameter of which there is something in the shard
+    reduce_input: Storages  # the gradient in the reduce dtype; empty if it has that dtype
+    reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
+    norms: Storages  # one scalar for each parameter with elements in the shard
     gradients: Storages
     elements: int  # of the unit, without padding
     trainable_elements: int
-    initial: Storages  # made before the first forward and emptied at once (`init_flat_param_attributes`)
+    initial: Storages  # allocated before the first forward and freed at once (`init_flat_param_attributes`)
 
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
@@ -108,9 +108,9 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
 
 @lru_cache(maxsize=64)
 def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Mapping[UnitId, UnitBytes], States]:
-    """Every unit's bytes, and what rank 0 keeps."""
+    """Every unit's bytes, and the states of rank 0."""
     units = per_unit(profile, lambda unit: _measure(unit, plan))
-    # MixedPrecision's buffer_dtype: floating-point buffers are cast for good before the first forward (`_lazy_init`)
+    # MixedPrecision's buffer_dtype: FSDP1 casts floating-point buffers once, before the first forward (`_lazy_init`)
     states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
     if plan.offload != "parameters":
         root_last = [*[NO_STORAGES] * len(profile.stacks), units[AT_ROOT].shard]

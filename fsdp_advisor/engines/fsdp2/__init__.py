@@ -1,1 +1,1 @@
-"""PyTorch FSDP2."""
+"""PyTorch FSDP2. `step.Fsdp2Step` has the hooks of a step, `units.fsdp2_units` the units and states."""

@@ -11,7 +11,7 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 
 
 def host_memory(profile: Profile, plan: Plan) -> HostMemory:
-    """Host memory of one node. Each rank keeps its shard there: parameters and gradients pinned, optimizer states pageable.
+    """Host memory of one node. Each rank keeps its shard there: pinned parameters and gradients, pageable optimizer states.
 
     FSDP1 shards a unit's flat parameter instead of each parameter's rows; its padding is not counted.
     """

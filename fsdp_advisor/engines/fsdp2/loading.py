@@ -1,7 +1,7 @@
-"""Loading a model under FSDP2, in plain PyTorch or through accelerate, which leaves fewer methods.
+"""Loading a model under FSDP2, in plain PyTorch or through accelerate, which supports fewer methods.
 
-Read in torch 2.13, transformers 5.23 and accelerate 1.15. Host bytes and those of the CPU backend were measured in real runs
-over gloo; copies to a GPU were not. N = ranks that share one copy of the states.
+Read in torch 2.13, transformers 5.23 and accelerate 1.15. Host bytes and bytes of the CPU backend were measured in real runs
+over gloo; copies to a GPU were not measured. N = ranks that share one copy of the states.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShardedParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedUnit:
-    """One unit's parameters. Layers of one kind share one object, which is why it compares by identity."""
+    """One unit's parameters. Compares by identity, because layers of one kind share one object."""
 
     parameters: tuple[ShardedParameter, ...]
 
@@ -53,10 +53,10 @@ class ShardedUnit:
 
 
 def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
-    """The methods of loading under FSDP2, the one with the least to set up first.
+    """The methods of loading under FSDP2, the simplest to set up first.
 
-    accelerate leaves out the methods that build on the meta device: it tells parameters apart by their addresses, which tensors
-    there do not have.
+    The methods that build on the meta device do not work with accelerate: it identifies parameters by their addresses, and
+    meta tensors have none.
     """
     checkpoint, units = LoadedCheckpoint.of(profile, plan.param_bytes), _sharded_units(profile, plan)
     loaded = max(checkpoint.private_bytes, _shards_bytes(units) if plan.offload == "parameters" else 0)
@@ -89,7 +89,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
 def _from_meta_device(
     profile: Profile, plan: Plan, units: Sequence[ShardedUnit], checkpoint: LoadedCheckpoint
 ) -> tuple[LoadMethod, LoadMethod]:
-    """The methods that shard an empty model: `sharded`, where each rank reads its rows, and `rank0`, which broadcasts them."""
+    """The methods that shard an empty model: with `sharded` each rank reads its rows, with `rank0` rank 0 broadcasts them."""
     offload, shards = plan.offload == "parameters", _shards_bytes(units)
     shards_on_host, shards_on_gpu = (shards, 0) if offload else (0, shards)
     largest_shard = max(p.shard.rounded for unit in units for p in unit.parameters)
@@ -143,7 +143,7 @@ def _sharding(plan: Plan) -> Callable[[Unit], ShardedUnit]:
 
 
 def _unit_transfers(profile: Profile, plan: Plan) -> Transfers:
-    """`fully_shard` moves a unit to the GPU and copies its shards out.
+    """The transfers of `fully_shard`, which moves each unit to the GPU and copies its shards out.
 
     Source: fsdp/_fully_shard/_fsdp_init.py, _move_states_to_device; _fsdp_param.py, _init_sharded_param.
     """
@@ -164,7 +164,7 @@ def _wrapped_units(profile: Profile, plan: Plan) -> list[Unit]:
 
 
 def _broadcast_transfers(units: Sequence[ShardedUnit], *, offload: bool) -> Transfers:
-    """Every rank allocates its shards, then rank 0 broadcasts one whole tensor at a time.
+    """The transfers of a broadcast: every rank allocates its shards, then rank 0 broadcasts one whole tensor at a time.
 
     Source: distributed/_state_dict_utils.py, _broadcast_state_dict.
     """
@@ -182,9 +182,9 @@ def _broadcast_transfers(units: Sequence[ShardedUnit], *, offload: bool) -> Tran
 
 
 def _scatter_transfers(units: Sequence[ShardedUnit], plan: Plan) -> Transfers:
-    """accelerate moves each tensor whole to rank 0's GPU and scatters it in N chunks; chunks that are too short are padded.
+    """The transfers of accelerate, which moves each whole tensor to rank 0's GPU and scatters it in N padded chunks.
 
-    A tied tensor is scattered once more for each of its other names; that shard is dropped when the model is tied again.
+    A tied tensor is scattered once for each of its names; the extra shards are freed when the model is tied again.
     Source: accelerate/utils/fsdp_utils.py, fsdp2_load_full_state_dict; torch/distributed/tensor/placement_types.py,
     Shard._shard_tensor.
     """

@@ -1,9 +1,10 @@
-"""A step of PyTorch FSDP2: `fully_shard` on each layer and on the root, or on what a framework makes of the root (`wrapping`).
+"""A step of PyTorch FSDP2: `fully_shard` on each layer and on the root, or on the parts into which a framework divides the
+root (`wrapping`).
 
 Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParamGroup.unshard`, `wait_for_unshard`, `post_backward`,
 `foreach_all_gather`, `foreach_reduce`, `FSDPState._post_forward`.
-Inputs and outputs of all-gathers are allocated on the copy-in stream, outputs of reduce-scatters on theirs, the rest on the
-compute stream; streams wait for one another by events, so no free is delayed (no `record_stream`).
+Inputs and outputs of all-gathers are allocated on the copy-in stream, outputs of reduce-scatters on the reduce-scatter stream,
+everything else on the compute stream. Streams wait for one another through events, so no free is delayed (no `record_stream`).
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Fsdp2Step(StepHooks):
         self._one_shard = plan.shard_degree == 1
         self._wrapping, self._units, self.states = fsdp2_units(profile, plan.without_step)
         self.gradient_hooks = plan.defers_reduction
-        # of one step
+        # State within one step
         self._prefetched = False
-        self._gathered = NO_BUFFER  # an all-gather's output that has not been copied out
+        self._gathered = NO_BUFFER  # the output of an all-gather before its copy-out
         self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
         self._unsharded: defaultdict[UnitId, list[list[Buffer]]] = defaultdict(list)
@@ -96,7 +97,7 @@ class Fsdp2Step(StepHooks):
             self._gather(step, target, "with next compute")
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
-        """Reduce and free the unit's gradients. While that is deferred, they stay where autograd adds to them."""
+        """Reduce and free the unit's gradients. While the reduction is deferred they stay, and autograd adds to them."""
         if self._is_empty(unit):
             return
         self._free(step, unit)
@@ -128,13 +129,13 @@ class Fsdp2Step(StepHooks):
             step.free(output)
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
-        """From the second micro-batch on, gradients are added to those that have stayed."""
+        """Free a gradient that autograd has added to that of an earlier micro-batch."""
         fresh = step.fresh_gradients()
         if not self._is_first:
             step.free(*fresh)
 
     def end_backward(self, step: StepBuilder) -> None:
-        """Units not reduced yet are, in a final callback of autograd, which still holds the loss's gradient."""
+        """Reduce the remaining units. FSDP2 does so in a final callback of autograd, which still holds the loss's gradient."""
         gradient = step.alloc(Account.LOSS, Storages.of(ALIGNMENT))
         for unit in self._wrapping.last:
             self.post_backward(step, unit)
@@ -163,7 +164,7 @@ class Fsdp2Step(StepHooks):
     # Units
 
     def _is_empty(self, unit: UnitId) -> bool:
-        """A root whose parameters are all in other units; a layer that is not wrapped."""
+        """Whether the unit has no parameters: a root whose parameters are all in other units, or a layer that is not wrapped."""
         return unit not in self._units or not self._units[unit].shards
 
     def _reshards(self, unit: UnitId) -> bool:
@@ -182,7 +183,7 @@ class Fsdp2Step(StepHooks):
         return following
 
     def _gradients_of(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
-        """A unit's whole gradients."""
+        """A unit's unsharded gradients."""
         parts = self._wrapping.parts
         part = parts.get(unit)
         if part is None or (HEAD not in parts and not self._wrapping.whole):
@@ -191,7 +192,7 @@ class Fsdp2Step(StepHooks):
             return self._gradients_of_part(step, part)
         if self._plan.defers_reduction and not self._is_first:
             return []
-        # gradients that were reduced on the way are gone, unless reduction is deferred
+        # gradients that were already reduced are freed, unless reduction is deferred
         others = [p for p in parts if p != AT_ROOT and (self._plan.defers_reduction or p in self._wrapping.last)]
         theirs = {gradient for other in others for gradient in self._gradients_of_part(step, parts[other])}
         return [gradient for gradient in step.whole_gradients() if gradient not in theirs]
@@ -206,8 +207,8 @@ class Fsdp2Step(StepHooks):
     def _split_last_gradient(
         self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]
     ) -> tuple[list[Buffer], Buffer]:
-        """A unit's gradients without that of its last parameter, which a loop variable holds until all is reduced.
-        (`foreach_reduce`: `for i, (fsdp_param, unsharded_grad) in ...`, if there is more than one rank)
+        """Separate the gradient of a unit's last parameter, which a loop variable keeps alive until the reduction ends.
+        Source: `foreach_reduce`, `for i, (fsdp_param, unsharded_grad) in ...`, if there is more than one rank.
         """
         if self._one_shard or not gradients:
             return gradients, NO_BUFFER
@@ -228,7 +229,7 @@ class Fsdp2Step(StepHooks):
     # Collectives
 
     def _gather(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
-        """`FSDPParamGroup.unshard`: copy in and all-gather; the output waits for the copy-out."""
+        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out."""
         if self._one_shard:
             return
         sizes = self._units[unit]
@@ -242,7 +243,7 @@ class Fsdp2Step(StepHooks):
         step.add(AllGather(unit, sizes.elements * self._plan.compute_bytes, start))
 
     def _upload(self, step: StepBuilder, unit: UnitId, start: Start) -> list[Buffer]:
-        """With offload each shard is copied to the GPU, then cast: all inputs live until the all-gather is issued."""
+        """With offload, copy each shard to the GPU and cast it. All inputs live until the all-gather is issued."""
         inputs = []
         for elements in self._units[unit].shards:
             shard = step.alloc(Account.COMMUNICATION, Storages.of(elements * self._plan.param_bytes), Stream.COPY_IN)
@@ -257,7 +258,7 @@ class Fsdp2Step(StepHooks):
         return inputs
 
     def _copy_out(self, step: StepBuilder, unit: UnitId, *, forward: bool) -> None:
-        """`FSDPParamGroup.wait_for_unshard`: in forward the all-gather's output is kept until the next unit's copy-out is done."""
+        """`FSDPParamGroup.wait_for_unshard`. In forward the all-gather's output lives until the next unit's copy-out ends."""
         if self._one_shard:
             self._copy_one_shard(step, unit)
             return
@@ -272,7 +273,7 @@ class Fsdp2Step(StepHooks):
         self._gathered = NO_BUFFER
 
     def _copy_one_shard(self, step: StepBuilder, unit: UnitId) -> None:
-        """World size 1: each parameter is brought to the GPU, cast and copied; the last one lives while the next is made."""
+        """World size 1: copy each parameter to the GPU, cast and copy it. It lives until the next one is made."""
         last = NO_BUFFER
         unsharded = []
         if self._offload:
@@ -305,7 +306,7 @@ class Fsdp2Step(StepHooks):
         return self._units[unit].elements / self._plan.shard_degree
 
     def _add_gather_copies(self, step: StepBuilder, unit: UnitId) -> None:
-        """The shards are cast into the all-gather's input; its output is split into parameters."""
+        """Add two copies: the cast of the shards into the all-gather's input, and the split of its output into parameters."""
         plan = self._plan
         casts = self._own(unit) * (plan.param_bytes + plan.compute_bytes) if plan.mixed else 0.0
         splits = 0 if self._one_shard else 2 * self._units[unit].elements * plan.compute_bytes

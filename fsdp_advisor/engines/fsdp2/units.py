@@ -40,14 +40,12 @@ class UnitBytes:
 
     parameters: Storages
     optimizer: Storages
-    gradients: Storages  # one storage: the reduce-scatter's output, of which the sharded gradients are views
-    gather_input: (
-        Storages  # flat copy of the shards in the compute dtype; nothing where the shards are gathered as they are
-    )
+    gradients: Storages  # one storage: the reduce-scatter's output; the sharded gradients are views of it
+    gather_input: Storages  # flat copy of the shards in the compute dtype; empty if the shards themselves are gathered
     gather_output: Storages
     unsharded: Storages  # the gathered parameters, one storage each, padded
     reduce_input: Storages
-    reduce_output: Storages  # where it is not what becomes of the gradients, which have another dtype
+    reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
     shards: tuple[int, ...]  # elements of each parameter's local shard
     elements: int  # of the unit, without padding
     trainable_elements: int
@@ -86,7 +84,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
 
 @lru_cache(maxsize=64)
 def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId, UnitBytes], States]:
-    """The units that are not one layer each, every unit's bytes, and what rank 0 keeps."""
+    """The units that are not single layers, every unit's bytes, and the states of rank 0."""
     wrapping = wrapping_for(profile, plan)
     units = {} if wrapping.whole else per_unit(profile, lambda unit: _measure(unit, plan))
     units |= {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
@@ -105,21 +103,21 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
 
 
 def _as_filled(root: list[Unit]) -> list[Unit]:
-    """`to_empty` fills a tied weight at each of its places: what stays is the last."""
+    """The root's parts as `to_empty` leaves them: it fills a tied weight at each of its places, and the last copy stays."""
     tied = tuple(p for part in root for p in part.parameters if p.tied)
     parts = [replace(part, parameters=tuple(p for p in part.parameters if not p.tied)) for part in root]
     return [*parts[:-1], replace(parts[-1], parameters=parts[-1].parameters + tied)]
 
 
 def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitBytes], what: str) -> Storages:
-    """Over the root, the layers, and the parts of the root that are units of their own."""
-    beside = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
+    """The attribute `what` of all units: the root, the layers, and the parts of the root that are separate units."""
+    parts = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
     rest: Storages = getattr(units[AT_ROOT], what) if wrapping.whole else summed(profile, units, what)
-    return sum(beside, rest)
+    return sum(parts, rest)
 
 
 def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """The parameter that costs every rank far more than its fair share, because FSDP2 splits and pads dim 0 alone."""
+    """A warning about the parameter whose padding costs every rank most; FSDP2 splits and pads dim 0 only."""
     return list(_padding_warnings(profile, plan.shard_degree))
 
 

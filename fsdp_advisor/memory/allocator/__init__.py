@@ -1,4 +1,8 @@
-"""PyTorch's CUDA caching allocator: what a job's steps reserve, and whether they run within a GPU's memory."""
+"""PyTorch's CUDA caching allocator: the bytes that a job's steps reserve, and whether the steps fit a GPU's memory.
+
+`step_operations` expands a step program into allocator operations, `simulate_allocator` runs them, `AllocatorConf.parse`
+reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
+"""
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf

@@ -1,4 +1,4 @@
-"""What the allocator keeps: blocks by address, free ones by size; and the driver it takes memory from.
+"""The allocator's data structures: blocks by address, free blocks by size, and the driver that supplies memory.
 
 Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.13), struct Block, struct BlockPool.
 """
@@ -12,16 +12,17 @@ from fsdp_advisor.memory.allocator.conf import ROUND_LARGE, UNLIMITED
 
 SHIFT = 80
 ADDRESS = (1 << SHIFT) - 1
-"""A free block's key is ``size << SHIFT | address``: in order of size, then of address (BlockComparatorSize).
+"""A free block's key is ``size << SHIFT | address``, which sorts by size, then by address (BlockComparatorSize).
 
-Addresses of the greatest request there can be take some 70 bits; the driver's own, 48, are not enough for what fits nowhere.
+The largest possible request needs addresses of about 70 bits. The driver's 48 bits are too few for requests that fit no GPU.
 """
 
 
 class Driver:
-    """Gives `limit_bytes` in all; the allocator asks for no more than `allowed_bytes` (`setMemoryFraction`).
+    """The driver supplies at most `limit_bytes`; the allocator requests at most `allowed_bytes` (`setMemoryFraction`).
 
-    Addresses are made up and ascend, since the driver's are not known: they decide only between free blocks of equal size.
+    The driver's addresses are unknown, so ascending addresses stand in for them. They matter only for the choice between free
+    blocks of equal size.
     """
 
     def __init__(self, limit_bytes: int | None, allowed_bytes: int) -> None:
@@ -43,17 +44,17 @@ class Driver:
         self.reserved -= n_bytes
 
     def addresses(self, n_bytes: int) -> int:
-        """Address space that borders on no other."""
+        """The start of new address space that is not adjacent to any other."""
         start = self._top
         self._top += -(-n_bytes // ROUND_LARGE) * ROUND_LARGE + ROUND_LARGE
         return start
 
 
 class Blocks:
-    """All blocks. `pool` is twice the stream, plus one for the large pool.
+    """All blocks. A `pool` number is twice the stream's number, plus one for the large pool.
 
-    `size` is a block's bytes, negative while it is free. `before` is the address of the block that ends where this one
-    begins. `free` are the keys of free blocks, by pool.
+    `size`: a block's bytes, negative while the block is free. `before`: the address of the block that ends where this one
+    begins. `free`: the keys of free blocks, by pool.
     """
 
     def __init__(self) -> None:
@@ -61,27 +62,27 @@ class Blocks:
         self.before: dict[int, int] = {}
         self.free: defaultdict[int, list[int]] = defaultdict(list)
         self.ages: dict[int, int] | None = None  # kept for garbage collection: `gc_count_base`
-        self.searches = [0, 0]  # of the small and of the large pool: `get_free_blocks_call_count`
+        self.searches = [0, 0]  # for the small and the large pool: `get_free_blocks_call_count`
 
     def is_free(self, address: int | None) -> bool:
         return address is not None and self.size.get(address, 0) < 0
 
     def put(self, pool: int, start: int, n_bytes: int) -> None:
-        """Among the free ones."""
+        """Insert a block into the free list."""
         self.size[start] = -n_bytes
         insort(self.free[pool], n_bytes << SHIFT | start)
         if self.ages is not None:
             self.ages[start] = self.searches[pool & 1]
 
     def take(self, pool: int, start: int) -> int:
-        """From the free ones: its bytes."""
+        """Remove a block from the free list and return its bytes."""
         n_bytes = -self.size.pop(start)
         free = self.free[pool]
         del free[bisect_left(free, n_bytes << SHIFT | start)]
         return n_bytes
 
     def give_back(self, pool: int, start: int) -> None:
-        """A block in use becomes free, one with its free neighbours. Source: free_block, try_merge_blocks."""
+        """Free a block and merge it with its free neighbours. Source: free_block, try_merge_blocks."""
         size, before, free = self.size, self.before, self.free[pool]
         n_bytes = size[start]
         end = start + n_bytes

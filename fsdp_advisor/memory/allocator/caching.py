@@ -1,7 +1,7 @@
 """PyTorch's CUDA caching allocator, rule by rule, over numbered storages.
 
-Segments come from the driver and are cut into blocks, which tile them. A free block is kept by stream and by pool (small:
-requests up to 1 MiB; large) in order of size and address.
+The driver supplies segments, which are divided into blocks without gaps. The allocator keeps free blocks per stream and pool
+(small: requests up to 1 MiB; large: all others), sorted by size and address.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, DeviceCachingAllocator (torch 2.13); each rule names its function there.
 Not modelled: private pools of CUDA graphs, `MemPool`, callbacks that free memory.
@@ -27,14 +27,15 @@ from fsdp_advisor.memory.allocator.expandable import ExpandableSegments
 from fsdp_advisor.program.storages import ALIGNMENT, round_up
 
 MALLOC, FREE, FREE_LATER, WAIT = range(4)
-"""The kinds of operation: one is ``storage * 4 + kind``, or for WAIT the number of late frees that are over by then."""
+"""The kinds of operation. An operation is ``storage * 4 + kind``; WAIT has the number of late frees that have ended by then
+instead of a storage."""
 
 STREAM_MASK = ALIGNMENT - 1
-"""A request is its size, a multiple of 512, with its stream in the lowest bits."""
+"""A request is its size (a multiple of 512) with the stream's number in the lowest bits."""
 
 
 def round_size(n_bytes: int, conf: AllocatorConf) -> int:
-    """What a request takes of a block: multiples of 512, or steps between powers of two.
+    """The bytes of a block that a request takes: a multiple of 512, or a step between two powers of two.
 
     Source: round_size, roundup_power2_next_division.
     >>> round_size(1200 * 2**20, AllocatorConf.parse("roundup_power2_divisions:4")) // 2**20
@@ -48,7 +49,7 @@ def round_size(n_bytes: int, conf: AllocatorConf) -> int:
 
 
 def allocation_size(n_bytes: int, conf: AllocatorConf) -> int:
-    """What the driver is asked for when no cached block serves. Source: get_allocation_size."""
+    """The bytes requested from the driver when no cached block is large enough. Source: get_allocation_size."""
     if n_bytes <= SMALL_SIZE:
         return SMALL_BUFFER
     if n_bytes < MIN_LARGE_ALLOC:
@@ -57,7 +58,7 @@ def allocation_size(n_bytes: int, conf: AllocatorConf) -> int:
 
 
 class OutOfMemory(Exception):
-    """The driver refused, and releasing the cache did not help."""
+    """The driver refused a request, also after the allocator released its cache."""
 
     def __init__(self, storage: int, asked_bytes: int) -> None:
         super().__init__(storage, asked_bytes)
@@ -66,7 +67,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What `torch.cuda.memory_snapshot()` tells of a segment: blocks as (bytes, whether it is in use), tiling it."""
+    """A segment as in `torch.cuda.memory_snapshot()`: its blocks in order, as (bytes, whether in use)."""
 
     stream: int
     is_large: bool
@@ -80,10 +81,12 @@ class Segment:
 
 
 class CachingAllocator:
-    """One device's allocator. The driver gives `limit_bytes` in all; `device_bytes` is what the device has, for fractions.
+    """One device's allocator. The driver supplies at most `limit_bytes`. `device_bytes`: the device's memory, to which
+    fractions refer.
 
-    `requests[storage]` is what each storage asks for; `run` walks operations on storages, `address` says where they are.
-    `gpu_keeps_up`: what other streams still use is done by the next malloc; else when an operation says so.
+    `requests[storage]` is the request of each storage. `run` executes operations on storages. `address` is each storage's
+    address. `gpu_keeps_up`: whether other streams have finished with a freed block by the next malloc; if not, a WAIT
+    operation says when.
     """
 
     def __init__(
@@ -110,14 +113,14 @@ class CachingAllocator:
         self.address = [0] * len(requests)
         self.allocated = self.allocated_peak = self.requested = self.requested_peak = self.retries = 0
         self._segments: dict[int, tuple[int, int]] = {}  # address -> (bytes, pool)
-        self._late: deque[int] = deque()  # storages that are freed, but still used on another stream
+        self._late: deque[int] = deque()  # freed storages that another stream still uses
         self._late_over = 0
         self._gpu_keeps_up = gpu_keeps_up
 
     # Walking
 
     def run(self, operations: Sequence[int]) -> None:
-        """malloc and free, in order. Raises OutOfMemory."""
+        """Execute operations in order. Raises OutOfMemory."""
         requests, address, blocks, collects = self._requests, self.address, self.blocks, self._collects
         late, gpu_keeps_up = self._late, self._gpu_keeps_up
         size, before, free, give_back = blocks.size, blocks.before, blocks.free, blocks.give_back
@@ -142,7 +145,7 @@ class CachingAllocator:
                     cached = free[pool]
                     if collects:
                         blocks.searches[is_large] += 1
-                    # get_free_block: the smallest that is large enough, at the lowest address
+                    # get_free_block: the smallest block that is large enough, at the lowest address
                     at = bisect_left(cached, need << SHIFT)
                     if at < len(cached) and (plain or (at := self._choose(pool, at, need)) >= 0):
                         key = cached.pop(at)
@@ -152,7 +155,7 @@ class CachingAllocator:
                         self.requested = requested
                         start, have = self._new_block(number, pool, need)
                         requested = self.requested
-                    # should_split, alloc_found_block: the front is taken, what remains is free
+                    # should_split, alloc_found_block: the front is used, the rest stays free
                     rest = have - need
                     if (rest > split_above and need < whole_from) if is_large else rest >= ALIGNMENT:
                         size[start] = have = need
@@ -194,16 +197,16 @@ class CachingAllocator:
             )  # fmt: skip
 
     def synchronize(self) -> None:
-        """The host waits for the GPU: what was still used on another stream is free. Source: synchronize_and_free_events."""
+        """Free all blocks that another stream still uses; the host waits for the GPU. Source: synchronize_and_free_events."""
         self.requested -= self._end_late(len(self._late))
 
     def begin_step(self) -> None:
-        """Late frees are counted from here on."""
+        """Begin a step: count late frees from zero."""
         self.synchronize()
         self._late_over = 0
 
     def _end_late(self, count: int) -> int:
-        """The first `count` late frees are over. Returns what they had asked for: until now it is requested (free_block)."""
+        """End the first `count` late frees and return their requested bytes, which count as requested until now (free_block)."""
         n_bytes = 0
         for _ in range(count):
             number = self._late.popleft()
@@ -217,7 +220,7 @@ class CachingAllocator:
     # Cached blocks
 
     def _choose(self, pool: int, at: int, need: int) -> int:
-        """Which of the free blocks from `at` on is taken; -1 for none. Source: get_free_block."""
+        """The index of the free block to use, from `at` on; -1 if none is suitable. Source: get_free_block."""
         cached, conf, expandable = self.blocks.free[pool], self.conf, self._expandable
         if expandable is not None:
             sizes = (expandable.size_with_space(pool, key & ADDRESS, key >> SHIFT) for key in cached[at:])
@@ -234,7 +237,9 @@ class CachingAllocator:
         return at
 
     def _new_block(self, number: int, pool: int, need: int) -> tuple[int, int]:
-        """From the driver, after garbage collection; if it refuses, the cache is released. Source: malloc."""
+        """Get a block from the driver after garbage collection. If the driver refuses, release the cache and retry. Source:
+        malloc.
+        """
         asked = allocation_size(need, self.conf)
         if self._collects:
             self._collect_garbage()
@@ -264,7 +269,7 @@ class CachingAllocator:
     # Giving back to the driver
 
     def release_cached(self) -> None:
-        """Every segment that is free as a whole, and every free page of expandable ones. Source: release_cached_blocks."""
+        """Release every segment that is entirely free, and every free page of expandable ones. Source: release_cached_blocks."""
         self.synchronize()
         for pool in sorted(self.blocks.free, key=lambda pool: (not pool & 1, pool)):
             for key in list(self.blocks.free[pool]):
@@ -274,7 +279,7 @@ class CachingAllocator:
                     self._release(pool, key)
 
     def _is_whole(self, key: int) -> bool:
-        """Whether a free block is its segment: `!block->is_split()`."""
+        """Whether a free block is its entire segment: `!block->is_split()`."""
         return self._segments.get(key & ADDRESS, (0, 0))[0] == key >> SHIFT
 
     def _release(self, pool: int, key: int) -> None:
@@ -284,7 +289,7 @@ class CachingAllocator:
         del self._segments[start]
 
     def _release_available(self, pool: int, need: int) -> bool:
-        """Oversize blocks of this stream, only as many as are needed. Source: release_available_cached_blocks."""
+        """Release oversize blocks of this stream, only as many as needed. Source: release_available_cached_blocks."""
         conf = self.conf
         if conf.max_split_bytes == UNLIMITED or self._expandable is not None:
             return False
@@ -300,7 +305,7 @@ class CachingAllocator:
         return released >= target
 
     def _collect_garbage(self) -> None:
-        """Whole large segments that have been free for longer than the average one. Source: garbage_collect_cached_blocks."""
+        """Release large free segments that have been free for longer than the average. Source: garbage_collect_cached_blocks."""
         threshold = int(self.conf.garbage_collection_threshold * self.driver.allowed_bytes)
         target = self.driver.reserved - threshold
         ages = self.blocks.ages
@@ -328,7 +333,7 @@ class CachingAllocator:
     # What there is
 
     def segments(self) -> Iterator[Segment]:
-        """As `snapshot`: every segment; of an expandable one, each stretch of mapped memory."""
+        """Every segment, as in `snapshot`. An expandable segment yields each stretch of mapped memory."""
         expandable = self._expandable
         for start, (n_bytes, pool) in sorted((self._segments if expandable is None else expandable.segments).items()):
             yield from self._stretches(pool, start, start + n_bytes, expandable.unmapped[pool] if expandable else {})

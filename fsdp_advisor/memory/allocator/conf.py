@@ -23,7 +23,7 @@ ROUND_LARGE = 2 * MIB
 """Larger ones get a segment of their own, rounded up to this (kRoundLarge)."""
 
 POWER2_INTERVALS = 16
-"""Sizes from 1 MiB to 64 GiB, an interval for each power of two (kRoundUpPowerOfTwoIntervals)."""
+"""Number of size intervals: one per power of two from 1 MiB to 64 GiB (kRoundUpPowerOfTwoIntervals)."""
 UNLIMITED = 2**63 - 1
 
 NO_EFFECT = frozenset(
@@ -34,16 +34,16 @@ NO_EFFECT = frozenset(
         "throw_on_cudamalloc_oom",
     }
 )  # fmt: skip
-"""Keys that are right and change nothing of what is modelled: host memory, locks, graph capture, the wording of an error."""
+"""Valid keys without effect on the model: they concern host memory, locks, graph capture and the text of errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConf:
-    """The settings, sizes in bytes. `parse` reads what the environment variable takes."""
+    """The settings, with sizes in bytes. `parse` reads the syntax of the environment variable."""
 
     expandable_segments: bool = False
     max_split_bytes: int = UNLIMITED
-    max_non_split_rounding_bytes: int | None = None  # of a block that is not split; None: large_segment_bytes
+    max_non_split_rounding_bytes: int | None = None  # for a block that is not split; None: large_segment_bytes
     large_segment_bytes: int = 20 * MIB
     roundup_power2_divisions: tuple[int, ...] = (0,) * POWER2_INTERVALS
     garbage_collection_threshold: float = 0.0
@@ -55,7 +55,7 @@ class AllocatorConf:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorConf:
-        """From the syntax of `PYTORCH_ALLOC_CONF`. Raises UsageError.
+        """Parse the syntax of `PYTORCH_ALLOC_CONF`. Raises UsageError.
 
         >>> conf = AllocatorConf.parse("expandable_segments:True,max_split_size_mb:64")
         >>> conf.expandable_segments, conf.max_split_bytes // 2**20
@@ -76,15 +76,15 @@ class AllocatorConf:
 
     @property
     def collects_garbage(self) -> bool:
-        """Whether a threshold is heeded: only where a fraction of the device has been set.
+        """Whether garbage collection runs: it needs a threshold, and a memory fraction below 1.
 
-        Source: malloc, `set_fraction`. A fraction of 1 sets none, nor does it here what a program sets by itself
+        Source: malloc, `set_fraction`. A fraction of 1 counts as not set. Not modelled: a fraction that the program sets itself
         (`torch.cuda.set_per_process_memory_fraction`).
         """
         return self.garbage_collection_threshold > 0 and self.per_process_memory_fraction < 1
 
     def divisions_for(self, n_bytes: int) -> int:
-        """Into how many steps a power of two is divided at this size.
+        """The number of steps into which a power of two is divided at this size.
 
         Source: AcceleratorAllocatorConfig::roundup_power2_divisions(size).
         """
@@ -105,7 +105,7 @@ def _error(key: str, what: str, value: str, hint: str) -> UsageError:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Source: c10/core/AllocatorConfig.h, ConfigTokenizer: blanks are nothing, a list stands in brackets."""
+    """The `key:value` pairs. Blanks are ignored; lists are in brackets. Source: c10/core/AllocatorConfig.h, ConfigTokenizer."""
     pairs: dict[str, str] = {}
     text = re.sub(r"\s", "", text)
     for item in re.split(r",(?![^\[]*\])", text) if text else []:
@@ -156,7 +156,9 @@ def _fraction(pairs: dict[str, str], key: str, default: float, *, open_end: bool
 
 
 def _divisions(value: str | None) -> tuple[int, ...]:
-    """One number for all sizes, or `[256:1,512:2,>:8]` by size in MiB: what stands first also holds for all below it.
+    """The divisions by size, from one number for all sizes or `[256:1,512:2,>:8]` by size in MiB. The first entry also applies to
+    all smaller sizes.
+
 
     Source: AcceleratorAllocatorConfig::parseRoundUpPower2Divisions.
     """

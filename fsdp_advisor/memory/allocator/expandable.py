@@ -1,4 +1,4 @@
-"""Expandable segments: address space that is mapped page by page as blocks need it, and unmapped when they are free.
+"""Expandable segments: address space whose pages are mapped when blocks need them and unmapped when the blocks are free.
 
 Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.13), ExpandableSegment and the functions named below.
 """
@@ -9,11 +9,13 @@ from fsdp_advisor.memory.allocator.blocks import Blocks, Driver
 from fsdp_advisor.memory.allocator.conf import SMALL_BUFFER, AllocatorConf
 
 ADDRESS_SPACE_BYTES = 2**40
-"""Of one segment. PyTorch reserves 1 1/8 of the device's memory: like this, more than can be mapped."""
+"""Address space of one segment. PyTorch reserves 1 1/8 of the device's memory. Both are more than can be mapped."""
 
 
 class ExpandableSegments:
-    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block; it stands in `before` like others."""
+    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block; `before` contains these blocks
+    too.
+    """
 
     def __init__(self, blocks: Blocks, driver: Driver, conf: AllocatorConf) -> None:
         self._blocks, self._driver, self._conf = blocks, driver, conf
@@ -21,15 +23,15 @@ class ExpandableSegments:
         self.segments: dict[int, tuple[int, int]] = {}  # address -> (bytes of address space, pool)
 
     def page_bytes(self, pool: int) -> int:
-        """Source: find_expandable_block, segment_size."""
+        """The page size of a pool. Source: find_expandable_block, segment_size."""
         return self._conf.large_segment_bytes if pool & 1 else SMALL_BUFFER
 
     def size_with_space(self, pool: int, start: int, n_bytes: int) -> int:
-        """A free block before unmapped space counts with all of it. Source: get_free_block, expandable_size."""
+        """Bytes of a free block, with the unmapped space directly after it. Source: get_free_block, expandable_size."""
         return n_bytes + self.unmapped[pool].get(start + n_bytes, 0)
 
     def allocate(self, pool: int, need: int) -> tuple[int, int] | None:
-        """Free and unmapped space in a row that is large enough, mapped as needed: (address, bytes), or None if refused.
+        """(address, bytes) of contiguous free and unmapped space, mapped as needed; None if the driver refuses.
 
         Source: try_allocate_expandable_block.
         """
@@ -44,7 +46,7 @@ class ExpandableSegments:
         return start, blocks.take(pool, start)
 
     def _find(self, pool: int, need: int) -> int:
-        """Where a row of free and unmapped blocks of at least `need` bytes begins, at the lowest address.
+        """The lowest address at which contiguous free and unmapped blocks of at least `need` bytes begin.
 
         Source: find_expandable_block.
         """
@@ -66,7 +68,7 @@ class ExpandableSegments:
         return start
 
     def _map(self, pool: int, start: int, n_bytes: int) -> bool:
-        """Pages are mapped at the beginning of an unmapped block, which joins free neighbours.
+        """Map pages at the beginning of an unmapped block and merge them with free neighbours.
 
         Source: map_block, ExpandableSegment::map.
         """
@@ -87,7 +89,7 @@ class ExpandableSegments:
         return True
 
     def unmap(self, pool: int, start: int) -> None:
-        """The whole pages of a free block go back to the driver. Source: unmap_block, ExpandableSegment::unmap."""
+        """Return the whole pages of a free block to the driver. Source: unmap_block, ExpandableSegment::unmap."""
         blocks, space, page = self._blocks, self.unmapped[pool], self.page_bytes(pool)
         base = max(s for s, (_, p) in self.segments.items() if p == pool and s <= start)
         after = start - blocks.size[start]
@@ -97,17 +99,17 @@ class ExpandableSegments:
             return
         blocks.take(pool, start)
         prior = blocks.before.pop(start, None)
-        if start < first:  # what is left of a page before
+        if start < first:  # the partial page at the beginning stays mapped
             blocks.put(pool, start, first - start)
             if prior is not None:
                 blocks.before[start] = prior
             prior = start
-        if last < after:  # and behind
+        if last < after:  # and the one at the end
             blocks.put(pool, last, after - last)
             if after in blocks.before:
                 blocks.before[after] = last
         at, end = first, last
-        if end in space:  # unmapped neighbours are one
+        if end in space:  # merge with an unmapped neighbour
             end += space.pop(end)
             blocks.before.pop(last, None)
         if prior is not None and prior in space:

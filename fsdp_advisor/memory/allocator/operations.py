@@ -1,4 +1,4 @@
-"""From a step program to the caching allocator's operations: every storage of every layer, allocated and freed in order."""
+"""Expand a step program into the caching allocator's operations: allocations and frees of every storage of every layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp_advisor.program.spans import Span, stays_near, storage_bytes
 from fsdp_advisor.program.storages import Storages, WeightTransfer, round_up
 
 LAUNCH_QUEUE = 1024
-"""How many kernels the host may be ahead of the GPU: the next launch waits for room. An operator counts as one kernel.
+"""The number of kernels by which the host may be ahead of the GPU; the next launch waits. An operator counts as one kernel.
 
 Source: about 1000, measured (forums.developer.nvidia.com/t/68937, stackoverflow.com/questions/53970187). NVIDIA documents none.
 """
@@ -38,10 +38,10 @@ _WHOLE_GRADIENT, _WORKSPACE = int(Category.UNSHARDED_GRADIENT), int(Category.SCR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOperations:
-    """What a job asks of the allocator: operations as `caching` defines them, on numbered storages.
+    """The allocator operations of a job, on numbered storages. `caching` defines their encoding.
 
-    `setup` comes before the first step; `first` and `following` are steps. `carried_over` are the storages that a step leaves
-    to the next: (as it was allocated, as the next step knows it). `visits` are (first operation, phase, name).
+    `setup` precedes the first step; `first` and `following` are steps. `carried_over` are the storages that one step leaves to
+    the next: (number at allocation, number in the next step). `visits` are (first operation, phase, name).
     """
 
     requests: tuple[int, ...]
@@ -70,9 +70,10 @@ def step_operations(
 ) -> StepOperations:
     """The operations of a program's steps at micro-batch `b` and `t` tokens.
 
-    `workspace_bytes`: cuBLAS workspaces of the threads that run forward and backward. `loaded`: how the parameters reach the
-    GPU; without it they are simply there. `one_batch`: all micro-batches are the same tensors, allocated before the first step
-    and reduced in each micro-batch, so that DDP rebuilds its buckets at the second forward.
+    `workspace_bytes`: cuBLAS workspaces of the threads that run forward and backward. `loaded`: the transfers that load the
+    parameters; without them the parameters are allocated directly. `one_batch`: all micro-batches use the same tensors, which
+    are allocated before the first step, and gradients are reduced in each micro-batch, so DDP rebuilds its buckets at the second
+    forward.
     """
     reader = _Reader(program, storage_bytes(program.layout.tape, b, t, resident_threads), b, t, one_batch)
     reader.read()
@@ -90,10 +91,12 @@ class _Reader:
         self.visits: list[tuple[int, str, str]] = []
         self.residents: list[tuple[Account, int]] = []  # alive when a step begins
         self.batch: list[int] = []  # inputs of the first micro-batch, if there is one batch
-        self.first_layer = self.first_weight = self.second_forward = -1  # operations
+        self.first_layer = self.first_weight = self.second_forward = -1  # indices of operations
         self._storages: dict[Buffer, tuple[int, ...]] = {}
-        self._layers: dict[tuple[str, int], list[list[int]]] = {}  # by phase and stack: each real layer's births
-        self._roots: dict[int, list[int]] = {}  # by segment of the root
+        self._layers: dict[
+            tuple[str, int], list[list[int]]
+        ] = {}  # by phase and stack: the storages of each real layer, by birth
+        self._roots: dict[int, list[int]] = {}  # by segment of the root: its storages, by birth
         self._compiled: dict[int, list[tuple[int, int, int, int]]] = {}
         self._inputs: list[int] = []
         self._left_over: dict[
@@ -223,7 +226,7 @@ class _Reader:
         self.operations.append(number * 4 + FREE)
 
     def _births(self, segment: Segment, span: Span, layer: int) -> tuple[list[int], list[list[int]], int]:
-        """The segment's storages by birth, and the layers among which its neighbours are found."""
+        """The segment's storages by birth, the layers that contain its neighbours, and its index among them."""
         count = len(self._tape.births[span.segment])
         if segment.stack == ROOT:
             births = self._roots.setdefault(span.segment, [])
@@ -237,7 +240,9 @@ class _Reader:
         return births, instances, layer
 
     def _compile(self, span: Span, segment: Segment) -> list[tuple[int, int, int, int]]:
-        """A span as (_ALLOC, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment, birth, 0)."""
+        """A span as a list of (_ALLOC, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment,
+        birth, 0).
+        """
         tape, sizes = self._tape, self._sizes
         birth = sum(1 for op, _, _ in segment.events[: span.start] if op == Op.ALLOC)
         result = []
@@ -261,7 +266,9 @@ class _Reader:
         return result
 
     def _far(self, segment: int, birth: int) -> list[int]:
-        """The root's storage, or those of every layer that the recorded one stands for."""
+        """The storages of a birth in a distant segment: one of the root, or one of every layer that a recorded layer stands
+        for.
+        """
         born = self._tape.segments[segment]
         if born.stack == ROOT:
             return [self._roots[segment][birth]]
@@ -270,7 +277,7 @@ class _Reader:
         return [births[birth] for recorded, births in layers if recorded == born.layer]
 
     def _drop(self, instruction: DropBatch | DropLoss) -> None:
-        """Free what the micro-batch before has left: at once its inputs, its loss once there is another."""
+        """Free the tensors of the previous micro-batch: its inputs at once, its loss when there is a new one."""
         if isinstance(instruction, DropLoss):
             self.operations += [number * 4 + FREE for number in self._dropped_later]
             return
@@ -284,7 +291,7 @@ _PHASES = ("", "forward", "backward")
 
 
 def _sums_gradients(tape: Tape, segment: Segment, at: int) -> bool:
-    """Whether the storage is the sum of two gradients that are freed at once: those of a weight that is used twice."""
+    """Whether the storage is the sum of two gradients of a weight that is used twice; both are freed at once."""
     parts = 0
     for op, a, b in segment.events[at + 1 :]:
         if op == Op.ALLOC:
@@ -322,7 +329,9 @@ class _Assembly:
         )
 
     def _end_step(self, freed: set[int]) -> list[tuple[int, int]]:
-        """What a step leaves takes the place of a storage of its size that it freed, or ends with the step (`zero_grad`)."""
+        """Match each storage that a step leaves with one of the same size that the step freed. Others are freed at the end of
+        the step (`zero_grad`).
+        """
         requests = self._requests
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in sorted({number for _, number in self._read.residents} & freed, reverse=True):
@@ -363,14 +372,14 @@ class _Assembly:
         return len(self._requests) - 1
 
     def _rebuild(self, rebuilt: Storages, setup: list[int]) -> list[int]:
-        """One bucket for all gradients in `setup`; and the operations that replace it."""
+        """Allocate one bucket for all gradients in `setup`, and return the operations that replace it."""
         buckets = [n * 4 + MALLOC for account, n in self._read.residents if account == Account.COMMUNICATION]
         at, whole = setup.index(buckets[0]), self._new(round_up(rebuilt.exact))
         setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
         return [whole * 4 + FREE, *(self._new(round_up(n)) * 4 + MALLOC for n in rebuilt.each())]
 
     def _setup(self, not_yet: set[int]) -> list[int]:
-        """What is allocated before the first step, and what passes through the GPU while it is loaded."""
+        """The operations before the first step: the states and the temporary tensors of loading."""
         parameters: defaultdict[int, deque[int]] = defaultdict(deque)
         for account, number in self._read.residents:
             if account == Account.PARAMETERS:

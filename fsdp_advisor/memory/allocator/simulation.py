@@ -1,11 +1,11 @@
-"""What a job reserves: its steps run through the caching allocator until the allocator's state repeats.
+"""The bytes that a job reserves: its steps run through the caching allocator until the allocator's state repeats.
 
-The simulation begins with what loading has left in the cache: whole units or tensors from which shards were made are freed, but
-their segments stay with PyTorch. (huggingface/accelerate, benchmarks/fsdp2/imgs, shows it for a model's embedding.)
+The simulation begins with the cache as loading leaves it: whole units or tensors are freed after they are sharded, but their
+segments stay with PyTorch. (huggingface/accelerate, benchmarks/fsdp2/imgs, shows it for a model's embedding.)
 
-Assumed: the host reads the loss after each step, gradients are set to None. The host runs ahead of the GPU as far as it can
-(FSDP1's limit on all-gathers, the queue of kernel launches), which delays the reuse of what `record_stream` marks; collectives
-keep pace with computation.
+Assumed: the host reads the loss after each step; gradients are set to None. The host runs ahead of the GPU as far as it can
+(FSDP1's limit on all-gathers, the queue of kernel launches), which delays the reuse of storages with `record_stream`.
+Collectives keep pace with computation.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.operations import StepOperations
 
 MAX_STEPS = 16
-"""Steps simulated at most, if the allocator's state does not repeat."""
+"""The maximum number of simulated steps, if the allocator's state does not repeat."""
 RETRYING_STEPS = 4
-"""After so many steps in a row with retries, every step is assumed to retry."""
+"""After this number of consecutive steps with retries, every step is assumed to retry."""
 
 Verdict = Literal["fits", "fits_with_retries", "does_not_fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Where the memory runs out: the driver gives no more, whatever is released."""
+    """The allocation that fails: the driver refuses it even after the allocator has released its cache."""
 
     phase: str
     where: str
@@ -36,11 +36,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorResult:
-    """What a job's steps take of the caching allocator. Bytes.
+    """The result of the simulation. Bytes.
 
     `verdict` says whether the steps run within the limit: `fits`, `fits_with_retries` (every steady step frees the cache and
-    asks the driver again), `does_not_fit`. The peaks are those within the limit if the steps run there, else those without a
-    limit. `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`,
+    asks the driver again), `does_not_fit`. The peaks are those within the limit if the steps fit, else those without a limit.
+    `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`,
     `requested_peak_bytes` `requested_bytes.all.peak`. `steps_until_steady` is None if the state never repeated.
     `expandable_segments_help`: whether that setting ends the retries or makes the job fit; None if it was not tried.
     """
@@ -56,7 +56,7 @@ class AllocatorResult:
 
     @property
     def unused_bytes(self) -> int:
-        """Reserved beyond the allocated peak: fragmentation."""
+        """Fragmentation: reserved bytes beyond the allocated peak."""
         return self.reserved_peak_bytes - self.allocated_peak_bytes
 
 
@@ -69,7 +69,7 @@ def simulate_allocator(
 ) -> AllocatorResult:
     """Run a job's steps through the caching allocator.
 
-    `limit_bytes` is what the driver has for segments (None: no limit), `device_bytes` the device's whole memory (default:
+    `limit_bytes`: memory that the driver has for segments (None: no limit). `device_bytes`: the device's whole memory (default:
     the limit).
     """
     conf = conf or AllocatorConf()
@@ -97,10 +97,10 @@ _RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 
 
 
 class _Run:
-    """The first step, then others until the state after one has been seen before.
+    """Runs the first step, then more steps until the allocator's state has occurred before.
 
-    Between steps the state is where the storages lie that live on. Most were allocated once and never move, so it is decided
-    by the calls of the driver and by the storages that one step carries over to the next.
+    The state between steps is the addresses of the storages that stay alive. Most of them are allocated once and never move, so
+    the driver's calls and the storages that one step carries over to the next determine the state.
     """
 
     def __init__(
@@ -141,6 +141,6 @@ class _Run:
     def verdict(self) -> Verdict:
         if self.refused is not None:
             return "does_not_fit"
-        # steps that repeat make no calls of the driver: any retries came before them
+        # repeating steps make no driver calls: all retries happened before them
         steady = self.steady_after is not None
         return "fits" if steady or not self.allocator.retries else "fits_with_retries"

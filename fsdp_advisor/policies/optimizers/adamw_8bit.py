@@ -72,7 +72,7 @@ ADAMW_8BIT = AdamW8bit(
     deepspeed_offloaded=NamedOptimizer(name="AdamW"),
     measured=Refusal("optimizer adamw_bnb_8bit cannot be measured here"),
     measured_zero1=Refusal("ZeroRedundancyOptimizer is not measured around adamw_bnb_8bit"),
-    # they take DTensors for plain tensors: bitsandbytes issue 1633; axolotl refuses it too
+    # its kernels treat DTensors as plain tensors: bitsandbytes issue 1633; axolotl refuses it too
     fsdp2=Refusal("bitsandbytes' 8-bit AdamW cannot step FSDP2's parameters (try another --optim, or --backend fsdp1)"),
     host_kernel="many_passes",
     deepspeed_host_kernel="one_pass",

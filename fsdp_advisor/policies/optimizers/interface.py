@@ -59,7 +59,7 @@ class NamedOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(ABC):
-    """One optimizer. Fields without a default are those for which no value is safe to assume.
+    """One optimizer. A field has no default if no value is safe to assume.
 
     Bytes and storages are those of one rank. `element_bytes` is the size of an element of the tensor that is stepped.
     """
@@ -77,9 +77,9 @@ class Optimizer(ABC):
     deepspeed_offloaded: NamedOptimizer | Refusal
     """The same with the states on the host."""
     measured: Constructor | Refusal
-    """What a measurement builds."""
+    """The optimizer that a measurement builds."""
     measured_zero1: Constructor | Refusal
-    """What a measurement builds inside torch's ZeroRedundancyOptimizer."""
+    """The optimizer that a measurement builds inside torch's ZeroRedundancyOptimizer."""
     fsdp2: Refusal | None
     """Why an export for FSDP2 is refused. None: it is not."""
 
@@ -99,7 +99,7 @@ class Optimizer(ABC):
     host_state_bytes: int = 0
     """State of one tensor on the host while the tensor is on the GPU. Checkpoints contain it."""
     deepspeed_notes: tuple[str, ...] = ()
-    """What an estimate for DeepSpeed assumes."""
+    """Notes on the assumptions of an estimate for DeepSpeed."""
     fsdp2_step_failure: str | None = None
     """Why PyTorch's implementation cannot step FSDP2's shards. None: it can."""
 
@@ -107,7 +107,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        """The state of one trainable parameter, of which this rank steps a tensor of `shape`. None for an empty tensor."""
+        """The state of one trainable parameter. `shape`: the tensor that this rank steps. Nothing for an empty tensor."""
 
     @abstractmethod
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
@@ -133,7 +133,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        """What the update of one parameter allocates at its highest.
+        """The temporaries of one parameter's update at their peak.
 
         The temporaries of all parameters live at the same time, unless the optimizer `steps_one_by_one`.
         """
@@ -144,7 +144,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """What the update of one flat partition under DeepSpeed allocates at its highest, without the gradient."""
+        """The temporaries of the update of one flat partition under DeepSpeed at their peak, without the gradient."""
 
     # Cost of the step
 
@@ -157,5 +157,5 @@ class Optimizer(ABC):
         return 0
 
     def step_collectives(self, parameter: Parameter) -> tuple[Collective, ...]:
-        """Collectives that the update of the parameter needs besides those of the engine."""
+        """Collectives that the parameter's update needs in addition to those of the engine."""
         return ()
