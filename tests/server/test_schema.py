@@ -14,7 +14,7 @@ from fsdp_advisor.server.settings import Settings
 
 SECONDS = 3600
 """Time limit of one request, for a configuration that is recorded on a busy machine."""
-CASES = 100
+CASES = 60
 """Requests per operation, of which there are 11."""
 
 EXCLUDED = [positive_data_acceptance, negative_data_rejection]
