@@ -78,3 +78,11 @@ def test_options_table_lists_every_option() -> None:
 
 def test_test_command_is_marked_for_ci() -> None:
     assert re.search(r"<!-- the test command -->\n```sh\n[^\n]*pytest[^\n]*\n```", README.read_text())
+
+
+def test_paths_in_contributing_exist() -> None:
+    text = (README.parent / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"\b(?:tests|fsdp_advisor)/[\w./]*\w", text))
+    assert len(paths) > 10
+    missing = {path for path in paths if "NAME" not in path and not (README.parent / path).exists()}
+    assert not missing

@@ -11,6 +11,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor.memory.allocator import AllocatorConf, simulate_allocator
 
+pytestmark = pytest.mark.slow
+
 DEPTHS = {"32 layers": "meta-llama/Llama-2-7b-hf", "126 layers": "meta-llama/Llama-3.1-405B"}
 STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", "deepspeed"), ("zero3", "deepspeed")]
 

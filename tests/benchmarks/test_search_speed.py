@@ -12,6 +12,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import recommend
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = {
     "llama": {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"},
     "llama on 8": {"model": "meta-llama/Llama-2-7b-hf", "gpus": 8, "gpu": "H100"},

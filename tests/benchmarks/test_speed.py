@@ -14,6 +14,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import estimate
 
+pytestmark = pytest.mark.slow
+
 COLD = {
     "cold libraries": ["-c", "import pydantic, typer, rich"],
     "cold estimate": ["-m", "fsdp_advisor", "estimate", "--json", "-q", "--gpu", "H100", "--gpus", "4", "--model", "meta-llama/Llama-2-7b-hf"],

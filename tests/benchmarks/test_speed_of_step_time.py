@@ -13,6 +13,8 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.tapes import tape_key_of
 
+pytestmark = pytest.mark.slow
+
 H100 = find_gpu("H100")
 
 

@@ -13,6 +13,8 @@ from fsdp_advisor import estimate
 from fsdp_advisor.cli import measured as comparison
 from fsdp_advisor.validation.records import Record
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torch")
 
 TINY = {

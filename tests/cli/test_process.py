@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CLI = [sys.executable, "-m", "fsdp_advisor"]
 JOB = ["estimate", "--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "H100"]
 

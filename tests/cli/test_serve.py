@@ -20,6 +20,8 @@ import pytest
 from fsdp_advisor.cli.serve import OPTIONS
 from fsdp_advisor.server.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from conftest import Cli  # which folder's, depends on what is run
 

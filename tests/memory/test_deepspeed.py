@@ -28,6 +28,8 @@ from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import States, Storages
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3
 SMALL = Settings(
     reduce_bucket_size=1000, prefetch_bucket_size=300, param_persistence_threshold=30, sub_group_size=10**9

@@ -36,6 +36,8 @@ from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
+pytestmark = pytest.mark.slow
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 12,
               "num_attention_heads": 4, "vocab_size": 1000},

@@ -17,6 +17,8 @@ from fsdp_advisor.job.compatibility import OFFLOADS, mesh_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 SMALL = (512, 1376, 4, 16001)
 CASES = (

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from published_memory import DATA, ROWS, TOLERANCE, Row, estimate_of, llama, recorded, request_of
 
+pytestmark = pytest.mark.slow
+
 SPEED = Path(__file__).parents[1] / "timing"
 
 

@@ -19,6 +19,8 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import round_up
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     "save_fsdp1_full", "save_fsdp1_full_on_every_rank", "save_fsdp1_sharded", "save_fsdp1_local",
     "save_fsdp2_full", "save_fsdp2_sharded", "save_ddp_save_pretrained", "save_ddp_full",

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from fsdp_advisor.recording import cuda
 from fsdp_advisor.recording.cuda import as_on_cuda
 
+pytestmark = pytest.mark.slow
+
 
 def saved(run: Callable[[], torch.Tensor]) -> list[torch.dtype]:
     """Dtypes of what is saved for backward."""

@@ -19,6 +19,8 @@ from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import record_module
 from fsdp_advisor.validation.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     """Source: pytorch/examples distributed/FSDP tutorial: two convolutions, Linear 9216x128, Linear 128x10."""

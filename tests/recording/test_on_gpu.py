@@ -33,6 +33,8 @@ from fsdp_advisor.model.profile import (
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -15,6 +15,8 @@ from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.spans import span_bytes, storage_bytes, tape_layout
 from fsdp_advisor.recording import Recorder, TransformersSource
 
+pytestmark = pytest.mark.slow
+
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 2,

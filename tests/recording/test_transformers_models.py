@@ -11,6 +11,8 @@ from fsdp_advisor.model import store
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import Recorder, TransformersSource
 
+pytestmark = pytest.mark.slow
+
 TASKS = [
     ({"model_type": "llama"}, "causal-lm"),
     ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "causal-lm"),

@@ -17,6 +17,8 @@ import psutil
 import pytest
 from server_process import SECONDS, Serving, problem, received, serving, until
 
+pytestmark = pytest.mark.slow
+
 LLAMA = "meta-llama/Llama-2-7b-hf"
 ESTIMATE = "/api/v1/estimate"
 POST = b"POST /api/v1/estimate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"

@@ -21,6 +21,8 @@ from fsdp_advisor.server.answers import ModelSource, answer, recommend_document
 from fsdp_advisor.server.errors import ServerBusy
 from fsdp_advisor.server.workers import Worker, WorkerPool, environment
 
+pytestmark = pytest.mark.slow
+
 LONG = 600.0
 """A time limit in seconds that no test reaches, also on a busy machine."""
 

@@ -21,6 +21,8 @@ from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.records import Record
 
+pytestmark = pytest.mark.slow
+
 BASE: dict[str, Any] = {"model": "openai-community/gpt2", "strategy": "zero3", "gpus": 8}
 
 

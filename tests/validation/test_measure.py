@@ -28,6 +28,8 @@ from fsdp_advisor.validation.rank import combined
 from fsdp_advisor.validation.sbatch import sbatch_example
 from fsdp_advisor.validation.worker import run
 
+pytestmark = pytest.mark.slow
+
 WIDE = {**CONFIG, "vocab_size": 8000, "tie_word_embeddings": False}
 """With short sequences, its peak is at the reduce-scatter of the root's gradients."""
 

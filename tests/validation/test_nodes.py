@@ -26,6 +26,8 @@ from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.process_tree import descendants
 from fsdp_advisor.validation.records import Record, read
 
+pytestmark = pytest.mark.slow
+
 VALIDATE = ["-m", "fsdp_advisor", "validate"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1"]
 FAILING_RANK = """

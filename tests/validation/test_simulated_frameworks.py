@@ -28,6 +28,8 @@ from fsdp_advisor.validation.modes import choose_mode
 from fsdp_advisor.validation.real import check
 from fsdp_advisor.validation.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 SCALARS_BYTES = 16 * 512
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,

@@ -17,6 +17,8 @@ from fsdp_advisor.recording import TransformersSource
 from fsdp_advisor.tapes import tape_key_of  # after the check for torch
 from fsdp_advisor.validation.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 TINY, L1B, L7B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"
 QWEN2, QWEN3 = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
 MISTRAL, GEMMA, GEMMA2, GEMMA3, GEMMA3_4B, GEMMA3_12B = (

@@ -31,6 +31,8 @@ from fsdp_advisor.validation.simulate import simulate
 from fsdp_advisor.validation.stand_in import stand_in
 from fsdp_advisor.validation.worker import run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

@@ -23,6 +23,8 @@ WORKER = Path(__file__).with_name("states_worker.py")
 sys.path.insert(0, str(WORKER.parent))
 from states_worker import CONFIG  # the worker's own model
 
+pytestmark = pytest.mark.slow
+
 BACKENDS = (("ddp", "ddp"), ("fsdp1", "zero3"), ("fsdp1", "zero2"), ("fsdp2", "zero3"), ("fsdp2", "zero2"))
 
 

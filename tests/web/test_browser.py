@@ -9,6 +9,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 expect = pytest.importorskip("playwright.sync_api").expect
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 

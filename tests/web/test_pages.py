@@ -22,6 +22,8 @@ from fsdp_advisor.server.rendering import render
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.validation import published
 
+pytestmark = pytest.mark.slow
+
 PAGES = ("/", "/how", "/accuracy", "/models", "/gpus")
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}'
 JOBS = {
