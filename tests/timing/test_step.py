@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate, step_of
-from fsdp_advisor.hardware import GPUS, Gpu, find_gpu
+from fsdp_advisor.hardware import GPUS, Gpu, Link, find_gpu
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, mesh_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.tapes import tape_key_of
-from fsdp_advisor.timing import StepTime, step_time, timeline, why_unknown
+from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.timing.operators import products_of
 from fsdp_advisor.timing.step import UNCERTAINTY
 
@@ -61,6 +62,13 @@ def time(job: Plan, gpu: Gpu = A100, profile: Profile = LLAMA) -> StepTime:
     return found
 
 
+def intervals(job: Plan, between: Link | None = None) -> tuple[Interval, ...]:
+    """The timeline of a step of Llama on A100s."""
+    between = between or A100.inter_node
+    assert between is not None
+    return timeline(LLAMA, step_program(LLAMA, LLAMA.tapes[tape_key_of(job).name], job), job, A100, between)
+
+
 @pytest.mark.parametrize(("strategy", "backend", "offload"), STRATEGIES)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_breakdown_sums_to_the_step_and_the_timeline_reaches_it(
@@ -72,9 +80,7 @@ def test_the_breakdown_sums_to_the_step_and_the_timeline_reaches_it(
     assert min(found.breakdown.values()) >= 0
     assert found.low_seconds < found.seconds < found.high_seconds
     assert (found.breakdown["recomputation"] > 0) == (checkpointing == "full")
-    assert A100.inter_node is not None
-    drawn = timeline(LLAMA, LLAMA.tapes[tape_key_of(job).name], job, A100, A100.inter_node)
-    # every layer one by one: the fold of the sum is exact
+    drawn = intervals(job)
     end = max(interval.end_seconds for interval in drawn)
     assert end == pytest.approx(found.seconds - found.breakdown["contention"], rel=1e-9)
 
@@ -82,8 +88,7 @@ def test_the_breakdown_sums_to_the_step_and_the_timeline_reaches_it(
 @pytest.mark.parametrize(("strategy", "backend", "offload"), STRATEGIES)
 def test_streams_do_one_thing_at_a_time(strategy: str, backend: str, offload: str) -> None:
     job = plan(strategy, backend, gpus=16, nnodes=2, offload=offload)
-    assert A100.inter_node is not None
-    drawn = timeline(LLAMA, LLAMA.tapes[tape_key_of(job).name], job, A100, A100.inter_node)
+    drawn = intervals(job)
     for stream in ("compute", "communication"):
         own = sorted((i.begin_seconds, i.end_seconds) for i in drawn if i.stream == stream)
         assert all(one[1] <= other[0] + 1e-12 for one, other in itertools.pairwise(own))
@@ -91,30 +96,18 @@ def test_streams_do_one_thing_at_a_time(strategy: str, backend: str, offload: st
     assert len(layers) == 2 * 32
 
 
-@settings(deadline=None, max_examples=80)
-@given(
-    st.sampled_from(STRATEGIES),
-    st.sampled_from(
-        ["meta-llama/Llama-2-7b-hf", "google/gemma-2-9b", "google-t5/t5-base", "deepseek-ai/DeepSeek-V2-Lite"]
-    ),
-    st.floats(8, 11.7),
-    st.sampled_from(["pre", "post", "none"]),
-)
-def test_folded_layers_take_as_long_as_each_one_walked(
-    how: tuple[str, str, str], name: str, exponent: float, prefetch: str
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(STRATEGIES), st.floats(8, 11.7), st.sampled_from(["pre", "post", "none"]))
+def test_timeline_ends_with_the_step_at_every_bandwidth(
+    how: tuple[str, str, str], exponent: float, prefetch: str
 ) -> None:
-    """At every bandwidth: where the link waits, where it is behind for good, and where it catches up on the way."""
+    """Whether communication is hidden, exposed, or catches up on the way."""
     strategy, backend, offload = how
-    profile = profile_of(name)
-    job = plan(strategy, backend, gpus=16, nnodes=2, offload=offload, backward_prefetch=prefetch, attention="eager")
-    tape = profile.tapes.get(tape_key_of(job).name)
+    job = plan(strategy, backend, gpus=16, nnodes=2, offload=offload, backward_prefetch=prefetch)
     assert A100.inter_node is not None
-    if tape is None:
-        return
     between = replace(A100.inter_node, bytes_per_s=10**exponent)
-    found = step_time(profile, tape, job, A100, between)
-    assert found is not None
-    end = max(interval.end_seconds for interval in timeline(profile, tape, job, A100, between))
+    found = time(job, replace(A100, inter_node=between))
+    end = max(interval.end_seconds for interval in intervals(job, between))
     assert end == pytest.approx(found.seconds - found.breakdown["contention"], rel=1e-9)
 
 
@@ -207,12 +200,12 @@ def test_unknown_is_none_with_a_reason() -> None:
     small = find_gpu("24GiB")
     job = plan()
     assert A100.inter_node is not None
-    tape = LLAMA.tapes[tape_key_of(job).name]
-    assert step_time(LLAMA, tape, job, small, A100.inter_node) is None
-    assert timeline(LLAMA, tape, job, small, A100.inter_node) == ()
+    program = step_program(LLAMA, LLAMA.tapes[tape_key_of(job).name], job)
+    assert step_time(LLAMA, program, job, small, A100.inter_node) is None
+    assert timeline(LLAMA, program, job, small, A100.inter_node) == ()
     assert "name a GPU" in str(why_unknown(job, small))
     nvme = plan("zero3", "deepspeed", offload="parameters", offload_device="nvme")
-    assert step_time(LLAMA, tape, nvme, A100, A100.inter_node) is None
+    assert step_time(LLAMA, program, nvme, A100, A100.inter_node) is None
     assert "NVMe" in str(why_unknown(nvme, A100))
     (row,) = estimate(model="gpt2", gpus=2, gpu="24GiB", strategy="zero3").as_dict()["estimates"]
     assert row["step_seconds"] is None and row["step_breakdown"] is None
@@ -272,7 +265,7 @@ def test_the_report_has_the_step() -> None:
         model="meta-llama/Llama-2-7b-hf", gpus=16, nnodes=2, gpu="A100", strategy="zero3", micro_batch_size=2
     )
     (row,) = report.as_dict()["estimates"]
-    assert row["step_seconds"] == sum(row["step_breakdown"].values())
+    assert row["step_seconds"] == pytest.approx(sum(row["step_breakdown"].values()), rel=1e-5)
     assert row["tokens_per_second_per_gpu"] == pytest.approx(2 * 2048 / row["step_seconds"], rel=1e-3)
     low, high = row["step_seconds_range"]
     assert low < row["step_seconds"] < high
