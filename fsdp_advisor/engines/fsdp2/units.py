@@ -47,8 +47,8 @@ class UnitBytes:
     reduce_input: Storages
     reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
     shards: tuple[int, ...]  # elements of each parameter's local shard
-    elements: int  # of the unit, without padding
-    trainable_elements: int
+    elements: int  # that a collective gathers, with padding
+    trainable_elements: int  # that a collective reduces, with padding
 
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
@@ -77,8 +77,8 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         if plan.reduce_bytes != plan.param_bytes
         else NO_STORAGES,
         shards=tuple(locals_),
-        elements=unit.elements,
-        trainable_elements=unit.trainable_elements,
+        elements=elements * n,
+        trainable_elements=reduced * n,
     )
 
 
