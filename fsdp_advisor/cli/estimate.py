@@ -75,11 +75,11 @@ def _render(
 
             add_to_json(document, records)
         return as_json(document)
-    beside = ""
+    comparison = ""
     if records is not None:
         from fsdp_advisor.cli.measured import comparison_lines
 
-        beside = "\n".join(["", *comparison_lines(report, records)])
+        comparison = "\n".join(["", *comparison_lines(report, records)])
     from fsdp_advisor.render.explanation import explanation_view
     from fsdp_advisor.render.view import report_view
 
@@ -90,7 +90,7 @@ def _render(
     if form == "markdown":
         from fsdp_advisor.render.markdown import markdown
 
-        return markdown(view, explained) + (f"\n\n```{beside}\n```" if beside else "")
+        return markdown(view, explained) + (f"\n\n```{comparison}\n```" if comparison else "")
     from fsdp_advisor.render.text import text
 
-    return text(view, destination.screen(), explained) + (f"\n{beside}" if beside else "")
+    return text(view, destination.screen(), explained) + (f"\n{comparison}" if comparison else "")

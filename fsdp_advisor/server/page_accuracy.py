@@ -42,7 +42,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "cases": [
             {
                 "case": record.label,
-                "rung": report.mode_and_device(record),
+                "mode": report.mode_and_device(record),
                 "figure": figure,
                 "predicted": format_gib(record.predicted[figure]),
                 "measured": format_gib(record.measured[figure]),
@@ -54,7 +54,7 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "without_kernels": sum(record.device == records.WITHOUT_KERNELS for record, _ in known),
         "spreads": [
             {
-                "rung": s.mode,
+                "mode": s.mode,
                 "strategy": s.strategy,
                 "figure": s.figure,
                 "cases": s.cases,

@@ -17,7 +17,7 @@ _KEYS = ("states", "loss", "activations", "other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyPoint:
-    """One record: both sides in bytes, and its group (the rung of evidence)."""
+    """One record: both sides in bytes, and its group (mode and device)."""
 
     group: str
     measured_bytes: int
