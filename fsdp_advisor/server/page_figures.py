@@ -55,7 +55,7 @@ Rows = Sequence[dict[str, Any]]
 
 def _memory(rows: Rows) -> tuple[FigureRow, ...]:
     names = {
-        "needed_bytes": "needed in all",
+        "needed_bytes": "needed",
         "headroom_bytes": "left free",
         "peak_reserved_bytes": "reserved by PyTorch",
         "peak_allocated_bytes": "allocated by PyTorch",

@@ -19,7 +19,7 @@ MAIN = (
 """The fields that are always visible; the others are folded away."""
 
 _LABELS = {
-    "gpus": "GPUs in all",
+    "gpus": "GPUs (total)",
     "nnodes": "Nodes",
     "gpu": "GPU type, or size",
     "micro_batch_size": "Micro-batch",
@@ -27,13 +27,15 @@ _LABELS = {
     "optim": "Optimizer",
     "activation_checkpointing": "Checkpointing",
     "gradient_accumulation_steps": "Accumulation steps",
-    "interconnect": "Between nodes",
-    "global_batch_size": "Global batch, sequences",
-    "find": "Find the most or least",
-    "margin": "Margin left free",
+    "interconnect": "Network between nodes",
+    "global_batch_size": "Global batch size",
+    "find": "Find the largest or smallest",
     "host_memory": "Host memory per node",
     "tokens": "Tokens to train on",
     "price": "Price per GPU hour",
+    "wrap": "FSDP2 units",
+    "allocator_conf": "PYTORCH_ALLOC_CONF",
+    "margin": "Memory left free",
 }
 _SUGGESTED = {"model": "known-models", "gpu": "known-gpus"}
 _PLACEHOLDER = {

@@ -32,7 +32,7 @@ def test_a_changed_input_updates_the_answer_and_the_address_without_a_reload(ope
     page.evaluate("window.same = true")
     before = _says(page)
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
-    page.get_by_label("GPUs in all").fill("2")
+    page.get_by_label("GPUs (total)").fill("2")
     page.get_by_label("GPU type").fill("RTX 4090")
     page.get_by_label("Precision", exact=True).select_option("bf16")
     expect(page.locator(".says")).to_contain_text("RTX-4090")
@@ -66,7 +66,7 @@ def test_the_address_is_a_permalink_that_another_reader_can_follow(open_page: Op
 def test_everything_is_there_without_javascript(open_page: Open) -> None:
     page = open_page("/", java_script_enabled=False)
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
-    page.get_by_label("GPUs in all").fill("4")
+    page.get_by_label("GPUs (total)").fill("4")
     page.get_by_text("More options").click()
     page.get_by_label("Strategy", exact=True).select_option("zero2")
     page.get_by_role("button", name="Estimate").click()
