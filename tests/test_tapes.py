@@ -9,6 +9,7 @@ import pytest
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.tape_key import TapeAttention, TapeKey, TapePrecision
+from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.tapes import gpu_tape_key, gpu_tape_keys, tape_key_of
 
 SDPA = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
@@ -79,7 +80,7 @@ def test_a_filled_window_in_half_precision_needs_a_tape_for_cudnn() -> None:
     ],
 )
 def test_the_key_of_a_plan(options: dict[str, str], expected: TapeKey) -> None:
-    plan = Plan(**{"strategy": "zero3", "shard_degree": 4, "seq_len": 128, "micro_batch_size": 1, **options})  # type: ignore[arg-type]
+    plan = Plan(**{"strategy": "zero3", "mesh": Mesh(dp_shard=4), "seq_len": 128, "micro_batch_size": 1, **options})  # type: ignore[arg-type]
     assert tape_key_of(plan) == expected
 
 

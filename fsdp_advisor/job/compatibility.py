@@ -48,8 +48,8 @@ def label(strategy: Strategy, offload: Offload = "none") -> str:
 def mesh_of(strategy: Strategy, gpus: int, nnodes: int) -> Mesh:
     """The ranks of a strategy: HSDP shards within a node and replicates across nodes.
 
-    >>> mesh_of("ddp", 16, 2).used_axes, mesh_of("zero3", 16, 2).used_axes, mesh_of("hsdp", 16, 2).used_axes
-    (('dp_replicate',), ('dp_shard',), ('dp_replicate', 'dp_shard'))
+    >>> mesh_of("hsdp", 16, 2).dp_replicate, mesh_of("hsdp", 16, 2).dp_shard
+    (2, 8)
     """
     match strategy:
         case "ddp":

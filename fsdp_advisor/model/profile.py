@@ -11,7 +11,7 @@ Shapes: B = micro-batch (sequences), T = tokens per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -35,16 +35,6 @@ def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
     """
     c1, cb, ct, cbt, cbt2, ct2 = polynomial
     return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
-
-
-def evaluate_all(polynomials: Iterable[Polynomial], b: int, t: int) -> list[int]:
-    """The values of many polynomials, as `evaluate`.
-
-    >>> evaluate_all([(1, 0, 0, 2, 0, 0), (0, 1, 0, 0, 0, 1)], b=3, t=5)
-    [31, 28]
-    """
-    bt, bt2, t2 = b * t, b * t * t, t * t
-    return [c1 + cb * b + ct * t + cbt * bt + cbt2 * bt2 + ct2 * t2 for c1, cb, ct, cbt, cbt2, ct2 in polynomials]
 
 
 class Staging(NamedTuple):
@@ -246,12 +236,6 @@ class Tape:
     def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per segment, (size, category) of each storage born there, in order."""
         return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0
-
-    @cached_property
-    def stages(self) -> bool:
-        """Whether a sum over rows uses a workspace, so that the tape's scratch depends on the GPU."""
-        sizes = self.sizes
-        return any(isinstance(sizes[size], Staging) for born in self.births for size, _ in born)
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,11 +37,6 @@ class Mesh:
     def ranks_per_node(self) -> int:
         return self.world_size // self.nnodes
 
-    @property
-    def used_axes(self) -> tuple[Axis, ...]:
-        """The axes with more than one rank. Each needs a communicator of its own."""
-        return tuple(axis for axis in AXES if self.degree(axis) > 1)
-
     def degree(self, axis: Axis) -> int:
         """The number of ranks along an axis."""
         degree: int = getattr(self, axis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,3 @@ class Shard:
 
 
 Placement = Replicate | Shard
-
-
-def local_elements(placement: Placement, shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of the tensor that rank 0 keeps.
-
-    >>> local_elements(Shard(0), (10, 3), 4), local_elements(Replicate(), (10, 3), 4)
-    (9, 30)
-    """
-    return prod(placement.local_shape(shape, ranks))

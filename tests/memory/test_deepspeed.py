@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor.engines.deepspeed.buffers import buffers, owned_by_rank0
+from fsdp_advisor.engines.deepspeed.buffers import Filled, buffers, owned_by_rank0
 from fsdp_advisor.engines.deepspeed.coordinator import Visit, gathered
 from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
@@ -152,16 +152,24 @@ def test_fp16_is_as_bf16_mixed_but_for_the_search_for_overflow() -> None:
         assert buffers(LLAMA_7B, half).moments[1:] == buffers(LLAMA_7B, brain).moments[1:]
 
 
+def filled_with(gradients: Iterable[tuple[int, int]], ranks: int) -> Filled:
+    """A bucket with these gradients: (first element, elements) in the flat buffer."""
+    filled = Filled()
+    for start, n in gradients:
+        filled.put(start, n, ranks * shard_elements(n, ranks), 0)
+    return filled
+
+
 def test_reduction_copies() -> None:
     two = buffers(LLAMA_7B, plan(2, 2))
     owned = two.partition_elements
-    assert two.reduce_copy(((0, 10), (10, 20)), 2) == Storages()
-    assert two.reduce_copy(((owned - 10, 30),), 2) == Storages.of(60)
-    assert two.reduce_copy(((owned - 10, 10), (owned, 20)), 2) == Storages.of(60)
+    assert two.copy_bytes(filled_with([(0, 10), (10, 20)], 2), 2) == 0
+    assert two.copy_bytes(filled_with([(owned - 10, 30)], 2), 2) == 60
+    assert two.copy_bytes(filled_with([(owned - 10, 10), (owned, 20)], 2), 2) == 60
     three = buffers(LLAMA_7B, plan(3, 2))
-    assert three.reduce_copy(((0, 10),), 2) == Storages()
-    assert three.reduce_copy(((0, 11),), 2) == Storages.of(24)
-    assert three.reduce_copy(((0, 11), (11, 10)), 2) == Storages.of(44)
+    assert three.copy_bytes(filled_with([(0, 10)], 2), 2) == 0
+    assert three.copy_bytes(filled_with([(0, 11)], 2), 2) == 24
+    assert three.copy_bytes(filled_with([(0, 11), (11, 10)], 2), 2) == 44
 
 
 def test_lifetimes() -> None:

@@ -45,7 +45,6 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
     for parameter in (MATRIX, VECTOR):
         state = optimizer.state_storages(parameter, parameter.shape, 4)
         assert state.exact == sum(state.each())
-        assert optimizer.saved_bytes(parameter, parameter.shape, 4) >= state.exact
         # an update reads the parameter and its gradient, and writes the parameter
         assert optimizer.step_bytes(parameter, 4) >= 3 * 4 * parameter.elements
         assert optimizer.step_flops(parameter) == 0

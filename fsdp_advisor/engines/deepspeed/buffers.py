@@ -119,15 +119,6 @@ class Buffers:
     offload_cast_bytes: int = 0
     sharded: bool = False
 
-    def reduce_copy(self, gradients: tuple[tuple[int, int], ...], ranks: int) -> Storages:
-        """The flat copy that a reduction makes of `gradients`: (first element, elements) of each, in the order of the flat
-        buffer.
-        """
-        filled = Filled()
-        for start, n in gradients:
-            filled.put(start, n, ranks * shard_elements(n, ranks), 0)
-        return Storages.of(self.copy_bytes(filled, ranks)) if self.copy_bytes(filled, ranks) else NO_STORAGES
-
     def copy_bytes(self, filled: Filled, ranks: int) -> int:
         """Bytes of the flat copy that a reduction makes of the `filled` gradients.
 

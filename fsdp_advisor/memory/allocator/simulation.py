@@ -54,11 +54,6 @@ class AllocatorResult:
     expandable_segments_help: bool | None = None
     refused: Refused | None = None
 
-    @property
-    def unused_bytes(self) -> int:
-        """Fragmentation: reserved bytes beyond the allocated peak."""
-        return self.reserved_peak_bytes - self.allocated_peak_bytes
-
 
 def simulate_allocator(
     operations: StepOperations,

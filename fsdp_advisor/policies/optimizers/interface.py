@@ -117,10 +117,6 @@ class Optimizer(ABC):
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
         """Bytes of each state tensor of one flat partition when DeepSpeed offloads it. They are pageable."""
 
-    def saved_bytes(self, parameter: Parameter, shape: Shape, element_bytes: int) -> int:
-        """Bytes in a checkpoint of the state of one parameter."""
-        return self.state_storages(parameter, shape, element_bytes).exact + self.host_state_bytes
-
     def saved_flat_bytes(self, elements: int, element_bytes: int) -> int:
         """Bytes in a checkpoint of the state of one flat partition under DeepSpeed."""
         return self.flat_state_storages(elements, element_bytes).exact + self.host_state_bytes
