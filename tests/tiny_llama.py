@@ -35,7 +35,7 @@ def with_tapes(profile: Profile, tapes: dict) -> Profile:
 
 def keep(profile: Profile, variant: TapeKey, task: str | None = None) -> None:
     """Put one of the profile's tapes into the cache."""
-    assert cache.keep(with_tapes(profile, {variant.key: profile.tapes[variant.key]}), task)
+    assert cache.keep(with_tapes(profile, {variant.name: profile.tapes[variant.name]}), task)
 
 
 def flat(tape: Tape) -> list[object]:

@@ -130,7 +130,7 @@ def test_deepspeed_plugin_of_each_rank_matches_the_plan() -> None:
         assert config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") == place
         shards = p.offload_device if p.offload == "parameters" else "none"
         assert config["zero_optimization"].get("offload_param", {}).get("device", "none") == shards
-        if p.prepared:  # the value that accelerate fills in for "auto"
+        if p.uses_accelerate:  # the value that accelerate fills in for "auto"
             assert config["zero_optimization"]["reduce_bucket_size"] == HIDDEN**2
         if place == "nvme":
             assert config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/local_nvme"

@@ -100,7 +100,7 @@ def test_missing_variant_without_torch_says_what_to_install(home: Path, monkeypa
     with pytest.raises(MissingExtra) as caught:
         resolve("tiny").tape(OTHER)
     assert caught.value.message == (
-        "tiny-org/Tiny-Llama: the variant plain, bf16, eager, activation checkpointing none, micro-batch 1 is not in the "
+        "tiny-org/Tiny-Llama: a step of plain, bf16, eager, activation checkpointing none, micro-batch 1 is not in the "
         "catalog, and recording it needs torch and transformers"
     )
     assert caught.value.hint == "in a checkout of fsdp-advisor, run: pip install '.[torch]'"
@@ -156,7 +156,7 @@ def test_recorded_tapes_are_cached_and_used_without_torch(
     for variant in (SHIPPED, OTHER):
         resolve(path).tape(variant)
     (cached,) = written(home)
-    assert set(load(cached.read_bytes()).tapes) == {SHIPPED.key, OTHER.key}
+    assert set(load(cached.read_bytes()).tapes) == {SHIPPED.name, OTHER.name}
     _without_torch(monkeypatch)
     again = resolve(path)
     versions = " and ".join(f"{k} {v}" for k, v in recorded.versions.items())
