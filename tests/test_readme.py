@@ -16,6 +16,8 @@ import pytest
 
 from fsdp_advisor.job.request import EstimateRequest, fields_of
 
+pytestmark = pytest.mark.slow
+
 README = Path(__file__).parents[1] / "README.md"
 CONSOLE = re.compile(r"```console\n\$ (fsdp-advisor [^\n]*)\n(.*?)```", re.DOTALL)
 SMALL = {

@@ -11,6 +11,8 @@ from searches import GPT2, LLAMA, advise, estimate_of
 import fsdp_advisor
 from fsdp_advisor.advice import Recommendation
 
+pytestmark = pytest.mark.slow
+
 JOBS: tuple[dict[str, Any], ...] = (
     {"model": GPT2, "gpus": 1, "gpu": "24GiB"},
     {"model": GPT2, "gpus": 2, "gpu": "24GiB"},

@@ -26,6 +26,8 @@ import pytest
 
 from fsdp_advisor.estimator import estimate, make_request
 
+pytestmark = pytest.mark.slow
+
 TITAN, V100_16 = "23.65GiB", "15.78GiB"
 """As the rows' own out-of-memory messages give them."""
 

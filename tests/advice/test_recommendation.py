@@ -19,6 +19,8 @@ from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.units import format_gib, format_speed
 
+pytestmark = pytest.mark.slow
+
 JOB: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"}
 
 

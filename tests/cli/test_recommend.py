@@ -12,6 +12,8 @@ import pytest
 
 from fsdp_advisor import estimate
 
+pytestmark = pytest.mark.slow
+
 LLAMA = ("--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "A100-40GB")
 TOO_LARGE = ("--model", "meta-llama/Llama-2-70b-hf", "--gpus", "2", "--gpu", "24GiB", "--offload", "none")
 

@@ -12,6 +12,8 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from fsdp_advisor.server.app import create_app  # after the check for schemathesis
 from fsdp_advisor.server.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 3600
 """Time limit of one request, for a configuration that is recorded on a busy machine."""
 CASES = 60

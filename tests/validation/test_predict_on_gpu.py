@@ -22,6 +22,8 @@ from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.run_result import RunResult
 from fsdp_advisor.validation.snapshots import compare_snapshot
 
+pytestmark = pytest.mark.slow
+
 H100 = find_gpu("H100-80GB")
 JOB: dict[str, Any] = {"model": "meta-llama/Llama-3.2-1B", "gpus": 8, "micro_batch_size": 2, "seq_len": 2048}
 MIB = 2**20

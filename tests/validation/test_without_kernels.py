@@ -16,6 +16,8 @@ pytest.importorskip("torch")
 
 from repredict import FILES, today
 
+pytestmark = pytest.mark.slow
+
 LARGEST = {"peak_allocated_bytes": 0.001, "peak_requested_bytes": 0.001, "peak_reserved_bytes": 0.10}
 """Largest accepted error of a case, in absolute size."""
 MEDIAN = {"peak_allocated_bytes": 0.0001, "peak_requested_bytes": 0.0001, "peak_reserved_bytes": 0.0005}
