@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_advisor.job.request import Backend, Framework
 
@@ -40,29 +40,22 @@ class FrameworkFacts:
     fsdp1_shards_fully: bool = False
 
 
+_ACCELERATE = FrameworkFacts(
+    uses_accelerate=True,
+    reduces_in_compute_dtype=True,
+    defers_reduction=True,
+    splits_root_unit=True,
+    autocasts_fsdp1=True,
+    converts_outputs=True,
+    fills_deepspeed_buckets=True,
+)
+
 FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     "torch": FrameworkFacts(),
-    "accelerate": FrameworkFacts(
-        uses_accelerate=True,
-        reduces_in_compute_dtype=True,
-        defers_reduction=True,
-        splits_root_unit=True,
-        autocasts_fsdp1=True,
-        converts_outputs=True,
-        fills_deepspeed_buckets=True,
-    ),
-    "trainer": FrameworkFacts(
-        uses_accelerate=True,
-        reduces_in_compute_dtype=True,
-        defers_reduction=True,
-        splits_root_unit=True,
-        autocasts_fsdp1=True,
-        converts_outputs=True,
-        fills_deepspeed_buckets=True,
-        finds_unused_parameters=True,
-        clips_gradients=True,
-        fsdp1_shards_fully=True,
-    ),
+    "accelerate": _ACCELERATE,
+    "trainer": replace(
+        _ACCELERATE, finds_unused_parameters=True, clips_gradients=True, fsdp1_shards_fully=True
+    ),  # it prepares the model with accelerate
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
 }
 """`torch` is each engine by itself, DeepSpeed's own loop included."""
