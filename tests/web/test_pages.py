@@ -154,7 +154,7 @@ def test_the_page_says_what_the_advice_says(client: TestClient, job: dict[str, s
     if advice.estimate.needed_bytes is not None:
         needed = format_gib(advice.estimate.needed_bytes)
         assert f"it needs {needed} of the " in words
-        assert f"What a GPU needs at the peak: {needed} in all" in words
+        assert f"Memory that one GPU needs at the peak: {needed}" in words
         assert advice.estimate.peak_tensor_bytes is not None
         assert f"Tensors need {format_gib(advice.estimate.peak_tensor_bytes)}; the peak is in" in words
     assert client.get("/.json", params=job).json()["recommendation"]["strategy"] == advice.winner.plan.strategy
