@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fsdp_advisor.cli.options import ReportOptions
+from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import RecommendRequest
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions(ReportOptions):
+class RecommendOptions(ConfigFileOptions, ReportOptions):
     """Options of `recommend` apart from those of the job."""
 
     plot: Annotated[Path | None, Rule(about="also draw memory against speed as SVG", metavar="FILE")] = None
@@ -49,14 +49,16 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
 def _render(advice: Advice, form: Format, destination: Destination) -> str:
     if form == "json":
         return as_json(advice.as_dict())
+    from fsdp_advisor.cli.config_files import with_readings
     from fsdp_advisor.render.advice_text import advice_text
     from fsdp_advisor.render.advice_view import advice_view
     from fsdp_advisor.render.terminal import Screen
 
-    view = advice_view(advice)
+    view, configs = advice_view(advice), advice.report.request.configs
     if form == "markdown":
-        return f"```text\n{advice_text(view, Screen())}\n```"
-    return advice_text(view, destination.screen())
+        return with_readings(f"```text\n{advice_text(view, Screen())}\n```", configs, markdown=True)
+    screen = destination.screen()
+    return with_readings(advice_text(view, screen), configs, screen.width)
 
 
 def _plot(advice: Advice) -> str:

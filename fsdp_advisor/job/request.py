@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, dashed, fields_of
 from fsdp_advisor.units import parse_bytes, parse_count, parse_fraction
 
@@ -65,7 +66,7 @@ class EstimateRequest:
     """One job under one strategy, or under all of them.
 
     The class takes values of the right type and raises ValueError for others; `make_request` also reads text. `given` are
-    the names of the fields that the user gave, even with the default's value.
+    the names of the fields that the user gave, even with the default's value; `configs` says which came from files.
     """
 
     model: Annotated[
@@ -230,6 +231,7 @@ class EstimateRequest:
     ] = "layer"
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    configs: tuple[ConfigReading, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name, option in fields_of(type(self)).items():
@@ -329,4 +331,4 @@ class RecommendRequest(EstimateRequest):
         """The same job with an estimate's defaults for open fields."""
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest)}
         closed = {name: v for name, v in values.items() if v not in (None, "auto")}
-        return EstimateRequest(**closed, given=frozenset(closed))
+        return EstimateRequest(**closed, given=frozenset(closed), configs=self.configs)
