@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice, recommend
+    from fsdp_advisor.comparison import Comparison, compare
     from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.estimator import estimate
     from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
@@ -22,10 +23,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Advice",
     "AdvisorError",
+    "Comparison",
     "EstimateRequest",
     "RecommendRequest",
     "Report",
     "StrategyEstimate",
+    "compare",
     "estimate",
     "recommend",
     "record_module",
@@ -34,10 +37,12 @@ __all__ = [
 _HOME = {
     "Advice": "advice",
     "AdvisorError": "errors",
+    "Comparison": "comparison",
     "EstimateRequest": "job.request",
     "RecommendRequest": "job.request",
     "Report": "report",
     "StrategyEstimate": "report",
+    "compare": "comparison",
     "estimate": "estimator",
     "recommend": "advice",
     "record_module": "recording",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fsdp_advisor import configs
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -48,10 +49,10 @@ NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
+    Takes an `EstimateRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `explain` adds the peak with a fused loss, which only an explanation
     needs. Raises AdvisorError with a hint.
     """
-    request = request or make_request(options)
+    request = request or configs.make_request(options, EstimateRequest)
     return estimate_resolved(request, resolve(request.model), explain=explain)
 
 

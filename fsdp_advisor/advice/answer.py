@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from fsdp_advisor import configs
 from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
@@ -17,7 +18,7 @@ from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
+from fsdp_advisor.estimator import estimate_resolved, gpu_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.model.resolve import Resolved, resolve
@@ -34,9 +35,9 @@ def any_plan(plan: Plan) -> bool:
 def recommend(request: RecommendRequest | None = None, /, *, timer: Timer | None = None, **options: Any) -> Advice:
     """The report of a job, and the fastest plan of it that fits and leaves the margin.
 
-    Takes a `RecommendRequest`, or its fields as keywords. `timer` replaces the time model. Raises AdvisorError with a hint.
+    Takes a `RecommendRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
-    request = request or make_request(options, RecommendRequest)
+    request = request or configs.make_request(options, RecommendRequest)
     model = resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
