@@ -124,6 +124,7 @@ class AdviceView:
     winner: CandidateView | None
     heading: str
     figures: str
+    why_not_simpler: str
     parts: PartBytes
     training: str
     warnings: tuple[str, ...]
@@ -157,6 +158,7 @@ def advice_view(advice: Advice) -> AdviceView:
         winner=winner,
         heading=_heading(r),
         figures=_figures(r),
+        why_not_simpler=r.why_not_simpler or "",
         parts=bar_parts(r.estimate) if r.estimate is not None else (),
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
@@ -249,8 +251,16 @@ def _job_line(advice: Advice) -> str:
     nodes = f" on {nnodes} nodes" if nnodes > 1 else ""
     return (
         f"{model_text(report)} on {gpus} x {winner.gpu if winner else report.gpu_name}{nodes}: {', '.join(items)}. "
-        f"A plan fits if it needs at most {limit if request.margin else whole}."
+        f"A plan fits if it runs in {limit if request.margin else whole}{_host_limit(r)}."
     )
+
+
+def _host_limit(r: Recommendation) -> str:
+    """The part of a node's host memory that a plan may need; empty if it is not given."""
+    host = r.request.host_memory
+    if host is None:
+        return ""
+    return f", and in {format_gib(int(host * (1 - r.request.margin)))} of a node's {format_gib(host)} of host memory"
 
 
 def _heading(r: Recommendation) -> str:
@@ -274,7 +284,7 @@ def _figures(r: Recommendation) -> str:
         simplest = "" if r.sweep else "the simplest plan whose states leave the margin: "
         items = [f"{simplest}states {format_gib(winner.state_bytes)}, has {has}"]
     else:
-        items = [f"needs {format_gib(winner.needed_bytes)}, has {has}"]
+        items = [winner.gpu_memory_text]
     if winner.host_bytes_per_node:
         items.append(f"host memory {format_gib(winner.host_bytes_per_node)} per node")
     if winner.tokens_per_second_per_gpu and winner.step_seconds:

@@ -12,6 +12,7 @@ from errors_table import DRAWING, TABLE, drawing, table
 from published_runs import Row, published, said, unsayable
 from published_split import FITTED, part_of
 
+from fsdp_advisor.advice.ranking import OFFLOAD_RESOLUTION, SPEED_RESOLUTION
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.timing import StepTime, step_time
 from fsdp_advisor.timing.caveats import MAX_GPUS, MAX_PARAMETERS, MAX_TOKENS
@@ -104,6 +105,31 @@ def test_the_order_of_strategies_and_of_checkpointing() -> None:
     ]
     assert len(found) >= 15 and len(described) >= 12
     assert wrong == []
+
+
+def ratio_errors(*, offload: bool) -> list[float]:
+    """Errors of the predicted ratios of pairs of which one, or none, offloads to the host. Without a row that is missed."""
+    found = []
+    for one, other in pairs():
+        if {one.row.id, other.row.id} & MISSED.keys() - {"pub-110"}:
+            continue
+        if (
+            one.row.plan.offload != other.row.plan.offload and "none" in (one.row.plan.offload, other.row.plan.offload)
+        ) == offload:
+            measured = one.row.measured_seconds / other.row.measured_seconds
+            found.append(abs(one.step.seconds / other.step.seconds / measured - 1))
+    return found
+
+
+def test_the_resolution_of_speeds_is_the_mean_error_of_predicted_ratios() -> None:
+    assert len(ratio_errors(offload=False)) == 13
+    assert statistics.mean(ratio_errors(offload=False)) == pytest.approx(SPEED_RESOLUTION, abs=0.003)
+
+
+def test_the_resolution_of_offload_is_that_of_the_pairs_that_differ_in_it() -> None:
+    found = ratio_errors(offload=True)
+    assert len(found) == 3
+    assert min(found) == pytest.approx(OFFLOAD_RESOLUTION, abs=0.05)
 
 
 def test_checkpointing_orders_even_within_the_noise() -> None:
