@@ -17,12 +17,21 @@ from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError, MissingExtra
-from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
+from fsdp_advisor.hardware import (
+    Gpu,
+    attached_gpu,
+    find_gpu,
+    find_interconnect,
+    usual_gpus_per_node,
+    usual_nodes,
+)
 from fsdp_advisor.hardware.links import ETHERNET_100G
+from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.ignored import ignored_in_estimate
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
@@ -51,12 +60,44 @@ def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False
     Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
     needs. Raises AdvisorError with a hint.
     """
-    request = request or make_request(options)
+    request = settled(request or make_request(options))
     return estimate_resolved(request, resolve(request.model), explain=explain)
+
+
+def settled(request: AnyRequest) -> AnyRequest:
+    """The request with what its GPU implies for options that were not given: the number of nodes, and fp16 without bf16.
+
+    `assumed` names them. A request that was constructed directly is taken as it is.
+    """
+    if not request.given:
+        return request
+    gpu, _ = choose_gpu(request.gpu)
+    found: dict[str, Any] = {}
+    varies_gpus = isinstance(request, RecommendRequest) and request.find == "gpus"
+    if "nnodes" not in request.given and not varies_gpus and (nodes := usual_nodes(request.gpus, gpu)) > 1:
+        found["nnodes"] = nodes
+    if "precision" not in request.given and gpu.lacks_bf16:
+        found["precision"] = "fp16-mixed"
+    return replace(request, **found, assumed=frozenset(found))
+
+
+def _assumptions(request: EstimateRequest, gpu: Gpu) -> list[str]:
+    """A note per option that `settled` filled in."""
+    notes = []
+    if "nnodes" in request.assumed:
+        per_node = f"{request.gpus // request.nnodes} GPUs each"
+        notes.append(
+            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has "
+            f"{usual_gpus_per_node(gpu)} per node; nnodes changes it"
+        )
+    if "precision" in request.assumed:
+        notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
+    return notes
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate` for a model that is already resolved."""
+    request = divided(request)
     gpu, notes = gpu_of(request)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = _seq_len(request, model.profile)
@@ -78,7 +119,13 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         layer_classes=profile.layer_classes if profile else (),
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
         hidden_size=hidden_size(profile) if profile else None,
-        notes=(*model.notes, *notes, *length_notes),
+        notes=(
+            *model.notes,
+            *notes,
+            *_assumptions(request, gpu),
+            *length_notes,
+            *ignored_in_estimate(request),
+        ),
     )
 
 

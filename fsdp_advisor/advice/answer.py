@@ -17,7 +17,8 @@ from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, settled
+from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.model.resolve import Resolved, resolve
@@ -36,7 +37,7 @@ def recommend(request: RecommendRequest | None = None, /, *, timer: Timer | None
 
     Takes a `RecommendRequest`, or its fields as keywords. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
-    request = request or make_request(options, RecommendRequest)
+    request = settled(request or make_request(options, RecommendRequest))
     model = resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
@@ -181,11 +182,12 @@ def _warnings(winner: Candidate | None) -> Iterator[str]:
 
 def _notes(request: RecommendRequest, search: Search, winner: Candidate | None) -> Iterator[str]:
     gpu = search.evaluator.gpu
+    yield from ignored_in_search(request)
     if request.find and request.offload == "auto" and not any(c.offload != "none" for c in search.choices):
         yield "offload was not searched: give --host-memory or --offload"
     offloads = winner is not None and winner.plan.offload != "none" and not winner.host_unusual
     if winner is not None and offloads and request.host_memory is None:
         host = format_gib(winner.host_bytes_per_node)
         yield f"it takes {host} of host memory per node: give --host-memory to check it"
-    if gpu.bf16_flops is None and gpu.architecture is not None and request.precision.startswith("bf16"):
+    if gpu.lacks_bf16 and request.precision.startswith("bf16"):
         yield f"{gpu.name} does not compute in bf16: --precision fp16-mixed or fp32"

@@ -168,7 +168,7 @@ class Advice:
         document["request"] |= {
             name: value
             for name, value in self.recommendation.request.as_dict().items()
-            if name not in document["request"]
+            if name not in document["request"] or name == "global_batch_size"
         }
         notes = [*document["notes"], *self.recommendation.notes]
         return document | {"recommendation": self.recommendation.as_dict(), "notes": notes}
