@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
@@ -29,6 +29,7 @@ from fsdp_advisor.hardware.links import ETHERNET_100G
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.ignored import ignored_in_estimate
+from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
@@ -44,6 +45,9 @@ from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
@@ -54,7 +58,10 @@ NO_AUTOCAST = (
 NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 
-def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
+@with_signature_of(EstimateRequest)
+def estimate(
+    request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Unpack[EstimateOptions]
+) -> Report:
     """The report of one job under one strategy or all of them.
 
     Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
@@ -150,7 +157,7 @@ def estimate_plan(
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
-        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error}", *base.not_modelled))
+        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
     return _with_step(base, model.profile, key, tape, gpu, explain, conf, host_memory_bytes)
 
 

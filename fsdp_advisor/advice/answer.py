@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
@@ -19,6 +19,7 @@ from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, settled
 from fsdp_advisor.job.ignored import ignored_in_search
+from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.model.resolve import Resolved, resolve
@@ -26,13 +27,19 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
 from fsdp_advisor.units import format_gib
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def any_plan(plan: Plan) -> bool:
     """True: no plan is ruled out."""
     return True
 
 
-def recommend(request: RecommendRequest | None = None, /, *, timer: Timer | None = None, **options: Any) -> Advice:
+@with_signature_of(RecommendRequest)
+def recommend(
+    request: RecommendRequest | None = None, /, *, timer: Timer | None = None, **options: Unpack[RecommendOptions]
+) -> Advice:
     """The report of a job, and the fastest plan of it that fits and leaves the margin.
 
     Takes a `RecommendRequest`, or its fields as keywords. `timer` replaces the time model. Raises AdvisorError with a hint.

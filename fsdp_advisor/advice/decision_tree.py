@@ -17,7 +17,7 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.request import Strategy
-from fsdp_advisor.units import format_gib, format_speed
+from fsdp_advisor.units import format_gib
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 STATES, ACTIVATIONS = "states", "activations"
@@ -323,7 +323,9 @@ def _fastest(search: Search, winner: Candidate) -> Node:
         because = "the time of a step is unknown on this GPU"
     else:
         question = "Which is the fastest plan that fits?"
-        because = f"{format_speed(speed)} per GPU{_next_fastest(search.result.runners_up, winner, speed)}"
+        because = (
+            f"{search.evaluator.speed_text(speed, winner.plan.seq_len)} per GPU{_next_fastest(search, winner, speed)}"
+        )
     return Node(
         id="fastest",
         question=question,
@@ -335,15 +337,16 @@ def _fastest(search: Search, winner: Candidate) -> Node:
     )
 
 
-def _next_fastest(runners_up: Sequence[Candidate], winner: Candidate, speed: float) -> str:
+def _next_fastest(search: Search, winner: Candidate, speed: float) -> str:
     """How the next plans compare with the winner; empty if there are none."""
+    runners_up = search.result.runners_up
     text = ""
     if runners_up:
         other = runners_up[0].tokens_per_second_per_gpu or 0.0
         if other > speed and not runners_up[0].host_unusual:
             text = f", within 1 % of {runners_up[0].label}, and simpler"
         else:
-            text = f"; next {runners_up[0].label} with {format_speed(other)}"
+            text = f"; next {runners_up[0].label} with {search.evaluator.speed_text(other, winner.plan.seq_len)}"
     if not winner.host_unusual:
         faster = (c for c in runners_up if c.host_unusual and (c.tokens_per_second_per_gpu or 0.0) > speed)
         for candidate in list(faster)[:1]:

@@ -15,7 +15,7 @@ from fsdp_advisor.advice.search import SPEED_TOLERANCE, Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.request import RecommendRequest
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Printable, Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
 
 
@@ -136,6 +136,7 @@ _KEYS = (
     "strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "seq_len", "gpus", "nnodes", "gpu", "fits", "needed_bytes",
     "available_bytes", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
+    "samples_per_second_per_gpu",
 )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _named(choice: StrategyChoice) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Advice(Printable):
     """A report of all strategies with a recommendation."""
 
     report: Report

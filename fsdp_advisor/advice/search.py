@@ -18,7 +18,7 @@ from fsdp_advisor.advice.curves import interpolate_convex, log_spaced, pareto_fr
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.units import format_gib, format_speed
+from fsdp_advisor.units import format_gib
 
 SPEED_TOLERANCE = 0.01
 """Speeds that differ by less count as equal: the time model is no more exact."""
@@ -347,7 +347,7 @@ class Search:
             host = self.evaluator.host_bytes(self.plan(prospect.choice, prospect.sizes[0]))
             reason = f"it needs {format_gib(host)} of host memory per node; not estimated further"
         elif prospect.best_rate > 0:
-            reason = f"at most {format_speed(prospect.best_rate)}, so it was not estimated further"
+            reason = f"at most {self.evaluator.speed_text(prospect.best_rate, self.base.seq_len)}, so it was not estimated further"
         else:
             reason = "it is less simple, so it was not estimated further"
         return Rejection(choice=prospect.choice, micro_batch_size=None, reason=reason)

@@ -35,8 +35,8 @@ def _fixed(request: AnyRequest, name: str) -> bool:
 def refusal(whole: int, size: int | None, steps: int | None, world: int) -> UsageError:
     """The error for sizes whose product is not the global batch; its hint names the nearest that is.
 
-    >>> print(refusal(128, 2, 4, 8))
-    micro-batch 2 x accumulation 4 x world 8 = 64, not 128
+    >>> refusal(128, 2, 4, 8).message
+    'micro-batch 2 x accumulation 4 x world 8 = 64, not 128'
     """
     b, a = size or 1, steps or 1
     if steps is None:
