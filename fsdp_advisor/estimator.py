@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
@@ -17,12 +17,22 @@ from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError, MissingExtra
-from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
+from fsdp_advisor.hardware import (
+    Gpu,
+    attached_gpu,
+    find_gpu,
+    find_interconnect,
+    usual_gpus_per_node,
+    usual_nodes,
+)
 from fsdp_advisor.hardware.links import ETHERNET_100G
+from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.ignored import ignored_in_estimate
+from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
 from fsdp_advisor.memory.allocator import (
     AllocatorConf,
     AllocatorResult,
@@ -42,6 +52,9 @@ from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
@@ -52,18 +65,53 @@ NO_AUTOCAST = (
 NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 
-def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
+@with_signature_of(EstimateRequest)
+def estimate(
+    request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Unpack[EstimateOptions]
+) -> Report:
     """The report of one job under one strategy or all of them.
 
     Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
     needs. Raises AdvisorError with a hint.
     """
-    request = request or make_request(options)
+    request = settled(request or make_request(options))
     return estimate_resolved(request, resolve(request.model), explain=explain)
+
+
+def settled(request: AnyRequest) -> AnyRequest:
+    """The request with what its GPU implies for options that were not given: the number of nodes, and fp16 without bf16.
+
+    `assumed` names them. A request that was constructed directly is taken as it is.
+    """
+    if not request.given:
+        return request
+    gpu, _ = choose_gpu(request.gpu)
+    found: dict[str, Any] = {}
+    varies_gpus = isinstance(request, RecommendRequest) and request.find == "gpus"
+    if "nnodes" not in request.given and not varies_gpus and (nodes := usual_nodes(request.gpus, gpu)) > 1:
+        found["nnodes"] = nodes
+    if "precision" not in request.given and gpu.lacks_bf16:
+        found["precision"] = "fp16-mixed"
+    return replace(request, **found, assumed=frozenset(found))
+
+
+def _assumptions(request: EstimateRequest, gpu: Gpu) -> list[str]:
+    """A note per option that `settled` filled in."""
+    notes = []
+    if "nnodes" in request.assumed:
+        per_node = f"{request.gpus // request.nnodes} GPUs each"
+        notes.append(
+            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has "
+            f"{usual_gpus_per_node(gpu)} per node; nnodes changes it"
+        )
+    if "precision" in request.assumed:
+        notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
+    return notes
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate` for a model that is already resolved."""
+    request = divided(request)
     gpu, notes = gpu_of(request)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = _seq_len(request, model.profile)
@@ -85,7 +133,13 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         layer_classes=profile.layer_classes if profile else (),
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
         hidden_size=hidden_size(profile) if profile else None,
-        notes=(*model.notes, *notes, *length_notes),
+        notes=(
+            *model.notes,
+            *notes,
+            *_assumptions(request, gpu),
+            *length_notes,
+            *ignored_in_estimate(request),
+        ),
     )
 
 
@@ -110,7 +164,7 @@ def estimate_plan(
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
-        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error}", *base.not_modelled))
+        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
     return _with_step(base, model.profile, key, tape, gpu, explain, conf, host_memory_bytes)
 
 

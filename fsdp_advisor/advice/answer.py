@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
@@ -18,7 +18,9 @@ from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, settled
+from fsdp_advisor.job.ignored import ignored_in_search
+from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest, dashed
 from fsdp_advisor.model.resolve import Resolved, resolve
@@ -26,18 +28,24 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
 from fsdp_advisor.units import format_gib
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def any_plan(plan: Plan) -> bool:
     """True: no plan is ruled out."""
     return True
 
 
-def recommend(request: RecommendRequest | None = None, /, *, timer: Timer | None = None, **options: Any) -> Advice:
+@with_signature_of(RecommendRequest)
+def recommend(
+    request: RecommendRequest | None = None, /, *, timer: Timer | None = None, **options: Unpack[RecommendOptions]
+) -> Advice:
     """The report of a job, and the fastest plan of it that fits and leaves the margin.
 
     Takes a `RecommendRequest`, or its fields as keywords. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
-    request = request or make_request(options, RecommendRequest)
+    request = settled(request or make_request(options, RecommendRequest))
     model = resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
@@ -183,6 +191,7 @@ def _warnings(winner: Candidate | None) -> Iterator[str]:
 
 def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> Iterator[str]:
     gpu, winner = search.evaluator.gpu, result.winner
+    yield from ignored_in_search(request)
     if request.find and request.offload == "auto" and not any(c.offload != "none" for c in search.choices):
         yield "offload was not searched: give --host-memory or --offload"
     if winner is None and (fixed := _fixed_options(request)):
@@ -192,7 +201,7 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
             host = format_gib(winner.host_bytes_per_node)
             yield f"it takes {host} of host memory per node: give --host-memory to check it"
         yield from _numerics(winner, result.runners_up)
-    if gpu.bf16_flops is None and gpu.architecture is not None and request.precision.startswith("bf16"):
+    if gpu.lacks_bf16 and request.precision.startswith("bf16"):
         yield f"{gpu.name} does not compute in bf16: --precision fp16-mixed or fp32"
 
 

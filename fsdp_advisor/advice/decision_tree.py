@@ -17,7 +17,7 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.request import Strategy
-from fsdp_advisor.units import format_gib, format_speed
+from fsdp_advisor.units import format_gib
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 STATES, ACTIVATIONS = "states", "activations"
@@ -323,7 +323,7 @@ def _fastest(search: Search, winner: Candidate) -> Node:
         because = "the time of a step is unknown on this GPU"
     else:
         question = "Which plan that fits is the fastest, or as fast and simpler?"
-        because = f"{format_speed(speed)} per GPU{_compared(search.result.runners_up, winner)}"
+        because = f"{search.evaluator.speed_text(speed, winner.plan.seq_len)} per GPU{_compared(search, winner)}"
     return Node(
         id="fastest",
         question=question,
@@ -335,12 +335,12 @@ def _fastest(search: Search, winner: Candidate) -> Node:
     )
 
 
-def _compared(runners_up: Sequence[Candidate], winner: Candidate) -> str:
+def _compared(search: Search, winner: Candidate) -> str:
     """How the fastest other plan compares with the winner; empty if there is none."""
-    other = max(runners_up, key=_speed, default=None)
+    other = max(search.result.runners_up, key=_speed, default=None)
     if other is None:
         return ""
-    text = f"{other.label} with {format_speed(_speed(other))}"
+    text = f"{other.label} with {search.evaluator.speed_text(_speed(other), winner.plan.seq_len)}"
     if other.plan.offload != winner.plan.offload:
         return f"; next {text}"
     if _speed(other) > _speed(winner):

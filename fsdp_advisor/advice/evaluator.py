@@ -18,9 +18,10 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.tapes import select_tape
-from fsdp_advisor.units import format_gib
+from fsdp_advisor.units import format_gib, format_speed
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 """The allocator setting that is tried if fragmentation alone keeps a plan from fitting."""
@@ -218,6 +219,7 @@ class Candidate:
             "host_bytes_per_node": self.host_bytes_per_node,
             "step_seconds": None if seconds is None else float(f"{seconds:.6g}"),  # as in a report
             "tokens_per_second_per_gpu": None if speed is None else round(speed, 1),
+            "samples_per_second_per_gpu": None if speed is None else float(f"{speed / plan.seq_len:.6g}"),
         }
 
 
@@ -269,6 +271,11 @@ class Evaluator:
         """The evaluator of the same model on another GPU type; tensor sizes are shared."""
         return replace(self, gpu=gpu, known=(), _estimates={})
 
+    def speed_text(self, tokens_per_second: float, seq_len: int) -> str:
+        """A throughput in the unit of the model's task: tokens or images per second."""
+        task = task_of(self.model.profile.task if self.model.profile else None)
+        return format_speed(task.samples_or_tokens(tokens_per_second, seq_len), task.counted)
+
     # The lower bound
 
     def lower_bound(self, plan: Plan) -> int:
@@ -306,7 +313,7 @@ class Evaluator:
         except AdvisorError as error:
             if isinstance(error, MissingExtra) and self.model.source != "catalog":
                 raise
-            return str(error)
+            return error.message
         return None
 
     def _tensors(self, plan: Plan) -> PeakVsSize:

@@ -16,7 +16,7 @@ from fsdp_advisor.advice.search import Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.request import RecommendRequest
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Printable, Report, StrategyEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,7 @@ _KEYS = (
     "strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "seq_len", "gpus", "nnodes", "gpu", "fits", "needed_bytes",
     "available_bytes", "runs_in_available", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
+    "samples_per_second_per_gpu",
 )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def _named(choice: StrategyChoice) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Advice(Printable):
     """A report of all strategies with a recommendation."""
 
     report: Report
@@ -179,7 +180,7 @@ class Advice:
         document["request"] |= {
             name: value
             for name, value in self.recommendation.request.as_dict().items()
-            if name not in document["request"]
+            if name not in document["request"] or name == "global_batch_size"
         }
         notes = [*document["notes"], *self.recommendation.notes]
         return document | {"recommendation": self.recommendation.as_dict(), "notes": notes}

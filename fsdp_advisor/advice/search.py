@@ -19,7 +19,7 @@ from fsdp_advisor.advice.evaluator import Candidate, Evaluator, is_round
 from fsdp_advisor.advice.ranking import are_equal, choose, may_win
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.units import format_gib, format_speed
+from fsdp_advisor.units import format_gib
 
 EVALUATED_CHOICES = 6
 """Choices that are evaluated whole at least, if something fits: the most promising."""
@@ -340,7 +340,7 @@ class Search:
 
     def _not_evaluated(self, prospect: Prospect) -> Rejection:
         if prospect.best_rate > 0:
-            reason = f"at most {format_speed(max(prospect.rates))}, so it was not estimated further"
+            reason = f"at most {self.evaluator.speed_text(max(prospect.rates), self.base.seq_len)}, so it was not estimated further"
         else:
             reason = "it is less simple, so it was not estimated further"
         return Rejection(choice=prospect.choice, micro_batch_size=None, reason=reason)

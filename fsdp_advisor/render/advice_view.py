@@ -13,7 +13,7 @@ from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import dashed
-from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.model.tasks import Task, task_of
 from fsdp_advisor.render.parts import PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, format_rate
 from fsdp_advisor.render.view import model_text
@@ -120,6 +120,7 @@ class AdviceView:
 
     job: str
     gpu_memory_bytes: int
+    throughput_unit: str
     fits: bool | None
     winner: CandidateView | None
     heading: str
@@ -146,7 +147,8 @@ class AdviceView:
 def advice_view(advice: Advice) -> AdviceView:
     """The view of a recommendation."""
     r = advice.recommendation
-    winner = None if r.winner is None else _candidate(r, r.winner)
+    task = task_of(advice.report.task)
+    winner = None if r.winner is None else _candidate(r, task, r.winner)
     decisions = tuple(_decision(node) for node in r.tree.nodes)
     commands, targets = _launch(advice)
     return AdviceView(
@@ -154,10 +156,11 @@ def advice_view(advice: Advice) -> AdviceView:
         estimate=r.estimate,
         job=_job_line(advice),
         gpu_memory_bytes=r.gpu_memory_bytes,
+        throughput_unit=f"{task.counted}/s",
         fits=r.fits,
         winner=winner,
         heading=_heading(r),
-        figures=_figures(r),
+        figures=_figures(r, task),
         why_not_simpler=r.why_not_simpler or "",
         parts=bar_parts(r.estimate) if r.estimate is not None else (),
         training=_training(r),
@@ -172,8 +175,8 @@ def advice_view(advice: Advice) -> AdviceView:
         ),
         path=tuple(node for node in decisions if node.taken and not node.outcome),
         tree=decisions,
-        found=_found(r),
-        runners_up=tuple(_candidate(r, c) for c in r.runners_up),
+        found=_found(r, task),
+        runners_up=tuple(_candidate(r, task, c) for c in r.runners_up),
         rejected=tuple(map(_rejection, r.rejected)),
         configurations=r.configurations,
         margin=f"{100 * r.request.margin:g} %",
@@ -201,8 +204,8 @@ def _decision(node: Node) -> DecisionView:
     )
 
 
-def _candidate(r: Recommendation, c: Candidate) -> CandidateView:
-    plan, rate = c.plan, c.tokens_per_second_per_gpu
+def _candidate(r: Recommendation, task: Task, c: Candidate) -> CandidateView:
+    plan, rate = c.plan, _throughput(c, task)
     chosen = r.winner is not None and c.plan == r.winner.plan and c.gpu == r.winner.gpu
     return CandidateView(
         plan=plan,
@@ -222,6 +225,12 @@ def _candidate(r: Recommendation, c: Candidate) -> CandidateView:
         throughput_text=format_rate(rate) if rate else UNKNOWN,
         why_not="" if chosen else r.why_not(c),
     )
+
+
+def _throughput(c: Candidate, task: Task) -> float | None:
+    """What the task counts, tokens or images, per second per GPU."""
+    tokens = c.tokens_per_second_per_gpu
+    return None if tokens is None else task.samples_or_tokens(tokens, c.plan.seq_len)
 
 
 def _rejection(rejection: Rejection) -> RejectionView:
@@ -274,7 +283,7 @@ def _heading(r: Recommendation) -> str:
     return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {winner.global_batch_size}"
 
 
-def _figures(r: Recommendation) -> str:
+def _figures(r: Recommendation, task: Task) -> str:
     """What the winner needs and how fast it is, in one line."""
     winner = r.winner
     if winner is None:
@@ -287,9 +296,9 @@ def _figures(r: Recommendation) -> str:
         items = [winner.gpu_memory_text]
     if winner.host_bytes_per_node:
         items.append(f"host memory {format_gib(winner.host_bytes_per_node)} per node")
-    if winner.tokens_per_second_per_gpu and winner.step_seconds:
-        rate = format_rate(winner.tokens_per_second_per_gpu)
-        items.append(f"{rate} tokens/s per GPU, {winner.step_seconds:.3g} s per step")
+    rate = _throughput(winner, task)
+    if rate and winner.step_seconds:
+        items.append(f"{format_rate(rate)} {task.counted}/s per GPU, {winner.step_seconds:.3g} s per step")
     if winner.allocator_conf is not None:
         items.append(f"with PYTORCH_ALLOC_CONF={winner.allocator_conf}")
     if winner.needed_bytes is None:
@@ -308,7 +317,7 @@ def _training(r: Recommendation) -> str:
     return f"{tokens}: {run.days:,.3g} days, {run.gpu_hours:,.0f} GPU hours{cost}"
 
 
-def _found(r: Recommendation) -> FindView | None:
+def _found(r: Recommendation, task: Task) -> FindView | None:
     sweep = r.sweep
     if sweep is None:
         return None
@@ -317,8 +326,8 @@ def _found(r: Recommendation) -> FindView | None:
         what=sweep.what,
         title=_FIND_TITLES[sweep.what],
         answer=answer,
-        rows=tuple(_candidate(r, c) for c in sweep.rows),
-        frontier=tuple(_candidate(r, c) for c in sweep.frontier),
+        rows=tuple(_candidate(r, task, c) for c in sweep.rows),
+        frontier=tuple(_candidate(r, task, c) for c in sweep.frontier),
     )
 
 

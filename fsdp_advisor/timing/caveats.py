@@ -24,7 +24,6 @@ UNSEEN = 0.15
 """Additional uncertainty, as a share of the step, of jobs that are unlike every published run."""
 ATTENTION_WARN_ABOVE_SHARE = 0.25
 WARN_ABOVE_SHARE = 0.30
-WITHOUT_TOKENS = frozenset({"image-classification"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,6 @@ def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, f
     if plan.ranks_per_node > LARGEST_NODE:
         words = f"{plan.ranks_per_node} GPUs on one node are taken to share its links; say --nnodes"
         found.append(Caveat("very large nodes", words))
-    if profile.task in WITHOUT_TOKENS:
-        words = f"its tokens per second count an image as {plan.seq_len}"
-        found.append(Caveat("models without tokens", words))
     for name, about, least, what in _CAUSES:
         if breakdown[name] > least * seconds:
             found.append(Caveat(about, f"{breakdown[name] / seconds:.0%} of it is {what}"))

@@ -93,7 +93,7 @@ def _streams(words: str, width: int) -> str:
 
 def _frontier(words: str, width: int) -> str:
     points = [
-        FrontierPoint(label=words, memory_bytes=m * GIB, tokens_per_second=s, fits=m < 8, chosen=m == 4)
+        FrontierPoint(label=words, memory_bytes=m * GIB, throughput=s, fits=m < 8, chosen=m == 4)
         for m, s in ((4, 90.0), (6, 120.0), (9, 100.0))
     ]
     return frontier(points, capacity_bytes=8 * GIB, width=width)
@@ -320,8 +320,7 @@ def test_tree_with_a_cycle_of_parents_is_drawn() -> None:
 
 def test_frontier_labels_do_not_overlap() -> None:
     points = [
-        FrontierPoint(label=f"strategy {i}", memory_bytes=(10 + i % 3) * GIB, tokens_per_second=100.0 + i)
-        for i in range(12)
+        FrontierPoint(label=f"strategy {i}", memory_bytes=(10 + i % 3) * GIB, throughput=100.0 + i) for i in range(12)
     ]
     root = ET.fromstring(frontier(points, width=500))
     boxes = []
@@ -336,12 +335,9 @@ def test_frontier_labels_do_not_overlap() -> None:
 
 def test_frontier_always_labels_the_chosen_point() -> None:
     crowd = [
-        FrontierPoint(label=f"number {i}", memory_bytes=(30 + i % 5) * GIB, tokens_per_second=1700.0 + i)
-        for i in range(20)
+        FrontierPoint(label=f"number {i}", memory_bytes=(30 + i % 5) * GIB, throughput=1700.0 + i) for i in range(20)
     ]
-    chosen = FrontierPoint(
-        label="the one that is recommended", memory_bytes=32 * GIB, tokens_per_second=1710.0, chosen=True
-    )
+    chosen = FrontierPoint(label="the one that is recommended", memory_bytes=32 * GIB, throughput=1710.0, chosen=True)
     svg = frontier([*crowd, chosen], capacity_bytes=39 * GIB, width=350)
     assert ">the one that is recommended<" in svg
 
