@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.render.advice_view import AdviceView, CandidateView
-from fsdp_advisor.render.svg import Bar, FrontierPoint, Moment, Span, TreeNode
+from fsdp_advisor.render.svg import Bar, FrontierPoint, Span, TreeNode
 from fsdp_advisor.render.view import ReportView, RowView
 from fsdp_advisor.timing import Interval
 
@@ -24,14 +23,6 @@ def strategy_bars(view: ReportView, chosen: RowView) -> list[Bar]:
             complete=row.peak_known,
         )
         for row in view.rows
-    ]
-
-
-def step_moments(points: Iterable[TimelinePoint]) -> list[Moment]:
-    """The sections of a step's memory timeline."""
-    return [
-        Moment(phase=p.phase, where=p.where, live_bytes=p.live_bytes, high_bytes=p.high_bytes, repeats=p.repeats)
-        for p in points
     ]
 
 

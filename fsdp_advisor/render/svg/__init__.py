@@ -12,7 +12,7 @@ from fsdp_advisor.render.svg.elements import stacked
 from fsdp_advisor.render.svg.errors import ErrorPoint, speed_errors
 from fsdp_advisor.render.svg.frontier import FrontierPoint, frontier
 from fsdp_advisor.render.svg.streams import Span, stream_timeline
-from fsdp_advisor.render.svg.timeline import Moment, memory_timeline, unfold
+from fsdp_advisor.render.svg.timeline import memory_timeline
 from fsdp_advisor.render.svg.tree import TreeNode, decision_tree
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Bar",
     "ErrorPoint",
     "FrontierPoint",
-    "Moment",
     "Span",
     "TreeNode",
     "accuracy",
@@ -32,5 +31,4 @@ __all__ = [
     "stacked_bars",
     "stream_timeline",
     "two_timelines",
-    "unfold",
 ]
