@@ -38,11 +38,6 @@ def drawing(draw: Callable[..., str], *data: object, key: str, **options: object
     return Drawing(wide=drawn(WIDE, "wide"), narrow=drawn(NARROW, "narrow"))
 
 
-def tree(view: AdviceView) -> Drawing:
-    """The decision tree."""
-    return drawing(svg.decision_tree, charts.tree_nodes(view), key="tree-chart")
-
-
 def bars(view: ReportView, chosen: RowView) -> Drawing:
     """A stacked bar per strategy against the GPU's memory."""
     rows = charts.strategy_bars(view, chosen)

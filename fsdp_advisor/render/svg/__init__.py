@@ -13,7 +13,6 @@ from fsdp_advisor.render.svg.errors import ErrorPoint, speed_errors
 from fsdp_advisor.render.svg.frontier import FrontierPoint, frontier
 from fsdp_advisor.render.svg.streams import Span, stream_timeline
 from fsdp_advisor.render.svg.timeline import memory_timeline
-from fsdp_advisor.render.svg.tree import TreeNode, decision_tree
 
 __all__ = [
     "AccuracyPoint",
@@ -21,9 +20,7 @@ __all__ = [
     "ErrorPoint",
     "FrontierPoint",
     "Span",
-    "TreeNode",
     "accuracy",
-    "decision_tree",
     "frontier",
     "memory_timeline",
     "speed_errors",
