@@ -182,7 +182,7 @@ class StrategyEstimate:
                     "where": p.where,
                     "live_bytes": p.live_bytes,
                     "high_bytes": p.high_bytes,
-                    "repeats": p.repeats,
+                    "repeats": 1,
                 }
                 for p in self.timeline
             ]

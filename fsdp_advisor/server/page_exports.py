@@ -27,7 +27,7 @@ class Export:
     href: str
 
 
-def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> list[Export]:
+def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[Export]:
     """Every file that can be written for the chosen row. With a pasted `config` they have no address to download from."""
     job = Job.of(report, chosen)
     if not job.layer_classes:

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fsdp_advisor import __version__
+from fsdp_advisor.server.page_words import words
 from fsdp_advisor.units import format_count, format_gib
 
 HTML = "text/html; charset=utf-8"
@@ -42,7 +43,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.filters |= {"gib": format_gib, "count": format_count}
+    environment.filters |= {"gib": format_gib, "count": format_count, "words": words}
     environment.globals |= {"version": __version__, "stamp": _static_digest()}
     return environment
 

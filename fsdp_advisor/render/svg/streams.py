@@ -9,9 +9,9 @@ from fsdp_advisor.render.parts import PARTS
 from fsdp_advisor.render.svg.elements import SMALL, Fill, boxes, frame, legend, lines, text, width_of
 from fsdp_advisor.render.svg.scale import Scale, short, ticks
 
-THINNEST = 0.6
-"""Pixels: the narrowest box."""
-BOX_HEIGHT = 22.0
+PIXEL = 1.0
+"""The narrowest box in pixels. Operations within one pixel share a box."""
+BOX_HEIGHT, LANE_HEIGHT = 22.0, 34.0
 
 
 def _fills(kinds: Sequence[str]) -> dict[str, Fill]:
@@ -40,29 +40,25 @@ class Span:
 
 
 def stream_timeline(spans: Sequence[Span], *, label: str, width: int = 960, key: str = "streams") -> str:
-    """A lane per stream, in the order of their first spans. A gap is time in which a stream waits."""
+    """A lane per stream, in the order of their first spans. A gap is time in which a stream waits.
+
+    There is one layout. Where it is wider than the page, it scrolls.
+    """
     lanes = list(dict.fromkeys(s.lane for s in spans))
     kinds = list(dict.fromkeys(s.kind for s in spans))
     fills = _fills(kinds)
     end_s = max((s.end_s for s in spans), default=1.0) or 1.0
-    roomy = width >= 560
-    left = max((width_of(lane) for lane in lanes), default=0.0) + 14 if roomy else 0.0
+    left = min(max((width_of(lane) for lane in lanes), default=0.0) + 14, width / 2)
     xs = Scale(0, end_s, left, width - 4)
     legend_svg, top = legend(key, list(fills.values()), width, 0)
-    high = 34 if roomy else 50
-    bottom = top + 8 + high * len(lanes)
+    bottom = top + 8 + LANE_HEIGHT * len(lanes)
     body = [legend_svg, *_axis(xs, top, bottom)]
     for i, lane in enumerate(lanes):
-        y = top + 12 + high * i
-        body.append(text(0, y + (17 if roomy else 9), lane))
-        y += 2 if roomy else 15
-        mine = _merged([s for s in spans if s.lane == lane], (xs.high - xs.low) / (xs.end - xs.start))
+        y = top + 12 + LANE_HEIGHT * i
+        body.append(text(0, y + 17, lane))
+        drawn = _boxes([s for s in spans if s.lane == lane], xs)
         for kind in kinds:
-            edges = [
-                (xs(begin), y, max(xs(end), xs(begin) + THINNEST), y + BOX_HEIGHT)
-                for k, begin, end in mine
-                if k == kind
-            ]
+            edges = [(left, y + 2, right, y + 2 + BOX_HEIGHT) for k, left, right in drawn if k == kind]
             if edges:
                 body.append(boxes(edges, f"url(#{key}-{fills[kind].key})"))
     description = "; ".join(
@@ -90,12 +86,21 @@ def _axis(xs: Scale, top: float, bottom: float) -> list[str]:
     return drawn
 
 
-def _merged(spans: Sequence[Span], pixel_s: float) -> list[tuple[str, float, float]]:
-    """(kind, start, end) of the spans. Spans of one kind that less than half a pixel separates are merged."""
-    out: list[tuple[str, float, float]] = []
+def _boxes(spans: Sequence[Span], xs: Scale) -> list[tuple[str, float, float]]:
+    """(kind, left, right) of a lane's boxes. A box of several short operations has the kind that takes most of its time."""
+    columns: list[tuple[float, float, dict[str, float]]] = []
     for span in sorted(spans, key=lambda s: s.start_s):
-        if out and out[-1][0] == span.kind and span.start_s - out[-1][2] < pixel_s / 2:
-            out[-1] = (span.kind, out[-1][1], max(out[-1][2], span.end_s))
+        left, right, seconds = xs(span.start_s), xs(span.end_s), span.end_s - span.start_s
+        if columns and max(right, columns[-1][1]) <= columns[-1][0] + PIXEL:
+            kinds = columns[-1][2]
+            kinds[span.kind] = kinds.get(span.kind, 0.0) + seconds
         else:
-            out.append((span.kind, span.start_s, span.end_s))
+            columns.append((left, max(right, left + PIXEL), {span.kind: seconds}))
+    out: list[tuple[str, float, float]] = []
+    for left, right, kinds in columns:
+        kind = max(kinds, key=kinds.__getitem__)
+        if out and out[-1][0] == kind and left - out[-1][2] < PIXEL / 2:
+            out[-1] = (kind, out[-1][1], max(out[-1][2], right))
+        else:
+            out.append((kind, left, right))
     return out
