@@ -9,12 +9,12 @@ from typing import Any
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import Tree
 from fsdp_advisor.advice.evaluator import Candidate
-from fsdp_advisor.advice.options import options_of
 from fsdp_advisor.advice.ranking import are_equal, next_simpler
 from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
 from fsdp_advisor.advice.search import Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
+from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.report import Printable, Report, StrategyEstimate
 
@@ -81,7 +81,8 @@ class Recommendation:
     @property
     def options(self) -> tuple[str, ...]:
         """The winner as command-line options for `estimate` and `export`."""
-        return options_of(self.winner, self.request) if self.winner else ()
+        w = self.winner
+        return options_of(w.plan, self.request, gpu=w.gpu, allocator_conf=w.allocator_conf) if w else ()
 
     def why_not(self, other: Candidate) -> str:
         """Why another plan is not the winner."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
 from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.export import TARGETS, Job
+from fsdp_advisor.export.bundle import start_command
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import dashed
 from fsdp_advisor.model.tasks import Task, task_of
@@ -331,6 +332,10 @@ def _found(r: Recommendation, task: Task) -> FindView | None:
     )
 
 
+_FOLDER = "run/"
+"""The folder for the exported files in the commands that a recommendation shows."""
+
+
 def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The export command of the first target that supports the plan with the command that runs it, and the other targets."""
     r = advice.recommendation
@@ -342,5 +347,7 @@ def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not able:
         return (), ()
     target, *others = able
-    command = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {target.file_name}"
-    return (command, target.line(job, target.file_name)), tuple(other.name for other in others)
+    start = start_command(target, job, _FOLDER)
+    output, start = (target.file_name, target.line(job, target.file_name)) if start is None else (_FOLDER, start)
+    command = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {output}"
+    return (command, start), tuple(other.name for other in others)
