@@ -218,7 +218,8 @@ def _fixed_options(request: RecommendRequest) -> str:
 def _numerics(winner: Candidate, runners_up: Sequence[Candidate]) -> Iterator[str]:
     """Say so if the winner is slower than another plan because of its numerics alone."""
     own = winner.tokens_per_second_per_gpu or 0.0
-    other = max(runners_up, key=lambda c: c.tokens_per_second_per_gpu or 0.0, default=None)
+    on_gpu = (c for c in runners_up if c.plan.offload == winner.plan.offload)
+    other = max(on_gpu, key=lambda c: c.tokens_per_second_per_gpu or 0.0, default=None)
     if winner.numerics_gain == 1 or other is None or other.numerics_gain > 1:
         return
     faster = (other.tokens_per_second_per_gpu or 0.0) / own - 1

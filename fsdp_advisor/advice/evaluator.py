@@ -73,6 +73,9 @@ class Candidate:
 
     @property
     def label(self) -> str:
+        """The choice in words. DDP on one GPU is a plain training loop."""
+        if self.plan.strategy == "ddp" and self.plan.world_size == 1:
+            return self.choice.label.replace("DDP (ddp)", "plain PyTorch (ddp)")
         return self.choice.label
 
     @property

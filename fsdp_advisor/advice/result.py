@@ -96,7 +96,7 @@ class Recommendation:
         if own is None or best is None:
             return "it fits, but is less simple" if best is None else "it fits, but its time is unknown"
         if self.winner.numerics_gain > other.numerics_gain and own > best:
-            return f"it is {own / best - 1:.0%} faster, in other numerics, and less simple"
+            return f"it is {own / best - 1:.0%} faster, in other numerics"
         if are_equal(own, best) and self.winner.simplicity <= other.simplicity:
             return "it is as fast, but less simple"
         if own > best:
