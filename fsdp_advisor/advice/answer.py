@@ -223,9 +223,10 @@ def _numerics(winner: Candidate, runners_up: Sequence[Candidate]) -> Iterator[st
     if winner.numerics_gain == 1 or other is None or other.numerics_gain > 1:
         return
     faster = (other.tokens_per_second_per_gpu or 0.0) / own - 1
+    bits = winner.plan.precision.removesuffix("-mixed")
     if faster > SPEED_RESOLUTION:
         yield (
-            f"DDP runs under autocast: weights, norms, softmax and loss in fp32. {other.label} computes everything in bf16, from "
+            f"DDP runs under autocast: weights, norms, softmax and loss in fp32. {other.label} computes everything in {bits}, from "
             f"fp32 masters, and is {faster:.0%} faster for that reason alone. If you accept these numerics: "
             f"--strategy {other.plan.strategy}"
         )

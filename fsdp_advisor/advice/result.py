@@ -102,6 +102,9 @@ class Recommendation:
         if own > best:
             why = "offload" if other.plan.offload != self.winner.plan.offload else "not what was asked for"
             return f"it is {own / best - 1:.0%} faster, but {why}"
+        comparable = own * other.numerics_gain
+        if other.numerics_gain > self.winner.numerics_gain and comparable < best:
+            return f"it fits, but is {1 - own / best:.0%} slower ({1 - comparable / best:.0%} without autocast)"
         return f"it fits, but is {1 - own / best:.0%} slower"
 
     @property
