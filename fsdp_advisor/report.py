@@ -20,6 +20,29 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
+class Printable:
+    """An answer that shows itself: `print(answer)` is the command line's text, and a notebook shows tables."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        from fsdp_advisor.render import answers
+
+        return answers.as_text(self)
+
+    def to_markdown(self) -> str:
+        """The text of `--format markdown`."""
+        from fsdp_advisor.render import answers
+
+        return answers.as_markdown(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from fsdp_advisor.render import answers
+
+        return answers.as_html(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEstimate:
     """One strategy's figures on rank 0, which holds the largest shard. Bytes; None where unknown, with a reason in `not_modelled`.
@@ -146,7 +169,7 @@ class StrategyEstimate:
             "fused_loss_peak_bytes": self.fused_loss_peak_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
-            **_speed(self.step),
+            **_speed(self.step, self.plan.seq_len),
             "job_peaks": None if self.job is None else self.job.as_dict(),
             "fails_in": self.fails_in,
             "warnings": list(self.warnings),
@@ -183,13 +206,15 @@ def _allocator(estimate: StrategyEstimate) -> dict[str, Any]:
     }
 
 
-def _speed(step: StepTime | None) -> dict[str, Any]:
+def _speed(step: StepTime | None, seq_len: int) -> dict[str, Any]:
     """The keys of a step's time; all null where it is not known."""
     if step is None:
         figures = ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share")
-        return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), "step_breakdown"])
+        more = ("samples_per_second_per_gpu", "step_breakdown")
+        return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), *more])
     return {
         "tokens_per_second_per_gpu": round(step.tokens_per_second_per_gpu, 1),
+        "samples_per_second_per_gpu": _six_digits(step.tokens_per_second_per_gpu / seq_len),
         "step_seconds": _six_digits(step.seconds),
         "mfu": round(step.mfu, 4),
         "exposed_communication_share": round(step.exposed_communication_share, 4),
@@ -211,7 +236,7 @@ def _six_digits(value: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Printable):
     """The answer to one request."""
 
     request: EstimateRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.estimator import make_request, settled
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
 
 _LEFT_TO_DEFAULTS = ("interconnect", "precision", "optim", "attention", "backward_prefetch", "nnodes", "micro_batch_size",
@@ -35,9 +36,10 @@ def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ..
         "wrap": plan.wrap,
         "allocator_conf": candidate.allocator_conf,
     }
+    alone = settled(make_request({name: values[name] for name in ("model", "gpus", "gpu")}))
     words: list[str] = []
     for name, value in values.items():
-        if name in _LEFT_TO_DEFAULTS and value == fields_of(EstimateRequest)[name].default:
+        if name in _LEFT_TO_DEFAULTS and value == fields_of(EstimateRequest)[name].default == getattr(alone, name):
             continue
         words += [dashed(name), str(value)]
     return tuple(words)

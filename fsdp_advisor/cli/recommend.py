@@ -49,14 +49,12 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
 def _render(advice: Advice, form: Format, destination: Destination) -> str:
     if form == "json":
         return as_json(advice.as_dict())
+    if form == "markdown":
+        return advice.to_markdown()
     from fsdp_advisor.render.advice_text import advice_text
     from fsdp_advisor.render.advice_view import advice_view
-    from fsdp_advisor.render.terminal import Screen
 
-    view = advice_view(advice)
-    if form == "markdown":
-        return f"```text\n{advice_text(view, Screen())}\n```"
-    return advice_text(view, destination.screen())
+    return advice_text(advice_view(advice), destination.screen())
 
 
 def _plot(advice: Advice) -> str:
@@ -68,4 +66,4 @@ def _plot(advice: Advice) -> str:
     view = advice_view(advice)
     frontier_rows = view.found.frontier if view.found else ()
     rows = [*([view.winner] if view.winner else []), *frontier_rows, *view.runners_up]
-    return frontier(frontier_points(rows), capacity_bytes=view.gpu_memory_bytes)
+    return frontier(frontier_points(rows), capacity_bytes=view.gpu_memory_bytes, unit=view.throughput_unit)

@@ -10,12 +10,15 @@ One module per consumer defines a `Target`. `job` is their input; `header`, `lim
 >>> export("deepspeed", job)
 Traceback (most recent call last):
 fsdp_advisor.errors.UsageError: deepspeed cannot do ZeRO-3 (fsdp2): it shards only with DeepSpeed; use --backend deepspeed
+hint: targets that can: accelerate, trainer, axolotl, fsdp2, torchrun, accelerate-launch, sbatch
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, script, trainer
@@ -23,7 +26,7 @@ from fsdp_advisor.export.constants import FRAMEWORK_NAMES
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Exported, Target, with_environment
 
-__all__ = ["TARGETS", "Exported", "Job", "Target", "export", "find"]
+__all__ = ["TARGETS", "Exported", "Job", "Target", "check_supported", "export", "find"]
 
 _ALL = (
     accelerate.TARGET,
@@ -59,8 +62,7 @@ def export(target: str, job: Job) -> Exported:
     Raises UsageError if the target is unknown or cannot train the job; its hint lists the targets that can.
     """
     consumer = find(target)
-    if consumer.unsupported(job) is not None:
-        raise _unsupported(consumer, job)
+    check_supported(consumer, job)
     text, notes = consumer.write(job)
     return Exported(
         target=consumer.name,
@@ -88,9 +90,22 @@ def _notes(consumer: Target, job: Job) -> list[str]:
     return notes
 
 
-def _unsupported(consumer: Target, job: Job) -> UsageError:
+def check_supported(consumer: Target, job: Job) -> None:
+    """Raises UsageError if the target cannot train the job. The hint lists the targets that can."""
+    reason = consumer.unsupported(job)
+    if reason is None:
+        return
     able = [t.name for t in _ALL if t.unsupported(job) is None]
-    return UsageError(
-        f"{consumer.name} cannot do {job.strategy}: {consumer.unsupported(job)}",
-        hint=f"targets that can: {', '.join(able)}",
-    )
+    raise UsageError(f"{consumer.name} cannot do {job.strategy}: {reason}", hint=f"targets that can: {', '.join(able)}")
+
+
+class _CallablePackage(ModuleType):
+    """This package, which can be called as `fsdp_advisor.export(...)`: the function and the package share their name."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Exported:
+        from fsdp_advisor.api import export as export_job
+
+        return export_job(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

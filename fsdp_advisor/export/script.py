@@ -35,7 +35,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     text = render(
         "train.py.jinja",
         header=header(job, *checked),
-        launch=with_environment(job, _launch(job, SCRIPT)),
+        launch=with_environment(job, torchrun_line(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,
         model=job.model_name,
@@ -56,7 +56,8 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     return text, ()
 
 
-def _launch(job: Job, file: str) -> str:
+def torchrun_line(job: Job, file: str) -> str:
+    """The torchrun command that starts a script on one node, or on each of several."""
     plan = job.plan
     where = "--standalone"
     if plan.nnodes > 1:
@@ -74,7 +75,7 @@ def _target(name: str, description: str, *, backend: str | None = None) -> Targe
         checked=packages,
         unsupported=lambda job: _unsupported(job, name),
         write=lambda job: _write(job, packages),
-        usage=_launch,
+        usage=torchrun_line,
         backend=backend,
     )
 

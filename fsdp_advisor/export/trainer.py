@@ -9,7 +9,15 @@ from pathlib import PurePath
 from typing import Any
 
 from fsdp_advisor.export import accelerate, deepspeed
-from fsdp_advisor.export.constants import AUTO_CLASSES, FSDP1_PREFETCH, LEARNING_RATE, NVME_NOTE, WEIGHTS, WRAP_POLICY
+from fsdp_advisor.export.constants import (
+    ARGUMENTS_FILE,
+    AUTO_CLASSES,
+    FSDP1_PREFETCH,
+    LEARNING_RATE,
+    NVME_NOTE,
+    WEIGHTS,
+    WRAP_POLICY,
+)
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.rendering import render
@@ -119,7 +127,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
 TARGET = Target(
     name="trainer",
     description="Hugging Face TrainingArguments (Python)",
-    file_name="training_arguments.py",
+    file_name=ARGUMENTS_FILE,
     media_type="text/x-python",
     checked=("transformers", "accelerate", "torch"),
     unsupported=unsupported,

@@ -32,7 +32,7 @@ def frontier_points(rows: Iterable[CandidateView]) -> list[FrontierPoint]:
         FrontierPoint(
             label=f"{row.label}, {row.plan.micro_batch_size} x {row.plan.seq_len}",
             memory_bytes=row.needed_bytes,
-            tokens_per_second=row.throughput,
+            throughput=row.throughput,
             fits=row.fits,
             chosen=row.chosen,
         )

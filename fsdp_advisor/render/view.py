@@ -176,8 +176,7 @@ def throughput_of(report: Report, estimate: StrategyEstimate) -> float | None:
     """Tokens, or images if the model reads images, per second per GPU; None if the time is unknown."""
     if estimate.step is None:
         return None
-    tokens = 1 if task_of(report.task).takes_any_length else report.seq_len
-    return estimate.step.tokens_per_second_per_gpu / tokens
+    return task_of(report.task).samples_or_tokens(estimate.step.tokens_per_second_per_gpu, report.seq_len)
 
 
 def _why(estimate: StrategyEstimate) -> str:

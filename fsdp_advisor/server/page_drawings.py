@@ -64,7 +64,13 @@ def speed(view: AdviceView) -> Drawing | None:
     points = charts.frontier_points(rows[:MOST_POINTS])
     if len(points) < 2:
         return None
-    return drawing(svg.frontier, points, capacity_bytes=view.gpu_memory_bytes, key="frontier-chart")
+    return drawing(
+        svg.frontier,
+        points,
+        capacity_bytes=view.gpu_memory_bytes,
+        unit=view.throughput_unit,
+        key="frontier-chart",
+    )
 
 
 def streams(intervals: Sequence[Interval], label: str) -> Drawing | None:

@@ -67,7 +67,9 @@ def test_what_it_prints_to_launch_works(cli: Cli, tmp_path: Path, monkeypatch: p
     assert line is not None
     monkeypatch.chdir(tmp_path)
     assert cli(*line[1].split()).status == 0
-    text = (tmp_path / "train.py").read_text()
+    (start,) = re.findall(r"^  bash (run/\S+)$", out, re.MULTILINE)
+    assert (tmp_path / start).stat().st_mode & 0o111
+    text = (tmp_path / "run" / "train.py").read_text()
     assert text.startswith("# meta-llama/Llama-2-7b-hf: ZeRO-3 (fsdp2)")
     shown = re.search(r"^  needs (\d+\.\d\d GiB), has", out, re.MULTILINE)
     assert shown is not None
@@ -139,7 +141,7 @@ BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
     "a batch that cannot be divided": (
         ("--gpus", "8", "--micro-batch-size", "2", "--gradient-accumulation-steps", "4", "--global-batch-size", "128"),
         "micro-batch 2 x accumulation 4 x world 8 = 64, not 128",
-        "--gradient-accumulation-steps 8 makes it 128",
+        "gradient_accumulation_steps 8 makes it 128",
     ),
     "a margin above the whole": (("--margin", "120%"), "margin must be less than 1, not 120%", "it is the fraction of the GPU's memory to leave free, as 0.08 or 8%"),
     "no number of tokens": (("--tokens", "many"), "tokens must be a value such as 10e9 or 10B, not many", "it is the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours"),

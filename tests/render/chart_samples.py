@@ -71,7 +71,7 @@ def draw_streams(words: str, width: int) -> str:
 
 def draw_frontier(words: str, width: int) -> str:
     points = [
-        FrontierPoint(label=words, memory_bytes=m * GIB, tokens_per_second=s, fits=m < 8, chosen=m == 4)
+        FrontierPoint(label=words, memory_bytes=m * GIB, throughput=s, fits=m < 8, chosen=m == 4)
         for m, s in ((4, 90.0), (6, 120.0), (9, 100.0))
     ]
     return frontier(points, capacity_bytes=8 * GIB, width=width)

@@ -88,8 +88,7 @@ def test_timeline_marks_the_peak_with_its_size() -> None:
 
 def test_frontier_labels_do_not_overlap() -> None:
     points = [
-        FrontierPoint(label=f"strategy {i}", memory_bytes=(10 + i % 3) * GIB, tokens_per_second=100.0 + i)
-        for i in range(12)
+        FrontierPoint(label=f"strategy {i}", memory_bytes=(10 + i % 3) * GIB, throughput=100.0 + i) for i in range(12)
     ]
     root = ET.fromstring(frontier(points, width=500))
     boxes = []
@@ -104,12 +103,9 @@ def test_frontier_labels_do_not_overlap() -> None:
 
 def test_frontier_always_labels_the_chosen_point() -> None:
     crowd = [
-        FrontierPoint(label=f"number {i}", memory_bytes=(30 + i % 5) * GIB, tokens_per_second=1700.0 + i)
-        for i in range(20)
+        FrontierPoint(label=f"number {i}", memory_bytes=(30 + i % 5) * GIB, throughput=1700.0 + i) for i in range(20)
     ]
-    chosen = FrontierPoint(
-        label="the one that is recommended", memory_bytes=32 * GIB, tokens_per_second=1710.0, chosen=True
-    )
+    chosen = FrontierPoint(label="the one that is recommended", memory_bytes=32 * GIB, throughput=1710.0, chosen=True)
     svg = frontier([*crowd, chosen], capacity_bytes=39 * GIB, width=350)
     assert ">the one that is recommended<" in svg
 
