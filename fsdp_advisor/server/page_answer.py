@@ -11,8 +11,8 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, streams_of
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, RejectionView, advice_view
-from fsdp_advisor.render.explanation import components, share_text
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
+from fsdp_advisor.render.explanation import components
 from fsdp_advisor.render.view import RowView, model_text, report_view
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server import page_drawings as drawings
@@ -21,7 +21,7 @@ from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import figure_groups
 from fsdp_advisor.server.page_what_if import Change, changes
 from fsdp_advisor.timing import Interval
-from fsdp_advisor.units import format_bytes, format_gib
+from fsdp_advisor.units import format_gib
 
 TIMES = " \u00d7 "
 MOST_FOUND = 8
@@ -40,11 +40,12 @@ class Answer:
 
 def answer(model: Resolved, request: RecommendRequest) -> Answer:
     """The recommendation and all strategies. If nothing fits, the strategies as asked, and `chosen` needs least."""
-    advice = advice_view(advise(model, request))
+    advice = advice_view(advise(model, request, explain=True))
     winner = advice.winner
     asked = advice.report.request if winner is None else _like(advice.report, winner)
-    report = _asked_for(estimate_resolved(asked, model, explain=True), request)
-    report = replace(report, notes=(*advice.report.notes, *advice.notes))
+    known = advice.report if asked == advice.report.request else estimate_resolved(asked, model, explain=True)
+    report = _asked_for(known, request)
+    report = replace(report, request=asked, notes=(*advice.report.notes, *advice.notes))
     if winner is None:
         return Answer(advice=advice, report=report, chosen=nearest(report), streams=())
     row = next((e for e in report.estimates if e.plan == winner.plan), None)
@@ -102,7 +103,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "reason": reason(advice),
         "training": advice.training,
         "cautions": advice.warnings,
-        "remedies": [{"reason": r.reason, "query": urlencode(r.query)} for r in advice.remedies],
+        "remedies": advice.remedies,
         "job": (model_text(report), f"{report.request.gpus}{TIMES}{report.gpu_name}", *shown.job_items),
         "launch": launch_line(files) if advice.winner else None,
         "notes": report.notes,
@@ -120,20 +121,9 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "row": row,
         "peak_tensor_bytes": chosen.peak_tensor_bytes,
         "needed": format_gib(chosen.needed_bytes or 0),
-        "components": [
-            {
-                "part": c.part.key,
-                "name": c.name,
-                "meaning": c.meaning,
-                "size": format_bytes(c.n_bytes),
-                "share": share_text(c.share),
-            }
-            for c in components(chosen.needed_breakdown or {})
-        ],
-        "others": [
-            *(_other(c, urlencode({"a": plan, "b": _of(c, report)}) if plan else "") for c in advice.runners_up),
-            *map(_rejected, advice.rejected),
-        ],
+        "components": components(chosen.needed_breakdown or {}),
+        "runners_up": [(c, urlencode({"a": plan, "b": _of(c, report)}) if plan else "") for c in advice.runners_up],
+        "rejected": advice.rejected,
         "find": advice.found,
         "found_rows": _near_the_chosen(advice.found.rows) if advice.found else (),
         "rows": [
@@ -223,27 +213,3 @@ def _of(candidate: CandidateView, report: Report) -> str:
         gpu=candidate.gpu, gpus=plan.world_size, nnodes=plan.nnodes, allocator_conf=candidate.allocator_conf
     )
     return urlencode(pinned(replace(report, request=request), plan))
-
-
-def _rejected(rejection: RejectionView) -> dict[str, Any]:
-    """A row of the same table, for a configuration that was rejected."""
-    return {
-        "label": rejection.label,
-        "micro_batch_size": rejection.micro_batch_size,
-        "needs": rejection.needed_text or "?",
-        "speed": "",
-        "compare": "",
-        "reason": rejection.reason,
-    }
-
-
-def _other(candidate: CandidateView, compare: str) -> dict[str, Any]:
-    """A row of the table of plans that were not chosen. `compare` is the query that compares it with the winner."""
-    return {
-        "label": candidate.label,
-        "micro_batch_size": candidate.plan.micro_batch_size,
-        "needs": candidate.needed_text if candidate.peak_known else "?",
-        "speed": candidate.throughput_text if candidate.fits and candidate.throughput is not None else "",
-        "compare": compare,
-        "reason": candidate.why_not,
-    }

@@ -75,5 +75,4 @@ def speed(view: AdviceView) -> Drawing | None:
 
 def streams(intervals: Sequence[Interval], label: str) -> Drawing | None:
     """Compute and communication in the last micro-batch and the optimizer step; None if the time is unknown."""
-    spans = charts.stream_spans(intervals)
-    return Drawing(wide=Markup(svg.stream_timeline(spans, label=label, key="streams-chart"))) if spans else None
+    return Drawing(wide=Markup(svg.stream_timeline(intervals, label=label, key="streams-chart"))) if intervals else None

@@ -19,7 +19,6 @@ class Export:
     """One file with its text; `href` downloads it."""
 
     target: str
-    name: str
     file: str
     text: str
     usage: str
@@ -41,7 +40,6 @@ def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[E
         found.append(
             Export(
                 target=name,
-                name=name,
                 file=made.file_name,
                 text=made.text,
                 usage=made.usage,

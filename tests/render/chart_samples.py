@@ -13,7 +13,6 @@ from fsdp_advisor.render.svg import (
     Bar,
     ErrorPoint,
     FrontierPoint,
-    Span,
     accuracy,
     frontier,
     memory_timeline,
@@ -22,6 +21,7 @@ from fsdp_advisor.render.svg import (
     stream_timeline,
     two_timelines,
 )
+from fsdp_advisor.timing import Interval
 from fsdp_advisor.units import GIB
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -63,7 +63,7 @@ def draw_timeline(words: str, width: int) -> str:
 
 def draw_streams(words: str, width: int) -> str:
     return stream_timeline(
-        [Span(lane=words, kind=words, start_s=0, end_s=0.1), Span(lane="b", kind="c", start_s=0.1, end_s=0.3)],
+        [Interval(words, words, 0, 0.1), Interval("b", "c", 0.1, 0.3)],
         label=words,
         width=width,
     )

@@ -21,12 +21,12 @@ from fsdp_advisor.render.parts import PARTS, bar_parts
 from fsdp_advisor.render.svg import (
     Bar,
     FrontierPoint,
-    Span,
     frontier,
     stacked_bars,
     stream_timeline,
 )
 from fsdp_advisor.render.svg.elements import width_of
+from fsdp_advisor.timing import Interval
 from fsdp_advisor.units import GIB
 
 # Bars
@@ -111,12 +111,12 @@ def test_frontier_always_labels_the_chosen_point() -> None:
 
 
 def test_adjacent_spans_are_merged() -> None:
-    spans = [Span(lane="compute", kind="forward", start_s=i / 1e4, end_s=(i + 1) / 1e4) for i in range(10_000)]
+    spans = [Interval("compute", "forward", i / 1e4, (i + 1) / 1e4) for i in range(10_000)]
     assert len(_boxes(stream_timeline(spans, label="x"))) == 1
 
 
 def test_spans_shorter_than_a_pixel_stay_visible_and_in_order() -> None:
-    spans = [Span(lane="c", kind="all-gather", start_s=i, end_s=i + 0.01) for i in range(300)]
+    spans = [Interval("c", "all-gather", i, i + 0.01) for i in range(300)]
     boxes = _boxes(stream_timeline(spans, label="x", width=960))
     assert len(boxes) == 300
     assert all(right - left >= 0.9 for left, _, right, _ in boxes)
@@ -124,18 +124,18 @@ def test_spans_shorter_than_a_pixel_stay_visible_and_in_order() -> None:
 
 
 def test_spans_within_one_pixel_share_a_box_of_the_kind_that_takes_longest() -> None:
-    spans = [Span(lane="c", kind="reduce" if i % 4 == 3 else "gather", start_s=i, end_s=i + 0.9) for i in range(40_000)]
+    spans = [Interval("c", "reduce" if i % 4 == 3 else "gather", i, i + 0.9) for i in range(40_000)]
     root = ET.fromstring(stream_timeline(spans, label="x", width=960))
     drawn = {
         e.get("fill"): len(re.findall("M", e.get("d", ""))) for e in root.iter(f"{SVG}path") if e.get("class") == "box"
     }
     assert list(drawn.values()) == [1]  # everywhere gathers take most of the time
-    half = [replace(s, kind="reduce" if s.start_s >= 20_000 else "gather") for s in spans]
+    half = [replace(s, name="reduce" if s.begin_seconds >= 20_000 else "gather") for s in spans]
     assert len(_boxes(stream_timeline(half, label="x", width=960))) == 2
 
 
 def test_each_kind_of_span_has_its_own_fill() -> None:
-    spans = [Span(lane="compute", kind=f"kind {i}", start_s=i, end_s=i + 1) for i in range(20)]
+    spans = [Interval("compute", f"kind{i}", i, i + 1) for i in range(20)]
     root = ET.fromstring(stream_timeline(spans, label="x"))
     looks = [ET.tostring(p).replace((p.get("id") or "").encode(), b"") for p in root.iter(f"{SVG}pattern")]
     assert len(looks) == len(set(looks)) == 20

@@ -11,7 +11,7 @@ from fsdp_advisor.render.svg.comparison import two_timelines
 from fsdp_advisor.render.svg.elements import stacked
 from fsdp_advisor.render.svg.errors import ErrorPoint, speed_errors
 from fsdp_advisor.render.svg.frontier import FrontierPoint, frontier
-from fsdp_advisor.render.svg.streams import Span, stream_timeline
+from fsdp_advisor.render.svg.streams import stream_timeline
 from fsdp_advisor.render.svg.timeline import memory_timeline
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Bar",
     "ErrorPoint",
     "FrontierPoint",
-    "Span",
     "accuracy",
     "frontier",
     "memory_timeline",

@@ -10,7 +10,7 @@ from html import escape
 
 from fsdp_advisor.render.parts import MemoryPart
 
-INK, MUTED, LINE, PAPER, TINT = "#1b2129", "#57606c", "#dfe3e8", "#ffffff", "#f4f6f8"
+INK, MUTED, LINE, PAPER = "#1b2129", "#57606c", "#dfe3e8", "#ffffff"
 ACCENT, GOOD, BAD = "#2b5f9e", "#0b6e55", "#b23c17"
 """Colours on light paper. A page overrides them by the classes of the shapes."""
 
