@@ -275,4 +275,5 @@ class Report(Printable):
             "estimates": [e.as_dict(timeline=timeline) for e in self.estimates],
             "recommendation": None,
             "notes": list(self.notes),
+            "config_files": [reading.as_dict() for reading in self.request.configs],
         }

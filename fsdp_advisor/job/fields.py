@@ -55,7 +55,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited."""
+    """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited.
+
+    `many`: the value is a tuple of values of this kind.
+    """
 
     name: str
     kind: type
@@ -64,12 +67,18 @@ class Field:
     required: bool
     default: Any
     rule: Rule
+    many: bool = False
 
     def read(self, value: Any) -> Any:
         """The value in the field's type, from text or from a Python value. Raises InvalidOption.
 
         Case, blanks, dashes and underscores do not matter in words; other text keeps its case.
         """
+        if self.many and isinstance(value, list | tuple):
+            return tuple(map(self._read_one, value))
+        return (self._read_one(value),) if self.many else self._read_one(value)
+
+    def _read_one(self, value: Any) -> Any:
         if value is None and self.optional:
             return None
         converted = self._converted(value)
@@ -239,6 +248,8 @@ def _rule(annotation: Any) -> Rule | None:
 
 def _field(name: str, annotation: Any, default: Any) -> Field:
     bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    many = get_origin(bare) is tuple
+    bare = get_args(bare)[0] if many else bare
     parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
     (kind,) = (part for part in parts if part is not type(None))
     words = get_args(kind) if get_origin(kind) is Literal else ()
@@ -252,6 +263,7 @@ def _field(name: str, annotation: Any, default: Any) -> Field:
         required=default is MISSING,
         default=None if default is MISSING else default,
         rule=rule,
+        many=many,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, dashed, fields_of
 from fsdp_advisor.units import parse_bytes, parse_count, parse_fraction
 
@@ -69,7 +70,8 @@ class EstimateRequest:
 
     The class takes values of the right type and raises ValueError for others; `make_request` also reads text. `given` are
     the names of the fields that the user gave, even with the default's value; it is empty if the class was called directly.
-    `assumed` are the names of those that were filled in because of the GPU (`estimator.settled`).
+    `assumed` are the names of those that were filled in because of the GPU (`estimator.settled`). `configs` says which fields
+    came from configuration files.
     """
 
     model: Annotated[
@@ -256,6 +258,7 @@ class EstimateRequest:
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     assumed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    configs: tuple[ConfigReading, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name, option in fields_of(type(self)).items():
@@ -348,4 +351,5 @@ class RecommendRequest(EstimateRequest):
         """The same job with an estimate's defaults for open fields. The global batch is one of them: a search divides it."""
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
         closed = {name: v for name, v in values.items() if v not in (None, "auto")}
-        return EstimateRequest(**closed, given=self.given.intersection(closed), assumed=self.assumed)
+        given = self.given.intersection(closed)
+        return EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)

@@ -28,7 +28,6 @@ _TOPICS: dict[str, str] = {
     "inference": "inference generate kv_cache",
     "evaluation": "eval evaluation do_eval eval_batch_size per_device_eval_batch_size",
     "activation offload": "activation_offload activation_offloading",
-    "configuration files of other tools": "config_file",
     "a storage type apart from the precision": "dtype torch_dtype",
 }
 _TOPIC_OF = {name: topic for topic, names in _TOPICS.items() for name in names.split()}
@@ -78,6 +77,15 @@ def unknown_option(
     near = _close(plain, list(known))
     hint = f"did you mean {' or '.join(map(spell, near))}?" if near else see
     return InvalidOption(name, f"no such option: {written}", hint=hint)
+
+
+def topic_of(name: str) -> str | None:
+    """The subject of an option or of a configuration's key that is not modelled yet; None for any other name.
+
+    >>> topic_of("lora_r")
+    'LoRA and other adapters'
+    """
+    return _TOPIC_OF.get(name.lower())
 
 
 def _close(name: str, known: list[str]) -> list[str]:
