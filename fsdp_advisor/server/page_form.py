@@ -33,7 +33,7 @@ _LABELS = {
     "host_memory": "Host memory per node",
     "tokens": "Tokens to train on",
     "price": "Price per GPU hour",
-    "wrap": "FSDP2 units",
+    "wrap": "FSDP units",
     "allocator_conf": "PYTORCH_ALLOC_CONF",
     "margin": "Memory left free",
 }
