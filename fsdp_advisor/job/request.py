@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, dashed, fields_of
+from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 from fsdp_advisor.units import parse_bytes, parse_count, parse_fraction
 
 __all__ = ["AnyRequest", "EstimateRequest", "RecommendRequest", "dashed", "fields_of", "uneven_nodes"]
@@ -23,7 +24,8 @@ Checkpointing = Literal["none", "full"]
 Framework = Literal["torch", "accelerate", "trainer", "deepspeed"]
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
-Wrap = Literal["layer", "none"]
+Wrap = str
+"""The text of a `WrapPolicy`."""
 Find = Literal["gpus", "batch", "sequence", "gpu-type"]
 
 GPU_DEPENDENT = frozenset({"nnodes", "precision"})
@@ -240,8 +242,13 @@ class EstimateRequest:
     wrap: Annotated[
         Wrap,
         Rule(
-            about="the units of FSDP2: each layer and the root, or the whole model in one, which is whole during computation",
+            about="the units of FSDP: layer is each layer, none the whole model, size:N modules of N parameters or more, class:A,B "
+            "the layers of these classes, every:N groups of N layers; the root is one too",
             group="Strategy",
+            metavar="POLICY",
+            max_length=256,
+            word=read_wrap,
+            example=WRAP_EXAMPLE,
         ),
     ] = "layer"
 
