@@ -1,4 +1,4 @@
-"""The FSDP section, which accelerate, the Trainer and axolotl spell almost alike."""
+"""The FSDP section, which accelerate, the Trainer and axolotl spell almost the same way."""
 
 from __future__ import annotations
 
