@@ -100,7 +100,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "lasting": report.model_source != "hub",  # a model on the hub may change at any time
         "fits": advice.fits,
         "summary": summary(report, advice, row, shown.throughput_unit),
-        "reason": reason(advice),
+        "reason": f"{advice.why_not_simpler}." if advice.why_not_simpler else reason(advice),
         "training": advice.training,
         "cautions": advice.warnings,
         "remedies": advice.remedies,

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest, fields_of
 from fsdp_advisor.report import Report, StrategyEstimate
 
 
@@ -55,7 +55,7 @@ def pinned(report: Report, plan: Plan) -> dict[str, Any]:
     known = fields_of(EstimateRequest)
     asked = report.request.as_dict()
     asked = {name: getattr(plan, name, value) for name, value in asked.items() if value is not None}
-    always = ("model", "strategy", "backend", "offload")
+    always = {"model", "strategy", "backend", "offload"} | (GPU_DEPENDENT & report.request.given)
     return {name: v for name, v in asked.items() if name in always or v != known[name].default}
 
 

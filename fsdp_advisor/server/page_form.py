@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_advisor.job.fields import Field, fields_of
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.request import GPU_DEPENDENT, RecommendRequest
 from fsdp_advisor.server.page_words import choice, label, words
 
 EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}
@@ -25,6 +25,7 @@ _HELP = {
 _SUGGESTED = {"model": "known-models", "gpu": "known-gpus"}
 _PLACEHOLDER = {
     "gpu": "H100-80GB",
+    "nnodes": "usual",
     "seq_len": "2048",
     "micro_batch_size": "choose for me",
     "gradient_accumulation_steps": "choose for me",
@@ -83,9 +84,9 @@ def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Cont
 
 def _control(option: Field, values: Mapping[str, str], invalid: str) -> Control:
     name, rule = option.name, option.rule
-    default = "" if option.default is None else str(option.default)
+    default = "" if option.default is None or name in GPU_DEPENDENT else str(option.default)
     number = option.kind in (int, float) and name not in _WRITTEN
-    choices = ("", *option.choices) if option.choices and option.optional else option.choices
+    choices = ("", *option.choices) if option.choices and not default else option.choices
     about = words(rule.about[:1].upper() + rule.about[1:] + (f"; default: {rule.default}" if rule.default else ""))
     return Control(
         name=name,

@@ -80,7 +80,10 @@ def _gpus(asked: EstimateRequest) -> Iterator[Change]:
         ("smaller", next((g for g in reversed(others) if g.memory_bytes <= has.memory_bytes), None)),
     ):
         if gpu is not None:
-            yield Change(key=key, label=f"on {gpu.name}", options={"gpu": gpu.name})
+            options = {"gpu": gpu.name}
+            if gpu.lacks_bf16 and asked.precision.startswith("bf16"):
+                options["precision"] = "fp16-mixed"
+            yield Change(key=key, label=f"on {gpu.name}", options=options)
 
 
 def effects(model: Resolved, request: RecommendRequest) -> Document:
@@ -89,14 +92,16 @@ def effects(model: Resolved, request: RecommendRequest) -> Document:
     report = estimate_resolved(asked, model)
     plan = report.estimates[0]
     asked = asked.but(seq_len=report.seq_len)
-    found = {
-        change.key: _effect(model, asked.but(**change.options), request, plan) for change in changes({}, asked, model)
-    }
+    share = max(1 - request.margin, (plan.needed_bytes or 0) / report.gpu_memory_bytes)
+    found = {c.key: _effect(model, asked.but(**c.options), plan, share) for c in changes({}, asked, model)}
     return Document.of(to_json(found), lasting=model.source != "hub")
 
 
-def _effect(model: Resolved, changed: EstimateRequest, request: RecommendRequest, before: StrategyEstimate) -> str:
-    """What the plan needs after a change, and how fast the job then is; with smaller micro-batches if it no longer fits."""
+def _effect(model: Resolved, changed: EstimateRequest, before: StrategyEstimate, share: float) -> str:
+    """What the plan needs after a change, and how fast the job then is.
+
+    If it needs more than `share` of the memory, its micro-batch is halved.
+    """
     try:
         report = estimate_resolved(changed, model)
     except AdvisorError as error:
@@ -105,9 +110,9 @@ def _effect(model: Resolved, changed: EstimateRequest, request: RecommendRequest
     micro_batch_size = changed.micro_batch_size
     if after.needed_bytes is None:
         return f"states {format_gib(after.kept_bytes)} of {format_gib(has)}"
-    if not after.fits or after.needed_bytes > (1 - request.margin) * has:
+    if not after.fits or after.needed_bytes > share * has:
         if micro_batch_size > 1:
-            return _effect(model, changed.but(micro_batch_size=micro_batch_size // 2), request, before)
+            return _effect(model, changed.but(micro_batch_size=micro_batch_size // 2), before, share)
         return f"this plan no longer fits: {format_gib(after.needed_bytes)} of {format_gib(has)}"
     batch = f", micro-batch {micro_batch_size}" if micro_batch_size != before.plan.micro_batch_size else ""
     return f"{format_gib(after.needed_bytes)} of {format_gib(has)}{batch}{_faster(before, after)}"

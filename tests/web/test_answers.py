@@ -79,11 +79,12 @@ def test_chart_and_table_show_the_rows_of_the_view(client: TestClient) -> None:
 def test_every_export_is_at_hand(client: TestClient, job: dict[str, str]) -> None:
     html = client.get("/", params=job).text
     links = [a["href"] or "" for tag, a in read(html).elements if tag == "a" and "download" in a]
-    assert len(links) == html.count('class="export"') >= 6
+    files = [link for link in links if "bundle" not in link]
+    assert len(links) == 2 * len(files) and len(files) == html.count('class="export"') >= 6
     for link in links:
         file = client.get(link)
         name = file.headers["content-disposition"].split('"')[1]
-        assert file.status_code == 200 and f"Download {name}<" in html
+        assert file.status_code == 200 and (f"Download {name}<" in html or name.endswith(".zip"))
 
 
 def test_a_strategys_name_links_to_its_own_step(client: TestClient) -> None:
@@ -178,6 +179,21 @@ def test_a_change_that_no_longer_fits_takes_a_smaller_micro_batch_or_says_so(cli
     assert "micro-batch 8" in client.get("/what-if.json", params=job).json()["smaller"]
     large = job | {"model": "openai-community/gpt2-xl", "micro_batch_size": "1", "gpus": "8", "gpu": "A100-40GB"}
     assert client.get("/what-if.json", params=large).json()["smaller"].startswith("this plan no longer fits: ")
+
+
+def test_the_number_of_nodes_is_assumed_unless_it_is_given(client: TestClient) -> None:
+    job = {"model": "openai-community/gpt2", "gpus": "16", "gpu": "A100-40GB"}
+    html = client.get("/", params=job).text
+    assert "2 nodes of 8 GPUs each are assumed" in html and "“Nodes” changes it" in html
+    assert _link(html, "one node fewer (8 GPUs)") == job | {"gpus": "8", "nnodes": "1"}
+    one = client.get("/", params=job | {"nnodes": "1"}).text
+    assert "are assumed" not in one
+    assert _link(one, "ZeRO-3")["nnodes"] == "1"
+
+
+def test_a_gpu_without_bf16_is_suggested_with_fp16(client: TestClient) -> None:
+    html = client.get("/", params={"model": "openai-community/gpt2", "gpu": "A10"}).text
+    assert _link(html, "on T4") == {"model": "openai-community/gpt2", "gpu": "T4", "precision": "fp16-mixed"}
 
 
 def test_whole_nodes_are_added_to_several_nodes(client: TestClient) -> None:

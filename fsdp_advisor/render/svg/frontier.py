@@ -88,7 +88,7 @@ def frontier(
             f"H{number(xs(p.memory_bytes))}V{number(ys(p.throughput))}" for p in edge[1:]
         )
         body.append(element("path", d=path, class_="l-accent", stroke=ACCENT, stroke_width=1.6, fill="none"))
-    body += [_dot(p, xs(p.memory_bytes), ys(p.throughput)) for p in shown]
+    body += [_dot(p, xs(p.memory_bytes), ys(p.throughput), unit) for p in shown]
     body += _labels(shown, edge, xs, ys, xs(capacity_bytes) if capacity_bytes else width)
     return frame(
         key,
@@ -110,10 +110,10 @@ def _axes(xs: Scale, ys: Scale, height: float, unit: str) -> list[str]:
     return drawn
 
 
-def _dot(point: FrontierPoint, x: float, y: float) -> str:
+def _dot(point: FrontierPoint, x: float, y: float, unit: str) -> str:
     """A disc if it fits, else a ring, so that it can be read without colour. Its title is for those without a label."""
     kind, colour = ("accent", ACCENT) if point.fits else ("muted", "#57606c")
-    said = f"{point.label}: {format_gib(point.memory_bytes)}, {point.throughput:,.0f} tokens per second"
+    said = f"{point.label}: {format_gib(point.memory_bytes)}, {point.throughput:,.0f} {unit}"
     ring = element(
         "circle", element("title", clean(said)), cx=x, cy=y, r=7 if point.chosen else 5,
         class_=f"f-{kind}" if point.fits else "ring", fill=colour if point.fits else PAPER,
