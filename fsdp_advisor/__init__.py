@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice, recommend
+    from fsdp_advisor.api import export, gpus, models
     from fsdp_advisor.comparison import Comparison, compare
     from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.estimator import estimate
@@ -30,6 +32,9 @@ __all__ = [
     "StrategyEstimate",
     "compare",
     "estimate",
+    "export",
+    "gpus",
+    "models",
     "recommend",
     "record_module",
 ]
@@ -44,15 +49,17 @@ _HOME = {
     "StrategyEstimate": "report",
     "compare": "comparison",
     "estimate": "estimator",
+    "gpus": "api",
+    "models": "api",
     "recommend": "advice",
-    "record_module": "recording",
+    "record_module": "api",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that a command starts with what it needs and torch stays away."""
+    if name == "export":
+        return import_module(f"{__name__}.export")  # the package, which can be called
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

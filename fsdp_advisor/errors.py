@@ -40,7 +40,8 @@ class AdvisorError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return self.message
+        """The message and, on a second line, the hint."""
+        return f"{self.message}\nhint: {self.hint}"
 
 
 class UsageError(AdvisorError):

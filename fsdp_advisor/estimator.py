@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor import configs
+from fsdp_advisor.configs import ConfigFiles
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -17,14 +18,32 @@ from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
+from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra
-from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
+from fsdp_advisor.hardware import (
+    Gpu,
+    attached_gpu,
+    find_gpu,
+    find_interconnect,
+    usual_gpus_per_node,
+    usual_nodes,
+)
 from fsdp_advisor.hardware.links import ETHERNET_100G
+from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.ignored import ignored_in_estimate
+from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
+from fsdp_advisor.memory.allocator import (
+    AllocatorConf,
+    AllocatorResult,
+    StepOperations,
+    completes,
+    simulate_allocator,
+    step_operations,
+)
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
@@ -36,6 +55,9 @@ from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
@@ -46,18 +68,58 @@ NO_AUTOCAST = (
 NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 
-def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
+@with_signature_of(EstimateRequest)
+def estimate(
+    request: EstimateRequest | None = None,
+    /,
+    *,
+    explain: bool = False,
+    config_file: ConfigFiles = (),
+    **options: Unpack[EstimateOptions],
+) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `explain` adds the peak with a fused loss, which only an explanation
-    needs. Raises AdvisorError with a hint.
+    Takes an `EstimateRequest`, or its fields as keywords. `config_file` names configuration files of other tools; keywords win
+    over them. `explain` adds the peak with a fused loss, which only an explanation needs. Raises AdvisorError with a hint.
     """
-    request = request or configs.make_request(options, EstimateRequest)
+    request = settled(request or configs.make_request({**options, "config_file": config_file}, EstimateRequest))
     return estimate_resolved(request, resolve(request.model), explain=explain)
+
+
+def settled(request: AnyRequest) -> AnyRequest:
+    """The request with what its GPU implies for options that were not given: the number of nodes, and fp16 without bf16.
+
+    `assumed` names them. A request that was constructed directly is taken as it is.
+    """
+    if not request.given:
+        return request
+    gpu, _ = choose_gpu(request.gpu)
+    found: dict[str, Any] = {}
+    varies_gpus = isinstance(request, RecommendRequest) and request.find == "gpus"
+    if "nnodes" not in request.given and not varies_gpus and (nodes := usual_nodes(request.gpus, gpu)) > 1:
+        found["nnodes"] = nodes
+    if "precision" not in request.given and gpu.lacks_bf16:
+        found["precision"] = "fp16-mixed"
+    return replace(request, **found, assumed=frozenset(found))
+
+
+def _assumptions(request: EstimateRequest, gpu: Gpu) -> list[str]:
+    """A note per option that `settled` filled in."""
+    notes = []
+    if "nnodes" in request.assumed:
+        per_node = f"{request.gpus // request.nnodes} GPUs each"
+        notes.append(
+            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has "
+            f"{usual_gpus_per_node(gpu)} per node; nnodes changes it"
+        )
+    if "precision" in request.assumed:
+        notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
+    return notes
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate` for a model that is already resolved."""
+    request = divided(request)
     gpu, notes = gpu_of(request)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = _seq_len(request, model.profile)
@@ -79,7 +141,13 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         layer_classes=profile.layer_classes if profile else (),
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
         hidden_size=hidden_size(profile) if profile else None,
-        notes=(*model.notes, *notes, *length_notes),
+        notes=(
+            *model.notes,
+            *notes,
+            *_assumptions(request, gpu),
+            *length_notes,
+            *ignored_in_estimate(request),
+        ),
     )
 
 
@@ -104,7 +172,7 @@ def estimate_plan(
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
-        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error}", *base.not_modelled))
+        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
     return _with_step(base, model.profile, key, tape, gpu, explain, conf, host_memory_bytes)
 
 
@@ -189,7 +257,8 @@ def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int
         host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
         job=job,
-        warnings=tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else (),
+        units=units_text(profile, plan) if plan.wrap != "layer" else None,
+        warnings=(*(padding_warnings(profile, plan) if plan.backend == "fsdp2" else ()), *wrap_warnings(profile, plan)),
         not_modelled=tuple(unknown),
     )
 
@@ -209,7 +278,7 @@ def _with_step(
     assert overhead is not None
     gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
     on_gpu = profile.tapes.get(gpu_key.name) or tape
-    if key.engine != tape_key_of(plan).engine:
+    if key.engine != tape_key_of(plan, profile).engine:
         unknown.append(NO_AUTOCAST)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         unknown.append(NO_SCRATCH)
@@ -283,20 +352,42 @@ def allocator_result(
 ) -> AllocatorResult:
     """The result of the caching allocator for the plan's steps, in the GPU memory that CUDA and NCCL (`overhead`) leave."""
     overhead = overhead or device_overhead(gpu, plan)
+    return simulate_allocator(
+        _operations(profile, tape, plan, gpu, workspace_bytes, loading),
+        conf=conf,
+        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=gpu.memory_bytes,
+    )
+
+
+def runs_in(
+    model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
+) -> bool:
+    """Whether a job with this estimate also completes if the GPU had only `memory_bytes`: in each phase, and in the allocator."""
+    profile, plan, overhead, allocator, job = model.profile, row.plan, row.overhead, row.allocator, row.job
+    if profile is None or overhead is None or allocator is None or job is None:
+        return False
+    left = memory_bytes - overhead.middle_bytes
+    if max(allocator.allocated_peak_bytes, *(job.phases[name].gpu_bytes or 0 for name in ("load", "save"))) > left:
+        return False
+    key, tape = select_tape(model, profile, plan)
+    on_gpu = profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
+    operations = _operations(profile, on_gpu, plan, gpu, None, job.load_method)
+    return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
+
+
+def _operations(
+    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, workspace_bytes: int | None, loading: LoadMethod | None
+) -> StepOperations:
+    """The allocator's operations of a plan's steps over a tape. `workspace_bytes` of cuBLAS: by default the GPU's."""
     workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
-    operations = step_operations(
+    return step_operations(
         step_program(profile, tape, plan),
         plan.micro_batch_size,
         plan.seq_len,
         resident_threads=gpu.resident_threads,
         workspace_bytes=[workspace] * WORKSPACES,
         loaded=loading.transfers if loading else (),
-    )
-    return simulate_allocator(
-        operations,
-        conf=conf,
-        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
-        device_bytes=gpu.memory_bytes,
     )
 
 
@@ -307,7 +398,9 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
     helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True avoids it" if allocator.expandable_segments_help else ""
     if allocator.verdict == "fits_with_retries":
         times = "once" if allocator.retries_per_step == 1 else f"{allocator.retries_per_step} times"
-        return (f"the allocator frees its cache and asks the driver again {times} per step, which is slow{helps}",)
+        return (
+            f"the allocator frees its cache and asks the driver again {times} per step, which the step time includes{helps}",
+        )
     return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
 
 

@@ -20,6 +20,29 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
+class Printable:
+    """An answer that shows itself: `print(answer)` is the command line's text, and a notebook shows tables."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        from fsdp_advisor.render import answers
+
+        return answers.as_text(self)
+
+    def to_markdown(self) -> str:
+        """The text of `--format markdown`."""
+        from fsdp_advisor.render import answers
+
+        return answers.as_markdown(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from fsdp_advisor.render import answers
+
+        return answers.as_html(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEstimate:
     """One strategy's figures on rank 0, which holds the largest shard. Bytes; None where unknown, with a reason in `not_modelled`.
@@ -29,6 +52,7 @@ class StrategyEstimate:
     side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, `fits` is False too,
     and `fails_in` names the phase.
     `states` are kept from step to step; `at_peak` is what is alive at the tensors' peak, by account.
+    `units` describes the FSDP units of a wrap policy other than `layer`.
     `simulated_peak_bytes` is the tensors' peak of PyTorch's own code under fake tensors on a CPU.
     """
 
@@ -50,6 +74,7 @@ class StrategyEstimate:
     step: StepTime | None = None
     overhead: DeviceOverhead | None = None
     job: JobPeaks | None = None
+    units: str | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
@@ -146,7 +171,7 @@ class StrategyEstimate:
             "fused_loss_peak_bytes": self.fused_loss_peak_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
-            **_speed(self.step),
+            **_speed(self.step, self.plan.seq_len),
             "job_peaks": None if self.job is None else self.job.as_dict(),
             "fails_in": self.fails_in,
             "warnings": list(self.warnings),
@@ -159,7 +184,7 @@ class StrategyEstimate:
                     "where": p.where,
                     "live_bytes": p.live_bytes,
                     "high_bytes": p.high_bytes,
-                    "repeats": p.repeats,
+                    "repeats": 1,
                 }
                 for p in self.timeline
             ]
@@ -183,13 +208,15 @@ def _allocator(estimate: StrategyEstimate) -> dict[str, Any]:
     }
 
 
-def _speed(step: StepTime | None) -> dict[str, Any]:
+def _speed(step: StepTime | None, seq_len: int) -> dict[str, Any]:
     """The keys of a step's time; all null where it is not known."""
     if step is None:
         figures = ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share")
-        return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), "step_breakdown"])
+        more = ("samples_per_second_per_gpu", "step_breakdown")
+        return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), *more])
     return {
         "tokens_per_second_per_gpu": round(step.tokens_per_second_per_gpu, 1),
+        "samples_per_second_per_gpu": _six_digits(step.tokens_per_second_per_gpu / seq_len),
         "step_seconds": _six_digits(step.seconds),
         "mfu": round(step.mfu, 4),
         "exposed_communication_share": round(step.exposed_communication_share, 4),
@@ -211,7 +238,7 @@ def _six_digits(value: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Printable):
     """The answer to one request."""
 
     request: EstimateRequest

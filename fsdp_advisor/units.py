@@ -88,11 +88,11 @@ def parse_fraction(text: str) -> float | None:
 def format_count(n: int) -> str:
     """A count with three significant digits and the suffix K, M, B or T.
 
-    >>> format_count(6_738_415_616), format_count(124_439_808), format_count(512)
-    ('6.74B', '124M', '512')
+    >>> format_count(6_738_415_616), format_count(124_439_808), format_count(999_885_952), format_count(512)
+    ('6.74B', '124M', '1.00B', '512')
     """
     for suffix, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if n >= scale:
+        if n >= 0.9995 * scale:  # 999.9 million rounds to 1.00B
             value = n / scale
             return (
                 f"{value:.2f}{suffix}"
@@ -104,11 +104,11 @@ def format_count(n: int) -> str:
     return str(n)
 
 
-def format_speed(tokens_per_second: float) -> str:
-    """Tokens per second with three significant digits, which is the precision of the time model.
+def format_speed(per_second: float, counted: str = "tokens") -> str:
+    """Tokens, or what else is counted, per second with three significant digits, which is the precision of the time model.
 
-    >>> format_speed(3215.4), format_speed(9.04)
-    ('3,220 tokens/s', '9.04 tokens/s')
+    >>> format_speed(3215.4), format_speed(9.04, "images")
+    ('3,220 tokens/s', '9.04 images/s')
     """
-    rounded = float(f"{tokens_per_second:.3g}")
-    return f"{rounded:,.0f} tokens/s" if rounded >= 100 else f"{rounded:g} tokens/s"
+    rounded = float(f"{per_second:.3g}")
+    return f"{rounded:,.0f} {counted}/s" if rounded >= 100 else f"{rounded:g} {counted}/s"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.batch import refusal
 from fsdp_advisor.job.request import MAX_BATCH, RecommendRequest
 
 
@@ -47,28 +47,6 @@ def batches(request: RecommendRequest, *, world: int) -> Batches:
     if steps is not None:
         return Batches(sizes=(per_rank // steps,), per_rank=per_rank)
     return Batches(sizes=(size,) if size else divisors(per_rank), per_rank=per_rank)
-
-
-def refusal(whole: int, size: int | None, steps: int | None, world: int) -> UsageError:
-    """The error for sizes whose product is not the global batch; its hint names the nearest that is.
-
-    >>> print(refusal(128, 2, 4, 8))
-    micro-batch 2 x accumulation 4 x world 8 = 64, not 128
-    """
-    b, a = size or 1, steps or 1
-    if steps is None:
-        a = max(1, whole // (b * world))
-    elif size is None:
-        b = max(1, whole // (a * world))
-    message = f"micro-batch {b} x accumulation {a} x world {world} = {b * a * world}, not {whole}"
-    if size and steps:
-        if whole % (b * world) == 0:
-            return UsageError(message, hint=f"--gradient-accumulation-steps {whole // (b * world)} makes it {whole}")
-        return UsageError(message, hint=f"--global-batch-size {b * a * world}, or another micro-batch")
-    part = (b if size else 1) * (a if steps else 1) * world
-    below, above = whole // part * part, (whole // part + 1) * part
-    near = f"{below} or {above}" if below else str(above)
-    return UsageError(message, hint=f"--global-batch-size must be a multiple of {part}: {near}")
 
 
 def divisors(n: int) -> tuple[int, ...]:

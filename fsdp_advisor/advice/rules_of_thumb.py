@@ -15,7 +15,7 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.job.compatibility import OFFLOADS, label
 from fsdp_advisor.job.request import Offload, Strategy
-from fsdp_advisor.units import format_gib, format_speed
+from fsdp_advisor.units import format_gib
 
 BILLION = 10**9
 
@@ -106,7 +106,7 @@ def _checked(
         strategy=given[0],
         offload=given[1],
         would_run=None if candidate is None else _runs(candidate),
-        because="its memory is unknown" if candidate is None else _because(candidate, winner, runners_up),
+        because="its memory is unknown" if candidate is None else _because(search, candidate, winner, runners_up),
     )
 
 
@@ -133,7 +133,7 @@ def _runs(candidate: Candidate) -> bool | None:
     return candidate.estimate.fits
 
 
-def _because(candidate: Candidate, winner: Candidate | None, runners_up: Sequence[Candidate]) -> str:
+def _because(search: Search, candidate: Candidate, winner: Candidate | None, runners_up: Sequence[Candidate]) -> str:
     """The memory of a rule's choice, and how its speed compares with the winner's."""
     memory = candidate.estimate.needed_bytes
     if memory is None:
@@ -153,4 +153,5 @@ def _because(candidate: Candidate, winner: Candidate | None, runners_up: Sequenc
     if best is None or not own or not here:
         return text
     at = f"at its best micro-batch, {best.plan.micro_batch_size}"
-    return f"{text}; {at}, it trains {format_speed(own)} per GPU, against {format_speed(here)} here"
+    speeds = (search.evaluator.speed_text(speed, winner.plan.seq_len) for speed in (own, here))
+    return f"{text}; {at}, it trains {' per GPU, against '.join(speeds)} here"

@@ -15,12 +15,12 @@ from fsdp_advisor.advice.search import FRONTIER_POINTS, USUAL_FRAGMENTATION, Sea
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import gpu_of
-from fsdp_advisor.hardware import Gpu, list_gpus
+from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import MAX_GPUS, MAX_SEQ_LEN, RecommendRequest
 
-DEFAULT_GPUS_PER_NODE = 8
-"""GPUs per node if neither the request nor the GPU table says."""
+SEQUENCE_STEP = 128
+"""A sweep over sequence lengths tries multiples of this, which every attention kernel and GEMM tile divides evenly."""
 SCANNED_WORLDS = 64
 """Numbers of GPUs up to this are tried one by one; larger ones in doubling steps."""
 SHOWN_WORLDS = 4
@@ -106,7 +106,7 @@ class Sweep:
         if winner is not None:
             if winner.plan.seq_len == self._model_max:
                 because = f"the model's own maximum, which leaves the margin at micro-batch {size}"
-            shorter = log_spaced(range(1, winner.plan.seq_len), 2 * FRONTIER_POINTS)[-FRONTIER_POINTS:]
+            shorter = log_spaced(self._lengths(winner.plan.seq_len - 1), 2 * FRONTIER_POINTS)[-FRONTIER_POINTS:]
             plans = (self._plan_of_length(winner.choice, tokens) for tokens in shorter)
             frontier = (*(c for c in map(self.search.evaluator.candidate, plans) if c.fits), winner)
         return SweepResult(
@@ -125,7 +125,7 @@ class Sweep:
 
     def _longest(self, most: int) -> _Largest:
         """The search for the most tokens, up to `most`."""
-        search, sizes = self.search, range(1, most + 1)
+        search, sizes = self.search, self._lengths(most)
         lower_bound = self._lower_bound_of(self._plan_of_length)
         bounds: dict[StrategyChoice, int] = {}
         for choice in search.choices:
@@ -143,6 +143,14 @@ class Sweep:
     def _model_max(self) -> int | None:
         profile = self.search.evaluator.model.profile
         return profile.max_seq_len if profile is not None else None
+
+    def _lengths(self, most: int) -> Sequence[int]:
+        """The sequence lengths up to `most` to try: multiples of SEQUENCE_STEP, and the model's maximum.
+
+        Every length if `most` is below the step.
+        """
+        lengths = range(SEQUENCE_STEP, most + 1, SEQUENCE_STEP) or range(1, most + 1)
+        return lengths if most != self._model_max or most in lengths else (*lengths, most)
 
     @property
     def _max_tokens(self) -> int:
@@ -271,7 +279,7 @@ class Sweep:
     def _gpus_per_node(self) -> int:
         if self.request.nnodes > 1:
             return self.request.gpus // self.request.nnodes
-        return self.search.evaluator.gpu.gpus_per_node or DEFAULT_GPUS_PER_NODE
+        return usual_gpus_per_node(self.search.evaluator.gpu)
 
     def _batches(self, world: int) -> Batches | None:
         try:
@@ -425,7 +433,7 @@ def _speed_order(search: Search, plan: Plan) -> tuple[float, tuple[int, ...]]:
     """Sort key of a plan: the faster first, then the simpler."""
     seconds = search.evaluator.seconds(plan)
     rate = plan.micro_batch_size * plan.gradient_accumulation_steps / seconds if seconds else 0.0
-    return -rate, StrategyChoice.of(plan).preference_rank
+    return -rate, StrategyChoice.of(plan).simplicity_rank
 
 
 def _frontier(search: Search, winner: Candidate | None) -> tuple[Candidate, ...]:

@@ -58,7 +58,7 @@ def export(given: Mapping[str, Any], options: ExportOptions) -> int:
     that are given are fixed, the others are searched. Exit status: 0 if it fits; 1 if it does not or nothing does; 2 for bad
     usage, or for a job that the target does not support.
     """
-    from fsdp_advisor import export as room
+    import fsdp_advisor.export as room
     from fsdp_advisor.export.choice import report_for
 
     folder = options.folder

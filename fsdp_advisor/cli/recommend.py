@@ -50,15 +50,15 @@ def _render(advice: Advice, form: Format, destination: Destination) -> str:
     if form == "json":
         return as_json(advice.as_dict())
     from fsdp_advisor.cli.config_files import with_readings
+
+    configs = advice.report.request.configs
+    if form == "markdown":
+        return with_readings(advice.to_markdown(), configs, markdown=True)
     from fsdp_advisor.render.advice_text import advice_text
     from fsdp_advisor.render.advice_view import advice_view
-    from fsdp_advisor.render.terminal import Screen
 
-    view, configs = advice_view(advice), advice.report.request.configs
-    if form == "markdown":
-        return with_readings(f"```text\n{advice_text(view, Screen())}\n```", configs, markdown=True)
     screen = destination.screen()
-    return with_readings(advice_text(view, screen), configs, screen.width)
+    return with_readings(advice_text(advice_view(advice), screen), configs, screen.width)
 
 
 def _plot(advice: Advice) -> str:
@@ -70,4 +70,4 @@ def _plot(advice: Advice) -> str:
     view = advice_view(advice)
     frontier_rows = view.found.frontier if view.found else ()
     rows = [*([view.winner] if view.winner else []), *frontier_rows, *view.runners_up]
-    return frontier(frontier_points(rows), capacity_bytes=view.gpu_memory_bytes)
+    return frontier(frontier_points(rows), capacity_bytes=view.gpu_memory_bytes, unit=view.throughput_unit)

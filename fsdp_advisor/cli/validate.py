@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
+from fsdp_advisor.estimator import settled
+from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -143,7 +145,7 @@ def validate(given: dict[str, Any], options: ValidateOptions) -> int:
         raise UsageError(
             "nothing to validate", hint="give --model and --gpus, or --campaign quick, or: validate report FILE"
         )
-    request = make_request(given)
+    request = divided(settled(make_request(given)))
     if options.sbatch:
         options.destination.write(_sbatch(request, options))
         return FITS

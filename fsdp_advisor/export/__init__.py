@@ -10,12 +10,15 @@ One module per consumer defines a `Target`. `job` is their input; `header`, `lim
 >>> export("deepspeed", job)
 Traceback (most recent call last):
 fsdp_advisor.errors.UsageError: deepspeed cannot do ZeRO-3 (fsdp2): it shards only with DeepSpeed; use --backend deepspeed
+hint: targets that can: accelerate, trainer, axolotl, fsdp2, torchrun, accelerate-launch, sbatch
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, script, trainer
@@ -94,3 +97,15 @@ def check_supported(consumer: Target, job: Job) -> None:
         return
     able = [t.name for t in _ALL if t.unsupported(job) is None]
     raise UsageError(f"{consumer.name} cannot do {job.strategy}: {reason}", hint=f"targets that can: {', '.join(able)}")
+
+
+class _CallablePackage(ModuleType):
+    """This package, which can be called as `fsdp_advisor.export(...)`: the function and the package share their name."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Exported:
+        from fsdp_advisor.api import export as export_job
+
+        return export_job(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

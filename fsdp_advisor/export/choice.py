@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import estimate_resolved, settled
 from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
@@ -34,7 +34,7 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
     """
     consumer = find(target)
     model = model or resolve(request.model)
-    request = _with_framework(consumer, _with_backend(consumer, request))
+    request = _with_framework(consumer, _with_backend(consumer, settled(request)))
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
     return estimate_resolved(request.but(reserved=True), model)
@@ -81,7 +81,8 @@ def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateReque
 
 def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) -> EstimateRequest:
     """The request with the options of the best plan that fits. Like `recommend`, it keeps the options that were given."""
-    searched = RecommendRequest(**{name: getattr(request, name) for name in request.given}, given=request.given)
+    fixed = {name: getattr(request, name) for name in request.given | request.assumed}
+    searched = RecommendRequest(**fixed, given=request.given, assumed=request.assumed)
     report = estimate_resolved(searched.as_estimate, model)
     job = Job.of(report, report.estimates[0])
     try:

@@ -26,7 +26,7 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
         wrap=plan.wrap,
         activation_checkpointing=plan.activation_checkpointing,
     )
-    return str(error) if error is not None else None
+    return error.message if error is not None else None
 
 
 def fsdp2_optimizer_limit(plan: Plan) -> str | None:

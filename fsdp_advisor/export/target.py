@@ -22,6 +22,9 @@ class Exported:
     usage: str
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:

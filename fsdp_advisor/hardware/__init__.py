@@ -5,7 +5,7 @@ May import `errors` and `units`.
 """
 
 from fsdp_advisor.hardware.attached import attached_gpu
-from fsdp_advisor.hardware.gpus import GPUS, Gpu, usual_host_bytes
+from fsdp_advisor.hardware.gpus import GPUS, Gpu, usual_gpus_per_node, usual_host_bytes, usual_nodes
 from fsdp_advisor.hardware.interconnects import find_interconnect
 from fsdp_advisor.hardware.links import LINKS, Link
 from fsdp_advisor.hardware.lookup import find_gpu, list_gpus
@@ -19,5 +19,7 @@ __all__ = [
     "find_gpu",
     "find_interconnect",
     "list_gpus",
+    "usual_gpus_per_node",
     "usual_host_bytes",
+    "usual_nodes",
 ]

@@ -31,8 +31,8 @@ class Rule:
     """Help and limits of a field.
 
     `about` is the help text and the hint: a noun phrase with "the" or "a", or a verb phrase. `parse` reads text that has a unit and
-    returns None for text that it cannot read; `example` is such a text. `default` is the help's word for a default that is
-    computed. `aliases` are further names. `hidden` fields are accepted but not shown; `positional` ones are arguments of a
+    returns None for text that it cannot read; `word` returns the normal spelling of a text, or None likewise; `example` is such
+    a text. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted but not shown; `positional` ones are arguments of a
     command. `not_modelled` are values that users know from elsewhere and that are refused as "not modelled yet".
     """
 
@@ -45,6 +45,7 @@ class Rule:
     min_length: int | None = None
     max_length: int | None = None
     parse: Callable[[str], float | None] | None = None
+    word: Callable[[str], str | None] | None = None
     example: str | None = None
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
@@ -96,6 +97,8 @@ class Field:
         if self.choices:
             return None if value in self.choices else list_words(self.choices)
         if isinstance(value, str):
+            if self.rule.word is not None and self.rule.word(value) != value:
+                return self.rule.example
             return self._expected_length(len(value))
         return self._expected_range(value)
 
@@ -140,7 +143,7 @@ class Field:
         if self.choices:
             return next((word for word in self.choices if _letters(word) == _letters(text)), text)
         if self.kind is str:
-            return text
+            return (self.rule.word and self.rule.word(text)) or text
         if self.kind is Path:
             return Path(text) if text else text
         if self.kind is bool:

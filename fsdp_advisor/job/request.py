@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, dashed, fields_of
+from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 from fsdp_advisor.units import parse_bytes, parse_count, parse_fraction
 
 __all__ = ["AnyRequest", "EstimateRequest", "RecommendRequest", "dashed", "fields_of", "uneven_nodes"]
@@ -23,8 +24,12 @@ Checkpointing = Literal["none", "full"]
 Framework = Literal["torch", "accelerate", "trainer", "deepspeed"]
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
-Wrap = Literal["layer", "none"]
+Wrap = str
+"""The text of a `WrapPolicy`."""
 Find = Literal["gpus", "batch", "sequence", "gpu-type"]
+
+GPU_DEPENDENT = frozenset({"nnodes", "precision"})
+"""Fields whose default depends on the GPU."""
 
 MAX_GPUS = 65_536
 MAX_BATCH = 1_048_576
@@ -66,7 +71,9 @@ class EstimateRequest:
     """One job under one strategy, or under all of them.
 
     The class takes values of the right type and raises ValueError for others; `make_request` also reads text. `given` are
-    the names of the fields that the user gave, even with the default's value; `configs` says which came from files.
+    the names of the fields that the user gave, even with the default's value; it is empty if the class was called directly.
+    `assumed` are the names of those that were filled in because of the GPU (`estimator.settled`). `configs` says which fields
+    came from configuration files.
     """
 
     model: Annotated[
@@ -81,7 +88,16 @@ class EstimateRequest:
         ),
     ]
     gpus: Annotated[int, Rule(about="the total number of ranks, one per GPU", group="Hardware", ge=1, le=MAX_GPUS)] = 1
-    nnodes: Annotated[int, Rule(about="the number of nodes", group="Hardware", ge=1, le=MAX_GPUS)] = 1
+    nnodes: Annotated[
+        int,
+        Rule(
+            about="the number of nodes",
+            group="Hardware",
+            default="as many as the GPUs need at the usual number per node",
+            ge=1,
+            le=MAX_GPUS,
+        ),
+    ] = 1
     gpu: Annotated[
         str | None,
         Rule(
@@ -126,6 +142,7 @@ class EstimateRequest:
         Rule(
             about="the precision of weights and computation",
             group="Training",
+            default="bf16-mixed; fp16-mixed on a GPU without bf16",
             not_modelled=("fp8", "fp8-mixed", "int8", "fp4"),
         ),
     ] = "bf16-mixed"
@@ -225,12 +242,29 @@ class EstimateRequest:
     wrap: Annotated[
         Wrap,
         Rule(
-            about="the units of FSDP2: each layer and the root, or the whole model in one, which is whole during computation",
+            about="the units of FSDP: layer is each layer, none the whole model, size:N modules of N parameters or more, class:A,B "
+            "the layers of these classes, every:N groups of N layers; the root is one too",
             group="Strategy",
+            metavar="POLICY",
+            max_length=256,
+            word=read_wrap,
+            example=WRAP_EXAMPLE,
         ),
     ] = "layer"
 
+    global_batch_size: Annotated[
+        int | None,
+        Rule(
+            about="the number of sequences per optimizer step over all ranks; accumulation, and in a search the micro-batch, "
+            "are chosen to match",
+            group="Training",
+            ge=1,
+            le=MAX_BATCH * MAX_GPUS,
+        ),
+    ] = None
+
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    assumed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     configs: tuple[ConfigReading, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -248,12 +282,14 @@ class EstimateRequest:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The values of the fields that differ from their defaults, by name."""
-        return {name: v for name, v in self.as_dict().items() if v != fields_of(type(self))[name].default}
+        """The values that make the same request again, by name: those that are not what is taken if nothing is given."""
+        fixed = self.given & GPU_DEPENDENT
+        known = fields_of(type(self))
+        return {name: v for name, v in self.as_dict().items() if v != known[name].default or name in fixed}
 
     def but(self: AnyRequest, **changes: Any) -> AnyRequest:
         """A copy with other values for some fields, which then count as given."""
-        return replace(self, **changes, given=self.given | set(changes))
+        return replace(self, **changes, given=self.given | set(changes), assumed=self.assumed - set(changes))
 
 
 AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)
@@ -275,15 +311,6 @@ class RecommendRequest(EstimateRequest):
     gradient_accumulation_steps: Annotated[int | None, _ACCUMULATION] = None  # type: ignore[assignment]
     activation_checkpointing: Annotated[Literal[Checkpointing, "auto"], _CHECKPOINTING] = "auto"  # type: ignore[assignment]
 
-    global_batch_size: Annotated[
-        int | None,
-        Rule(
-            about="the number of sequences per optimizer step over all ranks; micro-batch and accumulation are chosen to match",
-            group="Search",
-            ge=1,
-            le=MAX_BATCH * MAX_GPUS,
-        ),
-    ] = None
     find: Annotated[
         Find | None,
         Rule(
@@ -328,7 +355,8 @@ class RecommendRequest(EstimateRequest):
 
     @property
     def as_estimate(self) -> EstimateRequest:
-        """The same job with an estimate's defaults for open fields."""
-        values = {name: getattr(self, name) for name in fields_of(EstimateRequest)}
+        """The same job with an estimate's defaults for open fields. The global batch is one of them: a search divides it."""
+        values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
         closed = {name: v for name, v in values.items() if v not in (None, "auto")}
-        return EstimateRequest(**closed, given=frozenset(closed), configs=self.configs)
+        given = self.given.intersection(closed)
+        return EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)

@@ -22,6 +22,14 @@ class Task:
     takes_any_length: bool = True
     """Whether the user chooses the sequence length. If not, the model fixes it, as for images."""
 
+    def samples_or_tokens(self, tokens: float, seq_len: int) -> float:
+        """A number of tokens in the unit that the task counts: tokens, or images of `seq_len` tokens.
+
+        >>> task_of("causal-lm").samples_or_tokens(1970, 197), task_of("image-classification").samples_or_tokens(1970, 197)
+        (1970, 10.0)
+        """
+        return tokens if self.takes_any_length else tokens / seq_len
+
     def of_length(self, seq_len: int) -> str:
         """The description of one sample of `seq_len` tokens.
 

@@ -101,7 +101,7 @@ def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, l
         try:
             recorder.profile.tapes[key.name] = recorder.tape(key)
         except AdvisorError as error:  # one refusal must not prevent the other tapes
-            refused.append(f"{key.name}: {error}")
+            refused.append(f"{key.name}: {error.message}")
             recorder.profile.refusals[key.name] = to_payload(error)
     return dump(recorder.profile, small=True), refused
 

@@ -6,17 +6,22 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, FindView
+from fsdp_advisor.advice.decision_tree import NO, UNKNOWN, YES
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, FindView, RuleView
 from fsdp_advisor.render.parts import ACTIVATIONS, STATES
 from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, legend, paint
 from fsdp_advisor.render.terminal import wrap as fill
 
 RUNNERS_UP = 5
+RULES_TITLE = "Rules of thumb by parameter count would choose"
 BAR_WIDTHS = (10, 60)
 FRONTIER_BAR_WIDTH = 24
-_UNITS = ("GiB", "tokens/s", "%")
-_DEEPEST = 8
-"""Levels of the tree that are indented further than the last."""
+_UNITS = ("GiB", "tokens/s", "images/s", "%")
+BARE = (YES, NO, UNKNOWN)
+_STEP = 3
+"""Characters by which each level of the tree is indented, on a screen that is wide enough."""
+_LEAST_WIDTH = 36
+"""Characters that the deepest level of the tree keeps for its text."""
 
 
 def wrap(paragraph: str, screen: Screen, *, first: str = "", indent: str = "") -> str:
@@ -46,7 +51,7 @@ def _winner(view: AdviceView, screen: Screen) -> str:
     style = "bold green" if view.winner.peak_known else "bold yellow"
     narrow, wide = BAR_WIDTHS
     drawn = bar(view.parts, view.gpu_memory_bytes, max(narrow, min(wide, screen.width - 2)), screen)
-    lines = [view.training, *(f"warning: {warning}" for warning in view.warnings)]
+    lines = [view.why_not_simpler, view.training, *(f"warning: {warning}" for warning in view.warnings)]
     return "\n".join(
         [
             paint(Text(wrap(view.heading, screen), style=style), screen),
@@ -60,16 +65,18 @@ def _winner(view: AdviceView, screen: Screen) -> str:
 
 def _nothing(view: AdviceView, screen: Screen) -> str:
     lines = [paint(Text(view.heading, style="bold red"), screen)]
-    lines += [wrap(f"{r.reason}: {r.command}", screen, first="  ", indent="    ") for r in view.remedies]
+    remedies = (f"{r.reason}: {r.command}" if r.command else r.reason for r in view.remedies)
+    lines += [wrap(remedy, screen, first="  ", indent="    ") for remedy in remedies]
     return "\n".join(lines)
 
 
 def _tree(view: AdviceView, screen: Screen) -> str:
-    """The path, each question under the answer that leads to it."""
+    """The path, each question under the answer that leads to it. Every level is indented further than the one before."""
     elbow = "└─ " if screen.unicode else "`- "
+    step = max(1, min(_STEP, (screen.width - _LEAST_WIDTH) // max(len(view.path), 1)))
     lines = []
     for depth, node in enumerate(view.path):
-        indent = "   " * min(max(depth - 1, 0), _DEEPEST)
+        indent = " " * step * max(depth - 1, 0)
         question = f"{node.on}: {node.question}" if depth else node.question
         lines.append(
             wrap(
@@ -79,36 +86,58 @@ def _tree(view: AdviceView, screen: Screen) -> str:
                 indent=indent + ("   " if depth else "  "),
             )
         )
-    indent = "   " * min(len(view.path) - 1, _DEEPEST)
-    lines.append(wrap(view.path[-1].answer, screen, first=indent + elbow, indent=indent + "   "))
+    indent = " " * step * (len(view.path) - 1)
+    lines.append(wrap(outcome(view), screen, first=indent + elbow, indent=indent + "   "))
     return "\n".join(lines)
 
 
+def outcome(view: AdviceView) -> str:
+    """The answer to the last question; a bare yes or no says what follows from it."""
+    answer = view.path[-1].answer
+    if answer not in BARE:
+        return answer
+    if view.winner is not None:
+        return f"{answer}: {view.winner.label}"
+    return f"{answer}: with one of the changes above" if answer == YES else "nothing is known that fits"
+
+
 def _runners_up(view: AdviceView, screen: Screen) -> str:
-    shown = view.runners_up[:RUNNERS_UP]
-    more, rejected = len(view.runners_up) - len(shown), len(view.rejected)
+    table = _table(view.runners_up[:RUNNERS_UP], view, screen, reasons=True)
+    return f"Runners-up\n{table}\n" + wrap(f"{runners_up_text(view)} --json lists them.", screen)
+
+
+def runners_up_text(view: AdviceView) -> str:
+    """How many other configurations were evaluated."""
+    more, rejected = len(view.runners_up[RUNNERS_UP:]), len(view.rejected)
     counts = [
         *([f"{more} more {'fit' if view.fits else 'may fit'}"] if more else []),
         *([f"{rejected} do not fit or are slower"] if rejected else []),
         f"{view.configurations:,} configurations were evaluated",
     ]
-    return f"Runners-up\n{_table(shown, screen, reasons=True)}\n" + wrap(
-        f"{'; '.join(counts)}. --json lists them.", screen
-    )
+    return f"{'; '.join(counts)}."
 
 
 def _found(found: FindView, view: AdviceView, screen: Screen) -> str:
     """The answer to `--find`, a row per alternative, and memory against throughput."""
     blocks = [
-        wrap(f"Found ({found.title}): {found.answer}", screen) + "\n" + _table(found.rows, screen, what=found.what)
+        wrap(f"Found ({found.title}): {found.answer}", screen)
+        + "\n"
+        + _table(found.rows, view, screen, what=found.what)
     ]
     if len(found.frontier) > 1:
         blocks.append("Memory against throughput\n" + _frontier(found.frontier, view, screen))
     return "\n\n".join(blocks)
 
 
-def _table(rows: Sequence[CandidateView], screen: Screen, *, what: str = "", reasons: bool = False) -> str:
-    columns = [
+def _table(
+    rows: Sequence[CandidateView], view: AdviceView, screen: Screen, *, what: str = "", reasons: bool = False
+) -> str:
+    return draw(fitting(columns(rows, view, what=what, reasons=reasons), screen.width), screen)
+
+
+def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", reasons: bool = False) -> list[Column]:
+    """The columns of a table of configurations. `what` is what a sweep varies; `reasons` says why each was not chosen."""
+    found = [
         Column("strategy", [row.strategy for row in rows]),
         Column("backend", [row.plan.backend for row in rows]),
         Column("checkpointing", [row.checkpointing for row in rows], rank=4),
@@ -116,22 +145,22 @@ def _table(rows: Sequence[CandidateView], screen: Screen, *, what: str = "", rea
     ]
     needed = [row.needed_text for row in rows]
     if any(row.peak_known for row in rows):
-        columns.append(Column("needs GiB", needed, right=True))
-        columns.append(Column("tokens/s", [row.throughput_text for row in rows], right=True))
+        found.append(Column("needs GiB", needed, right=True))
+        found.append(Column(view.throughput_unit, [row.throughput_text for row in rows], right=True))
     else:
-        columns.append(Column("states GiB", needed, right=True))
+        found.append(Column("states GiB", needed, right=True))
     if what == "sequence":
-        columns.insert(0, Column("tokens", [str(row.plan.seq_len) for row in rows], right=True))
+        found.insert(0, Column("tokens", [str(row.plan.seq_len) for row in rows], right=True))
     elif what == "gpus":
-        columns.insert(0, Column("GPUs", [str(row.plan.world_size) for row in rows], right=True))
+        found.insert(0, Column("GPUs", [str(row.plan.world_size) for row in rows], right=True))
     elif what == "gpu-type":
-        columns.insert(0, Column("GPU", [row.gpu for row in rows]))
-        columns.append(Column("has", [row.available_text for row in rows], right=True))
+        found.insert(0, Column("GPU", [row.gpu for row in rows]))
+        found.append(Column("has", [row.available_text for row in rows], right=True))
     if what and any(row.fits is False for row in rows):
-        columns.append(Column("", [_fits(row) for row in rows]))
+        found.append(Column("", [_fits(row) for row in rows]))
     if reasons:
-        columns.append(Column("why not", [row.why_not for row in rows], rank=3))
-    return draw(fitting(columns, screen.width), screen)
+        found.append(Column("why not", [row.why_not for row in rows], rank=3))
+    return found
 
 
 def _fits(row: CandidateView) -> Text:
@@ -149,7 +178,7 @@ def _frontier(points: Sequence[CandidateView], view: AdviceView, screen: Screen)
     columns = [
         Column("needs GiB", [p.needed_text for p in points], right=True),
         Column("", memory, rank=2),
-        Column("tokens/s", [p.throughput_text for p in points], right=True),
+        Column(view.throughput_unit, [p.throughput_text for p in points], right=True),
         Column("", rates, rank=1),
         Column("configuration", [f"{p.label}, {p.plan.micro_batch_size} x {p.plan.seq_len}" for p in points]),
     ]
@@ -158,12 +187,14 @@ def _frontier(points: Sequence[CandidateView], view: AdviceView, screen: Screen)
 
 def _rules(view: AdviceView, screen: Screen) -> str:
     """What the rules of thumb choose, and whether that would run."""
-    lines = ["Rules of thumb would choose"]
-    for rule in view.rules:
-        runs = {True: "which runs", False: "which does not run", None: "which may run"}[rule.would_run]
-        choice = f"{rule.choice}, {runs}" if rule.choice else "nothing"
-        lines.append(wrap(f"{rule.source}: {choice}: {rule.reason}", screen, first="  ", indent="    "))
-    return "\n".join(lines)
+    return "\n".join([RULES_TITLE, *(wrap(rule_text(rule), screen, first="  ", indent="    ") for rule in view.rules)])
+
+
+def rule_text(rule: RuleView) -> str:
+    """One rule of thumb in a line."""
+    runs = {True: "which runs", False: "which does not run", None: "which may run"}[rule.would_run]
+    choice = f"{rule.choice}, {runs}" if rule.choice else "nothing"
+    return f"{rule.source}: {choice}: {rule.reason}"
 
 
 def _launch(view: AdviceView, screen: Screen) -> str:

@@ -14,7 +14,7 @@ from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import start_command
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import dashed
-from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.model.tasks import Task, task_of
 from fsdp_advisor.render.parts import PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, format_rate
 from fsdp_advisor.render.view import model_text
@@ -121,10 +121,12 @@ class AdviceView:
 
     job: str
     gpu_memory_bytes: int
+    throughput_unit: str
     fits: bool | None
     winner: CandidateView | None
     heading: str
     figures: str
+    why_not_simpler: str
     parts: PartBytes
     training: str
     warnings: tuple[str, ...]
@@ -146,7 +148,8 @@ class AdviceView:
 def advice_view(advice: Advice) -> AdviceView:
     """The view of a recommendation."""
     r = advice.recommendation
-    winner = None if r.winner is None else _candidate(r, r.winner)
+    task = task_of(advice.report.task)
+    winner = None if r.winner is None else _candidate(r, task, r.winner)
     decisions = tuple(_decision(node) for node in r.tree.nodes)
     commands, targets = _launch(advice)
     return AdviceView(
@@ -154,10 +157,12 @@ def advice_view(advice: Advice) -> AdviceView:
         estimate=r.estimate,
         job=_job_line(advice),
         gpu_memory_bytes=r.gpu_memory_bytes,
+        throughput_unit=f"{task.counted}/s",
         fits=r.fits,
         winner=winner,
         heading=_heading(r),
-        figures=_figures(r),
+        figures=_figures(r, task),
+        why_not_simpler=r.why_not_simpler or "",
         parts=bar_parts(r.estimate) if r.estimate is not None else (),
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
@@ -171,8 +176,8 @@ def advice_view(advice: Advice) -> AdviceView:
         ),
         path=tuple(node for node in decisions if node.taken and not node.outcome),
         tree=decisions,
-        found=_found(r),
-        runners_up=tuple(_candidate(r, c) for c in r.runners_up),
+        found=_found(r, task),
+        runners_up=tuple(_candidate(r, task, c) for c in r.runners_up),
         rejected=tuple(map(_rejection, r.rejected)),
         configurations=r.configurations,
         margin=f"{100 * r.request.margin:g} %",
@@ -200,8 +205,8 @@ def _decision(node: Node) -> DecisionView:
     )
 
 
-def _candidate(r: Recommendation, c: Candidate) -> CandidateView:
-    plan, rate = c.plan, c.tokens_per_second_per_gpu
+def _candidate(r: Recommendation, task: Task, c: Candidate) -> CandidateView:
+    plan, rate = c.plan, _throughput(c, task)
     chosen = r.winner is not None and c.plan == r.winner.plan and c.gpu == r.winner.gpu
     return CandidateView(
         plan=plan,
@@ -221,6 +226,12 @@ def _candidate(r: Recommendation, c: Candidate) -> CandidateView:
         throughput_text=format_rate(rate) if rate else UNKNOWN,
         why_not="" if chosen else r.why_not(c),
     )
+
+
+def _throughput(c: Candidate, task: Task) -> float | None:
+    """What the task counts, tokens or images, per second per GPU."""
+    tokens = c.tokens_per_second_per_gpu
+    return None if tokens is None else task.samples_or_tokens(tokens, c.plan.seq_len)
 
 
 def _rejection(rejection: Rejection) -> RejectionView:
@@ -250,8 +261,16 @@ def _job_line(advice: Advice) -> str:
     nodes = f" on {nnodes} nodes" if nnodes > 1 else ""
     return (
         f"{model_text(report)} on {gpus} x {winner.gpu if winner else report.gpu_name}{nodes}: {', '.join(items)}. "
-        f"A plan fits if it needs at most {limit if request.margin else whole}."
+        f"A plan fits if it runs in {limit if request.margin else whole}{_host_limit(r)}."
     )
+
+
+def _host_limit(r: Recommendation) -> str:
+    """The part of a node's host memory that a plan may need; empty if it is not given."""
+    host = r.request.host_memory
+    if host is None:
+        return ""
+    return f", and in {format_gib(int(host * (1 - r.request.margin)))} of a node's {format_gib(host)} of host memory"
 
 
 def _heading(r: Recommendation) -> str:
@@ -265,7 +284,7 @@ def _heading(r: Recommendation) -> str:
     return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {winner.global_batch_size}"
 
 
-def _figures(r: Recommendation) -> str:
+def _figures(r: Recommendation, task: Task) -> str:
     """What the winner needs and how fast it is, in one line."""
     winner = r.winner
     if winner is None:
@@ -275,12 +294,12 @@ def _figures(r: Recommendation) -> str:
         simplest = "" if r.sweep else "the simplest plan whose states leave the margin: "
         items = [f"{simplest}states {format_gib(winner.state_bytes)}, has {has}"]
     else:
-        items = [f"needs {format_gib(winner.needed_bytes)}, has {has}"]
+        items = [winner.gpu_memory_text]
     if winner.host_bytes_per_node:
         items.append(f"host memory {format_gib(winner.host_bytes_per_node)} per node")
-    if winner.tokens_per_second_per_gpu and winner.step_seconds:
-        rate = format_rate(winner.tokens_per_second_per_gpu)
-        items.append(f"{rate} tokens/s per GPU, {winner.step_seconds:.3g} s per step")
+    rate = _throughput(winner, task)
+    if rate and winner.step_seconds:
+        items.append(f"{format_rate(rate)} {task.counted}/s per GPU, {winner.step_seconds:.3g} s per step")
     if winner.allocator_conf is not None:
         items.append(f"with PYTORCH_ALLOC_CONF={winner.allocator_conf}")
     if winner.needed_bytes is None:
@@ -299,7 +318,7 @@ def _training(r: Recommendation) -> str:
     return f"{tokens}: {run.days:,.3g} days, {run.gpu_hours:,.0f} GPU hours{cost}"
 
 
-def _found(r: Recommendation) -> FindView | None:
+def _found(r: Recommendation, task: Task) -> FindView | None:
     sweep = r.sweep
     if sweep is None:
         return None
@@ -308,8 +327,8 @@ def _found(r: Recommendation) -> FindView | None:
         what=sweep.what,
         title=_FIND_TITLES[sweep.what],
         answer=answer,
-        rows=tuple(_candidate(r, c) for c in sweep.rows),
-        frontier=tuple(_candidate(r, c) for c in sweep.frontier),
+        rows=tuple(_candidate(r, task, c) for c in sweep.rows),
+        frontier=tuple(_candidate(r, task, c) for c in sweep.frontier),
     )
 
 

@@ -1,7 +1,8 @@
-"""A report as a Markdown table, to paste into an issue."""
+"""A report as a document: its table with what the columns mean. `markdown` is its Markdown, to paste into an issue."""
 
 from __future__ import annotations
 
+from fsdp_advisor.render.document import Block, Code, Paragraph, Table, to_markdown
 from fsdp_advisor.render.explanation import ExplanationView
 from fsdp_advisor.render.parts import PARTS
 from fsdp_advisor.render.sizes import UNKNOWN
@@ -10,24 +11,28 @@ from fsdp_advisor.render.view import ReportView, RowView
 
 def markdown(view: ReportView, explained: ExplanationView | None = None) -> str:
     """The whole answer, without a final newline."""
+    return to_markdown(report_blocks(view, explained))
+
+
+def report_blocks(view: ReportView, explained: ExplanationView | None = None) -> list[Block]:
+    """The whole answer."""
     header = ["strategy", "backend", *(["needs"] if view.peaks_known else []), "states"]
     header += [part.name for part in PARTS] if view.peaks_known else []
     header += [f"{view.throughput_unit} per GPU"] if view.timed else []
     header += ["host per node", "verdict"]
-    alignment = ["---", "---", *["---:"] * (len(header) - 3), "---"]
-    blocks = [
-        _escape(view.job),
-        "\n".join(_line(cells) for cells in (header, alignment, *(_cells(view, row) for row in view.rows))),
-        _escape(" ".join(view.footnotes)),
-        *(f"Warning: {_escape(warning)}" for warning in view.warnings),
-        *map(_escape, view.omission_lines),
+    blocks: list[Block] = [
+        Paragraph(view.job),
+        Table(header, [_cells(view, row) for row in view.rows], [False, False, *[True] * (len(header) - 3), False]),
+        Paragraph(" ".join(view.footnotes)),
+        *(Paragraph(f"Warning: {warning}") for warning in view.warnings),
+        *map(Paragraph, view.omission_lines),
     ]
     if explained is not None:
         from fsdp_advisor.render.terminal import Screen  # rich is slow to import
         from fsdp_advisor.render.text import explanation_text
 
-        blocks.append(f"```text\n{explanation_text(explained, Screen())}\n```")
-    return "\n\n".join(blocks)
+        blocks.append(Code(explanation_text(explained, Screen())))
+    return blocks
 
 
 def _cells(view: ReportView, row: RowView) -> list[str]:
@@ -38,14 +43,3 @@ def _cells(view: ReportView, row: RowView) -> list[str]:
     else:
         cells.append(row.states_text)
     return [*cells, *([row.throughput_text] if view.timed else []), row.host_text, row.verdict]
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _escape(text: str) -> str:
-    """Names are shown as they are: no emphasis, no tags."""
-    for character in "\\`*_<":
-        text = text.replace(character, "\\" + character)
-    return text

@@ -176,8 +176,7 @@ def throughput_of(report: Report, estimate: StrategyEstimate) -> float | None:
     """Tokens, or images if the model reads images, per second per GPU; None if the time is unknown."""
     if estimate.step is None:
         return None
-    tokens = 1 if task_of(report.task).takes_any_length else report.seq_len
-    return estimate.step.tokens_per_second_per_gpu / tokens
+    return task_of(report.task).samples_or_tokens(estimate.step.tokens_per_second_per_gpu, report.seq_len)
 
 
 def _why(estimate: StrategyEstimate) -> str:
@@ -215,8 +214,8 @@ def job_items(report: Report) -> tuple[str, ...]:
         if request.gradient_accumulation_steps > 1:
             items.append(f"accumulation {request.gradient_accumulation_steps}")
         items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
-    if request.wrap == "none":
-        items.append("one FSDP2 unit")
+    if request.wrap != "layer":
+        items.append("one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}")
     if request.framework != "torch":
         items.append(f"framework {request.framework}")
     if request.offload != "none" and request.offload_device != "cpu":

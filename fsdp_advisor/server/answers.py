@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from fsdp_advisor.advice import Advice, recommend_resolved
 from fsdp_advisor.comparison import compare_resolved
 from fsdp_advisor.errors import AdvisorError, NotRecordable
-from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved
+from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved, settled
 from fsdp_advisor.export import Job, export, find
 from fsdp_advisor.export.bundle import Bundle, bundle
 from fsdp_advisor.export.choice import report_for
@@ -161,8 +161,8 @@ def _json_document(found: Report | Advice, *, timeline: bool) -> Document:
 
 
 def _with_gpu(request: AnyRequest) -> AnyRequest:
-    """The request with the default GPU if it names none: the server's own GPU must not matter."""
-    return request if request.gpu is not None else request.but(gpu=DEFAULT_GPU)
+    """The request with the default GPU if it names none, since the server's own must not matter, and what the GPU implies."""
+    return settled(request if request.gpu is not None else replace(request, gpu=DEFAULT_GPU))
 
 
 def _with_gpu_note(request: EstimateRequest, report: Report) -> Report:

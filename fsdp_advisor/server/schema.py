@@ -100,6 +100,7 @@ class StrategyEstimate(BaseModel):
     host_bytes_per_node: Bytes | None
     host_loading_bytes_per_node: dict[str, Bytes] | None
     tokens_per_second_per_gpu: Seconds | None
+    samples_per_second_per_gpu: Annotated[Seconds | None, Field(description="Sequences or images")]
     step_seconds: Seconds | None
     mfu: Seconds | None
     exposed_communication_share: Seconds | None

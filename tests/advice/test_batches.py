@@ -50,32 +50,32 @@ ERRORS: dict[str, tuple[dict[str, int], str, str]] = {
     "all three": (
         {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 128},
         "micro-batch 2 x accumulation 4 x world 8 = 64, not 128",
-        "--gradient-accumulation-steps 8 makes it 128",
+        "gradient_accumulation_steps 8 makes it 128",
     ),
     "all three, and no accumulation would do": (
         {"micro_batch_size": 3, "gradient_accumulation_steps": 4, "global_batch_size": 128},
         "micro-batch 3 x accumulation 4 x world 8 = 96, not 128",
-        "--global-batch-size 96, or another micro-batch",
+        "global_batch_size 96, or another micro-batch",
     ),
     "micro-batch": (
         {"micro_batch_size": 3, "global_batch_size": 128},
         "micro-batch 3 x accumulation 5 x world 8 = 120, not 128",
-        "--global-batch-size must be a multiple of 24: 120 or 144",
+        "global_batch_size must be a multiple of 24: 120 or 144",
     ),
     "accumulation": (
         {"gradient_accumulation_steps": 3, "global_batch_size": 100},
         "micro-batch 4 x accumulation 3 x world 8 = 96, not 100",
-        "--global-batch-size must be a multiple of 24: 96 or 120",
+        "global_batch_size must be a multiple of 24: 96 or 120",
     ),
     "world": (
         {"global_batch_size": 100},
         "micro-batch 1 x accumulation 12 x world 8 = 96, not 100",
-        "--global-batch-size must be a multiple of 8: 96 or 104",
+        "global_batch_size must be a multiple of 8: 96 or 104",
     ),
     "less than the world": (
         {"global_batch_size": 4},
         "micro-batch 1 x accumulation 1 x world 8 = 8, not 4",
-        "--global-batch-size must be a multiple of 8: 8",
+        "global_batch_size must be a multiple of 8: 8",
     ),
 }
 

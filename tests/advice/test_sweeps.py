@@ -54,6 +54,7 @@ def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     assert found.winner.plan.seq_len == found.answer
     assert not advise(**job, micro_batch_size=4, seq_len=int(found.winner.plan.seq_len * BEYOND)).fits
     lengths = [c.plan.seq_len for c in found.frontier]
+    assert all(length % 128 == 0 for length in lengths)
     assert lengths == sorted(lengths)
     assert lengths[-1] == found.answer
 

@@ -141,7 +141,7 @@ BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
     "a batch that cannot be divided": (
         ("--gpus", "8", "--micro-batch-size", "2", "--gradient-accumulation-steps", "4", "--global-batch-size", "128"),
         "micro-batch 2 x accumulation 4 x world 8 = 64, not 128",
-        "--gradient-accumulation-steps 8 makes it 128",
+        "gradient_accumulation_steps 8 makes it 128",
     ),
     "a margin above the whole": (("--margin", "120%"), "margin must be less than 1, not 120%", "it is the fraction of the GPU's memory to leave free, as 0.08 or 8%"),
     "no number of tokens": (("--tokens", "many"), "tokens must be a value such as 10e9 or 10B, not many", "it is the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours"),

@@ -1,0 +1,29 @@
+"""Options that were given and have no effect on the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+
+
+def ignored_in_estimate(request: EstimateRequest) -> Iterator[str]:
+    """A note per option that no figure of an estimate depends on."""
+    given = request.given
+    if "interconnect" in given and request.interconnect is not None and request.nnodes == 1:
+        yield "interconnect is ignored: all GPUs are in one node"
+    if "offload_device" in given and request.offload_device != "cpu" and request.offload == "none":
+        yield "offload_device is ignored without offload"
+    if "backward_prefetch" in given and request.backward_prefetch != "pre" and request.backend != "fsdp1":
+        yield "backward_prefetch is ignored: only backend fsdp1 has it"
+
+
+def ignored_in_search(request: RecommendRequest) -> Iterator[str]:
+    """A note per option of a search that the recommendation does not depend on."""
+    given = request.given
+    if "price" in given and request.price is not None and request.tokens is None:
+        yield "price is ignored without tokens"
+    if "seq_len" in given and request.seq_len is not None and request.find == "sequence":
+        yield "seq_len is ignored: find sequence varies it"
+    if "gpu" in given and request.gpu is not None and request.find == "gpu-type":
+        yield "gpu is ignored: find gpu-type varies it"

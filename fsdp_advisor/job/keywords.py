@@ -1,0 +1,104 @@
+"""The fields of a request as typed keyword arguments: for type checkers, `help()` and completion.
+
+Type checkers read the TypedDicts. Python and notebooks read the signature, which is made from the fields themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Literal, TypedDict, TypeVar, get_type_hints
+
+from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.request import (
+    Attention,
+    Backend,
+    BackwardPrefetch,
+    Checkpointing,
+    EstimateRequest,
+    Find,
+    Framework,
+    Offload,
+    OffloadDevice,
+    OptimizerName,
+    Precision,
+    Strategy,
+    Wrap,
+)
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class _Options(TypedDict, total=False):
+    """The fields that an estimate and a search read in the same way. `Field.read` also takes text for numbers."""
+
+    model: str | float
+    gpus: int
+    nnodes: int
+    gpu: str | None
+    interconnect: str | None
+    strategy: Literal[Strategy, "all"]
+    backend: Literal[Backend, "auto"]
+    precision: Precision
+    optim: OptimizerName
+    seq_len: int | None
+    attention: Attention
+    backward_prefetch: BackwardPrefetch
+    reserved: bool
+    allocator_conf: str | None
+    host_memory: int | str | None
+    framework: Framework
+    wrap: Wrap
+    global_batch_size: int | None
+
+
+class EstimateOptions(_Options, total=False):
+    """The keyword arguments of `estimate` and `export`: the fields of `EstimateRequest`."""
+
+    offload: Offload
+    offload_device: OffloadDevice
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    activation_checkpointing: Checkpointing
+
+
+class RecommendOptions(_Options, total=False):
+    """The keyword arguments of `recommend`: the fields of `RecommendRequest`."""
+
+    offload: Literal[Offload, "auto"]
+    offload_device: Literal[OffloadDevice, "auto"]
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    activation_checkpointing: Literal[Checkpointing, "auto"]
+    find: Find | None
+    margin: float | str
+    tokens: float | str | None
+    price: float | None
+
+
+def with_signature_of(kind: type[EstimateRequest]) -> Callable[[F], F]:
+    """A decorator that shows the fields of `kind` in place of `**options` in a function's signature."""
+    hints = get_type_hints(kind)
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    shown = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults.get(name, inspect.Parameter.empty),
+            annotation=hints[name],
+        )
+        for name, field in fields_of(kind).items()
+        if not field.rule.hidden
+    ]
+
+    def decorate(function: F) -> F:
+        whole = inspect.signature(function)
+        *own, _ = whole.parameters.values()  # the last one is **options
+        positional = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        keywords = [p for p in own if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        signature = whole.replace(parameters=[*positional, *shown, *keywords])
+        setattr(function, "__signature__", signature)  # noqa: B010  # mypy: functions declare no such attribute
+        return function
+
+    return decorate

@@ -1,0 +1,112 @@
+"""What is assumed for options that were not given, and which given options are reported as ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_advisor import estimate, recommend
+from fsdp_advisor.estimator import make_request, settled
+from fsdp_advisor.export.choice import report_for
+from fsdp_advisor.job.ignored import ignored_in_estimate, ignored_in_search
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+
+GPT2 = "openai-community/gpt2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpu", "nodes"),
+    [(8, "H100", 1), (16, "H100", 2), (12, "H100", 2), (8, "RTX 4090", 1), (8, "GB200", 2), (16, "24GiB", 2)],
+)
+def test_nodes_follow_from_the_number_of_gpus(gpus: int, gpu: str, nodes: int) -> None:
+    request = settled(make_request({"model": GPT2, "gpus": gpus, "gpu": gpu}))
+    assert request.nnodes == nodes
+    assert ("nnodes" in request.assumed) == (nodes > 1)
+
+
+def test_given_nodes_and_precision_stay() -> None:
+    given = {"model": GPT2, "gpus": 16, "gpu": "V100", "nnodes": 1, "precision": "bf16-mixed"}
+    request = settled(make_request(given))
+    assert (request.nnodes, request.precision, request.assumed) == (1, "bf16-mixed", frozenset())
+
+
+def test_a_request_constructed_directly_is_taken_as_it_is() -> None:
+    assert settled(EstimateRequest(model=GPT2, gpus=16, gpu="V100")).nnodes == 1
+
+
+def test_a_search_for_the_number_of_gpus_assumes_no_nodes() -> None:
+    request = make_request({"model": GPT2, "gpus": 64, "gpu": "H100", "find": "gpus"}, RecommendRequest)
+    assert settled(request).nnodes == 1
+
+
+@pytest.mark.parametrize("gpu", ["T4", "V100"])
+def test_a_gpu_without_bf16_trains_in_fp16(gpu: str) -> None:
+    report = estimate(model=GPT2, gpus=2, gpu=gpu, strategy="ddp")
+    assert report.estimates[0].plan.precision == "fp16-mixed"
+    assert any("does not compute in bf16" in note for note in report.notes)
+
+
+def test_every_interface_says_what_it_assumes() -> None:
+    job: dict[str, Any] = {"model": GPT2, "gpus": 16, "gpu": "V100", "strategy": "ddp"}
+    request = make_request(job)
+    advice = recommend(**job, micro_batch_size=1)
+    for report in (estimate(**job), advice.report, report_for("torchrun", request)):
+        assert [note.partition(" ")[0] for note in report.notes] == ["2", "precision"]
+        assert report.request.nnodes == report.estimates[0].plan.nnodes == 2
+    assert advice.recommendation.winner is not None
+    assert advice.recommendation.winner.plan.precision == "fp16-mixed"
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_the_options_of_a_recommendation_reproduce_its_nodes_and_precision(nnodes: int) -> None:
+    job: dict[str, Any] = {"model": GPT2, "gpus": 16, "gpu": "T4", "nnodes": nnodes, "precision": "bf16-mixed"}
+    words = recommend(**job, strategy="ddp", micro_batch_size=1).recommendation.options
+    again = settled(
+        make_request({name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)})
+    )
+    assert (again.nnodes, again.precision) == (nnodes, "bf16-mixed")
+
+
+def test_the_changed_options_reproduce_the_request() -> None:
+    for given in ({"gpus": 16, "nnodes": 1}, {"gpus": 16}, {"gpu": "T4", "precision": "bf16-mixed"}):
+        request = settled(make_request({"model": GPT2, "gpu": "H100", **given}))
+        assert settled(make_request(request.changed)) == request
+
+
+def test_an_export_without_a_strategy_keeps_what_is_assumed() -> None:
+    report = report_for("fsdp2", make_request({"model": GPT2, "gpus": 16, "gpu": "V100", "global_batch_size": 64}))
+    plan = report.estimates[0].plan
+    assert (plan.nnodes, plan.precision) == (2, "fp16-mixed")
+    assert plan.micro_batch_size * plan.gradient_accumulation_steps * 16 == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"interconnect": "RoCE"}, "interconnect"),
+        ({"offload_device": "nvme", "offload": "none"}, "offload_device"),
+        ({"backward_prefetch": "post"}, "backward_prefetch"),
+        ({"price": 2}, "price"),
+        ({"seq_len": 512, "find": "sequence"}, "seq_len"),
+        ({"gpu": "H100", "find": "gpu-type"}, "gpu"),
+    ],
+)
+def test_an_option_without_effect_is_reported(options: dict[str, Any], name: str) -> None:
+    request = make_request({"model": GPT2, **options}, RecommendRequest)
+    notes = [*ignored_in_estimate(request), *ignored_in_search(request)]
+    assert [note.partition(" ")[0] for note in notes] == [name]
+
+
+def test_options_with_an_effect_are_not_reported() -> None:
+    options = {
+        "model": GPT2,
+        "gpus": 16,
+        "nnodes": 2,
+        "interconnect": "RoCE",
+        "price": 2,
+        "tokens": "1B",
+        "seq_len": 512,
+    }
+    request = make_request(options, RecommendRequest)
+    assert not [*ignored_in_estimate(request), *ignored_in_search(request)]
