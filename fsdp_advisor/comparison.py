@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import estimate_resolved, settled
 from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -122,6 +122,7 @@ def best_row(report: Report) -> StrategyEstimate:
 
 
 def _side(request: EstimateRequest, model: Resolved) -> Side:
+    request = settled(request)
     report = estimate_resolved(request, model)
     row = best_row(report)
     plan = row.plan
