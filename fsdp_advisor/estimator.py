@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fsdp_advisor import configs
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -16,6 +17,7 @@ from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
+from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import (
     Gpu,
@@ -71,10 +73,10 @@ def estimate(
 ) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
+    Takes an `EstimateRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `explain` adds the peak with a fused loss, which only an explanation
     needs. Raises AdvisorError with a hint.
     """
-    request = settled(request or make_request(options))
+    request = settled(request or configs.make_request(options, EstimateRequest))
     return estimate_resolved(request, resolve(request.model), explain=explain)
 
 
@@ -249,7 +251,8 @@ def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int
         host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
         job=job,
-        warnings=tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else (),
+        units=units_text(profile, plan) if plan.wrap != "layer" else None,
+        warnings=(*(padding_warnings(profile, plan) if plan.backend == "fsdp2" else ()), *wrap_warnings(profile, plan)),
         not_modelled=tuple(unknown),
     )
 
@@ -269,7 +272,7 @@ def _with_step(
     assert overhead is not None
     gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
     on_gpu = profile.tapes.get(gpu_key.name) or tape
-    if key.engine != tape_key_of(plan).engine:
+    if key.engine != tape_key_of(plan, profile).engine:
         unknown.append(NO_AUTOCAST)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         unknown.append(NO_SCRATCH)

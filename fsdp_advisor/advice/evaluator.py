@@ -14,6 +14,7 @@ from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.estimator import estimate_plan, runs_in, step_seconds, tensor_bytes
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
+from fsdp_advisor.job.compatibility import mesh_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
@@ -49,7 +50,7 @@ class Candidate:
     assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory less the margin if it is known, else None;
     `host_usual_bytes` is what nodes with this GPU usually have, and `host_unlimited` says that a plan may need more than that.
     `step_seconds` is None if the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in
-    bf16 throughout, as FSDP and DeepSpeed compute; 1 unless it runs under autocast.
+    16 bits throughout, as FSDP and DeepSpeed compute; 1 unless it runs under autocast.
     """
 
     estimate: StrategyEstimate
@@ -135,7 +136,7 @@ class Candidate:
 
     @property
     def comparable_speed(self) -> float | None:
-        """The speed in equal numerics: what `tokens_per_second_per_gpu` would be in bf16 throughout."""
+        """The speed in equal numerics: what `tokens_per_second_per_gpu` would be in 16 bits throughout."""
         speed = self.tokens_per_second_per_gpu
         return None if speed is None else speed * self.numerics_gain
 
@@ -359,16 +360,19 @@ class Evaluator:
         return (self.timer or step_seconds)(self.model, plan, self.gpu)
 
     def numerics_gain(self, plan: Plan) -> float:
-        """The factor by which a plan under autocast would be faster in bf16 throughout; 1 for other plans.
+        """The factor by which a plan under autocast would be faster in the numerics of FSDP and DeepSpeed; 1 for other plans.
 
-        FSDP and DeepSpeed compute everything in bf16, from fp32 masters. Autocast keeps norms, softmax and the loss in fp32, and
-        casts the fp32 weights in each forward. This difference is not one of the strategy.
+        They compute everything in 16 bits, from fp32 masters. Autocast keeps norms, softmax and the loss in fp32, and casts the
+        fp32 weights in each forward. This difference is not one of the strategy, so it is taken on one GPU, where neither
+        communicates.
         """
-        if plan.strategy != "ddp" or plan.precision != "bf16-mixed":
+        if plan.strategy != "ddp" or plan.precision not in ("bf16-mixed", "fp16-mixed"):
             return 1.0
+        alone = replace(plan, mesh=mesh_of("ddp", 1, 1))
+        sharded = replace(alone, strategy="zero2", backend="fsdp2", mesh=mesh_of("zero2", 1, 1))
         try:
-            own, throughout = self.seconds(plan), self.seconds(replace(plan, precision="bf16"))
-        except AdvisorError:  # not recorded in bf16
+            own, throughout = self.seconds(alone), self.seconds(sharded)
+        except AdvisorError:  # not recorded
             return 1.0
         return max(own / throughout, 1.0) if own and throughout else 1.0
 

@@ -95,13 +95,16 @@ class Recommendation:
         own, best = other.tokens_per_second_per_gpu, self.winner.tokens_per_second_per_gpu
         if own is None or best is None:
             return "it fits, but is less simple" if best is None else "it fits, but its time is unknown"
-        if self.winner.numerics_gain > other.numerics_gain and own > best:
-            return f"it is {own / best - 1:.0%} faster, in other numerics"
         if are_equal(own, best) and self.winner.simplicity <= other.simplicity:
             return "it is as fast, but less simple"
+        if self.winner.numerics_gain > other.numerics_gain and own > best:
+            return f"it is {own / best - 1:.0%} faster, in other numerics"
         if own > best:
             why = "offload" if other.plan.offload != self.winner.plan.offload else "not what was asked for"
             return f"it is {own / best - 1:.0%} faster, but {why}"
+        comparable = own * other.numerics_gain
+        if other.numerics_gain > self.winner.numerics_gain and comparable < best:
+            return f"it fits, but is {1 - own / best:.0%} slower ({1 - comparable / best:.0%} without autocast)"
         return f"it fits, but is {1 - own / best:.0%} slower"
 
     @property

@@ -50,6 +50,11 @@ class Command:
         options = options_class(**read_fields({n: given.pop(n) for n in list(given) if n in own}, own))
         if self.request is None:
             return int(function(options))
+        files = getattr(options, "config_file", ())
+        if files:
+            from fsdp_advisor.cli.config_files import request_of_files
+
+            return int(function(request_of_files(files, given, self.request, self.partial, options), options))
         return int(function(given if self.partial else make_request(given, self.request), options))
 
 
@@ -65,6 +70,14 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         "The file or command that launches a job.",
         "export", "export", "ExportOptions", f"TARGET {JOB}", EstimateRequest, partial=True,
+    ),
+    "compare": Command(
+        "Two jobs side by side: why one fits and the other does not.",
+        "compare", "compare", "CompareOptions", "A B [options]", EstimateRequest, partial=True,
+    ),
+    "check": Command(
+        "One line and an exit status: does the job fit?",
+        "check", "check", "CheckOptions", "--config-file FILE --gpu GPU [options]", EstimateRequest,
     ),
     "validate": Command(
         "Run a job and compare it with its estimate.",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from fsdp_advisor.cli.options import ConfigFileOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Folder, note
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import Rule
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(ConfigFileOptions):
     """Options of `export` apart from those of the job."""
 
     target: Annotated[

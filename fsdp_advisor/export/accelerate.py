@@ -108,9 +108,11 @@ def _distributed_type(plan: Plan) -> str:
 def _fsdp(job: Job) -> dict[str, Any]:
     """The options that FSDP1 and FSDP2 share. Without a class to wrap, accelerate uses the model's `_no_split_modules`."""
     plan = job.plan
-    wrap = {"fsdp_auto_wrap_policy": WRAP_POLICY[plan.wrap]}
-    if job.layer_classes and plan.wrap == "layer":
-        wrap["fsdp_transformer_layer_cls_to_wrap"] = ",".join(job.layer_classes)
+    wrap: dict[str, Any] = {"fsdp_auto_wrap_policy": WRAP_POLICY[plan.wrap_policy.kind]}
+    if job.wrapped_classes:
+        wrap["fsdp_transformer_layer_cls_to_wrap"] = ",".join(job.wrapped_classes)
+    if plan.wrap_policy.kind == "size":
+        wrap["fsdp_min_num_params"] = plan.wrap_policy.number
     return {
         "fsdp_version": 2 if plan.backend == "fsdp2" else 1,
         **wrap,

@@ -85,8 +85,8 @@ def _engine(job: Job) -> dict[str, Any]:
             "dp_shard_size": plan.shard_degree,
             **({"dp_replicate_size": plan.replica_degree} if plan.replica_degree > 1 else {}),
             "fsdp_config": {
-                "auto_wrap_policy": WRAP_POLICY[plan.wrap],
-                **({"transformer_layer_cls_to_wrap": ",".join(job.layer_classes)} if plan.wrap == "layer" else {}),
+                "auto_wrap_policy": WRAP_POLICY[plan.wrap_policy.kind],
+                **({"transformer_layer_cls_to_wrap": ",".join(job.wrapped_classes)} if job.wrapped_classes else {}),
                 "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
                 "offload_params": plan.offload == "parameters",
                 "activation_checkpointing": checkpointing,

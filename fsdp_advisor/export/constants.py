@@ -55,8 +55,10 @@ WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "bf16-mixed": "float32", "fp16
 MIXED = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 """accelerate's `mixed_precision`, by precision."""
 
-WRAP_POLICY = {"layer": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP"}
-"""The FSDP wrap policy of accelerate, transformers and axolotl, by the plan's `wrap`."""
+WRAP_POLICY = {
+    "layer": "TRANSFORMER_BASED_WRAP", "class": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP", "size": "SIZE_BASED_WRAP",
+}  # fmt: skip
+"""The FSDP wrap policy of accelerate, transformers and axolotl, by the kind of the plan's policy."""
 
 FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 """FSDP1's backward prefetch as accelerate spells it; transformers takes it in lower case."""

@@ -88,6 +88,18 @@ class Job:
         return next((name for name in ("peak_allocated_bytes", "peak_tensor_bytes") if name in self.peaks), None)
 
     @property
+    def wrapped_classes(self) -> tuple[str, ...]:
+        """The layer classes that are FSDP units; empty if the wrap policy does not name classes."""
+        policy = self.plan.wrap_policy
+        return (
+            policy.classes
+            if policy.kind == "class"
+            else self.layer_classes
+            if policy.kind in ("layer", "every")
+            else ()
+        )
+
+    @property
     def margin(self) -> float | None:
         """The fraction of the GPU's memory that stays free at the predicted peak; negative if the job does not fit."""
         return None if self.peak is None else 1 - self.peaks[self.peak] / self.gpu_memory_bytes

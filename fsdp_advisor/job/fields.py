@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -31,9 +31,11 @@ class Rule:
     """Help and limits of a field.
 
     `about` is the help text and the hint: a noun phrase with "the" or "a", or a verb phrase. `parse` reads text that has a unit and
-    returns None for text that it cannot read; `example` is such a text. `default` is the help's word for a default that is
-    computed. `aliases` are further names. `hidden` fields are accepted but not shown; `positional` ones are arguments of a
-    command. `not_modelled` are values that users know from elsewhere and that are refused as "not modelled yet".
+    returns None for text that it cannot read; `word` returns the normal spelling of a text, or None likewise; `example` is such
+    a text. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted
+    but not shown; `positional` ones are arguments of a command. `synonyms` are other words for a choice, and `elsewhere` words
+    that belong to another field, with a hint. `not_modelled` are values that users know from elsewhere and that are refused as
+    "not modelled yet"; `nearest` says of some which choice comes nearest.
     """
 
     about: str
@@ -45,17 +47,24 @@ class Rule:
     min_length: int | None = None
     max_length: int | None = None
     parse: Callable[[str], float | None] | None = None
+    word: Callable[[str], str | None] | None = None
     example: str | None = None
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     not_modelled: tuple[str, ...] = ()
+    nearest: Mapping[str, str] = field(default_factory=dict)
     hidden: bool = False
     positional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited."""
+    """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited.
+
+    `many`: the value is a tuple of values of this kind.
+    """
 
     name: str
     kind: type
@@ -64,12 +73,18 @@ class Field:
     required: bool
     default: Any
     rule: Rule
+    many: bool = False
 
     def read(self, value: Any) -> Any:
         """The value in the field's type, from text or from a Python value. Raises InvalidOption.
 
         Case, blanks, dashes and underscores do not matter in words; other text keeps its case.
         """
+        if self.many and isinstance(value, list | tuple):
+            return tuple(map(self._read_one, value))
+        return (self._read_one(value),) if self.many else self._read_one(value)
+
+    def _read_one(self, value: Any) -> Any:
         if value is None and self.optional:
             return None
         converted = self._converted(value)
@@ -87,6 +102,8 @@ class Field:
         if self.choices:
             return None if value in self.choices else list_words(self.choices)
         if isinstance(value, str):
+            if self.rule.word is not None and self.rule.word(value) != value:
+                return self.rule.example
             return self._expected_length(len(value))
         return self._expected_range(value)
 
@@ -120,7 +137,7 @@ class Field:
         if isinstance(value, str):
             return self._from_text(value.strip())
         if isinstance(value, bool):
-            return value
+            return self.rule.synonyms.get(str(value).lower(), value)
         if isinstance(value, float) and self.kind in (int, str) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and self.kind in (str, float):
@@ -129,9 +146,11 @@ class Field:
 
     def _from_text(self, text: str) -> Any:
         if self.choices:
-            return next((word for word in self.choices if _letters(word) == _letters(text)), text)
+            meant = {_letters(word): word for word in self.choices}
+            meant |= {_letters(word): choice for word, choice in self.rule.synonyms.items()}
+            return meant.get(_letters(text), text)
         if self.kind is str:
-            return text
+            return (self.rule.word and self.rule.word(text)) or text
         if self.kind is Path:
             return Path(text) if text else text
         if self.kind is bool:
@@ -151,13 +170,18 @@ class Field:
         if self.choices and isinstance(value, str):
             if _letters(value) in map(_letters, self.rule.not_modelled):
                 message = f"{self.name} {written} is not modelled yet"
-                return InvalidOption(self.name, message, hint=f"possible are {list_words(self.choices)}")
+                near = _found(self.rule.nearest, value)
+                hint = f"nearest is {near}" if near else f"possible are {list_words(self.choices)}"
+                return InvalidOption(self.name, message, hint=hint)
+            elsewhere = _found(self.rule.elsewhere, value)
+            if elsewhere is not None:
+                return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=elsewhere)
             from difflib import get_close_matches
 
-            near = get_close_matches(value.strip().lower()[:MAX_SHOWN], self.choices, n=1)
-            if near:
+            close = get_close_matches(value.strip().lower()[:MAX_SHOWN], self.choices, n=1, cutoff=0.7)
+            if close:
                 return InvalidOption(
-                    self.name, f"{self.name} must be {expected}, not {written}", hint=f"did you mean {near[0]}?"
+                    self.name, f"{self.name} must be {expected}, not {written}", hint=f"did you mean {close[0]}?"
                 )
         return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=self.hint)
 
@@ -183,9 +207,9 @@ def read_fields(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[st
 
 def check_required(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """Raises InvalidOption if a required field is not given."""
-    for name, field in known.items():
-        if field.required and name not in given:
-            raise InvalidOption(name, f"{name} is missing", hint=field.hint)
+    for name, option in known.items():
+        if option.required and name not in given:
+            raise InvalidOption(name, f"{name} is missing", hint=option.hint)
 
 
 def shown(value: Any) -> str:
@@ -239,6 +263,8 @@ def _rule(annotation: Any) -> Rule | None:
 
 def _field(name: str, annotation: Any, default: Any) -> Field:
     bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    many = get_origin(bare) is tuple
+    bare = get_args(bare)[0] if many else bare
     parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
     (kind,) = (part for part in parts if part is not type(None))
     words = get_args(kind) if get_origin(kind) is Literal else ()
@@ -252,7 +278,13 @@ def _field(name: str, annotation: Any, default: Any) -> Field:
         required=default is MISSING,
         default=None if default is MISSING else default,
         rule=rule,
+        many=many,
     )
+
+
+def _found(words: Mapping[str, str], text: str) -> str | None:
+    """The value under a word, in any spelling; None if there is none."""
+    return {_letters(word): value for word, value in words.items()}.get(_letters(text))
 
 
 def _letters(text: str) -> str:

@@ -139,7 +139,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     """The model that `name` means.
 
     Tries, in this order: an id or alias of the catalog; a file or directory on disk (if `allow_paths`); a bare parameter count;
-    the hub (if `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
+    an id of the catalog without its owner, if only one model is named so; the hub (if `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
     Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
     """
     wanted = name.strip()
@@ -155,6 +155,10 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
         return configured(read_config(path, wanted), wanted, "config")
     if _count_shaped(wanted):
         return _counted(wanted)
+    if short := catalog.by_short_name(wanted):
+        if len(short) > 1:
+            raise UnknownModel(wanted, hint=f"several models are named so: {', '.join(entry.id for entry in short)}")
+        return _catalogued(short[0], wanted, allow_recording)
     if allow_paths and _PATH_SHAPED.match(wanted):
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
@@ -282,7 +286,8 @@ def _described(key: TapeKey) -> str:
     batch = "micro-batch 1" if key.batch_is_one else "micro-batch 2 and more"
     device = " on a GPU" if key.device == "gpu" and key.attention != "flash_attention_2" else ""
     checkpointing = f"activation checkpointing {key.checkpointing}"
-    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}, {batch}"
+    wrap = f", wrap {key.wrap}" if key.wrap else ""
+    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}, {batch}"
 
 
 def _versions(profile: Profile) -> str:

@@ -20,7 +20,7 @@ _LABELS = {
     "host_memory": "Host memory per node",
     "tokens": "Tokens to train on",
     "price": "Price per GPU hour",
-    "wrap": "FSDP2 units",
+    "wrap": "FSDP units",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
 }

@@ -53,10 +53,8 @@ def test_offload_wins_only_if_it_is_clearly_faster(speedup: float, offloads: boo
 
 
 def test_ddp_is_compared_in_the_numerics_of_the_others() -> None:
-    """Under autocast it is slower than ZeRO-2, in bf16 throughout as fast."""
-    found = candidates(
-        lambda plan: 1.4 if plan.strategy == "ddp" and plan.precision == "bf16-mixed" else 1.0, offload="none"
-    )
+    """It is slower than ZeRO-2 on one GPU too, so that the difference is one of autocast and not of the strategy."""
+    found = candidates(lambda plan: 1.4 if plan.strategy == "ddp" else 1.0, offload="none")
     assert found["DDP (ddp)"].numerics_gain == pytest.approx(1.4)
     assert found["ZeRO-2 (fsdp2)"].numerics_gain == 1
     assert choose(list(found.values())).label == "DDP (ddp)"
