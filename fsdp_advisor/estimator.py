@@ -16,6 +16,7 @@ from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
+from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import (
     Gpu,
@@ -33,7 +34,14 @@ from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
-from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult, simulate_allocator, step_operations
+from fsdp_advisor.memory.allocator import (
+    AllocatorConf,
+    AllocatorResult,
+    StepOperations,
+    completes,
+    simulate_allocator,
+    step_operations,
+)
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
@@ -242,7 +250,8 @@ def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int
         host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
         job=job,
-        warnings=tuple(padding_warnings(profile, plan)) if plan.backend == "fsdp2" else (),
+        units=units_text(profile, plan) if plan.wrap != "layer" else None,
+        warnings=(*(padding_warnings(profile, plan) if plan.backend == "fsdp2" else ()), *wrap_warnings(profile, plan)),
         not_modelled=tuple(unknown),
     )
 
@@ -262,7 +271,7 @@ def _with_step(
     assert overhead is not None
     gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
     on_gpu = profile.tapes.get(gpu_key.name) or tape
-    if key.engine != tape_key_of(plan).engine:
+    if key.engine != tape_key_of(plan, profile).engine:
         unknown.append(NO_AUTOCAST)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         unknown.append(NO_SCRATCH)
@@ -336,20 +345,42 @@ def allocator_result(
 ) -> AllocatorResult:
     """The result of the caching allocator for the plan's steps, in the GPU memory that CUDA and NCCL (`overhead`) leave."""
     overhead = overhead or device_overhead(gpu, plan)
+    return simulate_allocator(
+        _operations(profile, tape, plan, gpu, workspace_bytes, loading),
+        conf=conf,
+        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=gpu.memory_bytes,
+    )
+
+
+def runs_in(
+    model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
+) -> bool:
+    """Whether a job with this estimate also completes if the GPU had only `memory_bytes`: in each phase, and in the allocator."""
+    profile, plan, overhead, allocator, job = model.profile, row.plan, row.overhead, row.allocator, row.job
+    if profile is None or overhead is None or allocator is None or job is None:
+        return False
+    left = memory_bytes - overhead.middle_bytes
+    if max(allocator.allocated_peak_bytes, *(job.phases[name].gpu_bytes or 0 for name in ("load", "save"))) > left:
+        return False
+    key, tape = select_tape(model, profile, plan)
+    on_gpu = profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
+    operations = _operations(profile, on_gpu, plan, gpu, None, job.load_method)
+    return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
+
+
+def _operations(
+    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, workspace_bytes: int | None, loading: LoadMethod | None
+) -> StepOperations:
+    """The allocator's operations of a plan's steps over a tape. `workspace_bytes` of cuBLAS: by default the GPU's."""
     workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
-    operations = step_operations(
+    return step_operations(
         step_program(profile, tape, plan),
         plan.micro_batch_size,
         plan.seq_len,
         resident_threads=gpu.resident_threads,
         workspace_bytes=[workspace] * WORKSPACES,
         loaded=loading.transfers if loading else (),
-    )
-    return simulate_allocator(
-        operations,
-        conf=conf,
-        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
-        device_bytes=gpu.memory_bytes,
     )
 
 
@@ -360,7 +391,9 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
     helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True avoids it" if allocator.expandable_segments_help else ""
     if allocator.verdict == "fits_with_retries":
         times = "once" if allocator.retries_per_step == 1 else f"{allocator.retries_per_step} times"
-        return (f"the allocator frees its cache and asks the driver again {times} per step, which is slow{helps}",)
+        return (
+            f"the allocator frees its cache and asks the driver again {times} per step, which the step time includes{helps}",
+        )
     return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
 
 

@@ -52,6 +52,7 @@ class StrategyEstimate:
     side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, `fits` is False too,
     and `fails_in` names the phase.
     `states` are kept from step to step; `at_peak` is what is alive at the tensors' peak, by account.
+    `units` describes the FSDP units of a wrap policy other than `layer`.
     `simulated_peak_bytes` is the tensors' peak of PyTorch's own code under fake tensors on a CPU.
     """
 
@@ -73,6 +74,7 @@ class StrategyEstimate:
     step: StepTime | None = None
     overhead: DeviceOverhead | None = None
     job: JobPeaks | None = None
+    units: str | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
@@ -182,7 +184,7 @@ class StrategyEstimate:
                     "where": p.where,
                     "live_bytes": p.live_bytes,
                     "high_bytes": p.high_bytes,
-                    "repeats": p.repeats,
+                    "repeats": 1,
                 }
                 for p in self.timeline
             ]
@@ -275,4 +277,5 @@ class Report(Printable):
             "estimates": [e.as_dict(timeline=timeline) for e in self.estimates],
             "recommendation": None,
             "notes": list(self.notes),
+            "config_files": [reading.as_dict() for reading in self.request.configs],
         }

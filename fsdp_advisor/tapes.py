@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from fsdp_advisor.engines.wrapping import tape_wrap
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
@@ -31,15 +32,19 @@ _PRECISIONS: dict[str, TapePrecision] = {
 }
 
 
-def tape_key_of(plan: Plan) -> TapeKey:
-    """The key of the tape that a plan replays. The tape is a CPU tape, except for flash_attention_2, which runs only on GPUs."""
+def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
+    """The key of the tape that a plan replays. The tape is a CPU tape, except for flash_attention_2, which runs only on GPUs.
+
+    `profile`: the model, on which the units of a wrap policy other than `layer` depend.
+    """
     engine = _ENGINES.get(plan.backend, "plain")
     if plan.backend == "fsdp1" and plan.facts.autocasts_fsdp1 and plan.mixed:
         engine = "fsdp1+autocast"
     precision = _PRECISIONS[plan.precision]
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"
-    return _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1)
+    wrap = tape_wrap(profile, plan) if profile is not None else ""
+    return _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1, wrap)
 
 
 @lru_cache(maxsize=1024)  # one object per key, because each caches its name
@@ -49,10 +54,11 @@ def _key(
     attention: TapeAttention,
     checkpointing: TapeCheckpointing,
     batch_is_one: bool,
+    wrap: str,
 ) -> TapeKey:
     if attention == "flash_attention_2":  # its kernel runs the same code for every B
-        return TapeKey(engine, precision, attention, checkpointing, device="gpu")
-    return TapeKey(engine, precision, attention, checkpointing, batch_is_one)
+        return TapeKey(engine, precision, attention, checkpointing, device="gpu", wrap=wrap)
+    return TapeKey(engine, precision, attention, checkpointing, batch_is_one, wrap=wrap)
 
 
 def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey, Tape]:
@@ -61,7 +67,7 @@ def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey,
     If FSDP1's tape with autocast is missing and cannot be recorded, falls back to the tape without autocast. Casts are then not
     counted.
     """
-    key = tape_key_of(plan)
+    key = tape_key_of(plan, profile)
     try:
         return _with_attention(model, profile, plan, key)
     except (MissingExtra, NotRecordable) as error:
@@ -83,7 +89,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
         if plan.attention != "sdpa":
             raise
         key, tape = eager, model.tape(eager)
-    if not model.from_catalog:
+    if not model.from_catalog or key.wrap:
         for on_gpu in gpu_tape_keys(key, window_filled=profile.fills_window(plan.seq_len)):
             _record_on_gpu(model, on_gpu)
     return key, tape

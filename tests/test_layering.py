@@ -26,6 +26,7 @@ LAYERS = (
     "engines",
     "tapes",
     "timing",
+    "configs",
     "report",
     "verdict",
     "estimator",

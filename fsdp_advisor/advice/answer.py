@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, Timer
+from fsdp_advisor.advice.ranking import SPEED_RESOLUTION
 from fsdp_advisor.advice.remedies import remedies
 from fsdp_advisor.advice.result import Advice, Recommendation
 from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
@@ -21,7 +22,7 @@ from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, sett
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.request import RecommendRequest, dashed
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
@@ -87,7 +88,7 @@ def recommend_resolved(
         sweep=found,
         training=Training.of(winner, request.tokens, request.price) if winner and request.tokens else None,
         remedies=changes,
-        notes=(*_notes(request, search, winner), *warnings),
+        notes=(*_notes(request, search, result), *warnings),
         warnings=warnings,
     )
 
@@ -115,6 +116,7 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
             margin=request.margin,
             allocator_conf=request.allocator_conf,
             host_memory_bytes=request.host_memory,
+            host_unlimited=request.offload != "auto",
             timer=timer,
             known=report.estimates,
         ),
@@ -182,19 +184,49 @@ def _around(found: SweepResult, search: Search) -> SearchResult:
 
 def _warnings(winner: Candidate | None) -> Iterator[str]:
     """What may keep the winner from running."""
-    if winner is not None and winner.host_unusual:
+    if winner is not None and winner.host_unusual and winner.host_available_bytes is None:
         needs, usual = format_gib(winner.host_bytes_per_node), format_gib(winner.host_usual_bytes)
         yield f"it takes {needs} of host memory per node, which usually has {usual} or less: --host-memory says what yours has"
 
 
-def _notes(request: RecommendRequest, search: Search, winner: Candidate | None) -> Iterator[str]:
-    gpu = search.evaluator.gpu
+def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> Iterator[str]:
+    gpu, winner = search.evaluator.gpu, result.winner
     yield from ignored_in_search(request)
     if request.find and request.offload == "auto" and not any(c.offload != "none" for c in search.choices):
         yield "offload was not searched: give --host-memory or --offload"
-    offloads = winner is not None and winner.plan.offload != "none" and not winner.host_unusual
-    if winner is not None and offloads and request.host_memory is None:
-        host = format_gib(winner.host_bytes_per_node)
-        yield f"it takes {host} of host memory per node: give --host-memory to check it"
+    if winner is None and (fixed := _fixed_options(request)):
+        yield f"fixed by the request: {fixed}"
+    if winner is not None:
+        if winner.plan.offload != "none" and not winner.host_unusual and request.host_memory is None:
+            host = format_gib(winner.host_bytes_per_node)
+            yield f"it takes {host} of host memory per node: give --host-memory to check it"
+        yield from _numerics(winner, result.runners_up)
     if gpu.lacks_bf16 and request.precision.startswith("bf16"):
         yield f"{gpu.name} does not compute in bf16: --precision fp16-mixed or fp32"
+
+
+_SEARCHED = ("strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
+             "global_batch_size", "gradient_accumulation_steps", "wrap", "framework", "host_memory")  # fmt: skip
+"""Options that leave more to the search if they are not given."""
+
+
+def _fixed_options(request: RecommendRequest) -> str:
+    """The options of the request that narrow the search, as on the command line; empty if there are none."""
+    return ", ".join(f"{dashed(name)} {value}" for name, value in request.changed.items() if name in _SEARCHED)
+
+
+def _numerics(winner: Candidate, runners_up: Sequence[Candidate]) -> Iterator[str]:
+    """Say so if the winner is slower than another plan because of its numerics alone."""
+    own = winner.tokens_per_second_per_gpu or 0.0
+    on_gpu = (c for c in runners_up if c.plan.offload == winner.plan.offload)
+    other = max(on_gpu, key=lambda c: c.tokens_per_second_per_gpu or 0.0, default=None)
+    if winner.numerics_gain == 1 or other is None or other.numerics_gain > 1:
+        return
+    faster = (other.tokens_per_second_per_gpu or 0.0) / own - 1
+    bits = winner.plan.precision.removesuffix("-mixed")
+    if faster > SPEED_RESOLUTION:
+        yield (
+            f"DDP runs under autocast: weights, norms, softmax and loss in fp32. {other.label} computes everything in {bits}, from "
+            f"fp32 masters, and is {faster:.0%} faster for that reason alone. If you accept these numerics: "
+            f"--strategy {other.plan.strategy}"
+        )

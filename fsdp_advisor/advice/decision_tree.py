@@ -322,10 +322,8 @@ def _fastest(search: Search, winner: Candidate) -> Node:
         question = "Which is the simplest plan that fits?"
         because = "the time of a step is unknown on this GPU"
     else:
-        question = "Which is the fastest plan that fits?"
-        because = (
-            f"{search.evaluator.speed_text(speed, winner.plan.seq_len)} per GPU{_next_fastest(search, winner, speed)}"
-        )
+        question = "Which plan that fits is the fastest, or as fast and simpler?"
+        because = f"{search.evaluator.speed_text(speed, winner.plan.seq_len)} per GPU{_compared(search, winner)}"
     return Node(
         id="fastest",
         question=question,
@@ -337,19 +335,19 @@ def _fastest(search: Search, winner: Candidate) -> Node:
     )
 
 
-def _next_fastest(search: Search, winner: Candidate, speed: float) -> str:
-    """How the next plans compare with the winner; empty if there are none."""
-    runners_up = search.result.runners_up
-    text = ""
-    if runners_up:
-        other = runners_up[0].tokens_per_second_per_gpu or 0.0
-        if other > speed and not runners_up[0].host_unusual:
-            text = f", within 1 % of {runners_up[0].label}, and simpler"
-        else:
-            text = f"; next {runners_up[0].label} with {search.evaluator.speed_text(other, winner.plan.seq_len)}"
-    if not winner.host_unusual:
-        faster = (c for c in runners_up if c.host_unusual and (c.tokens_per_second_per_gpu or 0.0) > speed)
-        for candidate in list(faster)[:1]:
-            host = format_gib(candidate.host_bytes_per_node)
-            text += f"; {candidate.label} is faster, but needs {host} of host memory per node"
-    return text
+def _compared(search: Search, winner: Candidate) -> str:
+    """How the fastest other plan compares with the winner; empty if there is none."""
+    other = max(search.result.runners_up, key=_speed, default=None)
+    if other is None:
+        return ""
+    text = f"{other.label} with {search.evaluator.speed_text(_speed(other), winner.plan.seq_len)}"
+    if other.plan.offload != winner.plan.offload:
+        return f"; next {text}"
+    if _speed(other) > _speed(winner):
+        why = "in other numerics" if winner.numerics_gain > 1 else "but the difference is below the model's resolution"
+        return f"; {text} is faster, {why}, and it is less simple"
+    return f"; next {text}"
+
+
+def _speed(candidate: Candidate) -> float:
+    return candidate.tokens_per_second_per_gpu or 0.0

@@ -12,18 +12,30 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
-from fsdp_advisor.estimator import estimate_plan, step_seconds, tensor_bytes
+from fsdp_advisor.estimator import estimate_plan, runs_in, step_seconds, tensor_bytes
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
+from fsdp_advisor.job.compatibility import mesh_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.units import format_gib, format_speed
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 """The allocator setting that is tried if fragmentation alone keeps a plan from fitting."""
+
+
+def is_round(size: int) -> bool:
+    """Whether a micro-batch is a power of two or a multiple of 8.
+
+    >>> [size for size in range(1, 30) if is_round(size)]
+    [1, 2, 4, 8, 16, 24]
+    """
+    return size % 8 == 0 or size & (size - 1) == 0
+
 
 Timer = Callable[[Resolved, Plan, Gpu], float | None]
 """Seconds of one optimizer step; None if unknown."""
@@ -33,18 +45,24 @@ Timer = Callable[[Resolved, Plan, Gpu], float | None]
 class Candidate:
     """A plan with its estimate, and whether it leaves the margin.
 
-    `available_bytes` is the GPU's memory less the margin, `allocator_conf` the value of PYTORCH_ALLOC_CONF that the estimate
-    assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory if it is known, `host_usual_bytes` what
-    nodes with this GPU usually have. `step_seconds` is None if the time of a step is unknown.
+    `available_bytes` is the GPU's memory less the margin. `runs_in_available`: the plan needs more than that because the
+    allocator keeps a cache, but it also completes in that memory. `allocator_conf` the value of PYTORCH_ALLOC_CONF that the estimate
+    assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory less the margin if it is known, else None;
+    `host_usual_bytes` is what nodes with this GPU usually have, and `host_unlimited` says that a plan may need more than that.
+    `step_seconds` is None if the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in
+    16 bits throughout, as FSDP and DeepSpeed compute; 1 unless it runs under autocast.
     """
 
     estimate: StrategyEstimate
     gpu: str
     available_bytes: int
+    runs_in_available: bool = False
     allocator_conf: str | None = None
     host_available_bytes: int | None = None
     host_usual_bytes: int
+    host_unlimited: bool = False
     step_seconds: float | None = None
+    numerics_gain: float = 1.0
 
     @property
     def plan(self) -> Plan:
@@ -56,6 +74,9 @@ class Candidate:
 
     @property
     def label(self) -> str:
+        """The choice in words. DDP on one GPU is a plain training loop."""
+        if self.plan.strategy == "ddp" and self.plan.world_size == 1:
+            return self.choice.label.replace("DDP (ddp)", "plain PyTorch (ddp)")
         return self.choice.label
 
     @property
@@ -75,7 +96,9 @@ class Candidate:
     @property
     def fits(self) -> bool | None:
         """Whether the estimate fits and leaves the margin; None if only the states are known and fit."""
-        if self.estimate.fits is False or self.host_fits is False or self.known_bytes > self.available_bytes:
+        if self.estimate.fits is False or self.host_fits is False:
+            return False
+        if self.known_bytes > self.available_bytes and not self.runs_in_available:
             return False
         return None if self.needed_bytes is None else True
 
@@ -91,10 +114,10 @@ class Candidate:
 
     @property
     def host_fits(self) -> bool | None:
-        """Whether a node's memory holds every phase; None if its size is unknown."""
-        if self.host_available_bytes is None:
-            return None
-        return self.host_peak_bytes_per_node <= self.host_available_bytes
+        """Whether a node's memory holds every phase; None if its size is unknown and the steps need no unusual size."""
+        if self.host_available_bytes is not None:
+            return self.host_peak_bytes_per_node <= self.host_available_bytes
+        return False if self.host_unusual and not self.host_unlimited else None
 
     @property
     def host_unusual(self) -> bool:
@@ -112,19 +135,34 @@ class Candidate:
         return self.global_batch_size * self.plan.seq_len / self.plan.world_size / self.step_seconds
 
     @property
+    def comparable_speed(self) -> float | None:
+        """The speed in equal numerics: what `tokens_per_second_per_gpu` would be in 16 bits throughout."""
+        speed = self.tokens_per_second_per_gpu
+        return None if speed is None else speed * self.numerics_gain
+
+    @property
+    def simplicity(self) -> tuple[Any, ...]:
+        """Sort key, the simplest first: no offload, an allocator that needs no setting and no retries, the simplest engine, a
+        round micro-batch.
+        """
+        choice, size = self.choice.simplicity_rank, self.plan.micro_batch_size
+        retries = self.estimate.allocator is not None and self.estimate.allocator.retries_per_step > 0
+        is_tight = self.allocator_conf is not None or retries
+        return (choice[:2], is_tight, choice[2:], not is_round(size))
+
+    @property
     def environment(self) -> dict[str, str]:
         """Environment variables to launch it with."""
         return {"PYTORCH_ALLOC_CONF": self.allocator_conf} if self.allocator_conf else {}
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key, a total order: usual hosts first, then the faster, the simpler, the larger micro-batch."""
+        """Sort key, a total order: the faster first, then the simpler, then the larger micro-batch."""
         speed, plan = self.tokens_per_second_per_gpu, self.plan
         return (
-            self.host_unusual,
             speed is None,
             -(speed or 0.0),
-            self.choice.preference_rank,
+            self.choice.simplicity_rank,
             -plan.micro_batch_size,
             plan.seq_len,
             plan.world_size,
@@ -132,20 +170,32 @@ class Candidate:
         )
 
     @property
-    def memory_text(self) -> str:
-        """Needed and available memory, as in `needs 33.01 GiB, has 36.24 GiB`."""
+    def gpu_memory_text(self) -> str:
+        """Needed and available memory of a GPU, as in `needs 33.01 GiB, has 36.24 GiB`."""
         has = format_gib(self.available_bytes)
         if self.needed_bytes is None:
-            text = f"its states alone need {format_gib(self.state_bytes)}, has {has}"
-        else:
-            text = f"needs {format_gib(self.needed_bytes)}, has {has}"
+            return f"its states alone need {format_gib(self.state_bytes)}, has {has}"
+        needs = f"needs {format_gib(self.needed_bytes)}"
+        return (
+            f"{needs} with the allocator's cache, and also runs in {has}"
+            if self.runs_in_available
+            else f"{needs}, has {has}"
+        )
+
+    @property
+    def memory_text(self) -> str:
+        """Needed and available memory of GPU and host."""
+        text = self.gpu_memory_text
         if self.allocator_conf is not None:
             text += f", with PYTORCH_ALLOC_CONF={self.allocator_conf}"
         if self.plan.offload != "none" or self.host_fits is False:
             limit = self.host_available_bytes
             host = self.host_bytes_per_node if limit is None else self.host_peak_bytes_per_node
             text += f"; and {format_gib(host)} of host memory per node"
-            text += f", which has {format_gib(limit)}" if limit is not None else ""
+            if limit is not None:
+                text += f", which has {format_gib(limit)}"
+            elif self.host_unusual:
+                text += f", which usually has {format_gib(self.host_usual_bytes)}"
         return text
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,6 +216,7 @@ class Candidate:
             "fits": self.fits,
             "needed_bytes": self.needed_bytes,
             "available_bytes": self.available_bytes,
+            "runs_in_available": self.runs_in_available or (self.needed_bytes is not None and self.fits is True),
             "peak_reserved_bytes": self.estimate.peak_reserved_bytes,
             "peak_device_bytes": self.estimate.peak_device_bytes,
             "environment": self.environment,
@@ -180,8 +231,9 @@ class Candidate:
 class Evaluator:
     """Evaluates plans of one model on one GPU type; each plan once.
 
-    `known` are estimates that were made before, under the same `allocator_conf` and `host_memory_bytes`. `timer` replaces the
-    time model.
+    `margin` is the share of the memory of GPU and host that stays free. `host_unlimited`: plans may need more host memory than
+    usual nodes have. `known` are estimates that were made before, under the same `allocator_conf` and `host_memory_bytes`.
+    `timer` replaces the time model.
     """
 
     model: Resolved
@@ -189,6 +241,7 @@ class Evaluator:
     margin: float
     allocator_conf: str | None = None
     host_memory_bytes: int | None = None
+    host_unlimited: bool = False
     timer: Timer | None = None
     known: tuple[StrategyEstimate, ...] = ()
     _estimates: dict[tuple[Plan, str | None], StrategyEstimate] = field(default_factory=dict, repr=False)
@@ -205,6 +258,18 @@ class Evaluator:
     @cached_property
     def host_usual_bytes(self) -> int:
         return usual_host_bytes(self.gpu)
+
+    @cached_property
+    def host_available_bytes(self) -> int | None:
+        """A node's memory less the margin; None if it is unknown."""
+        return None if self.host_memory_bytes is None else int(self.host_memory_bytes * (1 - self.margin))
+
+    @cached_property
+    def host_limit_bytes(self) -> int | None:
+        """The host memory per node that a plan's steps may need; None if there is no limit."""
+        if self.host_available_bytes is not None:
+            return self.host_available_bytes
+        return None if self.host_unlimited else self.host_usual_bytes
 
     def on(self, gpu: Gpu) -> Evaluator:
         """The evaluator of the same model on another GPU type; tensor sizes are shared."""
@@ -244,11 +309,11 @@ class Evaluator:
         return sum(part.exact for part in parts)
 
     def why_not_recorded(self, plan: Plan) -> str | None:
-        """Why the plan's tensors are unknown; None if they are known."""
+        """Why no tape of the plan exists; None if one does."""
         if self.model.profile is None:
             return None
         try:
-            self._tensors(plan)(plan.micro_batch_size)
+            select_tape(self.model, self.model.profile, plan)
         except AdvisorError as error:
             if isinstance(error, MissingExtra) and self.model.source != "catalog":
                 raise
@@ -282,6 +347,8 @@ class Evaluator:
     def candidate(self, plan: Plan) -> Candidate:
         """The plan with its estimate; with expandable segments if it fits with them alone."""
         found = self._candidate(self.estimate(plan), self.allocator_conf)
+        if found.fits is False and self._runs_in_available(found):
+            return replace(found, runs_in_available=True)
         if found.fits is False and self._fragmentation_decides(found):
             expandable = self._candidate(self.estimate(plan, EXPANDABLE_SEGMENTS), EXPANDABLE_SEGMENTS)
             if expandable.fits:
@@ -291,6 +358,23 @@ class Evaluator:
     def seconds(self, plan: Plan) -> float | None:
         """Seconds of a step without allocator retries; None if unknown."""
         return (self.timer or step_seconds)(self.model, plan, self.gpu)
+
+    def numerics_gain(self, plan: Plan) -> float:
+        """The factor by which a plan under autocast would be faster in the numerics of FSDP and DeepSpeed; 1 for other plans.
+
+        They compute everything in 16 bits, from fp32 masters. Autocast keeps norms, softmax and the loss in fp32, and casts the
+        fp32 weights in each forward. This difference is not one of the strategy, so it is taken on one GPU, where neither
+        communicates.
+        """
+        if plan.strategy != "ddp" or plan.precision not in ("bf16-mixed", "fp16-mixed"):
+            return 1.0
+        alone = replace(plan, mesh=mesh_of("ddp", 1, 1))
+        sharded = replace(alone, strategy="zero2", backend="fsdp2", mesh=mesh_of("zero2", 1, 1))
+        try:
+            own, throughout = self.seconds(alone), self.seconds(sharded)
+        except AdvisorError:  # not recorded
+            return 1.0
+        return max(own / throughout, 1.0) if own and throughout else 1.0
 
     def _candidate(self, row: StrategyEstimate, allocator_conf: str | None) -> Candidate:
         if self.timer is not None:
@@ -302,10 +386,19 @@ class Evaluator:
             gpu=self.gpu.name,
             available_bytes=self.available_bytes,
             allocator_conf=allocator_conf,
-            host_available_bytes=self.host_memory_bytes,
+            host_available_bytes=self.host_available_bytes,
             host_usual_bytes=self.host_usual_bytes,
+            host_unlimited=self.host_unlimited,
             step_seconds=seconds,
+            numerics_gain=self.numerics_gain(row.plan) if seconds else 1.0,
         )
+
+    def _runs_in_available(self, found: Candidate) -> bool:
+        """Whether a plan that fits the GPU also completes in the memory that the margin leaves, with a smaller cache."""
+        if not found.estimate.fits or found.host_fits is False:
+            return False
+        conf = AllocatorConf.parse(self.allocator_conf) if self.allocator_conf else None
+        return runs_in(self.model, found.estimate, self.gpu, self.available_bytes, conf)
 
     def _fragmentation_decides(self, found: Candidate) -> bool:
         """Whether the plan would fit without fragmentation, and other allocator settings may be tried."""

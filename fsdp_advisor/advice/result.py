@@ -9,14 +9,14 @@ from typing import Any
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import Tree
 from fsdp_advisor.advice.evaluator import Candidate
-from fsdp_advisor.advice.options import options_of
+from fsdp_advisor.advice.ranking import are_equal, next_simpler
 from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
-from fsdp_advisor.advice.search import SPEED_TOLERANCE, Rejection
+from fsdp_advisor.advice.search import Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
+from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.report import Printable, Report, StrategyEstimate
-from fsdp_advisor.units import format_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ class Recommendation:
     @property
     def options(self) -> tuple[str, ...]:
         """The winner as command-line options for `estimate` and `export`."""
-        return options_of(self.winner, self.request) if self.winner else ()
+        w = self.winner
+        return options_of(w.plan, self.request, gpu=w.gpu, allocator_conf=w.allocator_conf) if w else ()
 
     def why_not(self, other: Candidate) -> str:
         """Why another plan is not the winner."""
@@ -91,16 +92,29 @@ class Recommendation:
             return "it fits another job than the one asked for"
         if other.fits is None:
             return "its states fit too, but it is less simple"
-        if other.host_unusual and not self.winner.host_unusual:
-            return f"it needs {format_gib(other.host_bytes_per_node)} of host memory per node"
         own, best = other.tokens_per_second_per_gpu, self.winner.tokens_per_second_per_gpu
         if own is None or best is None:
             return "it fits, but is less simple" if best is None else "it fits, but its time is unknown"
-        if abs(own / best - 1) <= SPEED_TOLERANCE and self.winner.choice.preference_rank < other.choice.preference_rank:
+        if are_equal(own, best) and self.winner.simplicity <= other.simplicity:
             return "it is as fast, but less simple"
+        if self.winner.numerics_gain > other.numerics_gain and own > best:
+            return f"it is {own / best - 1:.0%} faster, in other numerics"
         if own > best:
-            return f"it is {own / best - 1:.0%} faster, but not what was asked for"
+            why = "offload" if other.plan.offload != self.winner.plan.offload else "not what was asked for"
+            return f"it is {own / best - 1:.0%} faster, but {why}"
+        comparable = own * other.numerics_gain
+        if other.numerics_gain > self.winner.numerics_gain and comparable < best:
+            return f"it fits, but is {1 - own / best:.0%} slower ({1 - comparable / best:.0%} without autocast)"
         return f"it fits, but is {1 - own / best:.0%} slower"
+
+    @property
+    def why_not_simpler(self) -> str | None:
+        """Why the next simpler strategy was not chosen, in one sentence; None if there is none, or after a sweep."""
+        if self.winner is None or self.sweep is not None:
+            return None
+        reasons = {c.choice: self.why_not(c) for c in self.runners_up} | {r.choice: r.reason for r in self.rejected}
+        simpler = next_simpler(self.winner.choice, reasons)
+        return None if simpler is None else f"{simpler.label} was not chosen: {reasons[simpler]}"
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's `recommendation`."""
@@ -111,6 +125,7 @@ class Recommendation:
             **chosen,
             "label": self.winner.label if self.winner else None,
             "because": self.because,
+            "why_not_simpler": self.why_not_simpler,
             "warnings": list(self.warnings),
             "margin": self.request.margin,
             "configurations": self.configurations,
@@ -135,7 +150,7 @@ class Recommendation:
 _KEYS = (
     "strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "seq_len", "gpus", "nnodes", "gpu", "fits", "needed_bytes",
-    "available_bytes", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
+    "available_bytes", "runs_in_available", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
     "samples_per_second_per_gpu",
 )  # fmt: skip
 

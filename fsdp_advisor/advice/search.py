@@ -1,8 +1,8 @@
-"""The search for the fastest plan that fits.
+"""The search for the plan to recommend: the fastest that fits, or a simpler one that is as fast (`ranking`).
 
 For each strategy choice the lower bound gives the largest micro-batch worth a look, and the time model its best speed up to
 there. The choices are then evaluated whole, the most promising first, each stepping down to a micro-batch that fits, until
-no other choice can be faster. Peaks do not fall as the micro-batch grows, and every accumulation of two or more has the
+no other choice can be chosen. Peaks do not fall as the micro-batch grows, and every accumulation of two or more has the
 same peak. Speeds are interpolated between a few micro-batches (within 6 %); every result has its exact speed.
 """
 
@@ -15,13 +15,12 @@ from functools import cached_property
 
 from fsdp_advisor.advice.batches import Batches
 from fsdp_advisor.advice.curves import interpolate_convex, log_spaced, pareto_front
-from fsdp_advisor.advice.evaluator import Candidate, Evaluator
+from fsdp_advisor.advice.evaluator import Candidate, Evaluator, is_round
+from fsdp_advisor.advice.ranking import are_equal, choose, may_win
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.units import format_gib
 
-SPEED_TOLERANCE = 0.01
-"""Speeds that differ by less count as equal: the time model is no more exact."""
 EVALUATED_CHOICES = 6
 """Choices that are evaluated whole at least, if something fits: the most promising."""
 TIMED_SIZES = 6
@@ -38,32 +37,34 @@ _MAX_STEPS = 5
 class Prospect:
     """A choice that the lower bound allows, at its best micro-batch up to there. `rates[i]` is the speed at `sizes[i]`.
 
-    Speeds are tokens per second per GPU, 0 if unknown.
+    Speeds are tokens per second per GPU, 0 if unknown. `numerics_gain` makes them comparable (`Candidate.numerics_gain`).
     """
 
     choice: StrategyChoice
     sizes: Sequence[int]
     rates: Sequence[float]
-    host_unusual: bool
+    numerics_gain: float = 1.0
 
     @property
     def best_rate(self) -> float:
-        return max(self.rates)
+        """The best speed, in equal numerics."""
+        return max(self.rates) * self.numerics_gain
 
     @property
     def order(self) -> tuple[bool, float, tuple[int, ...]]:
-        return (self.host_unusual, -self.best_rate, self.choice.preference_rank)
+        """Sort key, the most promising first. Offload comes last, because its speed is known least."""
+        return (self.choice.offload != "none", -self.best_rate, self.choice.simplicity_rank)
 
     def best_index(self, start: int, stop: int) -> int:
-        """Index of the fastest micro-batch in `start:stop`; of those within SPEED_TOLERANCE the roundest, then the smallest.
+        """Index of the fastest micro-batch in `start:stop`; of those that are as fast the roundest, then the smallest.
 
         The largest if speeds are unknown: larger kernels and fewer collectives.
         """
         top = max(self.rates[start:stop])
         if top <= 0:
             return stop - 1
-        near = [i for i in range(start, stop) if self.rates[i] >= (1 - SPEED_TOLERANCE) * top]
-        return min(near, key=lambda i: (-(self.sizes[i] & -self.sizes[i]), self.sizes[i]))
+        near = [i for i in range(start, stop) if are_equal(self.rates[i], top)]
+        return min(near, key=lambda i: (not is_round(self.sizes[i]), -(self.sizes[i] & -self.sizes[i]), self.sizes[i]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +145,8 @@ class Search:
         return next((reason for reason in reasons if reason is not None), None)
 
     def host_lacks(self, plan: Plan) -> bool:
-        """Whether a node's memory is known to be too small for the plan's steps."""
-        host = self.evaluator.host_memory_bytes
+        """Whether a node's memory is too small for the plan's steps: the known memory, or the usual one."""
+        host = self.evaluator.host_limit_bytes
         return host is not None and self.evaluator.host_bytes(plan) > host
 
     @property
@@ -161,15 +162,9 @@ class Search:
         evaluator, found = self.evaluator, []
         for choice, largest in self.max_micro_batches.items():
             sizes = self.batches.sizes[: self.batches.sizes.index(largest) + 1]
-            host = evaluator.host_bytes(self.plan(choice, sizes[0]))
-            found.append(
-                Prospect(
-                    choice=choice,
-                    sizes=sizes,
-                    rates=self._rates(choice, sizes),
-                    host_unusual=evaluator.host_memory_bytes is None and host > evaluator.host_usual_bytes,
-                )
-            )
+            rates = self._rates(choice, sizes)
+            gain = evaluator.numerics_gain(self.plan(choice, sizes[-1])) if max(rates) else 1.0
+            found.append(Prospect(choice=choice, sizes=sizes, rates=rates, numerics_gain=gain))
         return tuple(sorted(found, key=lambda prospect: prospect.order))
 
     def _rates(self, choice: StrategyChoice, sizes: Sequence[int]) -> list[float]:
@@ -194,7 +189,7 @@ class Search:
 
     @cached_property
     def result(self) -> SearchResult:
-        """The fastest plan that leaves the margin, and what was rejected."""
+        """The plan that `ranking` chooses of those that leave the margin, and what was rejected."""
         return self._search(EVALUATED_CHOICES if self.evaluator.model.profile is not None else len(self.choices))
 
     @cached_property
@@ -209,15 +204,15 @@ class Search:
         return next((candidate for candidate in found if candidate.fits is not False), None)
 
     def _search(self, evaluated_choices: int) -> SearchResult:
-        """Evaluate choices whole, the most promising first, until no other can be chosen."""
+        """Evaluate choices whole, the most promising first; those that cannot be chosen only up to `evaluated_choices`."""
         feasible: list[Candidate] = []
         rejected: list[Rejection] = []
         for i, prospect in enumerate(self.prospects):
-            if i >= evaluated_choices and feasible and not _may_win(prospect, choose(feasible)):
-                best = choose(feasible)
-                rejected += [self._not_evaluated(slower, best) for slower in self.prospects[i:]]
-                break
-            found = self.fastest(prospect, refine=not feasible or _may_win(prospect, choose(feasible)))
+            promising = not feasible or may_win(prospect.choice, prospect.best_rate, choose(feasible))
+            if i >= evaluated_choices and not promising:
+                rejected.append(self._not_evaluated(prospect))
+                continue
+            found = self.fastest(prospect, refine=promising)
             if found.fits is False:
                 rejected.append(_too_large(found))
             else:
@@ -234,27 +229,28 @@ class Search:
         """A micro-batch of a choice that fits; if none does, the last candidate tried.
 
         Starts where the lower bound leaves room for usual fragmentation, and steps down until a micro-batch fits. With
-        `refine` it then steps up while that may gain more than SPEED_TOLERANCE.
+        `refine` it then steps up while a larger micro-batch may be faster.
         """
         sizes, choice = prospect.sizes, prospect.choice
-        fitting = failing = None
-        low, high = -1, len(sizes)
+        fitting: list[Candidate] = []
+        failing, low, high = None, -1, len(sizes)
         at = self._first_guess(prospect)
         for _ in range(_MAX_STEPS):
             found = self.candidate(choice, sizes[at])
             if found.fits is False:
                 failing, high = found, at
             else:
-                fitting, low = found, at
-            if fitting is None and high == 0:
+                fitting.append(found)
+                low = at
+            if not fitting and high == 0:
                 return self._without_accumulation(prospect, found)
-            if fitting is None:
+            if not fitting:
                 at = prospect.best_index(0, self._scaled(found, sizes[:high]) + 1)
             elif refine and _gains(prospect, low, high):
-                at = prospect.best_index(low + 1, self._reach(fitting, failing, sizes[:high]) + 1)
+                at = prospect.best_index(low + 1, self._reach(fitting[-1], failing, sizes[:high]) + 1)
             else:
                 break
-        return fitting or self.candidate(choice, sizes[0])
+        return choose(fitting) if fitting else self.candidate(choice, sizes[0])
 
     def _first_guess(self, prospect: Prospect) -> int:
         """Index of the best micro-batch whose lower bound leaves room for usual fragmentation."""
@@ -333,7 +329,7 @@ class Search:
             for size in log_spaced(prospect.sizes, 2 * FRONTIER_POINTS):
                 least = self.evaluator.lower_bound(self.plan(prospect.choice, size))
                 points.append((least, prospect.rates[prospect.sizes.index(size)], prospect.choice, size))
-        points.sort(key=lambda point: (point[0], -point[1], point[2].preference_rank, point[3]))
+        points.sort(key=lambda point: (point[0], -point[1], point[2].simplicity_rank, point[3]))
         front = pareto_front(points, lambda point: point[1])
         chosen = [front[i - 1] for i in log_spaced(range(1, len(front) + 1), FRONTIER_POINTS)]
         found = [self.candidate(choice, size) for _, _, choice, size in chosen]
@@ -342,12 +338,9 @@ class Search:
 
     # Why a choice is rejected
 
-    def _not_evaluated(self, prospect: Prospect, best: Candidate) -> Rejection:
-        if prospect.host_unusual and not best.host_unusual:
-            host = self.evaluator.host_bytes(self.plan(prospect.choice, prospect.sizes[0]))
-            reason = f"it needs {format_gib(host)} of host memory per node; not estimated further"
-        elif prospect.best_rate > 0:
-            reason = f"at most {self.evaluator.speed_text(prospect.best_rate, self.base.seq_len)}, so it was not estimated further"
+    def _not_evaluated(self, prospect: Prospect) -> Rejection:
+        if prospect.best_rate > 0:
+            reason = f"at most {self.evaluator.speed_text(max(prospect.rates), self.base.seq_len)}, so it was not estimated further"
         else:
             reason = "it is less simple, so it was not estimated further"
         return Rejection(choice=prospect.choice, micro_batch_size=None, reason=reason)
@@ -356,8 +349,9 @@ class Search:
         evaluator, size = self.evaluator, self.batches.smallest
         plan = self.plan(choice, size)
         if self.host_lacks(plan):
-            needed, has = evaluator.host_bytes(plan), evaluator.host_memory_bytes or 0
-            reason = f"needs {format_gib(needed)} of host memory per node, which has {format_gib(has)}"
+            needed, usually = evaluator.host_bytes(plan), "" if evaluator.host_memory_bytes else "usually "
+            limit = format_gib(evaluator.host_limit_bytes or 0)
+            reason = f"needs {format_gib(needed)} of host memory per node, which {usually}has {limit}"
         elif evaluator.model.profile is None or self.why_not_recorded(choice) is not None:
             states = evaluator.estimate(plan).kept_bytes
             reason = f"its states alone need {format_gib(states)}, has {format_gib(evaluator.available_bytes)}"
@@ -367,35 +361,12 @@ class Search:
         return Rejection(choice=choice, micro_batch_size=size, reason=reason)
 
 
-def choose(found: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those within SPEED_TOLERANCE of it the simplest. One with an unusual host only if no other is left."""
-    first = min(found, key=lambda c: c.order)
-    top = first.tokens_per_second_per_gpu
-    if top is None:
-        return first
-    near = [
-        c
-        for c in found
-        if c.host_unusual == first.host_unusual and (c.tokens_per_second_per_gpu or 0.0) >= (1 - SPEED_TOLERANCE) * top
-    ]
-    return min(near, key=lambda c: (c.choice.preference_rank, c.order))
-
-
-def _may_win(prospect: Prospect, best: Candidate) -> bool:
-    """Whether a prospect would be chosen if it fitted at its best micro-batch."""
-    if prospect.host_unusual != best.host_unusual:
-        return best.host_unusual
-    if best.tokens_per_second_per_gpu is None:
-        return False  # prospects are ordered by preference
-    return prospect.best_rate >= (1 - SPEED_TOLERANCE) * best.tokens_per_second_per_gpu
-
-
 def _gains(prospect: Prospect, low: int, high: int) -> bool:
-    """Whether a micro-batch between `low` and `high` may be faster than the one at `low` by more than SPEED_TOLERANCE."""
+    """Whether a micro-batch between `low` and `high` may be faster than the one at `low`."""
     between = prospect.rates[low + 1 : high]
     if prospect.best_rate == 0:  # unknown: the larger, the better, to a tenth
         return len(between) > high // 10
-    return bool(between) and max(between) > (1 + SPEED_TOLERANCE) * prospect.rates[low]
+    return bool(between) and max(between) > prospect.rates[low] and not are_equal(prospect.rates[low], max(between))
 
 
 def _too_large(candidate: Candidate) -> Rejection:

@@ -10,9 +10,21 @@ from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, Offload, OffloadDevice, RecommendRequest, Strategy
 
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
 DEVICES: tuple[OffloadDevice, ...] = ("cpu", "nvme")
+SIMPLEST_FIRST: tuple[tuple[Backend, Strategy], ...] = (
+    ("ddp", "ddp"),
+    ("fsdp2", "zero2"),
+    ("fsdp2", "zero3"),
+    ("fsdp2", "hsdp"),
+    ("fsdp1", "zero2"),
+    ("fsdp1", "zero3"),
+    ("fsdp1", "hsdp"),
+    ("deepspeed", "zero1"),
+    ("deepspeed", "zero2"),
+    ("deepspeed", "zero3"),
+)
+"""PyTorch's own before DeepSpeed, which is a further dependency with a configuration of its own; less sharding before more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +49,13 @@ class StrategyChoice:
         )
 
     @cached_property
-    def preference_rank(self) -> tuple[int, ...]:
-        """Sort key, the simplest first: no offload, no recomputation, less sharding, the backend that `auto` means."""
+    def simplicity_rank(self) -> tuple[int, ...]:
+        """Sort key, the simplest first: no offload, then the order of SIMPLEST_FIRST, then no recomputation."""
         return (
             tuple(OFFLOADS).index(self.offload),
             DEVICES.index(self.offload_device),
+            SIMPLEST_FIRST.index((self.backend, self.strategy)),
             CHECKPOINTING.index(self.activation_checkpointing),
-            STRATEGIES.index(self.strategy),
-            OFFLOADS[self.offload][self.strategy].index(self.backend),
         )
 
     @property
@@ -93,7 +104,8 @@ def on_ranks(base: Plan, *, gpus: int, nnodes: int) -> Plan:
 def search_space(request: RecommendRequest, *, nnodes: int) -> tuple[StrategyChoice, ...]:
     """Every choice that the request leaves open, the simplest first.
 
-    Left out unless the request names them: HSDP on one node, which equals ZeRO-3; FSDP1, because `auto` means FSDP2; NVMe
+    Left out unless the request names them: HSDP on one node, which equals ZeRO-3; sharding on one GPU, which shards nothing,
+    without offload; FSDP1, because `auto` means FSDP2; NVMe
     without a limit on host memory, because it needs as much of the GPU as offload to the CPU. Also left out is whatever the
     framework cannot do.
     """
@@ -118,7 +130,7 @@ def search_space(request: RecommendRequest, *, nnodes: int) -> tuple[StrategyCho
                     nnodes,
                 )
             ),
-            key=lambda choice: choice.preference_rank,
+            key=lambda choice: choice.simplicity_rank,
         )
     )
 
@@ -129,9 +141,18 @@ def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
     return ("cpu",) if request.host_memory is None else DEVICES
 
 
+def _is_pointless(request: RecommendRequest, choice: StrategyChoice, nnodes: int) -> bool:
+    """Whether a simpler choice does the same on so few ranks."""
+    if choice.strategy == "hsdp":
+        return nnodes == 1
+    one_gpu = request.gpus == 1 and request.find != "gpus"
+    ddp_is_open = request.backend == "auto" and "ddp" in FRAMEWORKS[request.framework].backends
+    return one_gpu and ddp_is_open and choice.strategy != "ddp" and choice.offload == "none"
+
+
 def _is_open(request: RecommendRequest, choice: StrategyChoice, nnodes: int) -> bool:
     """Whether the request allows the choice, and backend and framework support it."""
-    strategy_open = choice.strategy != "hsdp" or nnodes > 1 if request.strategy == "all" else True
+    strategy_open = request.strategy != "all" or not _is_pointless(request, choice, nnodes)
     return (
         request.strategy in ("all", choice.strategy)
         and strategy_open

@@ -433,7 +433,7 @@ def _speed_order(search: Search, plan: Plan) -> tuple[float, tuple[int, ...]]:
     """Sort key of a plan: the faster first, then the simpler."""
     seconds = search.evaluator.seconds(plan)
     rate = plan.micro_batch_size * plan.gradient_accumulation_steps / seconds if seconds else 0.0
-    return -rate, StrategyChoice.of(plan).preference_rank
+    return -rate, StrategyChoice.of(plan).simplicity_rank
 
 
 def _frontier(search: Search, winner: Candidate | None) -> tuple[Candidate, ...]:

@@ -50,6 +50,11 @@ class Command:
         options = options_class(**read_fields({n: given.pop(n) for n in list(given) if n in own}, own))
         if self.request is None:
             return int(function(options))
+        files = getattr(options, "config_file", ())
+        if files:
+            from fsdp_advisor.cli.config_files import request_of_files
+
+            return int(function(request_of_files(files, given, self.request, self.partial, options), options))
         return int(function(given if self.partial else make_request(given, self.request), options))
 
 

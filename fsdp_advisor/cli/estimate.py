@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from fsdp_advisor.cli.options import ReportOptions
+from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import EstimateRequest
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions(ReportOptions):
+class EstimateOptions(ConfigFileOptions, ReportOptions):
     """Options of `estimate` apart from those of the job."""
 
     explain: Annotated[
@@ -80,6 +80,7 @@ def _render(
         from fsdp_advisor.cli.measured import comparison_lines
 
         comparison = "\n".join(["", *comparison_lines(report, records)])
+    from fsdp_advisor.cli.config_files import with_readings
     from fsdp_advisor.render.explanation import explanation_view
     from fsdp_advisor.render.view import report_view
 
@@ -90,7 +91,9 @@ def _render(
     if form == "markdown":
         from fsdp_advisor.render.markdown import markdown
 
-        return markdown(view, explained) + (f"\n\n```{comparison}\n```" if comparison else "")
+        answer = markdown(view, explained) + (f"\n\n```{comparison}\n```" if comparison else "")
+        return with_readings(answer, report.request.configs, markdown=True)
     from fsdp_advisor.render.text import text
 
-    return text(view, destination.screen(), explained) + (f"\n{comparison}" if comparison else "")
+    answer = text(view, destination.screen(), explained) + (f"\n{comparison}" if comparison else "")
+    return with_readings(answer, report.request.configs, destination.screen().width)

@@ -53,6 +53,21 @@ class ReportOptions(FileOptions):
     quiet: Annotated[bool, Rule(about="no notes and no progress on standard error")] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConfigFileOptions:
+    """Options of every command about a job that users may already have configured for another tool."""
+
+    config_file: Annotated[
+        tuple[Path, ...],
+        Rule(
+            about="read the job from files of accelerate, DeepSpeed, Trainer, TRL, axolotl, LLaMA-Factory, torchtune or torchtitan, "
+            "from launch scripts, or from a directory of them; options on the command line win",
+            group="Model",
+            metavar="FILE",
+        ),
+    ] = ()
+
+
 class CommandParser:
     """The options of one command. `usage` is what follows the command's name; the rest is text of the help."""
 
@@ -84,6 +99,7 @@ class CommandParser:
             names = [_SHORT[field.name], *names] if field.name in _SHORT else names
             self._options |= dict.fromkeys(names, field)
             takes: dict[str, Any] = {"action": "store_true"} if field.kind is bool else {"metavar": _metavar(field)}
+            takes |= {"nargs": "+", "action": "extend"} if field.many else {}
             groups[field.rule.group].add_argument(*names, dest=field.name, help=text, **takes)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -156,7 +172,7 @@ def _help_text(field: Field, searched: Sequence[str]) -> str:
     if field.required:
         return f"{text} [required]"
     default = "searched" if field.name in searched else field.rule.default
-    if default is None and field.kind is not bool and field.default is not None:
+    if default is None and field.kind is not bool and field.default not in (None, ()):
         default = str(field.default)
     return text if default is None else f"{text} [default: {default}]"
 

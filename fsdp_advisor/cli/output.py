@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,6 +83,38 @@ class Destination:
         except OSError as error:
             raise UsageError(
                 f"cannot write standard output: {error.strerror}", hint="-o FILE writes to a file"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """A directory for several files, made if its parent exists. `force` allows to overwrite files."""
+
+    path: Path
+    force: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError for a directory that cannot be made, before anything is computed."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"cannot write into {self.path}: it is a file", hint="give the name of a directory")
+        if not self.path.parent.is_dir():
+            raise UsageError(f"cannot make {self.path}: there is no directory {self.path.parent}", hint="make it first")
+
+    def write(self, files: Mapping[str, tuple[str, bool]]) -> None:
+        """Write files by name: text, and whether it is executable. Raises UsageError, before any is written if one exists."""
+        existing = [name for name in files if (self.path / name).exists()]
+        if existing and not self.force:
+            raise UsageError(f"{self.path / existing[0]} exists", hint="--force overwrites it")
+        try:
+            self.path.mkdir(exist_ok=True)
+            for name, (text, executable) in files.items():
+                file = self.path / name
+                file.write_text(text.rstrip("\n") + "\n", encoding="utf-8", errors="backslashreplace")
+                if executable:
+                    file.chmod(file.stat().st_mode | 0o111)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write into {self.path}: {error.strerror}", hint="choose another directory"
             ) from None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fsdp_advisor.cli.options import ReportOptions
+from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import RecommendRequest
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions(ReportOptions):
+class RecommendOptions(ConfigFileOptions, ReportOptions):
     """Options of `recommend` apart from those of the job."""
 
     plot: Annotated[Path | None, Rule(about="also draw memory against speed as SVG", metavar="FILE")] = None
@@ -49,12 +49,16 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
 def _render(advice: Advice, form: Format, destination: Destination) -> str:
     if form == "json":
         return as_json(advice.as_dict())
+    from fsdp_advisor.cli.config_files import with_readings
+
+    configs = advice.report.request.configs
     if form == "markdown":
-        return advice.to_markdown()
+        return with_readings(advice.to_markdown(), configs, markdown=True)
     from fsdp_advisor.render.advice_text import advice_text
     from fsdp_advisor.render.advice_view import advice_view
 
-    return advice_text(advice_view(advice), destination.screen())
+    screen = destination.screen()
+    return with_readings(advice_text(advice_view(advice), screen), configs, screen.width)
 
 
 def _plot(advice: Advice) -> str:

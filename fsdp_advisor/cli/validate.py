@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fsdp_advisor.cli.options import ReportOptions
+from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.estimator import settled
@@ -29,7 +29,7 @@ Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions(ReportOptions):
+class ValidateOptions(ConfigFileOptions, ReportOptions):
     """Options of `validate` apart from those of the job."""
 
     mode: Annotated[

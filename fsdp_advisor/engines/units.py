@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
+from fsdp_advisor.model.fsdp_units import Units
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId as Place
@@ -49,6 +50,14 @@ def summed(
     `root`: the storages of each of the root's parts (`root_parts`). Without it the root is one unit, which comes first.
     """
     return _over_units(profile, lambda place: getattr(by_place[place], what), root)
+
+
+def total_of_policy(units: Units, by_unit: Mapping[Place, object], what: str) -> Storages:
+    """The sum of the attribute `what` over all real units of a wrap policy, the root last."""
+    result = NO_STORAGES
+    for place in sorted(by_unit, key=lambda place: place == AT_ROOT):
+        result += getattr(by_unit[place], what) * units.counts[place]
+    return result
 
 
 def root_parts(profile: Profile) -> list[Unit]:

@@ -9,6 +9,8 @@ In plain PyTorch the root is one unit. accelerate divides it (utils/fsdp_utils.p
 
 On a tape all of this is the root's code; marks show where these units begin and end (`MarkedUnit`). In an image model the
 embedding is the convolution over the patches, and the head's unit is the final norm only: the classifier stays in the root.
+
+The units of other wrap policies than `layer` and `none` are those of `model.fsdp_units`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import GROUP, Units, mark_of, units_of
 from fsdp_advisor.model.profile import ROOT, MarkedUnit, Parameter, ParameterRole, Polynomial, Profile, Unit
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.program.builder import AT_ROOT
@@ -51,12 +55,24 @@ class Part:
 class Wrapping:
     """The units that are not single layers. `last`: the units that are reduced after backward, in order.
 
-    `whole`: the layers are not units; their parameters belong to the root's units.
+    `whole`: the layers are not units; their parameters belong to the root's units. `units`: the units of a wrap policy of which
+    `parts` has every one, also the layers; None for one unit per layer, and for FSDP2 without layers.
     """
 
     parts: Mapping[UnitId, Part]
     last: tuple[UnitId, ...]
     whole: bool = False
+    units: Units | None = None
+
+    def in_order(self, profile: Profile) -> list[Unit]:
+        """Every real unit in the order in which FSDP shards them, the root last. Units of one kind are the same object."""
+        if self.units is not None:
+            inner = [place for place in self.parts if place != AT_ROOT]
+            inner.sort(key=lambda place: (place[0] == ROOT, place[0], -len(place)))
+            found = [self.parts[place].unit for place in inner for _ in range(self.units.counts[place])]
+            return [*found, *(self.parts[place].unit for place in (AT_ROOT,) if place in self.parts)]
+        parts = [self.parts[place].unit for place in (EMBEDDING, HEAD, AT_ROOT) if place in self.parts]
+        return parts if self.whole else [*profile.layers(), *parts]
 
 
 def takes_root_apart(plan: Plan) -> bool:
@@ -65,7 +81,45 @@ def takes_root_apart(plan: Plan) -> bool:
 
 def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
     """The units of a plan that are not single layers."""
-    return wrapping_of(profile, takes_root_apart(plan), plan.wrap == "none")
+    wrap = effective_wrap(profile, plan)
+    if wrap == "layer" or (wrap == "none" and plan.backend != "fsdp1"):
+        return wrapping_of(profile, takes_root_apart(plan), wrap == "none")
+    if takes_root_apart(plan):
+        raise UsageError(
+            f"--wrap {plan.wrap} is not modelled with accelerate and FSDP2, which makes more units of the root",
+            hint="use --wrap layer, or --framework torch",
+        )
+    return _by_policy(profile, wrap)
+
+
+def effective_wrap(profile: Profile, plan: Plan) -> str:
+    """The plan's policy; `layer` or `none` if it has the same units, and for backends without units."""
+    if plan.wrap in ("layer", "none") or plan.backend not in ("fsdp1", "fsdp2"):
+        return "layer" if plan.backend not in ("fsdp1", "fsdp2") else plan.wrap
+    units = units_of(profile, plan.wrap)
+    if units.modules or units.groups:
+        return plan.wrap
+    if all(len(owners) and owners[0] == place for place, owners in units.owner_in_layer.items()):
+        return "layer"
+    return plan.wrap if units.layers else "none"
+
+
+def tape_wrap(profile: Profile, plan: Plan) -> str:
+    """The policy with whose units the plan's tape is recorded; empty for a tape with marks of layers and root alone.
+
+    FSDP2's hooks are the same for any layers or groups of them. FSDP1's flat parameters are part of the autograd graph.
+    """
+    wrap = effective_wrap(profile, plan)
+    if wrap == "layer" or (plan.backend == "fsdp2" and not units_of(profile, wrap).modules):
+        return ""
+    return wrap
+
+
+@lru_cache(maxsize=128)
+def _by_policy(profile: Profile, wrap: str) -> Wrapping:
+    units = units_of(profile, wrap)
+    parts = {place: Part(Unit(profile.root.kind, members), ()) for place, members in units.members.items()}
+    return Wrapping(parts, (AT_ROOT,), units=units)
 
 
 @lru_cache(maxsize=512)
@@ -96,7 +150,8 @@ def marked_units(profile: Profile, plan: Plan) -> frozenset[int]:
     """The units (`MarkedUnit`) within the root at whose marks on the tape the plan's engine runs hooks."""
     if plan.backend == "ddp" and plan.uses_accelerate:
         return frozenset({OUTPUTS[1] + 1})
-    return frozenset(place[1] + 1 for place in wrapping_for(profile, plan).parts if place != AT_ROOT)
+    places = wrapping_for(profile, plan).parts
+    return frozenset(mark_of(place) for place in places if place != AT_ROOT and GROUP not in place)
 
 
 def _of_layers(profile: Profile) -> tuple[Parameter, ...]:

@@ -26,7 +26,7 @@ from fsdp_advisor.export.constants import FRAMEWORK_NAMES
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Exported, Target, with_environment
 
-__all__ = ["TARGETS", "Exported", "Job", "Target", "export", "find"]
+__all__ = ["TARGETS", "Exported", "Job", "Target", "check_supported", "export", "find"]
 
 _ALL = (
     accelerate.TARGET,
@@ -62,8 +62,7 @@ def export(target: str, job: Job) -> Exported:
     Raises UsageError if the target is unknown or cannot train the job; its hint lists the targets that can.
     """
     consumer = find(target)
-    if consumer.unsupported(job) is not None:
-        raise _unsupported(consumer, job)
+    check_supported(consumer, job)
     text, notes = consumer.write(job)
     return Exported(
         target=consumer.name,
@@ -91,12 +90,13 @@ def _notes(consumer: Target, job: Job) -> list[str]:
     return notes
 
 
-def _unsupported(consumer: Target, job: Job) -> UsageError:
+def check_supported(consumer: Target, job: Job) -> None:
+    """Raises UsageError if the target cannot train the job. The hint lists the targets that can."""
+    reason = consumer.unsupported(job)
+    if reason is None:
+        return
     able = [t.name for t in _ALL if t.unsupported(job) is None]
-    return UsageError(
-        f"{consumer.name} cannot do {job.strategy}: {consumer.unsupported(job)}",
-        hint=f"targets that can: {', '.join(able)}",
-    )
+    raise UsageError(f"{consumer.name} cannot do {job.strategy}: {reason}", hint=f"targets that can: {', '.join(able)}")
 
 
 class _CallablePackage(ModuleType):

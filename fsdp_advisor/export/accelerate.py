@@ -16,10 +16,12 @@ from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ACCELERATE_PORT,
+    CHECKPOINTING_NOTE,
     DEEPSPEED_FILE,
     FSDP1_PREFETCH,
     HEAD_NODE,
     MIXED,
+    SCRIPT,
     WEIGHTS,
     WRAP_POLICY,
 )
@@ -54,7 +56,7 @@ def _unsharded_replicas(plan: Plan) -> str | None:
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
     text = header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False)
-    return text, tuple(_notes(job.plan))
+    return text, tuple(_notes(job))
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def _config(job: Job) -> dict[str, Any]:
             config["fsdp_config"] = _fsdp(job) | _fsdp1(plan)
         case "deepspeed":
             config["deepspeed_config"] = _deepspeed(plan)
-            if _needs_a_file(plan):  # accelerate refuses a precision that is set twice
+            if needs_a_file(plan):  # accelerate refuses a precision that is set twice
                 del config["mixed_precision"]
         case "ddp":
             pass
@@ -106,9 +108,11 @@ def _distributed_type(plan: Plan) -> str:
 def _fsdp(job: Job) -> dict[str, Any]:
     """The options that FSDP1 and FSDP2 share. Without a class to wrap, accelerate uses the model's `_no_split_modules`."""
     plan = job.plan
-    wrap = {"fsdp_auto_wrap_policy": WRAP_POLICY[plan.wrap]}
-    if job.layer_classes and plan.wrap == "layer":
-        wrap["fsdp_transformer_layer_cls_to_wrap"] = ",".join(job.layer_classes)
+    wrap: dict[str, Any] = {"fsdp_auto_wrap_policy": WRAP_POLICY[plan.wrap_policy.kind]}
+    if job.wrapped_classes:
+        wrap["fsdp_transformer_layer_cls_to_wrap"] = ",".join(job.wrapped_classes)
+    if plan.wrap_policy.kind == "size":
+        wrap["fsdp_min_num_params"] = plan.wrap_policy.number
     return {
         "fsdp_version": 2 if plan.backend == "fsdp2" else 1,
         **wrap,
@@ -133,7 +137,7 @@ def _fsdp1(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _needs_a_file(plan: Plan) -> bool:
+def needs_a_file(plan: Plan) -> bool:
     """Whether the plan needs settings that only DeepSpeed's own configuration file can express.
 
     These are bf16 master weights, the NVMe path, optimizers other than AdamW on the host, and bucket sizes other than
@@ -148,7 +152,7 @@ def _needs_a_file(plan: Plan) -> bool:
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:
     launcher = {"deepspeed_multinode_launcher": "standard"} if plan.nnodes > 1 else {}
-    if _needs_a_file(plan):
+    if needs_a_file(plan):
         return {"deepspeed_config_file": DEEPSPEED_FILE, "zero3_init_flag": stage(plan) == 3, **launcher}
     return {
         "zero_stage": stage(plan),
@@ -161,7 +165,16 @@ def _deepspeed(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _notes(plan: Plan) -> list[str]:
+def usage(job: Job, file: str) -> str:
+    """The command that starts the training on one node. Placeholders stand for the node's rank and the first node."""
+    nodes = ""
+    if job.plan.nnodes > 1:
+        nodes = f" --machine_rank RANK --main_process_ip {HEAD_NODE} --main_process_port {ACCELERATE_PORT}"
+    return f"accelerate launch --config_file {file}{nodes} {SCRIPT}"
+
+
+def _notes(job: Job) -> list[str]:
+    plan = job.plan
     notes = behaviour(plan)
     if plan.backend == "ddp" or (plan.backend != "deepspeed" and not plan.mixed):
         notes.append(
@@ -169,12 +182,10 @@ def _notes(plan: Plan) -> list[str]:
         )
     if plan.nnodes > 1:
         notes.append(f"on every node, pass --machine_rank RANK --main_process_ip HOST; HOST replaces {HEAD_NODE}")
-    if plan.backend == "deepspeed" and _needs_a_file(plan):
-        framework = f" --framework {plan.framework}" if plan.uses_accelerate else ""
-        command = f"fsdp-advisor export deepspeed{framework} --strategy {plan.strategy}"
-        notes.append(
-            f"it reads {DEEPSPEED_FILE}; write that file with `{command}` and the same --model, --gpus and other options"
-        )
+    if plan.backend == "deepspeed" and needs_a_file(plan):
+        notes.append(f"it reads {DEEPSPEED_FILE}: {job.command('deepspeed', DEEPSPEED_FILE)}")
+    if plan.activation_checkpointing == "full" and plan.backend in ("ddp", "deepspeed"):
+        notes.append(CHECKPOINTING_NOTE)
     if plan.gradient_accumulation_steps > 1 and plan.backend in ("fsdp1", "fsdp2"):
         notes.append(_accumulation(plan))
     return notes
@@ -215,6 +226,6 @@ TARGET = Target(
     checked=("accelerate", "transformers", "torch"),
     unsupported=unsupported,
     write=write,
-    usage=lambda job, file: f"accelerate launch --config_file {file} train.py",
+    usage=usage,
     framework="accelerate",
 )

@@ -11,11 +11,14 @@ from typing import Any
 import yaml
 
 from fsdp_advisor.export import accelerate, deepspeed, trainer
-from fsdp_advisor.export.constants import LEARNING_RATE, NVME_NOTE, WRAP_POLICY
+from fsdp_advisor.export.constants import AXOLOTL_FILE, LEARNING_RATE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
+
+DATASETS_NOTE = "datasets is an example: replace it with your own"
 
 PRECISION = {
     "fp32": {"bf16": False, "fp16": False},
@@ -39,7 +42,7 @@ def unsupported(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    notes = ["datasets is an example: replace it with your own", *accelerate.behaviour(job.plan)]
+    notes = [DATASETS_NOTE, *accelerate.behaviour(job.plan)]
     if job.plan.mixed and job.plan.backend == "ddp":
         notes.append("axolotl loads the weights in 16 bits, so DDP needs less memory than predicted for fp32 weights")
     if job.offloads_to_nvme:
@@ -82,8 +85,8 @@ def _engine(job: Job) -> dict[str, Any]:
             "dp_shard_size": plan.shard_degree,
             **({"dp_replicate_size": plan.replica_degree} if plan.replica_degree > 1 else {}),
             "fsdp_config": {
-                "auto_wrap_policy": WRAP_POLICY[plan.wrap],
-                **({"transformer_layer_cls_to_wrap": ",".join(job.layer_classes)} if plan.wrap == "layer" else {}),
+                "auto_wrap_policy": WRAP_POLICY[plan.wrap_policy.kind],
+                **({"transformer_layer_cls_to_wrap": ",".join(job.wrapped_classes)} if job.wrapped_classes else {}),
                 "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
                 "offload_params": plan.offload == "parameters",
                 "activation_checkpointing": checkpointing,
@@ -102,14 +105,19 @@ def _engine(job: Job) -> dict[str, Any]:
     return recompute
 
 
+def usage(job: Job, file: str) -> str:
+    """The command that starts every rank of a node. Source: axolotl 0.19.0, cli/main.py and cli/utils/train.py."""
+    return f"axolotl train {file} --launcher torchrun -- " + torchrun_line(job, "").removeprefix("torchrun ").rstrip()
+
+
 TARGET = Target(
     name="axolotl",
     description="axolotl configuration (YAML)",
-    file_name="axolotl.yaml",
+    file_name=AXOLOTL_FILE,
     media_type="application/yaml",
     checked=("axolotl",),
     unsupported=unsupported,
     write=write,
-    usage=lambda job, file: f"axolotl train {file}",
+    usage=usage,
     framework="trainer",
 )

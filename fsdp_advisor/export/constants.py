@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 VERSIONS = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
@@ -18,9 +20,19 @@ schema it publishes.
 FRAMEWORK_NAMES = {"accelerate": "accelerate", "trainer": "the Trainer"}
 """How messages name a framework."""
 
+Consumer = Literal["torch", "accelerate", "deepspeed", "trainer", "axolotl"]
+"""The library whose training loop runs a job."""
+
 # Files, addresses and training values
 
 SCRIPT = "train.py"
+LINES_FILE = "lines_to_add.py"
+ARGUMENTS_FILE = "training_arguments.py"
+AXOLOTL_FILE = "axolotl.yaml"
+HOST_FILE = "hostfile"
+DEEPSPEED_ENVIRONMENT_FILE = ".deepspeed_env"
+SLURM_FILE = "train.sbatch"
+README_FILE = "README.md"
 ACCELERATE_FILE = "accelerate.yaml"
 DEEPSPEED_FILE = "ds_config.json"
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
@@ -30,6 +42,9 @@ ACCELERATE_PORT = 29500
 RENDEZVOUS_PORT = 29400
 LEARNING_RATE = 1e-5
 NVME_PATH = "/local_nvme"
+CHECKPOINTING_NOTE = (
+    'checkpoint the layers in the script: model.activation_checkpointing_enable({"use_reentrant": False})'
+)
 NVME_NOTE = f"nvme_path is {NVME_PATH}: replace it with the mount point of a local NVMe drive"
 
 # Settings as PyTorch, accelerate and transformers call them
@@ -40,8 +55,10 @@ WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "bf16-mixed": "float32", "fp16
 MIXED = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 """accelerate's `mixed_precision`, by precision."""
 
-WRAP_POLICY = {"layer": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP"}
-"""The FSDP wrap policy of accelerate, transformers and axolotl, by the plan's `wrap`."""
+WRAP_POLICY = {
+    "layer": "TRANSFORMER_BASED_WRAP", "class": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP", "size": "SIZE_BASED_WRAP",
+}  # fmt: skip
+"""The FSDP wrap policy of accelerate, transformers and axolotl, by the kind of the plan's policy."""
 
 FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 """FSDP1's backward prefetch as accelerate spells it; transformers takes it in lower case."""

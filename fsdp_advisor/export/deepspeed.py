@@ -1,6 +1,6 @@
 """DeepSpeed's JSON configuration: the batch, the buckets and offload that the estimate assumes.
 
-Every value is a number, never "auto". If accelerate or the Trainer trains, the bucket sizes are those that they fill in
+Every value is a number, never "auto", apart from what only the Trainer's arguments say. If accelerate or the Trainer trains, the bucket sizes are those that they fill in
 for "auto".
 
 Source: deepspeed/runtime/config.py, zero/config.py, zero/offload_config.py, precision_config.py (0.19.8).
@@ -14,7 +14,15 @@ from typing import Any
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
 from fsdp_advisor.errors import assert_never
-from fsdp_advisor.export.constants import DEEPSPEED_FILE, LEARNING_RATE, NVME_NOTE, NVME_PATH
+from fsdp_advisor.export.constants import (
+    CHECKPOINTING_NOTE,
+    DEEPSPEED_FILE,
+    HOST_FILE,
+    LEARNING_RATE,
+    NVME_NOTE,
+    NVME_PATH,
+    SCRIPT,
+)
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.compatibility import OFFLOADS
@@ -54,6 +62,8 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     notes: list[str] = []
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
+    if job.plan.activation_checkpointing == "full":
+        notes.append(CHECKPOINTING_NOTE)
     if isinstance(optimizer, Refusal):
         notes.append(optimizer.reason)
     elif not section:
@@ -65,6 +75,12 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     return json.dumps(config, indent=2), tuple(notes)
 
 
+def names_optimizer(plan: Plan) -> bool:
+    """Whether the file has an optimizer section. If not, the training script creates the optimizer."""
+    optimizer = _optimizer(plan)
+    return not isinstance(optimizer, Refusal) and bool(optimizer)
+
+
 def through_trainer(job: Job) -> dict[str, Any]:
     """The configuration that Hugging Face's Trainer passes to DeepSpeed.
 
@@ -73,8 +89,14 @@ def through_trainer(job: Job) -> dict[str, Any]:
     """
     config = dict.fromkeys(_batch(job), "auto") | engine(job)
     if job.plan.precision == "bf16" and job.plan.offload != "none":
-        config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+        config |= _TRAINERS_OPTIMIZER
     return config
+
+
+_TRAINERS_OPTIMIZER = {
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+}
+"""The Trainer refuses values that differ from its own arguments. It fills in those that are "auto"."""
 
 
 def _batch(job: Job) -> dict[str, int]:
@@ -145,11 +167,19 @@ def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
     """
     if plan.uses_accelerate and not (plan.precision == "bf16" and plan.offload != "none"):
         return {}
+    if plan.framework == "trainer":
+        return _TRAINERS_OPTIMIZER
     optimizer = optimizer_named(plan.optim)
     named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded
     if isinstance(named, Refusal):
         return named
     return {"optimizer": {"type": named.name, "params": {"lr": LEARNING_RATE, **named.options}}}
+
+
+def _usage(job: Job, file: str) -> str:
+    plan = job.plan
+    nodes = f"--hostfile {HOST_FILE} --num_nodes {plan.nnodes} " if plan.nnodes > 1 else ""
+    return f"deepspeed {nodes}--num_gpus {plan.ranks_per_node} {SCRIPT} --deepspeed {file}"
 
 
 TARGET = Target(
@@ -160,7 +190,7 @@ TARGET = Target(
     checked=("deepspeed", "torch"),
     unsupported=unsupported,
     write=write,
-    usage=lambda job, file: f"deepspeed --num_gpus {job.plan.ranks_per_node} train.py --deepspeed {file}",
+    usage=_usage,
     backend="deepspeed",
     framework="deepspeed",
 )

@@ -1,39 +1,85 @@
-"""The comment lines that open an export: the job, its batch, the predicted peak, and the versions checked against."""
+"""The plan in words, and the comment lines that open an export."""
 
 from __future__ import annotations
 
 from fsdp_advisor.export.constants import FRAMEWORK_NAMES, VERSIONS
 from fsdp_advisor.export.job import PEAKS, Job
-from fsdp_advisor.units import format_gib, format_tokens
+from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.units import format_gib, format_speed, format_tokens
 
 
 def header(job: Job, *packages: str) -> str:
     """The header of a file, as comments of Python, YAML and shell. `packages` are those whose versions it names."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in summary(job, *packages))
+
+
+def summary(job: Job, *packages: str) -> tuple[str, ...]:
+    """The whole plan, its prediction and the versions it was checked against, one sentence per line."""
+    versions = ", ".join(f"{package} {VERSIONS[package]}" for package in packages)
+    lines = [
+        job.title,
+        *(f"{name}: {value}." for name, value in plan_items(job)),
+        *(f"{name}: {value}." for name, value in prediction_items(job)),
+        f"Checked against {versions}. Written by fsdp-advisor.",
+    ]
+    return tuple(map(printable_line, lines))
+
+
+def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
+    """The plan as pairs of a name and a value in words."""
     plan = job.plan
     steps, ranks = plan.gradient_accumulation_steps, plan.world_size
     batch = f"micro-batch {plan.micro_batch_size} x accumulation {steps} x ranks {ranks}"
-    lines = [job.title, f"Batch: {batch} = {job.global_batch_size}, each of {format_tokens(plan.seq_len)}."]
-    lines.append(_prediction(job))
-    if job.environment:
-        variables = ", ".join(f"{name}={value}" for name, value in job.environment.items())
-        lines.append(f"Predicted with {variables} in the environment.")
-    if plan.offload != "none":
-        lines.append(f"Predicted host memory per node: {format_gib(job.host_bytes_per_node)}.")
-    versions = ", ".join(f"{package} {VERSIONS[package]}" for package in packages)
-    lines.append(f"Checked against {versions}. Written by fsdp-advisor.")
-    return "".join(f"# {_printable_line(line)}".rstrip() + "\n" for line in lines)
+    sharding = f", {plan.replica_degree} replicas of {plan.shard_degree} shards" if plan.strategy == "hsdp" else ""
+    offload = plan.offload if plan.offload == "none" else f"{plan.offload} to {plan.offload_device}"
+    items = [
+        ("Strategy", f"{plan.strategy} by {plan.backend}{sharding}, offload {offload}, framework {plan.framework}"),
+        ("Batch", f"{batch} = {job.global_batch_size}, each of {format_tokens(plan.seq_len)}"),
+        (
+            "Step",
+            f"activation checkpointing {plan.activation_checkpointing}, {plan.attention} attention, {plan.optim}",
+        ),
+    ]
+    if plan.backend in ("fsdp1", "fsdp2"):
+        prefetch = f", backward prefetch {plan.backward_prefetch}" if plan.backend == "fsdp1" else ""
+        items.append(("Units", f"wrap {plan.wrap}{prefetch}"))
+    variables = ", ".join(f"{name}={value}" for name, value in job.environment.items())
+    items.append(("Environment", variables or "no variables"))
+    return tuple(items)
 
 
-def _prediction(job: Job) -> str:
+def prediction_items(job: Job) -> tuple[tuple[str, str], ...]:
+    """The predicted memory and speed as pairs of a name and a value in words."""
+    by = f" under {FRAMEWORK_NAMES[job.plan.framework]}" if job.plan.uses_accelerate else ""
+    host = f"{format_gib(job.host_bytes_per_node)} in training"
+    if job.loading is not None:
+        way, n_bytes = job.loading
+        host += f", {format_gib(n_bytes)} while it loads the model ({way.replace('_', ' ')})"
+    return (
+        (f"Predicted peak per GPU{by}", _peak(job)),
+        ("Predicted host memory per node", host),
+        ("Predicted speed", _speed(job)),
+    )
+
+
+def _speed(job: Job) -> str:
+    if job.tokens_per_second_per_gpu is None or job.step_seconds is None:
+        return "unknown"
+    task = task_of(job.task)
+    per_item = 1 if task.takes_any_length else job.plan.seq_len
+    rate = format_speed(job.tokens_per_second_per_gpu / per_item).replace("tokens", task.counted)
+    return f"{rate} per GPU, {job.step_seconds:.3g} s per step"
+
+
+def _peak(job: Job) -> str:
     if job.peak is None or job.margin is None:
-        return "Predicted peak: unknown."
+        return "unknown"
     verdict = f"margin {100 * job.margin:.1f} %" if job.margin >= 0 else "it does not fit"
     peak, memory = format_gib(job.peaks[job.peak]), format_gib(job.gpu_memory_bytes)
-    by = f" under {FRAMEWORK_NAMES[job.plan.framework]}" if job.plan.uses_accelerate else ""
-    return f"Predicted peak per GPU{by}: {peak} {PEAKS[job.peak]}; {job.gpu_name} has {memory}, {verdict}."
+    return f"{peak} {PEAKS[job.peak]}; {job.gpu_name} has {memory}, {verdict}"
 
 
-def _printable_line(text: str) -> str:
+def printable_line(text: str) -> str:
     """`text` on one line, with "?" for characters that do not print.
 
     A model's name may come from the network. It must not be able to end the comment that contains it.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE
+from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.report import Report, StrategyEstimate
 
@@ -23,7 +25,10 @@ class Job:
     """One plan for one model on one type of GPU, with its predicted memory.
 
     A bare parameter count has no `task` and no `layer_classes`. `peaks` contains the known figures of PEAKS, in bytes.
-    `environment` holds the variables to launch the job with. `not_modelled` lists what the figures leave out.
+    `host_bytes_per_node` is the host memory of training, `loading` the name and the host bytes of the way the exports load
+    the model. `environment` holds the variables to launch the
+    job with. `options` are the words of a command line that mean exactly this plan. `not_modelled` lists what the figures
+    leave out.
     """
 
     plan: Plan
@@ -37,6 +42,10 @@ class Job:
     peaks: dict[str, int]
     host_bytes_per_node: int
     hidden_size: int | None = None
+    tokens_per_second_per_gpu: float | None = None
+    step_seconds: float | None = None
+    loading: tuple[str, int] | None = None
+    options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     not_modelled: tuple[str, ...] = ()
 
@@ -47,6 +56,7 @@ class Job:
         if environment is None:
             conf = report.request.allocator_conf
             environment = {ALLOCATOR_VARIABLE: conf} if conf else {}
+        conf = environment.get(ALLOCATOR_VARIABLE)
         return cls(
             plan=estimate.plan,
             label=estimate.label,
@@ -58,7 +68,11 @@ class Job:
             gpu_memory_bytes=report.gpu_memory_bytes,
             peaks={name: figures[name] for name in PEAKS if figures.get(name) is not None},
             host_bytes_per_node=estimate.host_bytes_per_node,
+            loading=_loading(estimate),
             hidden_size=report.hidden_size,
+            tokens_per_second_per_gpu=figures["tokens_per_second_per_gpu"],
+            step_seconds=figures["step_seconds"],
+            options=options_of(estimate.plan, report.request, gpu=report.gpu_name, allocator_conf=conf),
             environment=environment,
             not_modelled=tuple(item.partition(": ")[2] or item for item in estimate.not_modelled),
         )
@@ -72,6 +86,18 @@ class Job:
     def allocated(self) -> str | None:
         """The name of the figure that corresponds to `torch.cuda.max_memory_allocated`; None if no peak is known."""
         return next((name for name in ("peak_allocated_bytes", "peak_tensor_bytes") if name in self.peaks), None)
+
+    @property
+    def wrapped_classes(self) -> tuple[str, ...]:
+        """The layer classes that are FSDP units; empty if the wrap policy does not name classes."""
+        policy = self.plan.wrap_policy
+        return (
+            policy.classes
+            if policy.kind == "class"
+            else self.layer_classes
+            if policy.kind in ("layer", "every")
+            else ()
+        )
 
     @property
     def margin(self) -> float | None:
@@ -96,7 +122,21 @@ class Job:
         """The strategy's label, followed by the backend unless the backend is DDP."""
         return self.label if self.plan.backend == "ddp" else f"{self.label} ({self.plan.backend})"
 
+    def command(self, target: str, output: str) -> str:
+        """The `export` command that writes this plan for another target."""
+        return shlex.join(("fsdp-advisor", "export", target, *self.options, "-o", output))
+
     @property
     def offloads_to_nvme(self) -> bool:
         """Whether the plan keeps optimizer state or parameters on NVMe."""
         return self.plan.offload_device == "nvme" and self.plan.offload != "none"
+
+
+def _loading(estimate: StrategyEstimate) -> tuple[str, int] | None:
+    """The way of loading and its host memory per node. The exported FSDP2 script loads on rank 0 alone."""
+    if estimate.job is None:
+        return None
+    by_script = estimate.plan.backend == "fsdp2" and estimate.plan.framework == "torch"
+    methods = {method.way: method for method in estimate.job.load_methods}
+    method = methods.get("rank0", estimate.job.load_method) if by_script else estimate.job.load_method
+    return method.way, method.host_bytes_per_node

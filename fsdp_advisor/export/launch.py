@@ -1,6 +1,7 @@
-"""Launch scripts (shell) for torchrun, accelerate, deepspeed and Slurm, on one node or several.
+"""Launch scripts (shell) for torchrun, accelerate, deepspeed, axolotl and Slurm, on one node or several.
 
-Source: torch.distributed.run (torch 2.13), accelerate/commands/launch.py (1.15.0), deepspeed/launcher/runner.py (0.19.8).
+Source: torch.distributed.run (torch 2.13), accelerate/commands/launch.py (1.15.0), deepspeed/launcher/runner.py (0.19.8),
+axolotl/cli/main.py (0.19.0).
 """
 
 from __future__ import annotations
@@ -8,42 +9,94 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, deepspeed
-from fsdp_advisor.export.constants import ACCELERATE_FILE, ACCELERATE_PORT, DEEPSPEED_FILE, RENDEZVOUS_PORT, SCRIPT
-from fsdp_advisor.export.header import header
+from fsdp_advisor.export.constants import (
+    ACCELERATE_FILE,
+    ACCELERATE_PORT,
+    AXOLOTL_FILE,
+    DEEPSPEED_FILE,
+    RENDEZVOUS_PORT,
+    SCRIPT,
+    SLURM_FILE,
+    Consumer,
+)
+from fsdp_advisor.export.header import header, printable_line
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Framework
 
+AXOLOTL_SCRIPT = "axolotl.sh"
 
-def _write(job: Job, template: str, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+
+def consumer_of(plan: Plan) -> Consumer:
+    """The library whose loop trains the plan, if nothing else is said."""
+    match plan.framework:
+        case "accelerate" | "trainer":
+            return plan.framework
+        case "torch" | "deepspeed":
+            return "deepspeed" if plan.backend == "deepspeed" else "torch"
+        case _:
+            assert_never(plan.framework)
+
+
+def program(consumer: Consumer) -> str:
+    """What torchrun starts for a consumer: the words after its own options."""
+    match consumer:
+        case "torch" | "trainer" | "accelerate":
+            return SCRIPT
+        case "deepspeed":
+            return f"{SCRIPT} --deepspeed {DEEPSPEED_FILE}"
+        case "axolotl":
+            return f"-m axolotl.cli.train {AXOLOTL_FILE}"
+        case _:
+            assert_never(consumer)
+
+
+def launch_script(job: Job, file_name: str, packages: tuple[str, ...], consumer: Consumer, target: str) -> str:
+    """The text of a launch script. `target` is the export that writes the files next to it."""
     plan = job.plan
-    text = render(
-        template,
-        header=header(job, *checked),
+    return render(
+        f"{file_name}.jinja",
+        header=header(job, *packages),
         script=SCRIPT,
+        program=program(consumer),
+        consumer=consumer,
+        bundle=printable_line(job.command(target, "DIR/")),
         nodes=plan.nnodes,
         ranks_per_node=plan.ranks_per_node,
         world_size=plan.world_size,
         rendezvous_port=RENDEZVOUS_PORT,
         port=ACCELERATE_PORT,
         accelerate_file=ACCELERATE_FILE,
+        axolotl_file=AXOLOTL_FILE,
         deepspeed_file=DEEPSPEED_FILE,
         environment=dict(job.environment),
         job_name=re.sub(r"[^A-Za-z0-9._-]+", "-", job.model_name).strip("-.")[-60:] or "train",
     )
-    return text, (f"it starts {SCRIPT} and passes its own command-line arguments on to it",)
 
 
-def _all_supported(job: Job) -> None:
-    """A launcher that starts any script supports every job."""
+def _any_script(job: Job) -> str | None:
+    """torchrun starts any script, but accelerate's settings reach a script only through its own launcher."""
+    if job.plan.framework == "accelerate":
+        return "a script reads accelerate's configuration only under `accelerate launch`; use accelerate-launch"
+    return None
+
+
+def _everything(job: Job) -> None:
+    """Slurm starts every launcher."""
 
 
 def _target(
     name: str, description: str, file_name: str, *packages: str, starts_with: str = "bash",
-    unsupported: Callable[[Job], str | None] = _all_supported, backend: str | None = None, framework: Framework = "torch",
+    unsupported: Callable[[Job], str | None], backend: str | None = None, framework: Framework = "torch",
 ) -> Target:  # fmt: skip
+    def write(job: Job) -> tuple[str, tuple[str, ...]]:
+        text = launch_script(job, file_name, packages, consumer_of(job.plan), name)
+        return text, (f"it starts {SCRIPT} in its own folder and passes its command-line arguments on to it",)
+
     return Target(
         name=name,
         description=description,
@@ -51,14 +104,14 @@ def _target(
         media_type="text/x-shellscript",
         checked=packages,
         unsupported=unsupported,
-        write=lambda job: _write(job, f"{file_name}.jinja", packages),
+        write=write,
         usage=lambda job, file: f"{starts_with} {file}",
         backend=backend,
         framework=framework,
     )
 
 
-TORCHRUN = _target("torchrun", "torchrun launch line (shell)", "torchrun.sh", "torch")
+TORCHRUN = _target("torchrun", "torchrun launch line (shell)", "torchrun.sh", "torch", unsupported=_any_script)
 ACCELERATE = _target(
     "accelerate-launch", "accelerate launch line (shell)", "accelerate-launch.sh", "accelerate", "torch",
     unsupported=accelerate.unsupported, framework="accelerate",
@@ -67,4 +120,6 @@ DEEPSPEED = _target(
     "deepspeed-launch", "deepspeed launch line (shell)", "deepspeed-launch.sh", "deepspeed", "torch",
     unsupported=deepspeed.unsupported, backend="deepspeed", framework="deepspeed",
 )  # fmt: skip
-SBATCH = _target("sbatch", "Slurm batch script (shell)", "train.sbatch", "torch", starts_with="sbatch")
+SBATCH = _target(
+    "sbatch", "Slurm batch script (shell)", SLURM_FILE, "torch", starts_with="sbatch", unsupported=_everything
+)

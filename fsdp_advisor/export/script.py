@@ -35,13 +35,15 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     text = render(
         "train.py.jinja",
         header=header(job, *checked),
-        launch=with_environment(job, _launch(job, SCRIPT)),
+        launch=with_environment(job, torchrun_line(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,
         model=job.model_name,
         auto=AUTO_CLASSES[job.task],
         task=job.task,
-        layers=list(job.layer_classes) if plan.wrap == "layer" else [],
+        layers=list(job.wrapped_classes),
+        group_size=plan.wrap_policy.number if plan.wrap_policy.kind == "every" else 1,
+        least=plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
         predicted=job.peaks.get(job.allocated or ""),
         fsdp=plan.backend == "fsdp2",
         reshard=plan.strategy in ("zero3", "hsdp"),
@@ -56,7 +58,8 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     return text, ()
 
 
-def _launch(job: Job, file: str) -> str:
+def torchrun_line(job: Job, file: str) -> str:
+    """The torchrun command that starts a script on one node, or on each of several."""
     plan = job.plan
     where = "--standalone"
     if plan.nnodes > 1:
@@ -74,7 +77,7 @@ def _target(name: str, description: str, *, backend: str | None = None) -> Targe
         checked=packages,
         unsupported=lambda job: _unsupported(job, name),
         write=lambda job: _write(job, packages),
-        usage=_launch,
+        usage=torchrun_line,
         backend=backend,
     )
 

@@ -9,7 +9,15 @@ from pathlib import PurePath
 from typing import Any
 
 from fsdp_advisor.export import accelerate, deepspeed
-from fsdp_advisor.export.constants import AUTO_CLASSES, FSDP1_PREFETCH, LEARNING_RATE, NVME_NOTE, WEIGHTS, WRAP_POLICY
+from fsdp_advisor.export.constants import (
+    ARGUMENTS_FILE,
+    AUTO_CLASSES,
+    FSDP1_PREFETCH,
+    LEARNING_RATE,
+    NVME_NOTE,
+    WEIGHTS,
+    WRAP_POLICY,
+)
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.rendering import render
@@ -98,8 +106,9 @@ def _fsdp(job: Job) -> dict[str, Any]:
     config: dict[str, Any] = {
         "version": 2 if plan.backend == "fsdp2" else 1,
         "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
-        "auto_wrap_policy": WRAP_POLICY[plan.wrap],
-        **({"transformer_layer_cls_to_wrap": list(job.layer_classes)} if plan.wrap == "layer" else {}),
+        "auto_wrap_policy": WRAP_POLICY[plan.wrap_policy.kind],
+        **({"transformer_layer_cls_to_wrap": list(job.wrapped_classes)} if job.wrapped_classes else {}),
+        **({"min_num_params": plan.wrap_policy.number} if plan.wrap_policy.kind == "size" else {}),
         "cpu_offload": plan.offload == "parameters",
         "activation_checkpointing": plan.activation_checkpointing == "full",
         "cpu_ram_efficient_loading": True,
@@ -119,7 +128,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
 TARGET = Target(
     name="trainer",
     description="Hugging Face TrainingArguments (Python)",
-    file_name="training_arguments.py",
+    file_name=ARGUMENTS_FILE,
     media_type="text/x-python",
     checked=("transformers", "accelerate", "torch"),
     unsupported=unsupported,

@@ -6,6 +6,7 @@ from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
+from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh
 
 BACKENDS: dict[Strategy, tuple[Backend, ...]] = {
@@ -86,19 +87,47 @@ def refusal(
     strategy: Strategy, backend: Backend, *, framework: Framework, wrap: Wrap, activation_checkpointing: Checkpointing
 ) -> UsageError | None:
     """Why a combination is refused: the framework fails at it, or the backend is not modelled with it. None if it works."""
-    if wrap == "none" and backend == "fsdp1":
-        return UsageError(
-            "backend fsdp1 is estimated with a unit per layer alone", hint="--backend fsdp2 has --wrap none"
-        )
     facts = FRAMEWORKS[framework]
-    if wrap == "none" and backend == "fsdp2" and facts.uses_accelerate and activation_checkpointing == "full":
-        return UsageError(
-            "accelerate checkpoints the layers that it wraps, and --wrap none wraps none", hint="use --wrap layer"
-        )
+    policy = wrap_policy(wrap)
+    assert policy is not None
+    if backend in ("fsdp1", "fsdp2") and policy.kind != "layer":
+        refused = _refused_wrap(policy, backend, facts.uses_accelerate, activation_checkpointing)
+        if refused is not None:
+            return refused
     if facts.fsdp1_shards_fully and backend == "fsdp1" and strategy != "zero3":
         return UsageError(
             f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
             hint="--backend fsdp2, or --framework accelerate",
+        )
+    return None
+
+
+def _refused_wrap(
+    policy: WrapPolicy, backend: Backend, uses_accelerate: bool, checkpointing: Checkpointing
+) -> UsageError | None:
+    """Why a wrap policy other than `layer` cannot be used. None if it can.
+
+    Source: accelerate 1.15, accelerator.py, prepare_model; utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy.
+    """
+    if policy.kind == "every" and backend == "fsdp1":
+        return UsageError(
+            "FSDP1 wraps single modules, and no module has several layers", hint="--backend fsdp2 has --wrap every:N"
+        )
+    if not uses_accelerate:
+        return None
+    if policy.kind == "every":
+        return UsageError(
+            "accelerate has no wrap policy for groups of layers", hint="--framework torch has --wrap every:N"
+        )
+    if policy.kind == "size" and backend == "fsdp2":
+        return UsageError(
+            "accelerate's SIZE_BASED_WRAP fails with FSDP2: it also shards the list of layers, which fully_shard refuses",
+            hint="use --wrap layer, --backend fsdp1 or --framework torch",
+        )
+    if checkpointing == "full" and policy.kind != "class":
+        return UsageError(
+            f"accelerate checkpoints the modules that it wraps, and with --wrap {policy} these are not the layers",
+            hint="use --wrap layer",
         )
     return None
 

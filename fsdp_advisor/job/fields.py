@@ -31,11 +31,11 @@ class Rule:
     """Help and limits of a field.
 
     `about` is the help text and the hint: a noun phrase with "the" or "a", or a verb phrase. `parse` reads text that has a unit and
-    returns None for text that it cannot read; `example` is such a text. `default` is the help's word for a default that is
-    computed. `aliases` are further names. `hidden` fields are accepted but not shown; `positional` ones are arguments of a
-    command. `synonyms` are other words for a choice, and `elsewhere` words that belong to another field, with a hint.
-    `not_modelled` are values that users know from elsewhere and that are refused as "not modelled yet"; `nearest` says of some
-    which choice comes nearest.
+    returns None for text that it cannot read; `word` returns the normal spelling of a text, or None likewise; `example` is such
+    a text. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted
+    but not shown; `positional` ones are arguments of a command. `synonyms` are other words for a choice, and `elsewhere` words
+    that belong to another field, with a hint. `not_modelled` are values that users know from elsewhere and that are refused as
+    "not modelled yet"; `nearest` says of some which choice comes nearest.
     """
 
     about: str
@@ -47,6 +47,7 @@ class Rule:
     min_length: int | None = None
     max_length: int | None = None
     parse: Callable[[str], float | None] | None = None
+    word: Callable[[str], str | None] | None = None
     example: str | None = None
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
@@ -60,7 +61,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited."""
+    """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited.
+
+    `many`: the value is a tuple of values of this kind.
+    """
 
     name: str
     kind: type
@@ -69,12 +73,18 @@ class Field:
     required: bool
     default: Any
     rule: Rule
+    many: bool = False
 
     def read(self, value: Any) -> Any:
         """The value in the field's type, from text or from a Python value. Raises InvalidOption.
 
         Case, blanks, dashes and underscores do not matter in words; other text keeps its case.
         """
+        if self.many and isinstance(value, list | tuple):
+            return tuple(map(self._read_one, value))
+        return (self._read_one(value),) if self.many else self._read_one(value)
+
+    def _read_one(self, value: Any) -> Any:
         if value is None and self.optional:
             return None
         converted = self._converted(value)
@@ -92,6 +102,8 @@ class Field:
         if self.choices:
             return None if value in self.choices else list_words(self.choices)
         if isinstance(value, str):
+            if self.rule.word is not None and self.rule.word(value) != value:
+                return self.rule.example
             return self._expected_length(len(value))
         return self._expected_range(value)
 
@@ -138,7 +150,7 @@ class Field:
             meant |= {_letters(word): choice for word, choice in self.rule.synonyms.items()}
             return meant.get(_letters(text), text)
         if self.kind is str:
-            return text
+            return (self.rule.word and self.rule.word(text)) or text
         if self.kind is Path:
             return Path(text) if text else text
         if self.kind is bool:
@@ -159,11 +171,11 @@ class Field:
             if _letters(value) in map(_letters, self.rule.not_modelled):
                 message = f"{self.name} {written} is not modelled yet"
                 near = _found(self.rule.nearest, value)
-                hint = f"nearest is {near}" if near else f"possible are {list_words(self.choices)}"
-                return InvalidOption(self.name, message, hint=hint)
-            hint = _found(self.rule.elsewhere, value)
-            if hint is not None:
-                return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=hint)
+                possible = f"nearest is {near}" if near else f"possible are {list_words(self.choices)}"
+                return InvalidOption(self.name, message, hint=possible)
+            elsewhere = _found(self.rule.elsewhere, value)
+            if elsewhere is not None:
+                return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=elsewhere)
             from difflib import get_close_matches
 
             close = get_close_matches(value.strip().lower()[:MAX_SHOWN], self.choices, n=1, cutoff=0.7)
@@ -251,6 +263,8 @@ def _rule(annotation: Any) -> Rule | None:
 
 def _field(name: str, annotation: Any, default: Any) -> Field:
     bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    many = get_origin(bare) is tuple
+    bare = get_args(bare)[0] if many else bare
     parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
     (kind,) = (part for part in parts if part is not type(None))
     words = get_args(kind) if get_origin(kind) is Literal else ()
@@ -264,6 +278,7 @@ def _field(name: str, annotation: Any, default: Any) -> Field:
         required=default is MISSING,
         default=None if default is MISSING else default,
         rule=rule,
+        many=many,
     )
 
 

@@ -18,6 +18,7 @@ from fsdp_advisor.job.request import (
     Strategy,
     Wrap,
 )
+from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import ONE_RANK, Mesh
 
 
@@ -82,6 +83,13 @@ class Plan:
     @property
     def ranks_per_node(self) -> int:
         return self.mesh.ranks_per_node
+
+    @property
+    def wrap_policy(self) -> WrapPolicy:
+        """The policy by which FSDP divides the model into units."""
+        policy = wrap_policy(self.wrap)
+        assert policy is not None, self.wrap
+        return policy
 
     @property
     def mixed(self) -> bool:

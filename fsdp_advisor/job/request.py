@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, dashed, fields_of
+from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 from fsdp_advisor.units import parse_bytes, parse_count, parse_fraction
 
 __all__ = ["AnyRequest", "EstimateRequest", "RecommendRequest", "dashed", "fields_of", "uneven_nodes"]
@@ -22,7 +24,8 @@ Checkpointing = Literal["none", "full"]
 Framework = Literal["torch", "accelerate", "trainer", "deepspeed"]
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
-Wrap = Literal["layer", "none"]
+Wrap = str
+"""The text of a `WrapPolicy`."""
 Find = Literal["gpus", "batch", "sequence", "gpu-type"]
 
 GPU_DEPENDENT = frozenset({"nnodes", "precision"})
@@ -87,7 +90,8 @@ class EstimateRequest:
 
     The class takes values of the right type and raises ValueError for others; `make_request` also reads text. `given` are
     the names of the fields that the user gave, even with the default's value; it is empty if the class was called directly.
-    `assumed` are the names of those that were filled in because of the GPU (`estimator.settled`).
+    `assumed` are the names of those that were filled in because of the GPU (`estimator.settled`). `configs` says which fields
+    came from configuration files.
     """
 
     model: Annotated[
@@ -283,8 +287,13 @@ class EstimateRequest:
     wrap: Annotated[
         Wrap,
         Rule(
-            about="the units of FSDP2: each layer and the root, or the whole model in one, which is whole during computation",
+            about="the units of FSDP: layer is each layer, none the whole model, size:N modules of N parameters or more, class:A,B "
+            "the layers of these classes, every:N groups of N layers; the root is one too",
             group="Strategy",
+            metavar="POLICY",
+            max_length=256,
+            word=read_wrap,
+            example=WRAP_EXAMPLE,
         ),
     ] = "layer"
 
@@ -301,6 +310,7 @@ class EstimateRequest:
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     assumed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    configs: tuple[ConfigReading, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name, option in fields_of(type(self)).items():
@@ -393,4 +403,5 @@ class RecommendRequest(EstimateRequest):
         """The same job with an estimate's defaults for open fields. The global batch is one of them: a search divides it."""
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
         closed = {name: v for name, v in values.items() if v not in (None, "auto")}
-        return EstimateRequest(**closed, given=self.given.intersection(closed), assumed=self.assumed)
+        given = self.given.intersection(closed)
+        return EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)

@@ -72,7 +72,6 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "dtype torch_dtype",
         "the precision says how weights are stored",
     ),
-    "a configuration file of another tool is": ("config_file", "give its values as options"),
 }
 """Subjects that are not modelled, with the options that name them and what is possible instead."""
 _TOPIC_OF = {name: (subject, hint) for subject, (names, hint) in _TOPICS.items() for name in names.split()}
@@ -159,6 +158,16 @@ def unknown_option(
     near = _close(plain, fields)
     hint = f"did you mean {' or '.join(map(spell, near))}?" if near else see
     return InvalidOption(name, f"no such option: {written}", hint=hint)
+
+
+def topic_of(name: str) -> str | None:
+    """The subject of an option or of a configuration's key that is not modelled yet; None for any other name.
+
+    >>> topic_of("lora_r")
+    'LoRA and other adapters'
+    """
+    subject, _ = _TOPIC_OF.get(name.lower(), ("", ""))
+    return subject.rpartition(" ")[0] or None
 
 
 def _close(name: str, known: list[str]) -> list[str]:

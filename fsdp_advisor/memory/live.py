@@ -43,13 +43,12 @@ class StepPeak:
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """Live bytes after one visit, and their peak during it. `repeats`: the number of further visits with equal values."""
+    """Live bytes after one visit, and their peak during it."""
 
     phase: Phase
     where: str
     live_bytes: int
     high_bytes: int
-    repeats: int = 1
 
 
 def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> StepPeak:

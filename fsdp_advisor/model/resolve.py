@@ -286,7 +286,8 @@ def _described(key: TapeKey) -> str:
     batch = "micro-batch 1" if key.batch_is_one else "micro-batch 2 and more"
     device = " on a GPU" if key.device == "gpu" and key.attention != "flash_attention_2" else ""
     checkpointing = f"activation checkpointing {key.checkpointing}"
-    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}, {batch}"
+    wrap = f", wrap {key.wrap}" if key.wrap else ""
+    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}, {batch}"
 
 
 def _versions(profile: Profile) -> str:

@@ -27,7 +27,8 @@ class TapeKey:
     """The code path of one tape.
 
     `batch_is_one`: B = 1, for which some models run other code. `window_filled`: sequences are at least as long as the model's
-    sliding window, so some layers need a mask; this affects only sdpa on a GPU. Raises ValueError for flash_attention_2 on a CPU.
+    sliding window, so some layers need a mask; this affects only sdpa on a GPU. `wrap`: the wrap policy with whose units the tape is
+    recorded; empty for a unit per layer, also where only the marks of layers matter. Raises ValueError for flash_attention_2 on a CPU.
     """
 
     engine: TapeEngine
@@ -38,6 +39,7 @@ class TapeKey:
     device: TapeDevice = "cpu"
     kernel: SdpaKernel = "default"
     window_filled: bool = False
+    wrap: str = ""
 
     def __post_init__(self) -> None:
         if self.attention == "flash_attention_2" and self.device == "cpu":
@@ -70,14 +72,22 @@ class TapeKey:
         'fsdp2|bf16|gpu|sdpa|default|window|none|1'
         """
         window, batch = "window" if self.window_filled else "-", "1" if self.batch_is_one else "n"
-        return "|".join(
-            (self.engine, self.precision, self.device, self.attention, self.kernel, window, self.checkpointing, batch)
+        parts = (
+            self.engine,
+            self.precision,
+            self.device,
+            self.attention,
+            self.kernel,
+            window,
+            self.checkpointing,
+            batch,
         )
+        return "|".join((*parts, self.wrap) if self.wrap else parts)
 
     @classmethod
     def from_name(cls, name: str) -> TapeKey:
         """The key with this name. Raises ValueError if there is none."""
-        engine, precision, device, attention, kernel, window, checkpointing, batch = name.split("|")
+        engine, precision, device, attention, kernel, window, checkpointing, batch, *wrap = name.split("|")
         fields = (
             (engine, TapeEngine), (precision, TapePrecision), (device, TapeDevice), (attention, TapeAttention),
             (kernel, SdpaKernel), (checkpointing, TapeCheckpointing),
@@ -94,4 +104,5 @@ class TapeKey:
             device=cast("TapeDevice", device),
             kernel=cast("SdpaKernel", kernel),
             window_filled=window == "window",
+            wrap=wrap[0] if wrap else "",
         )

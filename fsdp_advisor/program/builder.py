@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from fsdp_advisor.model.fsdp_units import AT_ROOT as AT_ROOT
+from fsdp_advisor.model.fsdp_units import unit_at
 from fsdp_advisor.model.profile import ROOT, Op, Polynomial, Profile, Run, Tape
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.instructions import (
@@ -26,7 +30,8 @@ from fsdp_advisor.program.instructions import (
 from fsdp_advisor.program.spans import LayoutPart, Span, Steps, TapeLayout, tape_layout
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
-AT_ROOT: UnitId = (ROOT, 0)
+OrderInUnit = tuple[int, int, int]
+"""A key that sorts the parameters of a unit in the model's order."""
 
 
 class StepHooks:
@@ -71,6 +76,14 @@ class StepHooks:
 
     def optimizer_step(self, step: StepBuilder) -> None:
         """Clipping and the optimizer's step."""
+
+    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
+        """The unit of a gradient that the code of `place` allocates, and the position of its parameter in the unit; None if the
+        engine asks for gradients by `StepBuilder.gradients_of`.
+
+        `number`: the real layer. `parameter`: 2 * the parameter's index + (1 if the root's).
+        """
+        return None
 
     def first_step_transients(self) -> Storages:
         """The storages that are allocated and freed one by one before the first forward."""
@@ -121,6 +134,7 @@ class StepBuilder:
         self._of_layer: list[Buffer] = []
         self._of_root: list[Buffer] = []
         self._fresh: list[Buffer] = []
+        self._owned: defaultdict[UnitId, list[tuple[OrderInUnit, Buffer]]] = defaultdict(list)
 
     def add(self, instruction: Instruction) -> None:
         self._instructions.append(instruction)
@@ -183,7 +197,13 @@ class StepBuilder:
 
     # The tape's gradients
 
-    def compute(self, span: Span, layer: int, stream: Stream) -> None:
+    def compute(
+        self,
+        span: Span,
+        layer: int,
+        stream: Stream,
+        owner_of: Callable[[int], tuple[UnitId, OrderInUnit] | None] = lambda _: None,
+    ) -> None:
         """Run a span. The gradients that it allocates become buffers."""
         named = []
         for birth, parameter, n_bytes in span.gradients:
@@ -192,6 +212,8 @@ class StepBuilder:
             self._gradients[buffer] = None
             self._latest[parameter] = buffer
             self._fresh.append(buffer)
+            if (owner := owner_of(parameter)) is not None:
+                self._owned[owner[0]].append((owner[1], buffer))
             (self._of_root if parameter & 1 else self._of_layer).append(buffer)
         self.add(Compute(span, layer, tuple(named)))
 
@@ -202,6 +224,10 @@ class StepBuilder:
         else:
             taken, self._of_layer = self._of_layer, []
         return taken
+
+    def owned_by(self, unit: UnitId) -> list[tuple[OrderInUnit, Buffer]]:
+        """The gradients of a unit (`StepHooks.owner_of`) since the last call, in the order of their allocation."""
+        return self._owned.pop(unit, [])
 
     def fresh_gradients(self) -> list[Buffer]:
         """The gradients since the last call."""
@@ -221,6 +247,7 @@ class StepBuilder:
 
     def begin_forward(self) -> None:
         self._of_layer, self._of_root, self._fresh = [], [], []
+        self._owned.clear()
 
     def _named(self, alloc: Alloc) -> Buffer:
         self._buffers.append(alloc)
@@ -259,9 +286,9 @@ class _MicroBatchWalk:
         hooks, step = self._hooks, self._step
         for item in steps:
             if isinstance(item, Span):
-                step.compute(item, layer, hooks.gradient_stream)
+                step.compute(item, layer, hooks.gradient_stream, partial(hooks.owner_of, unit, layer))
                 continue
-            at = (ROOT, item.a - 1) if item.a else unit
+            at = unit_at(item.a, unit)
             match item.op:
                 case Op.PRE_FORWARD:
                     hooks.pre_forward(step, at)
@@ -326,7 +353,7 @@ def _following(units: Sequence[UnitId]) -> list[UnitId | None]:
 
 def unit_name(profile: Profile, unit: UnitId) -> str:
     """The name of a unit: `model.layers.LlamaDecoderLayer`, or the class of the root."""
-    stack, layer = unit
+    stack, layer = unit[:2]
     if stack == ROOT:
         return profile.root.kind
     return f"{profile.stacks[stack].path}.{profile.stacks[stack].units[layer].kind}"

@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from fsdp_advisor.model.fsdp_units import UnitId as UnitId
 from fsdp_advisor.model.profile import Polynomial
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.spans import Span, TapeLayout
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
-
-UnitId = tuple[int, int]
-"""(stack, recorded layer), or (ROOT, 0) for the root. Layers of one kind share an id."""
 
 Buffer = int
 """The id of the storages of one `Alloc`, or of one gradient of the tape. Unique within a program."""

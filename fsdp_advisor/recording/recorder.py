@@ -33,6 +33,7 @@ from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
 from fsdp_advisor.recording.take import Fitted, Take, fit_takes, storages_of, tape_of
+from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
 
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
@@ -88,7 +89,7 @@ class Recorder:
                 checked = step.run(*check)
                 corner = step.run(*points[-1])
                 if (known := self._alike({check: checked, points[-1]: corner})) is not None:
-                    return known
+                    return with_whole_gradients(known, self.profile, key)
                 takes = [step.run(*point) for point in points[:-1]] + [corner]
         except AdvisorError:
             raise
@@ -99,7 +100,7 @@ class Recorder:
             ) from error
         fitted = fit_takes(takes, checked, bs, ts, check)
         self._made.append((storages_of(corner), fitted))
-        return tape_of(corner, fitted)
+        return with_whole_gradients(tape_of(corner, fitted), self.profile, key)
 
     def _alike(self, takes: dict[tuple[int, int], Take]) -> Tape | None:
         """A tape with the sizes of another key's tape; None if none matches. Many tapes are equal or differ only in the marks."""
@@ -182,6 +183,7 @@ class Recorder:
         dtype = torch.bfloat16 if key.precision == "bf16" else torch.float32
         model = self._model(dtype)
         checkpoints = key.checkpointing == "full"
+        units = units_to_record(self.source, self.profile, key)
         self.source.configure(
             model,
             attention=key.attention,
@@ -194,7 +196,7 @@ class Recorder:
         with steady(), softmax_scratch(), on_gpu, fake_tensors():
             half = torch.bfloat16 if key.mixed and key.engine != "plain" else None
             materialise(model, half, half if key.uses_flat_parameter else None)
-            yield Step(self.source, model, key, sums_in_place=sums_in_place)
+            yield Step(self.source, model, key, units, sums_in_place=sums_in_place)
 
 
 def record_module(

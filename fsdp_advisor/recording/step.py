@@ -7,7 +7,8 @@ import gc
 import itertools
 import logging
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_advisor.model.fsdp_units import AT_ROOT, Units, module_mark
 from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
@@ -22,7 +24,7 @@ from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_
 from fsdp_advisor.recording.flash import in_scratch
 from fsdp_advisor.recording.operators import rows_and_columns, work_of
 from fsdp_advisor.recording.root_units import mark_root_units
-from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.take import RawSegment, Take
 
@@ -75,20 +77,59 @@ def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dt
                 setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
 
 
+@dataclass(frozen=True, eq=False)
+class HookedModule:
+    """A module with hooks: the root, a layer, or a module that a wrap policy makes a unit.
+
+    `number`: of such a module among those of its layer, or outside the layers; None for the root and for layers. `mark`: the number of
+    its marks. `is_unit`: False for a layer whose parameters belong to other units.
+    """
+
+    module: nn.Module
+    stack: int
+    layer: int
+    mark: int
+    number: int | None = None
+    is_unit: bool = True
+
+
+class Leaf(NamedTuple):
+    """A leaf parameter's place, and its number among the place's parameters; for a flat parameter, that of its unit."""
+
+    place: HookedModule
+    number: int
+
+
+def hooked_modules(model: nn.Module, stacks: list[LayerStack], units: Units | None) -> list[HookedModule]:
+    """The root, every layer and every other unit."""
+    found = [HookedModule(model, ROOT, 0, MarkedUnit.ROOT)]
+    for n, name in enumerate(units.of_root if units else ()):
+        found.append(HookedModule(model.get_submodule(name), ROOT, 0, module_mark(n, AT_ROOT), n))
+    for s, stack in enumerate(stacks):
+        for i, layer in enumerate(stack.layers):
+            is_unit = units is None or (s, i) in units.layers
+            found.append(HookedModule(layer, s, i, MarkedUnit.LAYER, is_unit=is_unit))
+            for n, name in enumerate(units.within[s, i] if units else ()):
+                found.append(HookedModule(layer.get_submodule(name), s, i, module_mark(n, (s, i)), n))
+    return found
+
+
 class Step:
     """Runs the model's step under hooks and records its events."""
 
-    def __init__(self, source: Source, model: nn.Module, key: TapeKey, *, sums_in_place: bool) -> None:
+    def __init__(
+        self, source: Source, model: nn.Module, key: TapeKey, units: Units | None, *, sums_in_place: bool
+    ) -> None:
+        """Hook the units: those of a wrap policy, or if `units` is None the layers and the root."""
         self._source, self._model, self._key = source, model, key
         self._sums_in_place = sums_in_place
-        self._units: list[tuple[nn.Module, int, int]] = [(model, ROOT, 0)]
-        for s, stack in enumerate(source.stacks(model)):
-            self._units += [(layer, s, i) for i, layer in enumerate(stack.layers)]
-        self._last = {s: i for _, s, i in self._units}
-        self._parameters = self._assign()
+        stacks = source.stacks(model)
+        places = hooked_modules(model, stacks, units)
+        self._last = {s: len(stack.layers) - 1 for s, stack in enumerate(stacks)}
+        self._parameters = self._assign(places)
         self._cast = torch.bfloat16 if key.mixed else None
-        for module, stack_index, layer in self._units:
-            self._hook_unit(module, stack_index, layer)
+        for place in places:
+            self._hook_unit(place)
         modules = source.root_modules(model)
         if modules.head is not None:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
@@ -96,23 +137,32 @@ class Step:
             mark_root_units(modules, self._mark_root_unit)
         self._reset()
 
-    def _assign(self) -> dict[int, tuple[int, int, int]]:
-        """Each leaf parameter's (stack, layer, index in its unit). Registers hooks that run when its gradient is ready."""
-        self._flat: dict[tuple[int, int], FlatUnit] = {}
+    def _assign(self, places: list[HookedModule]) -> dict[int, Leaf]:
+        """Each leaf parameter's place and index. Registers hooks that run when its gradient is ready.
+
+        A flat parameter belongs to a unit. Other parameters belong to their layer or to the root, whatever the units are.
+        """
+        self._flat: dict[nn.Module, FlatUnit] = {}
+        flat = self._key.uses_flat_parameter
+        order = {module: at for at, module in enumerate(self._model.modules())}
+        chosen = [place for place in places if (place.is_unit if flat else place.number is None)]
         taken: set[int] = set()
         assigned = {}
-        for module, stack, layer in sorted(self._units, key=lambda u: u[1] == ROOT):
+        for place in sorted(
+            chosen, key=lambda p: (p.stack == ROOT and p.number is None, -order[p.module] if flat else 0)
+        ):
+            module = place.module
             parameters = [p for p in module.parameters() if id(p) not in taken]
             taken |= {id(p) for p in parameters}
             if not parameters:
                 continue
-            if self._key.uses_flat_parameter:
+            if flat:
                 mine = {id(p) for p in parameters}
                 owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
-                self._flat[stack, layer] = unit = FlatUnit(owners, parameters)
+                self._flat[module] = unit = FlatUnit(owners, parameters)
                 parameters = [unit.flat]
-            for index, parameter in enumerate(parameters):
-                assigned[id(parameter)] = (stack, layer, index)
+            for index, parameter in enumerate(parameters, start=0 if place.number is None else place.number + 1):
+                assigned[id(parameter)] = Leaf(place, index)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._gradient_ready)
             self._leaves = [*getattr(self, "_leaves", ()), *parameters]
@@ -128,7 +178,7 @@ class Step:
         self._died_in: list[str | None] = []
         self._alive: dict[int, int] = {}
         self._in_loss = False
-        self._seen: set[tuple[str, int, int]] = set()
+        self._seen: set[tuple[str, HookedModule]] = set()
         self._seen_of_root: set[tuple[Op, MarkedUnit]] = set()
 
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
@@ -232,8 +282,8 @@ class Step:
     def _take(self) -> Take:
         for leaf in self._leaves:
             if leaf.grad is not None and (storage := self._alive.get(leaf.grad.untyped_storage()._cdata)) is not None:
-                stack, _, index = self._parameters[id(leaf)]
-                self._category[storage] = Category.GRADIENT + 2 * index + (stack == ROOT)
+                of = self._parameters[id(leaf)]
+                self._category[storage] = Category.GRADIENT + 2 * of.number + (of.place.stack == ROOT)
         categories = []
         for born, died, category in zip(self._born_in, self._died_in, self._category, strict=True):
             if category is None:
@@ -257,35 +307,38 @@ class Step:
             self._seen_of_root.add((op, unit))
             self._mark(op, unit)
 
-    def _hook_unit(self, module: nn.Module, stack: int, layer: int) -> None:
-        root = stack == ROOT
+    def _hook_unit(self, place: HookedModule) -> None:
+        stack, layer = place.stack, place.layer
+        root, mark = stack == ROOT and place.number is None, place.mark
+        is_layer = stack != ROOT and place.number is None
         engine = self._key.engine
 
         def post_backward() -> None:
-            if ("post", stack, layer) not in self._seen:
-                self._seen.add(("post", stack, layer))
-                self._mark(Op.POST_BACKWARD, int(root))
+            if ("post", place) not in self._seen:
+                self._seen.add(("post", place))
+                self._mark(Op.POST_BACKWARD, mark)
 
         def pre_backward(grad: torch.Tensor) -> None:
-            if ("pre", stack, layer) in self._seen:
+            if ("pre", place) in self._seen:
                 return
-            self._seen.add(("pre", stack, layer))
-            if not root:
+            self._seen.add(("pre", place))
+            if is_layer:
                 self._begin("backward", stack, layer)
-            self._mark(Op.PRE_BACKWARD, int(root))
+            self._mark(Op.PRE_BACKWARD, mark)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             again = self._phase == "backward"
             if not again:
-                if not root:
+                if is_layer:
                     self._begin("forward", stack, layer)
-                self._mark(Op.PRE_FORWARD, int(root))
-            if self._cast is not None and (engine == "fsdp2" or (self._key.uses_flat_parameter and root)):
+                self._mark(Op.PRE_FORWARD, mark)
+            fsdp2 = engine == "fsdp2" and place.is_unit
+            if self._cast is not None and (fsdp2 or (self._key.uses_flat_parameter and root)):
                 args, kwargs = cast_floating((args, kwargs), self._cast)
             if not again:
-                if (unit := self._flat.get((stack, layer))) is not None:
+                if (unit := self._flat.get(module)) is not None:
                     unit.use_views(self._view_gradient)
-                if engine == "fsdp2":
+                if fsdp2:
                     args, kwargs = watch_input_gradients(args, kwargs, post_backward)
             return args, kwargs
 
@@ -294,22 +347,22 @@ class Step:
                 return None
             if root and self._key.autocasts_fsdp1:
                 output = cast_floating(output, torch.float32)
-            self._mark(Op.POST_FORWARD, int(root))
-            if not root and layer == self._last[stack]:
+            self._mark(Op.POST_FORWARD, mark)
+            if is_layer and layer == self._last[stack]:
                 self._begin("forward", ROOT, stack + 1)
             for leaf in tree_iter(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(pre_backward)
             return output
 
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after)
+        place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        place.module.register_forward_hook(after)
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        stack, _, index = self._parameters[id(parameter)]
-        self._mark(Op.GRAD_READY, index, int(stack == ROOT))
+        of = self._parameters[id(parameter)]
+        self._mark(Op.GRAD_READY, of.number, int(of.place.stack == ROOT))
         if self._key.uses_flat_parameter:
-            self._mark(Op.POST_BACKWARD, int(stack == ROOT))
+            self._mark(Op.POST_BACKWARD, of.place.mark)
 
     def _view_gradient(self, grad: torch.Tensor) -> None:
         if (storage := self._alive.get(grad.untyped_storage()._cdata)) is not None:

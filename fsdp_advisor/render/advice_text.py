@@ -51,7 +51,7 @@ def _winner(view: AdviceView, screen: Screen) -> str:
     style = "bold green" if view.winner.peak_known else "bold yellow"
     narrow, wide = BAR_WIDTHS
     drawn = bar(view.parts, view.gpu_memory_bytes, max(narrow, min(wide, screen.width - 2)), screen)
-    lines = [view.training, *(f"warning: {warning}" for warning in view.warnings)]
+    lines = [view.why_not_simpler, view.training, *(f"warning: {warning}" for warning in view.warnings)]
     return "\n".join(
         [
             paint(Text(wrap(view.heading, screen), style=style), screen),
@@ -65,7 +65,8 @@ def _winner(view: AdviceView, screen: Screen) -> str:
 
 def _nothing(view: AdviceView, screen: Screen) -> str:
     lines = [paint(Text(view.heading, style="bold red"), screen)]
-    lines += [wrap(f"{r.reason}: {r.command}", screen, first="  ", indent="    ") for r in view.remedies]
+    remedies = (f"{r.reason}: {r.command}" if r.command else r.reason for r in view.remedies)
+    lines += [wrap(remedy, screen, first="  ", indent="    ") for remedy in remedies]
     return "\n".join(lines)
 
 

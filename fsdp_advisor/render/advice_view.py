@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
 from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.export import TARGETS, Job
+from fsdp_advisor.export.bundle import start_command
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import dashed
 from fsdp_advisor.model.tasks import Task, task_of
@@ -125,6 +126,7 @@ class AdviceView:
     winner: CandidateView | None
     heading: str
     figures: str
+    why_not_simpler: str
     parts: PartBytes
     training: str
     warnings: tuple[str, ...]
@@ -160,6 +162,7 @@ def advice_view(advice: Advice) -> AdviceView:
         winner=winner,
         heading=_heading(r),
         figures=_figures(r, task),
+        why_not_simpler=r.why_not_simpler or "",
         parts=bar_parts(r.estimate) if r.estimate is not None else (),
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
@@ -258,8 +261,16 @@ def _job_line(advice: Advice) -> str:
     nodes = f" on {nnodes} nodes" if nnodes > 1 else ""
     return (
         f"{model_text(report)} on {gpus} x {winner.gpu if winner else report.gpu_name}{nodes}: {', '.join(items)}. "
-        f"A plan fits if it needs at most {limit if request.margin else whole}."
+        f"A plan fits if it runs in {limit if request.margin else whole}{_host_limit(r)}."
     )
+
+
+def _host_limit(r: Recommendation) -> str:
+    """The part of a node's host memory that a plan may need; empty if it is not given."""
+    host = r.request.host_memory
+    if host is None:
+        return ""
+    return f", and in {format_gib(int(host * (1 - r.request.margin)))} of a node's {format_gib(host)} of host memory"
 
 
 def _heading(r: Recommendation) -> str:
@@ -283,7 +294,7 @@ def _figures(r: Recommendation, task: Task) -> str:
         simplest = "" if r.sweep else "the simplest plan whose states leave the margin: "
         items = [f"{simplest}states {format_gib(winner.state_bytes)}, has {has}"]
     else:
-        items = [f"needs {format_gib(winner.needed_bytes)}, has {has}"]
+        items = [winner.gpu_memory_text]
     if winner.host_bytes_per_node:
         items.append(f"host memory {format_gib(winner.host_bytes_per_node)} per node")
     rate = _throughput(winner, task)
@@ -321,6 +332,10 @@ def _found(r: Recommendation, task: Task) -> FindView | None:
     )
 
 
+_FOLDER = "run/"
+"""The folder for the exported files in the commands that a recommendation shows."""
+
+
 def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The export command of the first target that supports the plan with the command that runs it, and the other targets."""
     r = advice.recommendation
@@ -332,5 +347,7 @@ def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not able:
         return (), ()
     target, *others = able
-    command = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {target.file_name}"
-    return (command, target.line(job, target.file_name)), tuple(other.name for other in others)
+    start = start_command(target, job, _FOLDER)
+    output, start = (target.file_name, target.line(job, target.file_name)) if start is None else (_FOLDER, start)
+    command = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {output}"
+    return (command, start), tuple(other.name for other in others)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from fsdp_advisor.memory.live import TimelinePoint
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView
-from fsdp_advisor.render.svg import Bar, FrontierPoint, Moment, Span, TreeNode
+from fsdp_advisor.render.advice_view import CandidateView
+from fsdp_advisor.render.svg import Bar, FrontierPoint
 from fsdp_advisor.render.view import ReportView, RowView
-from fsdp_advisor.timing import Interval
 
 
 def strategy_bars(view: ReportView, chosen: RowView) -> list[Bar]:
@@ -27,14 +25,6 @@ def strategy_bars(view: ReportView, chosen: RowView) -> list[Bar]:
     ]
 
 
-def step_moments(points: Iterable[TimelinePoint]) -> list[Moment]:
-    """The sections of a step's memory timeline."""
-    return [
-        Moment(phase=p.phase, where=p.where, live_bytes=p.live_bytes, high_bytes=p.high_bytes, repeats=p.repeats)
-        for p in points
-    ]
-
-
 def frontier_points(rows: Iterable[CandidateView]) -> list[FrontierPoint]:
     """A point per distinct configuration whose peak and throughput are known."""
     distinct = {(row.label, row.plan): row for row in rows}
@@ -49,44 +39,3 @@ def frontier_points(rows: Iterable[CandidateView]) -> list[FrontierPoint]:
         for row in distinct.values()
         if row.peak_known and row.throughput is not None
     ]
-
-
-def tree_nodes(view: AdviceView) -> list[TreeNode]:
-    """The decision tree. Outcomes on the path are omitted, but for the recommendation itself.
-
-    A question off the path shows its answer next to its numbers.
-    """
-    nodes = []
-    for node in view.tree:
-        if node.outcome and node.taken and node.id != "recommended":
-            continue
-        answer = f"{node.answer}: " if node.answer and not node.taken else ""
-        nodes.append(
-            TreeNode(
-                id=node.id,
-                text="the fastest that fits" if node.outcome and not node.taken else node.question,
-                details=(answer + node.reason,) if node.reason else (),
-                parent=node.parent,
-                answer=node.on,
-                taken=node.taken,
-                outcome=node.outcome,
-            )
-        )
-    return nodes
-
-
-def stream_spans(intervals: Sequence[Interval]) -> list[Span]:
-    """The operations on both streams."""
-    return [
-        Span(lane=i.stream, kind=_kind(i.name), start_s=i.begin_seconds, end_s=i.end_seconds)
-        for i in intervals
-        if i.end_seconds > i.begin_seconds
-    ]
-
-
-def _kind(name: str) -> str:
-    """The kind of an operation: `forward layers.3` is `forward`."""
-    word, _, rest = name.partition(" ")
-    if word == "reduce":
-        return "reduce-scatter"
-    return name if word in ("optimizer", "parameters") else word if rest else name

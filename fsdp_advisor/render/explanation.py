@@ -76,6 +76,7 @@ def explanation_view(view: ReportView, row: RowView, estimate: StrategyEstimate)
         phases = f"Tensor peak by phase: {', '.join(highest)}"
     lines = [
         *_loss_lines(estimate, sizes),
+        *([f"FSDP units: {estimate.units}"] if estimate.units else []),
         _states_line(estimate, sizes),
         f"Host memory per node: {sizes.full(row.host_bytes_per_node) if row.host_bytes_per_node else 'none'}",
         *_job_lines(estimate, sizes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 
 from rich.text import Text
 
@@ -182,16 +182,9 @@ def _numbered(points: Sequence[TimelinePoint]) -> list[str]:
     """The place of each point; layers of a run are numbered as in the model, so backward counts down."""
     names: list[str] = []
     for (phase, where), run in groupby(points, key=lambda point: (point.phase, point.where)):
-        repeats = [point.repeats for point in run]
-        ends = list(accumulate(repeats))
-        if ends[-1] == 1:
-            names.append(where)
-            continue
-        for end, repeat in zip(ends, repeats, strict=True):
-            first, last = end - repeat + 1, end
-            if phase == "backward":
-                first, last = ends[-1] + 1 - first, ends[-1] + 1 - last
-            names.append(f"{where} {first}" + (f" to {last}" if repeat > 1 else ""))
+        count = len(list(run))
+        numbers = range(count, 0, -1) if phase == "backward" else range(1, count + 1)
+        names += [where] if count == 1 else [f"{where} {number}" for number in numbers]
     return names
 
 

@@ -214,8 +214,8 @@ def job_items(report: Report) -> tuple[str, ...]:
         if request.gradient_accumulation_steps > 1:
             items.append(f"accumulation {request.gradient_accumulation_steps}")
         items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
-    if request.wrap == "none":
-        items.append("one FSDP2 unit")
+    if request.wrap != "layer":
+        items.append("one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}")
     if request.framework != "torch":
         items.append(f"framework {request.framework}")
     if request.offload != "none" and request.offload_device != "cpu":

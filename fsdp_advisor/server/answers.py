@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Concatenate, Literal, ParamSpec, TypeVar
@@ -13,7 +15,8 @@ from pydantic_core import to_json
 from fsdp_advisor.advice import Advice, recommend_resolved
 from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved, settled
-from fsdp_advisor.export import Job, export
+from fsdp_advisor.export import Job, export, find
+from fsdp_advisor.export.bundle import Bundle, bundle
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.config import parse_config
@@ -101,16 +104,32 @@ def recommend_document(model: Resolved, request: RecommendRequest, explain: bool
     return _json_document(advise(model, request, explain=explain), timeline=explain)
 
 
-def export_document(model: Resolved, request: EstimateRequest, target: str) -> Document:
-    """The file that launches the requested plan, or the recommended one if the request leaves the strategy open."""
+def export_document(model: Resolved, request: EstimateRequest, target: str, whole: bool) -> Document:
+    """The file that launches the requested plan, or the recommended one if the request leaves the strategy open.
+
+    `whole`: a zip archive of every file that a launch needs.
+    """
     report = report_for(target, _with_gpu(request), model)
-    exported = export(target, Job.of(report, report.estimates[0]))
+    job = Job.of(report, report.estimates[0])
+    lasting = model.source != "hub"
+    if whole:
+        archive = _zipped(bundle(find(target), job))
+        return Document.of(archive, media_type="application/zip", file_name=f"{target}.zip", lasting=lasting)
+    exported = export(target, job)
     return Document.of(
-        exported.text.encode(),
-        media_type=exported.media_type,
-        file_name=exported.file_name,
-        lasting=model.source != "hub",
+        exported.text.encode(), media_type=exported.media_type, file_name=exported.file_name, lasting=lasting
     )
+
+
+def _zipped(files: Bundle) -> bytes:
+    """The files as a zip archive, the same bytes each time."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in files.files:
+            entry = zipfile.ZipInfo(file.name)
+            entry.external_attr = (0o755 if file.executable else 0o644) << 16
+            archive.writestr(entry, file.text)
+    return buffer.getvalue()
 
 
 def advise(model: Resolved, request: RecommendRequest, *, explain: bool = False) -> Advice:

@@ -38,7 +38,10 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "Not changed since the ETag that was sent"}}
 _FILE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {target.media_type: {} for target in TARGETS.values()}, "description": "The file"},
+    200: {
+        "content": {kind: {} for kind in ("application/zip", *(target.media_type for target in TARGETS.values()))},
+        "description": "The file, or an archive of all files of a launch",
+    },
     **_NOT_MODIFIED,
 }
 
@@ -86,18 +89,18 @@ async def _recommend(request: Request, source: ModelSource, asked: RecommendRequ
             responses=_FILE)  # fmt: skip
 async def get_export(request: Request, target: Target, query: Annotated[ExportQuery, Query()]) -> Response:
     asked = query.request(EstimateRequest)
-    return await _export(request, target, ModelSource(asked.model), asked)
+    return await _export(request, target, ModelSource(asked.model), asked, query.bundle)
 
 
 @router.post("/export/{target}", summary="The same, for a job or a config.json in the body", tags=["answers"],
              responses=_FILE)  # fmt: skip
 async def post_export(request: Request, target: Target, body: ExportBody) -> Response:
-    return await _export(request, target, body.source(), body.request(EstimateRequest, model=PASTED))
+    return await _export(request, target, body.source(), body.request(EstimateRequest, model=PASTED), body.bundle)
 
 
-async def _export(request: Request, target: str, source: ModelSource, asked: EstimateRequest) -> Response:
+async def _export(request: Request, target: str, source: ModelSource, asked: EstimateRequest, whole: bool) -> Response:
     name = find(target).name
-    return document_response(request, await service_of(request).answer(source, export_document, asked, name))
+    return document_response(request, await service_of(request).answer(source, export_document, asked, name, whole))
 
 
 @router.get("/models", summary="Models known without looking any up", tags=["lists"],

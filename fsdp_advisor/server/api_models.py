@@ -33,6 +33,9 @@ EXAMPLE_CONFIG: dict[str, Any] = {
 }
 
 Explain = Annotated[bool, Field(description="Add each strategy's timeline, and its peak with a fused loss.")]
+Whole = Annotated[
+    bool, Field(description="A zip archive of every file that a launch needs, not the target's file alone.")
+]
 Model = Annotated[str, Field(min_length=1, max_length=4096, description="A name, or a number of parameters.")]
 Config = Annotated[dict[str, JsonValue] | None, Field(description="A transformers config.json, in place of `model`.")]
 
@@ -55,6 +58,8 @@ class RecommendQuery(_Recommend):  # type: ignore[misc]
 
 class ExportQuery(_Estimate):  # type: ignore[misc]
     """A query string that asks for a file to launch with."""
+
+    bundle: Whole = False
 
 
 class _Body(RequestModel):
@@ -97,3 +102,5 @@ class RecommendBody(_Body, _Recommend):  # type: ignore[misc]
 
 class ExportBody(_Body, _Estimate):  # type: ignore[misc]
     """A posted job to export: `model`, or `config` in its place."""
+
+    bundle: Whole = False

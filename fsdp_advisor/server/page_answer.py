@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
@@ -10,18 +11,21 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, streams_of
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, RejectionView, advice_view
-from fsdp_advisor.render.explanation import components, share_text
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
+from fsdp_advisor.render.explanation import components
 from fsdp_advisor.render.view import RowView, model_text, report_view
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server import page_drawings as drawings
 from fsdp_advisor.server.answers import advise
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import figure_groups
+from fsdp_advisor.server.page_what_if import Change, changes
 from fsdp_advisor.timing import Interval
-from fsdp_advisor.units import format_bytes, format_gib
+from fsdp_advisor.units import format_gib
 
 TIMES = " \u00d7 "
+MOST_FOUND = 8
+"""Rows of a search that are shown at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +40,12 @@ class Answer:
 
 def answer(model: Resolved, request: RecommendRequest) -> Answer:
     """The recommendation and all strategies. If nothing fits, the strategies as asked, and `chosen` needs least."""
-    advice = advice_view(advise(model, request))
+    advice = advice_view(advise(model, request, explain=True))
     winner = advice.winner
     asked = advice.report.request if winner is None else _like(advice.report, winner)
-    report = _asked_for(estimate_resolved(asked, model, explain=True), request)
-    report = replace(report, notes=(*advice.report.notes, *advice.notes))
+    known = advice.report if asked == advice.report.request else estimate_resolved(asked, model, explain=True)
+    report = _asked_for(known, request)
+    report = replace(report, request=asked, notes=(*advice.report.notes, *advice.notes))
     if winner is None:
         return Answer(advice=advice, report=report, chosen=nearest(report), streams=())
     row = next((e for e in report.estimates if e.plan == winner.plan), None)
@@ -81,45 +86,46 @@ def nearest(report: Report) -> StrategyEstimate:
     return min(report.estimates, key=lambda e: e.kept_bytes if e.needed_bytes is None else e.needed_bytes)
 
 
-def view(found: Answer, config: str | None = None) -> dict[str, Any]:
-    """Everything `answer.html` shows."""
+def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str, Any]:
+    """Everything `answer.html` shows. `options` are the page's query. A pasted configuration has no address to link to."""
     report, chosen, advice = found.report, found.chosen, found.advice
+    config = "config" in options
+    plan = "" if config else urlencode(pinned(report, chosen.plan))
     shown = report_view(report)
     row = shown.rows[next(i for i, e in enumerate(report.estimates) if e is chosen)]
-    files = exports(report, chosen, config)
+    files = exports(report, chosen, config=config)
     return {
-        "title": f"{_name(row)}, {row.verdict}: {report.model_name} - fsdp-advisor",
+        "title": f"{name_of(row)}, {row.verdict}: {report.model_name} - fsdp-advisor",
         "problem": None,
         "lasting": report.model_source != "hub",  # a model on the hub may change at any time
         "fits": advice.fits,
         "summary": summary(report, advice, row, shown.throughput_unit),
-        "reason": reason(advice),
-        "remedies": [{"reason": r.reason, "query": urlencode(r.query)} for r in advice.remedies],
+        "reason": f"{advice.why_not_simpler}." if advice.why_not_simpler else reason(advice),
+        "training": advice.training,
+        "cautions": advice.warnings,
+        "remedies": advice.remedies,
         "job": (model_text(report), f"{report.request.gpus}{TIMES}{report.gpu_name}", *shown.job_items),
         "launch": launch_line(files) if advice.winner else None,
         "notes": report.notes,
-        "tree": drawings.tree(advice),
+        "changes": [] if config or advice.winner is None else _changes(advice.winner, report, options, model),
+        "effects": f"{plan}&margin={margin}" if plan and (margin := options.get("margin")) else plan,
+        "compare": urlencode({"a": plan}) if plan and advice.winner else "",
+        "steps": _steps(advice),
+        "decision": next((n for n in advice.tree if n.id == "recommended" and n.taken), None)
+        or {"question": advice.heading, "reason": ""},
         "bars": drawings.bars(shown, row),
         "step": drawings.step(shown, chosen, chosen.timeline),
         "streams": drawings.streams(found.streams, row.label),
         "frontier": drawings.speed(advice),
-        "path": advice.path,
         "rules": advice.rules,
         "row": row,
         "peak_tensor_bytes": chosen.peak_tensor_bytes,
         "needed": format_gib(chosen.needed_bytes or 0),
-        "components": [
-            {
-                "part": c.part.key,
-                "name": c.name,
-                "meaning": c.meaning,
-                "size": format_bytes(c.n_bytes),
-                "share": share_text(c.share),
-            }
-            for c in components(chosen.needed_breakdown or {})
-        ],
-        "others": [*map(_other, advice.runners_up), *map(_rejected, advice.rejected)],
+        "components": components(chosen.needed_breakdown or {}),
+        "runners_up": [(c, urlencode({"a": plan, "b": _of(c, report)}) if plan else "") for c in advice.runners_up],
+        "rejected": advice.rejected,
         "find": advice.found,
+        "found_rows": _near_the_chosen(advice.found.rows) if advice.found else (),
         "rows": [
             (r, "" if config or r is row else urlencode(pinned(report, e.plan)))
             for r, e in zip(shown.rows, report.estimates, strict=True)
@@ -133,7 +139,7 @@ def view(found: Answer, config: str | None = None) -> dict[str, Any]:
     }
 
 
-def _name(row: RowView) -> str:
+def name_of(row: RowView) -> str:
     """`ZeRO-3 with FSDP2`."""
     backend = {"ddp": "", "fsdp2": " with FSDP2", "fsdp1": " with FSDP1", "deepspeed": " with DeepSpeed"}
     return row.label + backend[row.backend]
@@ -148,15 +154,15 @@ def summary(report: Report, advice: AdviceView, row: RowView, unit: str) -> str:
     need = None if row.needed_bytes is None else format_gib(row.needed_bytes)
     if winner is None:
         needs = states if need is None else f"it needs {need}"
-        return f"Nothing fits on {gpus}. {_name(row)} comes nearest: {needs}, and a GPU has {has}."
+        return f"Nothing fits on {gpus}. {name_of(row)} comes nearest: {needs}, and a GPU has {has}."
     plan = winner.plan
     how = f", micro-batch {plan.micro_batch_size}"
     how += f", {plan.gradient_accumulation_steps} accumulation steps" if plan.gradient_accumulation_steps > 1 else ""
     how += ", with activation checkpointing" if plan.activation_checkpointing == "full" else ""
     if need is None:
-        return f"{_name(row)}{how}: {states} of {has} on each of {gpus}; the peak is unknown."
+        return f"{name_of(row)}{how}: {states} of {has} on each of {gpus}; the peak is unknown."
     fast = f", and each GPU trains about {row.throughput_text} {unit}" if row.throughput is not None else ""
-    return f"{_name(row)}{how}: it needs {need} of the {has} on each of {gpus}{fast}."
+    return f"{name_of(row)}{how}: it needs {need} of the {has} on each of {gpus}{fast}."
 
 
 def reason(advice: AdviceView) -> str:
@@ -169,26 +175,41 @@ def reason(advice: AdviceView) -> str:
     else:
         best = "simplest" if advice.winner.throughput is None else "fastest"
         text = f"The {best} of {1 + len(advice.runners_up)} kinds of configuration that leave {free}"
-    return f"{text}{f'; {advice.training}' if advice.training else ''}.".replace("..", ".")
+    return f"{text}."
 
 
-def _rejected(rejection: RejectionView) -> dict[str, Any]:
-    """A row of the same table, for a configuration that was rejected."""
-    return {
-        "label": rejection.label,
-        "micro_batch_size": rejection.micro_batch_size,
-        "needs": rejection.needed_text or "?",
-        "speed": "",
-        "reason": rejection.reason,
-    }
+def _near_the_chosen(rows: tuple[CandidateView, ...]) -> tuple[CandidateView, ...]:
+    """The row that answers a search and its neighbours."""
+    at = next((i for i, row in enumerate(rows) if row.chosen), 0)
+    first = max(0, min(at - MOST_FOUND // 2, len(rows) - MOST_FOUND))
+    return rows[first : first + MOST_FOUND]
 
 
-def _other(candidate: CandidateView) -> dict[str, Any]:
-    """A row of the table of configurations that were not chosen."""
-    return {
-        "label": candidate.label,
-        "micro_batch_size": candidate.plan.micro_batch_size,
-        "needs": candidate.needed_text if candidate.peak_known else "?",
-        "speed": candidate.throughput_text if candidate.fits and candidate.throughput is not None else "",
-        "reason": candidate.why_not,
-    }
+def _steps(advice: AdviceView) -> list[dict[str, Any]]:
+    """The questions on the path to the decision, each with the other answers that it could have had."""
+    return [
+        {
+            "question": node.question,
+            "reason": node.reason,
+            "answer": node.answer,
+            "others": [n.on for n in advice.tree if n.parent == node.id and n.on != node.answer],
+        }
+        for node in advice.path
+    ]
+
+
+def _changes(winner: CandidateView, report: Report, options: Mapping[str, str], model: Resolved) -> list[Change]:
+    """What-if links for the job that the winner trains."""
+    plan = winner.plan
+    given = {"gpus": plan.world_size, "nnodes": plan.nnodes, "gpu": winner.gpu, "seq_len": plan.seq_len}
+    asked = report.request.but(**given, activation_checkpointing=plan.activation_checkpointing)
+    return changes(options, asked, model)
+
+
+def _of(candidate: CandidateView, report: Report) -> str:
+    """The query for exactly the plan of a candidate."""
+    plan = candidate.plan
+    request = report.request.but(
+        gpu=candidate.gpu, gpus=plan.world_size, nnodes=plan.nnodes, allocator_conf=candidate.allocator_conf
+    )
+    return urlencode(pinned(replace(report, request=request), plan))

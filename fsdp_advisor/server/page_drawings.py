@@ -1,4 +1,4 @@
-"""The page's charts, each in two widths."""
+"""The page's charts, in two widths where a phone needs another layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MOST_POINTS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A chart in both widths; the page's stylesheet shows the one that fits."""
+    """A chart in both widths; the page's stylesheet shows the one that fits. Without a narrow one, the wide one scrolls."""
 
     wide: Markup
-    narrow: Markup
+    narrow: Markup | None = None
 
 
 def drawing(draw: Callable[..., str], *data: object, key: str, **options: object) -> Drawing:
@@ -36,11 +36,6 @@ def drawing(draw: Callable[..., str], *data: object, key: str, **options: object
         return Markup(text.replace('class="chart"', f'class="chart {name}"', 1))
 
     return Drawing(wide=drawn(WIDE, "wide"), narrow=drawn(NARROW, "narrow"))
-
-
-def tree(view: AdviceView) -> Drawing:
-    """The decision tree."""
-    return drawing(svg.decision_tree, charts.tree_nodes(view), key="tree-chart")
 
 
 def bars(view: ReportView, chosen: RowView) -> Drawing:
@@ -55,7 +50,7 @@ def step(view: ReportView, estimate: StrategyEstimate, points: Sequence[Timeline
         return None
     return drawing(
         svg.memory_timeline,
-        charts.step_moments(points),
+        points,
         label=estimate.label,
         capacity_bytes=view.gpu_memory_bytes,
         kept_bytes=estimate.states.get("parameters", 0) + estimate.states.get("optimizer", 0),
@@ -80,5 +75,4 @@ def speed(view: AdviceView) -> Drawing | None:
 
 def streams(intervals: Sequence[Interval], label: str) -> Drawing | None:
     """Compute and communication in the last micro-batch and the optimizer step; None if the time is unknown."""
-    spans = charts.stream_spans(intervals)
-    return drawing(svg.stream_timeline, spans, label=label, key="streams-chart") if spans else None
+    return Drawing(wide=Markup(svg.stream_timeline(intervals, label=label, key="streams-chart"))) if intervals else None

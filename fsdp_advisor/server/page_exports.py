@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest, fields_of
 from fsdp_advisor.report import Report, StrategyEstimate
 
 
@@ -19,7 +19,6 @@ class Export:
     """One file with its text; `href` downloads it."""
 
     target: str
-    name: str
     file: str
     text: str
     usage: str
@@ -27,7 +26,7 @@ class Export:
     href: str
 
 
-def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> list[Export]:
+def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[Export]:
     """Every file that can be written for the chosen row. With a pasted `config` they have no address to download from."""
     job = Job.of(report, chosen)
     if not job.layer_classes:
@@ -41,7 +40,6 @@ def exports(report: Report, chosen: StrategyEstimate, config: str | None) -> lis
         found.append(
             Export(
                 target=name,
-                name=name,
                 file=made.file_name,
                 text=made.text,
                 usage=made.usage,
@@ -57,7 +55,7 @@ def pinned(report: Report, plan: Plan) -> dict[str, Any]:
     known = fields_of(EstimateRequest)
     asked = report.request.as_dict()
     asked = {name: getattr(plan, name, value) for name, value in asked.items() if value is not None}
-    always = ("model", "strategy", "backend", "offload")
+    always = {"model", "strategy", "backend", "offload"} | (GPU_DEPENDENT & report.request.given)
     return {name: v for name, v in asked.items() if name in always or v != known[name].default}
 
 

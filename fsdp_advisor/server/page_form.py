@@ -7,42 +7,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_advisor.job.fields import Field, fields_of
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.request import GPU_DEPENDENT, RecommendRequest
+from fsdp_advisor.server.page_words import choice, label, words
 
 EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}
 """The job that the page shows first."""
 
-MAIN = (
-    "model", "gpus", "nnodes", "gpu",
-    "precision", "optim", "micro_batch_size", "seq_len", "activation_checkpointing", "offload",
-)  # fmt: skip
+MAIN = ("model", "gpus", "gpu", "nnodes", "seq_len", "precision")
 """The fields that are always visible; the others are folded away."""
 
-_LABELS = {
-    "gpus": "GPUs (total)",
-    "nnodes": "Nodes",
-    "gpu": "GPU type, or size",
-    "micro_batch_size": "Micro-batch",
-    "seq_len": "Sequence length",
-    "optim": "Optimizer",
-    "activation_checkpointing": "Checkpointing",
-    "gradient_accumulation_steps": "Accumulation steps",
-    "interconnect": "Network between nodes",
-    "global_batch_size": "Global batch size",
-    "find": "Find the largest or smallest",
-    "host_memory": "Host memory per node",
-    "tokens": "Tokens to train on",
-    "price": "Price per GPU hour",
-    "wrap": "FSDP2 units",
-    "allocator_conf": "PYTORCH_ALLOC_CONF",
-    "margin": "Memory left free",
+_HELP = {
+    "gpu": "The name of a GPU (H100, rtx4090), or a memory size such as 24GiB; default: H100-80GB",
+    "backend": "The library that shards the model",
+    "backward_prefetch": "When FSDP1 gathers the parameters of the next layer in backward",
 }
+"""Help where that of the command line does not suit a form."""
 _SUGGESTED = {"model": "known-models", "gpu": "known-gpus"}
 _PLACEHOLDER = {
     "gpu": "H100-80GB",
+    "nnodes": "usual",
     "seq_len": "2048",
-    "micro_batch_size": "auto",
-    "gradient_accumulation_steps": "auto",
+    "micro_batch_size": "choose for me",
+    "gradient_accumulation_steps": "choose for me",
     "global_batch_size": "free",
     "interconnect": "the GPU's usual",
     "host_memory": "any",
@@ -50,19 +36,23 @@ _PLACEHOLDER = {
 }
 _WRITTEN = ("margin", "host_memory", "tokens")
 """Numbers that users may write with a unit: 8%, 512GiB, 10B."""
-_WIDTH = {"model": "wide", "gpu": "half", "optim": "half", "micro_batch_size": "few", "activation_checkpointing": "few"}
+_WIDTH = {"model": "wide", "gpus": "few", "nnodes": "few", "seq_len": "few"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """One input of the form. Permalinks leave out values that equal `default`. `suggestions` names a datalist."""
+    """One input of the form. Permalinks leave out values that equal `default`. `suggestions` names a datalist.
+
+    `choices` are values with their names. `help` says what the field means.
+    """
 
     name: str
     label: str
+    help: str
     kind: Literal["text", "number", "select"]
     value: str
     default: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[tuple[str, str], ...] = ()
     minimum: float | None = None
     maximum: float | None = None
     any_step: bool = False
@@ -81,25 +71,31 @@ def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     return options, [name for name in query if name not in known]
 
 
-def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], list[Control]]:
-    """The visible and the folded controls, with `values` filled in. `invalid` names the field with the error."""
+def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], dict[str, list[Control]]]:
+    """The visible controls, and the folded ones by group, with `values` filled in. `invalid` names the field with the error."""
     fields = fields_of(RecommendRequest)
     made = {name: _control(field, values, invalid) for name, field in fields.items() if not field.rule.hidden}
-    return [made[name] for name in MAIN], [control for name, control in made.items() if name not in MAIN]
+    more: dict[str, list[Control]] = {}
+    for name, control in made.items():
+        if name not in MAIN:
+            more.setdefault(fields[name].rule.group, []).append(control)
+    return [made[name] for name in MAIN], more
 
 
 def _control(option: Field, values: Mapping[str, str], invalid: str) -> Control:
     name, rule = option.name, option.rule
-    default = "" if option.default is None else str(option.default)
+    default = "" if option.default is None or name in GPU_DEPENDENT else str(option.default)
     number = option.kind in (int, float) and name not in _WRITTEN
-    choices = ("False", "True") if option.kind is bool else option.choices
+    choices = ("", *option.choices) if option.choices and not default else option.choices
+    about = words(rule.about[:1].upper() + rule.about[1:] + (f"; default: {rule.default}" if rule.default else ""))
     return Control(
         name=name,
-        label=_LABELS.get(name, name.replace("_", " ").capitalize()),
+        label=label(name),
+        help=f"{_HELP.get(name, about)}.",
         kind="select" if choices else "number" if number else "text",
         value=values.get(name, default),
         default=default,
-        choices=("", *choices) if choices and option.optional else choices,
+        choices=tuple((value, choice(name, value)) for value in choices),
         minimum=rule.ge if number else None,
         maximum=rule.le if number else None,
         any_step=number and option.kind is float,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlencode
 
-from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.errors import AdvisorError, UnknownGpu, UnknownModel
 from fsdp_advisor.hardware import GPUS
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.model import catalog
@@ -26,15 +28,25 @@ def home_page(
 ) -> Document:
     """The page with its answer. `options` and `unknown` are from `page_form.read_query`, `query` is the query string."""
     values = dict(options)
-    view = page_answer.view(page_answer.answer(model, request), values.get("config"))
+    view = page_answer.view(page_answer.answer(model, request), model, values)
     view["notes"] = (*view["notes"], *(f"{name[:40]} is no option and was left aside" for name in unknown[:5]))
     return Document.of(_render(values, view, root, query), media_type=HTML, lasting=view["lasting"])
 
 
 def error_page(error: AdvisorError, options: Mapping[str, str], root: str, query: str) -> bytes:
     """The page with an error instead of an answer, as HTML. The form keeps the values and marks the wrong one."""
-    view = {"problem": error, "title": "fsdp-advisor"}
+    view = {"problem": error, "meant": _meant(error, options), "title": "fsdp-advisor"}
     return _render(options, view, root, query, invalid=getattr(error, "option", ""))
+
+
+def _meant(error: AdvisorError, options: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The values that an error suggests, each with the query that has it instead of the wrong one."""
+    found = re.search(r"did you mean (.+?)\?", error.hint)
+    named = "model" if isinstance(error, UnknownModel) else "gpu" if isinstance(error, UnknownGpu) else ""
+    wrong = named or getattr(error, "option", "")
+    if found is None or not wrong:
+        return []
+    return [(word, urlencode({**options, wrong: word})) for word in re.split(r", | or ", found[1])]
 
 
 def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, query: str, *, invalid: str = "") -> bytes:
@@ -45,7 +57,8 @@ def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, quer
         "/",
         main=main,
         more=more,
-        more_open=any(control.value != control.default for control in more),
+        more_open=any(control.invalid for group in more.values() for control in group),
+        more_set=[c.label for group in more.values() for c in group if c.value != c.default],
         config=options.get("config", ""),
         can_record=find_spec("torch") is not None,
         models=catalog.entries(),

@@ -52,7 +52,7 @@ def _worked(report: Report, row: StrategyEstimate) -> dict[str, Any]:
         "parameters": report.parameters,
         "weights": format_gib(row.states["parameters"]),
         "optimizer": format_gib(row.states["optimizer"]),
-        "sections": sum(point.repeats for point in row.timeline),
+        "sections": len(row.timeline),
         "alive": [
             {"name": c.name, "meaning": c.meaning, "size": format_bytes(c.n_bytes), "share": share_text(c.share)}
             for c in components(live)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
@@ -16,7 +18,7 @@ from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import list_gpus
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.model import catalog
-from fsdp_advisor.server import page_accuracy, page_form, page_how
+from fsdp_advisor.server import page_accuracy, page_compare, page_form, page_how, page_what_if
 from fsdp_advisor.server.answers import Document, ModelSource, recommend_document
 from fsdp_advisor.server.api_models import PASTED
 from fsdp_advisor.server.page_home import error_page, home_page
@@ -25,6 +27,7 @@ from fsdp_advisor.server.responses import body_response, document_response
 from fsdp_advisor.server.service import service_of
 
 router = APIRouter(include_in_schema=False)
+NOT_KEPT = {"Cache-Control": "no-store"}
 
 
 @router.get("/")
@@ -39,7 +42,7 @@ async def home(request: Request) -> Response:
         document = await service_of(request).answer(source, home_page, asked, *arguments)
     except AdvisorError as error:
         page = await run_in_threadpool(error_page, error, options, *where)
-        return Response(page, error.http_status, {"Cache-Control": "no-store"}, HTML)
+        return Response(page, error.http_status, NOT_KEPT, HTML)
     return document_response(request, document)
 
 
@@ -59,6 +62,43 @@ def _job(options: dict[str, str]) -> tuple[ModelSource, RecommendRequest]:
         values["model"] = PASTED
     request = make_request(values, RecommendRequest)
     return ModelSource(request.model, None if config is None else config.encode()), request
+
+
+@router.get("/what-if.json")
+async def what_if(request: Request) -> Response:
+    """What each change next to the answer does to its plan, which the query gives. The page's script asks for it."""
+    source, asked = _job(page_form.read_query(request.query_params)[0])
+    return document_response(request, await service_of(request).answer(source, page_what_if.effects, asked))
+
+
+@router.get("/compare")
+async def compare(request: Request) -> Response:
+    """Two plans side by side. `a` and `b` are query strings of the first page, or addresses that end in one."""
+    given = {name: request.query_params.get(name, "").rpartition("?")[2].strip() for name in "ab"}
+    values: dict[str, Any] = {"given": given, "problem": None, "sides": []}
+    status = 200
+    if all(given.values()):
+        try:
+            values |= page_compare.view(*await _sides(request, given))
+        except AdvisorError as error:
+            values["problem"], status = error, error.http_status
+    html = await run_in_threadpool(render, "compare.html", _root(request), "/compare", **values)
+    return body_response(request, html, HTML) if status == 200 else Response(html, status, NOT_KEPT, HTML)
+
+
+@router.get("/compare.json")
+async def compare_json(request: Request) -> Response:
+    """Both sides of the comparison as data."""
+    given = {name: request.query_params.get(name, "").rpartition("?")[2].strip() for name in "ab"}
+    first, second = await _sides(request, given)
+    return body_response(request, _json({"a": first, "b": second}))
+
+
+async def _sides(request: Request, given: dict[str, str]) -> list[dict[str, Any]]:
+    """What each query's plan needs. Raises AdvisorError."""
+    jobs = [_job(page_form.read_query(dict(parse_qsl(query)))[0]) for query in given.values()]
+    documents = (service_of(request).answer(source, page_compare.side, asked) for source, asked in jobs)
+    return [page_compare.read(document) for document in await asyncio.gather(*documents)]
 
 
 def _add_list(path: str, template: str, find: Callable[[str], dict[str, Any]]) -> None:
@@ -121,7 +161,8 @@ async def docs(request: Request) -> Response:
         for path, operations in described["paths"].items()
         for method, operation in operations.items()
     ]
-    html = await run_in_threadpool(render, "docs.html", _root(request), "/docs", routes=routes)
+    values = {"routes": routes, "origin": str(request.base_url).rstrip("/")}
+    html = await run_in_threadpool(render, "docs.html", _root(request), "/docs", **values)
     return body_response(request, html, HTML)
 
 

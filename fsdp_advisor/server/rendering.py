@@ -10,7 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fsdp_advisor import __version__
-from fsdp_advisor.units import format_count, format_gib
+from fsdp_advisor.server.page_words import words
+from fsdp_advisor.units import format_bytes, format_count, format_gib
 
 HTML = "text/html; charset=utf-8"
 _PACKAGE = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.filters |= {"gib": format_gib, "count": format_count}
+    environment.filters |= {"gib": format_gib, "bytes": format_bytes, "count": format_count, "words": words}
     environment.globals |= {"version": __version__, "stamp": _static_digest()}
     return environment
 

@@ -116,6 +116,17 @@ class StrategyEstimate(BaseModel):
     timeline: Annotated[list[Moment] | None, Field(description="Only with `explain`")] = None
 
 
+class ConfigReading(BaseModel):
+    """What was read of one configuration file of another tool."""
+
+    file: str
+    format: str
+    read: list[str]
+    ignored: list[str]
+    not_modelled: list[str]
+    assumed: list[str]
+
+
 class Estimate(BaseModel):
     """The answer to one job."""
 
@@ -126,6 +137,7 @@ class Estimate(BaseModel):
     estimates: list[StrategyEstimate]
     recommendation: dict[str, Any] | None
     notes: list[str]
+    config_files: list[ConfigReading]
 
 
 class Advice(Estimate):

@@ -59,7 +59,7 @@ def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, f
     """Every caveat of a job, from its plan and GPU and from the breakdown of its step's `seconds`."""
     found = []
     if unlike := unlike_published(profile, plan, gpu):
-        words = f"no published training run {' or '.join(unlike)} was at hand to check it against"
+        words = f"no published training run {' or '.join(unlike)} is known to check it against"
         found.append(Caveat("no published run", words, UNSEEN))
     if gpu.bf16_flops is None and plan.precision.startswith("bf16"):
         words = f"{gpu.name} has no tensor cores for bf16; fp16-mixed would be faster"
@@ -67,9 +67,6 @@ def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, f
     if plan.ranks_per_node > LARGEST_NODE:
         words = f"{plan.ranks_per_node} GPUs on one node are taken to share its links; say --nnodes"
         found.append(Caveat("very large nodes", words))
-    if plan.backend == "deepspeed" and plan.nnodes > 1:
-        words = "published DeepSpeed runs over several nodes took 1.3 to 2.6 times as long"
-        found.append(Caveat("DeepSpeed over several nodes", words))
     for name, about, least, what in _CAUSES:
         if breakdown[name] > least * seconds:
             found.append(Caveat(about, f"{breakdown[name] / seconds:.0%} of it is {what}"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,13 +27,18 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Constructor, Refusal
+from fsdp_advisor.recording.wrapping import modules_by_size
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.records import Mode
 
@@ -81,7 +87,7 @@ def wrap(
     mode: Mode = "simulate",
     materialise: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """`model` under the plan's engine; each of `layers` and the root is an FSDP unit.
+    """`model` under the plan's engine; the units are those of its wrap policy over `layers`, and the root.
 
     `mode` decides how DDP and offload treat a fake process group and fake tensors. `materialise` makes the weights of one FSDP1 unit
     at a time.
@@ -143,10 +149,37 @@ def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMe
         if plan.offload == "parameters"
         else OffloadPolicy(),
     }
-    for layer in layers:
-        fully_shard(layer, **kwargs)
+    for unit in _fsdp2_units(model, layers, plan):
+        fully_shard(unit, **kwargs)
     fully_shard(model, **kwargs)
     return model
+
+
+def _fsdp2_units(model: nn.Module, layers: list[nn.Module], plan: Plan) -> list[Any]:
+    """The modules, or lists of modules, that are units. FSDP2 has no policies; PyTorch's own one selects modules by size."""
+    policy = plan.wrap_policy
+    match policy.kind:
+        case "none":
+            return []
+        case "layer":
+            return list(layers)
+        case "class":
+            return [layer for layer in layers if type(layer).__name__ in policy.classes]
+        case "every":
+            alike = itertools.groupby(layers, key=_parent_of(model))
+            return [
+                group[i : i + policy.number]
+                for _, of in alike
+                if (group := list(of))
+                for i in range(0, len(group), policy.number)
+            ]
+        case "size":
+            return modules_by_size(model, policy.number)
+
+
+def _parent_of(model: nn.Module) -> Callable[[nn.Module], str]:
+    names = {module: name.rpartition(".")[0] for name, module in model.named_modules()}
+    return names.__getitem__
 
 
 def _fsdp1(
@@ -157,7 +190,6 @@ def _fsdp1(
     device: str,
     materialise: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
-    units = {id(layer) for layer in layers}
     reshard = plan.strategy in ("zero3", "hsdp")
     if plan.strategy == "hsdp":
         sharding = ShardingStrategy.HYBRID_SHARD
@@ -169,13 +201,29 @@ def _fsdp1(
         use_orig_params=True,
         device_id=torch.device(device),
         device_mesh=mesh if plan.strategy == "hsdp" else None,
-        auto_wrap_policy=CustomPolicy(functools.partial(_is_unit, units)),
+        auto_wrap_policy=_fsdp1_policy(layers, plan),
         mixed_precision=mixed if plan.mixed else None,
         param_init_fn=materialise,
         sharding_strategy=sharding,
         backward_prefetch=_PREFETCH[plan.backward_prefetch],
         cpu_offload=CPUOffload(offload_params=plan.offload == "parameters"),
     )
+
+
+def _fsdp1_policy(layers: list[nn.Module], plan: Plan) -> Any:
+    policy = plan.wrap_policy
+    match policy.kind:
+        case "layer":
+            return CustomPolicy(functools.partial(_is_unit, {id(layer) for layer in layers}))
+        case "none":
+            return None
+        case "class":
+            classes = {type(layer) for layer in layers if type(layer).__name__ in policy.classes}
+            return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        case "size":
+            return functools.partial(size_based_auto_wrap_policy, min_num_params=policy.number)
+        case "every":
+            raise MeasurementError("FSDP1 cannot wrap groups of layers", hint="--backend fsdp2")
 
 
 def _is_unit(units: set[int], module: nn.Module) -> bool:

@@ -189,7 +189,7 @@ def accelerate_trainer(
     accelerate: Any = importlib.import_module("accelerate")
     accelerator = accelerate.Accelerator(
         mixed_precision="bf16" if plan.mixed else "no",
-        fsdp_plugin=_plugin(plan, _layer_classes(source, model)),
+        fsdp_plugin=_plugin(plan, _layer_classes(source, model, plan)),
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         parallelism_config=parallel,
     )
@@ -198,9 +198,18 @@ def accelerate_trainer(
     return AccelerateTrainer(source, accelerator, prepared, optimizer, batch)
 
 
-def _layer_classes(source: Source, model: nn.Module) -> list[str]:
+def _layer_classes(source: Source, model: nn.Module, plan: Plan) -> list[str]:
     """The names of the layer classes to wrap, as in exported configurations."""
+    if plan.wrap_policy.kind == "class":
+        return list(plan.wrap_policy.classes)
     return sorted({type(layer).__name__ for stack in source.stacks(model) for layer in stack.layers})
+
+
+def _wrap_settings(plan: Plan) -> tuple[str, int]:
+    """accelerate's wrap policy and `min_num_params`."""
+    policy = plan.wrap_policy
+    name = {"none": "NO_WRAP", "size": "SIZE_BASED_WRAP"}.get(policy.kind, "TRANSFORMER_BASED_WRAP")
+    return name, policy.number if policy.kind == "size" else 0
 
 
 def _plugin(plan: Plan, classes: list[str]) -> Any:
@@ -208,8 +217,10 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
     if plan.backend == "ddp":
         return None
     plugin: Any = importlib.import_module("accelerate").FullyShardedDataParallelPlugin
+    policy, number = _wrap_settings(plan)
     common = {
-        "auto_wrap_policy": "transformer_based_wrap" if plan.wrap == "layer" else "no_wrap",
+        "auto_wrap_policy": policy.lower(),
+        "min_num_params": number,
         "transformer_cls_names_to_wrap": classes,
         "activation_checkpointing": plan.activation_checkpointing == "full",
         "cpu_ram_efficient_loading": False,
@@ -237,8 +248,10 @@ def _fsdp_config(plan: Plan, classes: list[str]) -> dict[str, Any]:
     """The Trainer's `fsdp_config`; empty for DDP."""
     if plan.backend == "ddp":
         return {}
+    policy, number = _wrap_settings(plan)
     common = {
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if plan.wrap == "layer" else "NO_WRAP",
+        "auto_wrap_policy": policy,
+        "min_num_params": number,
         "transformer_layer_cls_to_wrap": classes,
         "activation_checkpointing": plan.activation_checkpointing == "full",
     }
@@ -261,7 +274,7 @@ def transformers_trainer(
     optimizer = optimizer_named(plan.optim).transformers
     if isinstance(optimizer, Refusal):
         raise MeasurementError(optimizer.reason, hint="try another --optim")
-    fsdp = _fsdp_config(plan, _layer_classes(source, model))
+    fsdp = _fsdp_config(plan, _layer_classes(source, model, plan))
     checkpointing = plan.activation_checkpointing == "full"
     with tempfile.TemporaryDirectory() as scratch:  # the Trainer creates its output directory, but writes nothing
         arguments = transformers.TrainingArguments(

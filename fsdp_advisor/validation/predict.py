@@ -175,5 +175,5 @@ def _timeline(points: Iterable[TimelinePoint]) -> dict[str, Any]:
     """The live bytes through the step by phase, downsampled, to be drawn together with the measured ones."""
     highs: dict[str, list[int]] = {}
     for point in points:
-        highs.setdefault(point.phase, []).extend([point.high_bytes] * point.repeats)
+        highs.setdefault(point.phase, []).append(point.high_bytes)
     return {"timeline": {phase: downsampled(values) for phase, values in highs.items()}} if highs else {}

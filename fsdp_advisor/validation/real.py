@@ -143,7 +143,7 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
 def _wrapped(model: nn.Module, run: RealRun, mesh: DeviceMesh | None) -> nn.Module:
     """The model with real weights, under the plan's engine."""
     plan, device, mode = run.plan, run.device, run.mode
-    layers = layers_of(run.source.stacks(model)) if plan.wrap == "layer" else []
+    layers = layers_of(run.source.stacks(model))
     materialiser = weights.Materialiser(device)
     if plan.backend in ("ddp", "deepspeed"):
         materialiser.model(model)

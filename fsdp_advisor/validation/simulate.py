@@ -122,7 +122,7 @@ def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | No
             return frameworks.accelerate_trainer(source, model, plan, batch, parallel)
         case "trainer":
             return frameworks.transformers_trainer(source, model, plan, batch, parallel)
-    layers = layers_of(source.stacks(model)) if plan.wrap == "layer" else []
+    layers = layers_of(source.stacks(model))
     wrapped = wrap(model, layers, plan, mesh, "cpu")
     return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))
 

@@ -33,7 +33,7 @@ def clock(model: Resolved, plan: Plan, gpu: Gpu) -> float:
     return plan.gradient_accumulation_steps * (0.05 + plan.micro_batch_size * plan.seq_len * per_token) + 0.02
 
 
-def search_of(timer: Timer = clock, **options: Any) -> Search:
+def search_of(timer: Timer | None = clock, **options: Any) -> Search:
     """The search of a request."""
     request = make_request(options, RecommendRequest)
     return Search(
@@ -43,6 +43,7 @@ def search_of(timer: Timer = clock, **options: Any) -> Search:
             margin=request.margin,
             timer=timer,
             host_memory_bytes=request.host_memory,
+            host_unlimited=request.offload != "auto",
         ),
         base=base_plan(request, gpus=request.gpus, nnodes=request.nnodes, seq_len=request.seq_len or 2048),
         batches=batches(request, world=request.gpus),

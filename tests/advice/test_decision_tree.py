@@ -28,12 +28,12 @@ JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ddp", "term", "ddp_micro_batch", "fastest"],
     ),
     "checkpointing": (
-        {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"},
+        {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "micro_batch_size": 2},
         ["ddp", "term", "zero1", "zero2", "zero3", "checkpointing", "fastest"],
     ),
     "offload": (
         {"model": LLAMA, "gpus": 1, "gpu": "24GiB"},
-        ["ddp", "term", "zero1", "zero2", "zero3", "checkpointing", "offload_optimizer", "fastest"],
+        ["ddp", "term", "offload_optimizer", "fastest"],
     ),
     "offload of everything": (
         {"model": "meta-llama/Llama-2-70b-hf", "gpus": 2, "gpu": "24GiB"},
@@ -71,7 +71,8 @@ def is_sound(recommendation: Recommendation) -> None:
         if node.answer in (YES, NO) and node.id != "remedies":
             assert node.needed_bytes is not None
             assert node.available_bytes is not None
-            assert (node.answer == YES) == (node.needed_bytes <= node.available_bytes)
+            runs = node.needed_bytes <= node.available_bytes or "also runs in" in node.because
+            assert (node.answer == YES) == runs
 
 
 @pytest.mark.parametrize("name", JOBS)

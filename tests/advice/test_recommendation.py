@@ -33,7 +33,7 @@ def test_json_is_the_report_with_the_recommendation_filled() -> None:
     found = document["recommendation"]
     for key in ("strategy", "backend", "offload", "activation_checkpointing", "micro_batch_size", "gpus", "gpu"):
         assert found[key] is not None
-    assert found["needed_bytes"] <= found["available_bytes"]
+    assert found["needed_bytes"] <= found["available_bytes"] or found["runs_in_available"]
     for step in found["path"]:
         assert {"question", "answer", "because", "needed_bytes", "available_bytes"} <= step.keys()
     assert all(row["because"] for row in found["rejected"])
@@ -117,7 +117,10 @@ def test_rules_of_thumb_are_checked() -> None:
 
 
 def test_a_rule_of_thumb_is_compared_at_its_best_micro_batch() -> None:
-    recommendation = advise(model=LLAMA, gpus=8, gpu="H100", offload="none")
+    def sharding_is_fast(model: Resolved, plan: Plan, gpu: Gpu) -> float:
+        return clock(model, plan, gpu) * (0.5 if plan.strategy == "zero3" else 1)
+
+    recommendation = advise(sharding_is_fast, model=LLAMA, gpus=8, gpu="H100", offload="none")
     rule = recommendation.rules[0]
     assert (rule.says, rule.would_run) == ("ZeRO-2", True)
     assert recommendation.winner is not None and recommendation.winner.tokens_per_second_per_gpu is not None
@@ -136,7 +139,7 @@ def test_a_rule_of_thumb_has_no_speed_in_a_sweep_over_batches() -> None:
 
 def test_unusual_host_memory_is_warned_of() -> None:
     job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-405B", "gpus": 8, "gpu": "H100"}
-    recommendation = advise(**job)
+    recommendation = advise(**job, offload="parameters")
     assert recommendation.winner is not None
     usual = find_gpu("H100").host_memory_bytes
     assert usual is not None and recommendation.winner.host_bytes_per_node > usual
@@ -146,12 +149,13 @@ def test_unusual_host_memory_is_warned_of() -> None:
     assert warning in recommendation.notes
     assert recommendation.as_dict()["warnings"] == [warning]
     assert not advise(**job, host_memory="16TiB").warnings
-    limited = advise(**job, host_memory="2TiB")
-    assert limited.winner is None and not limited.warnings
+    for unasked in (advise(**job), advise(**job, host_memory="2TiB")):
+        assert unasked.winner is None and not unasked.warnings
+        assert any("host_memory" in remedy.options for remedy in unasked.remedies)
     assert not advise(**JOB).warnings
 
 
-def test_plans_with_an_unusual_host_come_last() -> None:
+def test_plans_with_an_unusual_host_do_not_fit_unless_asked() -> None:
     """DeepSpeed's offload needs more host memory than FSDP2's. Even if it is faster, it is chosen only if the host is known to
     have that memory."""
 
@@ -164,10 +168,8 @@ def test_plans_with_an_unusual_host_come_last() -> None:
     assert usual is not None and advice[None].winner is not None and advice["4TiB"].winner is not None
     assert advice["4TiB"].winner.plan.backend == "deepspeed"
     assert advice[None].winner.host_bytes_per_node <= usual
-    unusual = [c for c in advice[None].runners_up if c.host_bytes_per_node > usual]
-    assert unusual == list(advice[None].runners_up[len(advice[None].runners_up) - len(unusual) :])
-    reasons = [advice[None].why_not(c) for c in unusual] + [r.reason for r in advice[None].rejected]
-    assert any("of host memory per node" in reason for reason in reasons)
+    assert not [c for c in advice[None].runners_up if c.host_bytes_per_node > usual]
+    assert any("of host memory per node, which usually has" in r.reason for r in advice[None].rejected)
 
 
 def test_gpt2_on_two_24_gb_gpus_fits_as_published() -> None:
@@ -212,5 +214,5 @@ def test_nvme_is_considered_if_the_host_is_too_small() -> None:
     recommendation = advise(model="meta-llama/Llama-2-70b-hf", gpus=2, gpu="24GiB", host_memory="300GiB")
     asked = {node.id: node for node in recommendation.tree.path}
     assert asked["offload_parameters"].answer == "no"
-    assert "which has 300.00 GiB" in asked["offload_parameters"].because
+    assert "which has 276.00 GiB" in asked["offload_parameters"].because
     assert "offload_nvme" in asked

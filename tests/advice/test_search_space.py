@@ -44,9 +44,9 @@ def test_choices_are_supported_by_the_framework() -> None:
     assert sharded and {c.activation_checkpointing for c in sharded} == {"none"}
 
 
-def test_choices_are_ordered_by_preference() -> None:
+def test_choices_are_ordered_by_simplicity() -> None:
     found = choices_of(nnodes=2, host_memory=64 * 2**30)
-    assert [c.preference_rank for c in found] == sorted(c.preference_rank for c in found)
+    assert [c.simplicity_rank for c in found] == sorted(c.simplicity_rank for c in found)
     assert found[0].label == "DDP (ddp)"
 
 

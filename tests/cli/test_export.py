@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,50 @@ def test_a_file_is_not_overwritten_without_force(cli: Cli, tmp_path: Path) -> No
     assert path.read_text() == "mine"
     assert cli("export", "accelerate", *ZERO3, "-o", str(path), "--force").status == 0
     assert yaml.safe_load(path.read_text())["distributed_type"] == "FSDP"
+
+
+def test_a_directory_gets_every_file_of_a_launch(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ran = cli("export", "deepspeed", *JOB, "--strategy", "zero3", "-o", f"{folder}/")
+    assert (ran.status, ran.out) == (0, "")
+    files = ["README.md", "deepspeed-launch.sh", "ds_config.json", "train.py"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert (folder / "deepspeed-launch.sh").stat().st_mode & 0o111 and not (folder / "train.py").stat().st_mode & 0o111
+    assert ran.err.splitlines()[-1].endswith(f"{folder} has ds_config.json, train.py, deepspeed-launch.sh, README.md")
+    again = cli("export", "deepspeed", *JOB, "--strategy", "zero3", "-o", str(folder))
+    assert (again.status, again.err) == (
+        2,
+        f"fsdp-advisor: {folder / 'ds_config.json'} exists\nhint: --force overwrites it\n",
+    )
+    assert cli("export", "deepspeed", *JOB, "--strategy", "zero3", "-o", str(folder), "--force").status == 0
+
+
+def test_the_command_in_a_readme_writes_the_same_bundle(cli: Cli, tmp_path: Path) -> None:
+    job = ("--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "A100-40GB")
+    cli("export", "accelerate", *job, "-o", f"{tmp_path}/first/")
+    readme = (tmp_path / "first" / "README.md").read_text()
+    (command,) = (line.strip() for line in readme.splitlines() if line.startswith("    fsdp-advisor export "))
+    assert cli(*shlex.split(command.replace("DIR/", f"{tmp_path}/second/"))[1:]).status == 0
+    for path in (tmp_path / "first").iterdir():
+        assert (tmp_path / "second" / path.name).read_text() == path.read_text()
+
+
+def test_notes_state_the_plan_of_a_file_without_comments(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("export", "deepspeed", "--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "A100-40GB")
+    assert ran.status == 0
+    for words in (
+        "offload parameters to cpu",
+        "activation checkpointing full",
+        "PYTORCH_ALLOC_CONF=",
+        "micro-batch 20",
+        "in training",
+    ):
+        assert words in ran.err
+    path = tmp_path / "ds.json"
+    several = cli("export", "deepspeed", *ZERO3, "--nnodes", "2", "-o", str(path))
+    assert several.err.splitlines()[-1].endswith(
+        f"deepspeed --hostfile hostfile --num_nodes 2 --num_gpus 4 train.py --deepspeed {path}"
+    )
 
 
 def test_a_directory_that_is_not_there(cli: Cli, tmp_path: Path) -> None:

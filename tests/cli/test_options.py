@@ -52,6 +52,8 @@ def valid_values(field: Field) -> st.SearchStrategy[Any]:
     rule = field.rule
     if field.choices:
         return st.sampled_from(field.choices)
+    if rule.word is not None:
+        return st.sampled_from(["layer", "none", "size:20000", "class:A,B_2", "every:3"])
     if field.kind is bool:
         return st.just(True)
     if field.kind is int:

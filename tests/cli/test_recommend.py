@@ -67,7 +67,9 @@ def test_what_it_prints_to_launch_works(cli: Cli, tmp_path: Path, monkeypatch: p
     assert line is not None
     monkeypatch.chdir(tmp_path)
     assert cli(*line[1].split()).status == 0
-    text = (tmp_path / "train.py").read_text()
+    (start,) = re.findall(r"^  bash (run/\S+)$", out, re.MULTILINE)
+    assert (tmp_path / start).stat().st_mode & 0o111
+    text = (tmp_path / "run" / "train.py").read_text()
     assert text.startswith("# meta-llama/Llama-2-7b-hf: ZeRO-3 (fsdp2)")
     shown = re.search(r"^  needs (\d+\.\d\d GiB), has", out, re.MULTILINE)
     assert shown is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from export_jobs import HIDDEN, job, jobs, plan
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from fsdp_advisor.export import Job, export
+from fsdp_advisor.export.choice import report_for
+from fsdp_advisor.job.parsing import make_request
 
 SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
 SHARDING = {
@@ -150,9 +153,30 @@ def test_deepspeed_file_is_used_if_bucket_sizes_are_not_its_defaults(framework: 
     exported = export("accelerate", job(plan("zero3", "deepspeed", framework=framework)))
     section = yaml.safe_load(exported.text)["deepspeed_config"]
     assert ("deepspeed_config_file" in section) == (framework == "accelerate")
-    assert any("export deepspeed --framework accelerate" in note for note in exported.notes) == (
-        framework == "accelerate"
+    assert any("export deepspeed" in note for note in exported.notes) == (framework == "accelerate")
+
+
+def test_companion_command_names_every_option_of_the_plan() -> None:
+    """The command is read by the command line's own parser and gives the plan of the configuration."""
+    asked = make_request(
+        {
+            "model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3", "backend": "deepspeed",
+            "offload": "parameters", "micro_batch_size": 2, "gradient_accumulation_steps": 4, "seq_len": 1024,
+            "activation_checkpointing": "full", "allocator_conf": "expandable_segments:True",
+        }
+    )  # fmt: skip
+    report = report_for("accelerate", asked)
+    exported = export("accelerate", Job.of(report, report.estimates[0]))
+    (note,) = (note for note in exported.notes if "ds_config.json: " in note)
+    program, command, target, *options = shlex.split(note.partition("ds_config.json: ")[2])
+    assert (program, command, target) == ("fsdp-advisor", "export", "deepspeed")
+    assert options[-2:] == ["-o", "ds_config.json"]
+    names = [word.removeprefix("--") for word in options[:-2:2]]
+    again = report_for(
+        "deepspeed", make_request(dict(zip([n.replace("-", "_") for n in names], options[1:-2:2], strict=True)))
     )
+    assert again.estimates[0].plan == report.estimates[0].plan
+    assert again.request.allocator_conf == "expandable_segments:True"
 
 
 def test_file_for_several_nodes_names_the_head_node() -> None:

@@ -23,7 +23,8 @@ import torch
 from export_jobs import job, plan
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_advisor.export import Job, export
+from fsdp_advisor.export import Job, export, find
+from fsdp_advisor.export.bundle import bundle
 from fsdp_advisor.job.plan import Plan
 
 pytestmark = pytest.mark.slow
@@ -164,14 +165,9 @@ def test_accelerate_shards_as_configured(tiny: dict[str, Path], tmp_path: Path) 
     assert found["local"] == pytest.approx(found["whole"] / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("framework", ["torch", "accelerate"])
-def test_accelerate_passes_the_configuration_to_deepspeed(
-    framework: str, tiny: dict[str, Path], tmp_path: Path
-) -> None:
-    of = job(plan("zero3", "deepspeed", gpus=2, framework=framework))
+def test_accelerate_passes_the_configuration_to_deepspeed(tiny: dict[str, Path], tmp_path: Path) -> None:
+    of = job(plan("zero3", "deepspeed", gpus=2))
     written(tmp_path, "accelerate", of)
-    if framework == "accelerate":
-        written(tmp_path, "deepspeed", of)
     found = worker(tmp_path, "accelerate_train.py", "accelerate-launch", of, tiny["tied"])
     assert (found["distributed_type"], found["stage"]) == ("DEEPSPEED", 3)
 
@@ -195,14 +191,13 @@ def test_deepspeed_trains_as_configured(of: Plan, optimizer: str, tiny: dict[str
     ("of", "wrapped", "environment"),
     [
         (plan("zero3", "fsdp2", gpus=2, gradient_accumulation_steps=2), "FSDPLlamaForCausalLM", {}),
-        (plan("zero2", "deepspeed", gpus=2), "DeepSpeedEngine", {}),
         (
             plan("ddp", "ddp", gpus=2, activation_checkpointing="full"),
             "DistributedDataParallel",
             {"ACCELERATE_USE_CPU": "true"},
         ),
     ],
-    ids=["fsdp2", "deepspeed", "ddp"],
+    ids=["fsdp2", "ddp"],
 )
 def test_trainer_trains_as_configured(
     of: Plan, wrapped: str, environment: dict[str, str], tiny: dict[str, Path], tmp_path: Path
@@ -211,3 +206,27 @@ def test_trainer_trains_as_configured(
     found = worker(tmp_path, "trainer_train.py", "torchrun", job(of), tiny["untied"], **environment)
     assert (found["wrapped"], found["steps"]) == (wrapped, 2)
     assert found["wrapped_layers"] == (LAYERS if of.backend == "fsdp2" else 0)
+
+
+# Bundles, started as their README says
+
+
+@pytest.mark.parametrize(
+    ("target", "of"),
+    [
+        ("accelerate", plan("zero2", "deepspeed", gpus=2, framework="accelerate", gradient_accumulation_steps=2)),
+        ("deepspeed", plan("zero3", "deepspeed", gpus=2, activation_checkpointing="full")),
+        ("trainer", plan("zero3", "deepspeed", gpus=2, framework="trainer")),
+    ],
+    ids=["accelerate", "deepspeed", "trainer"],
+)
+def test_bundle_trains_unchanged(target: str, of: Plan, tiny: dict[str, Path], tmp_path: Path) -> None:
+    files = bundle(find(target), job(of, hidden_size=64)).files
+    for file in files:
+        (tmp_path / file.name).write_text(file.text)
+    (start,) = (file.name for file in files if file.executable)
+    arguments = ("--model", str(tiny["untied"]), "--seq-len", "32", "--steps", "2")
+    path = f"{WORKERS}:{WORKERS / 'site'}"
+    output = launched(tmp_path, start, *arguments, PYTHONPATH=path)
+    losses = losses_of(output) or [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)]
+    assert trained(losses), output[-2000:]

@@ -63,10 +63,16 @@ def test_header_states_prediction_and_checked_versions(target: str) -> None:
     if exported.file_name.endswith(".json"):
         return
     head = [line for line in exported.text.splitlines() if line.startswith("# ")]
+    p = example(target).plan
     assert head[0].startswith("# meta-llama/Llama-2-7b-hf: ")
-    assert head[1] == "# Batch: micro-batch 1 x accumulation 1 x ranks 8 = 8, each of 2048 tokens."
-    assert head[2] == "# Predicted peak per GPU: 23.24 GiB in tensors; H100-80GB has 79.19 GiB, margin 70.6 %."
-    assert all(f"{package} {VERSIONS[package]}" in head[3] for package in TARGETS[target].checked)
+    assert head[1] == f"# Strategy: {p.strategy} by {p.backend}, offload none, framework torch."
+    assert head[2] == "# Batch: micro-batch 1 x accumulation 1 x ranks 8 = 8, each of 2048 tokens."
+    assert head[3] == "# Step: activation checkpointing none, sdpa attention, adamw_torch_fused."
+    rest = head[5:] if p.backend == "fsdp2" else head[4:]
+    assert rest[0] == "# Environment: no variables."
+    assert rest[1] == "# Predicted peak per GPU: 23.24 GiB in tensors; H100-80GB has 79.19 GiB, margin 70.6 %."
+    assert rest[2] == "# Predicted host memory per node: 8.00 GiB in training."
+    assert all(f"{package} {VERSIONS[package]}" in rest[4] for package in TARGETS[target].checked)
 
 
 def test_checked_versions_equal_installed_versions() -> None:
@@ -229,7 +235,7 @@ def test_launch_sets_the_allocator_configuration(target: str) -> None:
     else:
         assert exported.usage.startswith(variable + " ")
     if not exported.file_name.endswith(".json"):
-        assert f"# Predicted with {variable} in the environment." in exported.text
+        assert f"# Environment: {variable}." in exported.text
     assert "PYTORCH_ALLOC_CONF" not in export(target, example(target)).text
 
 
@@ -281,5 +287,5 @@ def test_bare_parameter_count_is_supported_only_by_targets_without_a_model() -> 
     able = [name for name, target in TARGETS.items() if target.unsupported(made) is None]
     assert able == ["accelerate", "torchrun", "accelerate-launch", "sbatch"]
     text = export("accelerate", made).text
-    assert "Predicted peak: unknown" in text
+    assert "Predicted peak per GPU: unknown." in text and "Predicted speed: unknown." in text
     assert "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(text)["fsdp_config"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from typing import Any
 
 import pytest
@@ -75,6 +77,16 @@ def test_every_export_can_be_downloaded(client: TestClient, target: str) -> None
     assert got.status_code == 200, got.text
     assert got.headers["content-disposition"].startswith("attachment; filename=") and got.text
     assert client.post(f"/api/v1/export/{target}", json=job).text == got.text
+
+
+def test_a_bundle_is_an_archive_of_every_file(client: TestClient) -> None:
+    job = {"model": LLAMA, "gpus": 4, "gpu": "H100", "strategy": "zero3", "bundle": True}
+    got = client.get("/api/v1/export/deepspeed", params=job)
+    assert (got.status_code, got.headers["content-type"]) == (200, "application/zip")
+    with zipfile.ZipFile(io.BytesIO(got.content)) as archive:
+        assert sorted(archive.namelist()) == ["README.md", "deepspeed-launch.sh", "ds_config.json", "train.py"]
+        assert archive.getinfo("deepspeed-launch.sh").external_attr >> 16 & 0o111
+    assert client.post("/api/v1/export/deepspeed", json=job).content == got.content
 
 
 def test_models_and_gpus_are_filtered_by_the_pattern(client: TestClient) -> None:

@@ -1,6 +1,6 @@
 """The errors of the time model over all published runs: the table that ships with the package, and the README's drawing of it.
 
-Run: python tests/speed/errors_table.py    writes both
+Run: python tests/timing/errors_table.py    writes both
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The published runs in the tool's words: each as (profile, tape, plan, GPU, network), or the reason why it cannot be said.
 
 `published.json` holds the rows as published, with their sources; `profiles.zip` the models that the catalog has not, recorded
-from their published architecture by `python tests/speed/record.py`.
+from their published architecture by `python tests/timing/record.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, Segment, Tape
 from fsdp_advisor.model.store import load
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.timing.achieved import BUS_SHARE
 
 HERE = Path(__file__).parent
 PROFILES = HERE / "profiles.zip"
@@ -174,7 +175,7 @@ def _machine(row: dict[str, Any], plan: Plan) -> tuple[Gpu, Link]:
     if "V100" in name:
         gpu = find_gpu("V100-16GB" if "16GB" in name else "V100-32GB")
         if row["source"].startswith("bigscience"):
-            return gpu, find_interconnect("100Gb/s", gpu, 4)  # Jean Zay: one Omni-Path adapter per GPU
+            return gpu, _jean_zay(gpu)
         return gpu, find_interconnect("8x100Gb/s", gpu, 16)  # DGX-2
     if "A100" in name:
         gpu = find_gpu("A100-40GB" if "40" in name else "A100-80GB")
@@ -183,6 +184,18 @@ def _machine(row: dict[str, Any], plan: Plan) -> tuple[Gpu, Link]:
     if "HBM2e" in name:  # Grand Teton: 2.4 TB/s, 500 W, a peak "between SXM and NVL", of which the middle is taken here
         gpu = replace(gpu, memory_bytes_per_s=2.4e12, bf16_flops=912e12)
     return gpu, find_interconnect("400Gb/s", gpu, 8)
+
+
+def _jean_zay(gpu: Gpu) -> Link:
+    """The network of Jean Zay's nodes of 4 V100, at the rate that NCCL reached on it.
+
+    Each GPU has an Omni-Path adapter of 100 Gb/s, but an all-reduce of 4 GB over 16 nodes ran at 55 Gb/s (size * 2 / time; 44 to
+    57 over longer runs), because NCCL 2.7 did not use the adapters fully.
+    Source: bigscience-workshop/bigscience experiments/bandwidth/README.md, n16_32gb_all_reduce_bench.txt.
+    """
+    link = find_interconnect("100Gb/s", gpu, 4)
+    bus_bytes_per_s = 55e9 / 8 * 63 / 64
+    return replace(link, name="Omni-Path, as measured", bytes_per_s=bus_bytes_per_s / 4 / BUS_SHARE[link.kind])
 
 
 # Models

@@ -1,4 +1,4 @@
-"""Records the models of the published runs that the catalog has not, into `profiles.zip`. Run: python tests/speed/record.py"""
+"""Records the models of the published runs that the catalog has not, into `profiles.zip`. Run: python tests/timing/record.py"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from page_reader import PAGES
 
 pytestmark = pytest.mark.slow
 
@@ -16,11 +17,14 @@ axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
 Open = Callable[..., Any]
 LINK = "/?model=openai-community%2Fgpt2&gpus=2&gpu=24GiB&micro_batch_size=2"
-PAGES = ("/", "/how", "/accuracy", "/models", "/gpus")
 
 
 def _query(page: Any) -> dict[str, list[str]]:
     return parse_qs(urlsplit(page.url).query)
+
+
+def _file(path: str) -> str:
+    return path.partition("?")[0].strip("/") or "page"
 
 
 def _says(page: Any) -> str:
@@ -54,13 +58,13 @@ def test_a_changed_input_updates_the_answer_and_the_address_without_a_reload(ope
 def test_the_address_is_a_permalink_that_another_reader_can_follow(open_page: Open) -> None:
     page = open_page("/")
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
-    page.get_by_label("Micro-batch", exact=True).fill("2")
-    page.wait_for_url("**micro_batch_size=2**")
+    page.get_by_label("Sequence length", exact=True).fill("512")
+    page.wait_for_url("**seq_len=512**")
     expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")
     shared = page.url.partition(page.evaluate("location.origin"))[2]
     with_it, without = open_page(shared), open_page(shared, java_script_enabled=False)
     assert _says(page) == _says(with_it) == _says(without)
-    assert without.get_by_label("Micro-batch", exact=True).input_value() == "2"
+    assert without.get_by_label("Sequence length", exact=True).input_value() == "512"
 
 
 def test_everything_is_there_without_javascript(open_page: Open) -> None:
@@ -72,11 +76,10 @@ def test_everything_is_there_without_javascript(open_page: Open) -> None:
     page.get_by_role("button", name="Estimate").click()
     page.wait_for_url("**strategy=zero2**")
     assert "ZeRO-2" in _says(page)
-    assert (
-        page.get_by_label("Strategy", exact=True).input_value() == "zero2"
-        and page.get_by_label("Strategy", exact=True).is_visible()
-    )
-    assert page.get_by_role("button", name="Copy").count() == 0
+    page.get_by_text("More options: Strategy").click()
+    assert page.get_by_label("Strategy", exact=True).input_value() == "zero2"
+    assert page.get_by_role("button", name="Copy").count() == page.get_by_role("button", name="Share").count() == 0
+    page.get_by_role("heading", name="Files to launch it").click()
     links = page.locator(".export").get_by_role("link", name="Download")
     assert links.count() == page.locator(".export").count() >= 3
     with page.expect_download() as download:
@@ -86,6 +89,7 @@ def test_everything_is_there_without_javascript(open_page: Open) -> None:
 
 def test_an_export_is_copied_and_offered_for_download(open_page: Open) -> None:
     page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("link", name="The files it needs").click()
     tabs = page.get_by_role("tab")
     assert tabs.count() >= 3
     tab = tabs.nth(1)
@@ -115,6 +119,7 @@ def test_the_launch_line_is_copied(open_page: Open) -> None:
 
 def test_tabs_follow_the_arrow_keys(open_page: Open) -> None:
     page = open_page(LINK)
+    page.get_by_role("heading", name="Files to launch it").click()
     page.get_by_role("tab").first.focus()
     page.keyboard.press("ArrowRight")
     second = page.get_by_role("tab").nth(1)
@@ -137,17 +142,11 @@ def test_the_keyboard_goes_through_the_form_in_reading_order(open_page: Open) ->
         reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
         if reached[-1] == "Estimate":
             break
-    fields = ["model", "gpus", "nnodes", "gpu", "precision", "optim", "micro_batch_size", "seq_len"]
-    fields += [
-        "activation_checkpointing",
-        "offload",
-        "More options",
-        "Paste a config.json instead of a model's name",
-        "Estimate",
-    ]
+    fields = ["model", "gpus", "gpu", "nnodes", "seq_len", "precision"]
+    fields += ["More options", "Paste a config.json instead of a model's name", "Estimate"]
     assert reached[-len(fields) :] == fields
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    tops = [page.locator(f"#{name}").bounding_box() for name in fields[:10]]
+    tops = [page.locator(f"#{name}").bounding_box() for name in fields[:6]]
     assert [(b["y"], b["x"]) for b in tops] == sorted((b["y"], b["x"]) for b in tops)
 
 
@@ -182,13 +181,110 @@ def test_markup_in_a_model_name_is_shown_not_run(open_page: Open) -> None:
     open_page.complaints[:] = [words for words in open_page.complaints if "404" not in words]  # type: ignore[attr-defined]
 
 
+def test_an_old_answer_is_never_shown_under_a_new_question(open_page: Open) -> None:
+    page = open_page(LINK)
+    gpus, says = page.get_by_label("GPUs (total)"), page.locator(".says")
+    before = _says(page)
+    gpus.fill("4")
+    expect(says).to_be_hidden()
+    expect(page.locator("#status")).to_contain_text("Computing")
+    gpus.fill("2")  # the question of the answer again
+    expect(says).to_be_visible()
+    assert _says(page) == before
+    gpus.fill("1")
+    page.get_by_label("Model", exact=True).fill("")
+    expect(says).to_be_hidden()
+    expect(page.locator("#status")).to_contain_text("Complete the form")
+    page.route("**/?*", lambda route: route.abort("connectionfailed"))
+    page.get_by_label("Model", exact=True).fill("openai-community/gpt2-medium")
+    expect(page.locator("#status")).to_contain_text("could not be fetched")
+    expect(says).to_be_hidden()
+    page.unroute("**/?*")
+    page.get_by_role("button", name="Estimate").click()
+    expect(says).to_be_visible()
+    assert "gpt2-medium" in page.title()
+    open_page.complaints[:] = [words for words in open_page.complaints if "ERR_CONNECTION_FAILED" not in words]  # type: ignore[attr-defined]
+
+
+def test_the_address_is_shared(open_page: Open) -> None:
+    page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Share").click()
+    page.get_by_role("button", name="Address copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == page.url
+
+
+def test_what_if_links_show_their_effects_and_lead_to_the_changed_job(open_page: Open) -> None:
+    page = open_page(LINK)
+    links = page.get_by_role("navigation", name="What if").get_by_role("listitem")
+    for i in range(links.count()):
+        expect(links.nth(i).locator("span")).to_contain_text("GiB")
+    links.get_by_role("link", name="one GPU more").click()
+    assert _query(page)["gpus"] == ["3"] and page.get_by_label("GPUs (total)").input_value() == "3"
+    assert "on each of 3 " in _says(page)
+    without = open_page(LINK, java_script_enabled=False)
+    without.get_by_role("link", name="one GPU more").click()
+    assert _says(without) == _says(page)
+
+
+def test_another_plan_opens_side_by_side(open_page: Open) -> None:
+    page = open_page(LINK, java_script_enabled=False)
+    page.get_by_role("heading", name="other plans, and why not").click()
+    page.locator("#others tbody a").first.click()
+    assert page.get_by_role("heading", name="Compare two plans").is_visible()
+    assert page.locator(".sides section").count() == 2
+    first = page.locator(".sides a").first
+    assert first.inner_text().partition(" with ")[0] in open_page(LINK).locator(".says").inner_text()
+
+
+def test_a_phone_shows_the_answer_within_a_screen_of_the_button(open_page: Open) -> None:
+    for path in (LINK, LINK + "&tokens=1B&find=batch"):
+        page = open_page(path, width=390, height=844, has_touch=True, is_mobile=True)
+        button = page.get_by_role("button", name="Estimate").bounding_box()
+        says = page.locator(".says").bounding_box()
+        assert says["y"] + says["height"] - button["y"] < 844
+        page.get_by_label("GPUs (total)").fill("4")
+        page.get_by_role("button", name="Estimate").click()
+        expect(page.locator(".says")).to_contain_text("on each of 4 ")
+        says = page.locator(".says").bounding_box()
+        assert says["y"] >= 0 and says["y"] + says["height"] <= 844
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 2600), (390, 3900)])
+def test_the_page_is_short_and_begins_with_the_answer(open_page: Open, width: int, height: int) -> None:
+    page = open_page("/", width=width)
+    expect(page.locator("[data-change=more]")).to_contain_text("GiB")
+    assert page.evaluate("document.documentElement.scrollHeight") < height
+    says = page.locator(".says").bounding_box()
+    assert says["y"] + says["height"] < 900 or width < 400
+
+
+def test_folds_open_by_keyboard_and_stay_open(open_page: Open) -> None:
+    page = open_page(LINK)
+    page.locator("#rows > summary").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#strategies")).to_be_visible()
+    page.get_by_label("GPUs (total)").fill("4")
+    expect(page.locator(".says")).to_contain_text("on each of 4 ")
+    expect(page.locator("#strategies")).to_be_visible()
+
+
+def test_help_is_shown_at_the_field_in_use(open_page: Open) -> None:
+    page = open_page("/")
+    assert page.locator("#gpu-help").is_hidden()
+    page.get_by_label("GPU type, or size").focus()
+    expect(page.locator("#gpu-help")).to_be_visible()
+    assert page.get_by_label("GPU type, or size").get_attribute("aria-describedby") == "gpu-help"
+    page.get_by_text("More options").click()
+    assert page.locator("#tokens-help").is_visible()
+
+
 def test_light_and_dark_follow_the_readers_setting(open_page: Open) -> None:
     seen = {}
     for scheme in ("light", "dark"):
         page = open_page(LINK, color_scheme=scheme)
         seen[scheme] = page.evaluate(
             """() => [getComputedStyle(document.body).backgroundColor,
-                      getComputedStyle(document.querySelector('.chart.wide .node-taken')).fill,
+                      getComputedStyle(document.querySelector('.chart.wide .f-states')).fill,
                       getComputedStyle(document.querySelector('.chart.wide .l-ink')).stroke]"""
         )
     assert all(a != b for a, b in zip(seen["light"], seen["dark"], strict=True))
@@ -197,10 +293,13 @@ def test_light_and_dark_follow_the_readers_setting(open_page: Open) -> None:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_chart_that_fits_is_shown_and_nothing_overflows(open_page: Open, width: int) -> None:
     page = open_page("/", width=width)
+    for fold in ("#step", "#speed"):
+        page.locator(f"{fold} > summary").click()
     shown, hidden = (".wide", ".narrow") if width > 700 else (".narrow", ".wide")
-    assert page.locator(f".chart{shown}:visible").count() >= 4
+    assert page.locator(f".chart{shown}:visible").count() == 3  # bars, step, memory against speed
     assert page.locator(f".chart{hidden}:visible").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator(".scroll > .chart:visible").bounding_box()["width"] == 960  # the streams scroll
     sizes = page.locator(f".chart{shown} text").evaluate_all(
         "all => all.map(t => t.getBoundingClientRect().height / t.getBBox().height * parseFloat(getComputedStyle(t).fontSize))"
     )
@@ -218,14 +317,14 @@ def test_no_serious_fault_of_accessibility(open_page: Open, path: str, scheme: s
         if fault["impact"] in ("serious", "critical")
     ]
     assert faults == []
-    page.screenshot(path=shots / f"{path.strip('/') or 'page'}-1280-{scheme}.png", full_page=True)
+    page.screenshot(path=shots / f"{_file(path)}-1280-{scheme}.png", full_page=True)
 
 
 @pytest.mark.parametrize("path", PAGES)
 def test_a_phone_shows_every_page(open_page: Open, path: str, shots: Path) -> None:
     page = open_page(path, width=390, height=844, has_touch=True, is_mobile=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    page.screenshot(path=shots / f"{path.strip('/') or 'page'}-390.png", full_page=True)
+    page.screenshot(path=shots / f"{_file(path)}-390.png", full_page=True)
 
 
 def test_the_readmes_screenshots_can_be_made(tmp_path: Path, chromium: Any) -> None:

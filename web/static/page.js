@@ -18,11 +18,18 @@ function permalink() {
   return text ? `${location.pathname}?${text}` : location.pathname;
 }
 
+/** Hides an answer that does not belong to the form, and says why; with no words, shows the answer. */
+function wait(words) {
+  answer.setAttribute("aria-busy", String(Boolean(words)));
+  status.textContent = words;
+  status.classList.toggle("hush", !words);
+}
+
 async function update(link, { remember }) {
   clearTimeout(timer);
   running?.abort();
   const mine = (running = new AbortController());
-  answer.setAttribute("aria-busy", "true");
+  wait("Computing the answer …");
   try {
     const reply = await fetch(link, { signal: mine.signal, headers: { Accept: "text/html" } });
     const page = new DOMParser().parseFromString(await reply.text(), "text/html");
@@ -33,31 +40,36 @@ async function update(link, { remember }) {
     answer.replaceChildren(...fresh.childNodes);
     for (const id of open) answer.querySelector(`#${CSS.escape(id)}`)?.setAttribute("open", "");
     document.title = page.title;
-    enliven(tab);
-    status.textContent = answer.querySelector(".says, .problem")?.textContent.replace(/\s+/g, " ").trim() ?? "";
-    status.classList.add("hush");
     if (remember) history.pushState(null, "", link);
     else restore(page);
+    for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+    for (const field of page.querySelectorAll("form#ask [aria-invalid]")) form.elements.namedItem(field.name).setAttribute("aria-invalid", "true");
+    wait("");
+    status.textContent = answer.querySelector(".says, .problem")?.textContent.replace(/\s+/g, " ").trim() ?? "";
+    enliven(tab);
   } catch (error) {
     if (error.name === "AbortError") return;
-    status.textContent = "The answer could not be fetched; what is shown is the last one.";
-    status.classList.remove("hush");
+    wait("The answer could not be fetched. Press Estimate to try again.");
   } finally {
-    if (running === mine) {
-      running = null;
-      answer.setAttribute("aria-busy", "false");
-    }
+    if (running === mine) running = null;
   }
 }
 
-/** Asks again where the form says something else than the address. */
-function changed(wait) {
+/** Asks where the form says something else than the address; meanwhile the old answer is hidden. */
+function changed(delay) {
   clearTimeout(timer);
-  timer = setTimeout(() => {
-    form.elements.model.required = form.elements.config.value.trim() === "";
-    const link = permalink();
-    if (form.checkValidity() && link !== location.pathname + location.search) update(link, { remember: true });
-  }, wait);
+  form.elements.model.required = form.elements.config.value.trim() === "";
+  const link = permalink();
+  if (link === location.pathname + location.search) {
+    running?.abort();
+    return wait("");
+  }
+  if (!form.checkValidity()) {
+    running?.abort();
+    return wait("Complete the form for an answer.");
+  }
+  wait("Computing the answer …");
+  timer = setTimeout(() => update(link, { remember: true }), delay);
 }
 
 /** Sets the form to what a fetched page's form says. */
@@ -65,9 +77,10 @@ function restore(page) {
   for (const field of page.querySelectorAll("form#ask [name]")) form.elements.namedItem(field.name).value = field.value;
 }
 
-/** Copy buttons and tabs in a fresh answer. */
+/** Buttons, tabs and the effects of changes in a fresh answer. */
 function enliven(chosen) {
-  for (const button of answer.querySelectorAll("button[data-copy]")) button.hidden = false;
+  for (const button of answer.querySelectorAll("button[data-copy], button[data-share]")) button.hidden = false;
+  explain(answer.querySelector("[data-effects]"));
   const list = answer.querySelector("[data-tabs]");
   if (!list) return;
   const panels = [...list.parentElement.querySelectorAll(".export")];
@@ -134,6 +147,25 @@ async function show(panel) {
   panel.querySelector(".tools").prepend(button);
 }
 
+/** What each change does to the plan, next to its link. */
+async function explain(list) {
+  if (!list) return;
+  const reply = await fetch(list.dataset.effects).catch(() => null); // the links work without
+  const effects = reply?.ok ? await reply.json() : {};
+  for (const place of list.querySelectorAll("[data-change]")) place.textContent = effects[place.dataset.change] ?? "";
+  list.parentElement.querySelector("[data-about]").hidden = !reply?.ok;
+}
+
+/** Hands the page's address to the device's share sheet, or else to the clipboard. */
+async function share(button) {
+  if (navigator.share && matchMedia("(pointer: coarse)").matches) return navigator.share({ title: document.title, url: location.href }).catch(() => {});
+  await navigator.clipboard.writeText(location.href).then(
+    () => (button.textContent = "Address copied"),
+    () => (button.textContent = "Copy it from the address bar"),
+  );
+  setTimeout(() => (button.textContent = "Share"), 2000);
+}
+
 async function copy(button) {
   const source = document.getElementById(button.dataset.copy);
   try {
@@ -147,17 +179,19 @@ async function copy(button) {
 }
 
 if (form && answer) {
-  form.addEventListener("change", () => changed(0));
+  form.addEventListener("change", () => changed(600));
   form.addEventListener("input", (event) => {
-    if (event.target.name !== "config") changed(350); // a configuration is recorded, which takes seconds: once it is whole
+    // several fields may be edited in a row, and recording a pasted configuration takes seconds
+    changed(event.target.name === "config" ? 2000 : 900);
   });
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    changed(0);
+    update(permalink(), { remember: permalink() !== location.pathname + location.search });
+    if (answer.getBoundingClientRect().top > innerHeight / 2) form.querySelector(".go").scrollIntoView();
   });
   answer.addEventListener("click", (event) => {
-    const button = event.target.closest("button[data-copy]");
-    if (button) copy(button);
+    const button = event.target.closest("button[data-copy], button[data-share]");
+    if (button) "share" in button.dataset ? share(button) : copy(button);
   });
   addEventListener("popstate", () => update(location.pathname + location.search, { remember: false }));
   enliven();

@@ -35,11 +35,13 @@ class Visit:
     n-th stack.
 
     `rising` are the allocations and frees up to the peak of gathered parameters, `falling` those after the peak.
+    `gathered_elements` are the elements of all parameters whose all-gather begins in this visit.
     """
 
     unit: UnitId
     rising: tuple[Change, ...] = ()
     falling: tuple[Change, ...] = ()
+    gathered_elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class _Fetcher:
     events: list[tuple[int, int]] = field(default_factory=list)
     born: int = 0
     available_elements: int = 0
+    gathered_elements: int = 0  # in this turn
     held: dict[int, tuple[int, int]] = field(default_factory=dict)  # available parameter -> its storage and bytes
     flight: dict[int, int] = field(default_factory=dict)  # parameter that is being gathered -> its group
     groups: dict[int, tuple[tuple[int, int], list[int]]] = field(
@@ -89,7 +92,7 @@ class _Fetcher:
         self.queue = [(p, step) for step, parameters in enumerate(self.order) for p in parameters]
 
     def begin_turn(self) -> None:
-        self.events, self.rising, self.high = [], 0, self.live
+        self.events, self.rising, self.high, self.gathered_elements = [], 0, self.live, 0
 
     def _take(self, n_bytes: int) -> tuple[int, int]:
         storage, self.born = (self.born, n_bytes), self.born + 1
@@ -109,7 +112,9 @@ class _Fetcher:
         """
         if not parameters:
             return
-        self.available_elements += sum(self.elements[p] for p in parameters)
+        elements = sum(self.elements[p] for p in parameters)
+        self.available_elements += elements
+        self.gathered_elements += elements
         shards = [shard_elements(self.elements[p], self.ranks) for p in parameters]
         buffer = self.size(self.element_bytes * self.ranks * sum(shards))
         self.groups[self.gathers] = (self._take(buffer), list(parameters))
@@ -249,7 +254,7 @@ def gathered(
             if turn < first_root:  # the embedding's backward hook never fires: freed at the end of backward
                 fetcher.release(own)
         rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
-        visits.append(Visit(place, rising, falling))
+        visits.append(Visit(place, rising, falling, fetcher.gathered_elements))
     left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
     end = tuple((storage, 0) for storage, _ in left)
     return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]), end)

@@ -29,6 +29,7 @@ class Gathering:
         self._upcoming: Visit | None = None
         self._current: Visit | None = None
         self._head: Visit | None = None  # the first visit of backward
+        self._elements = 0  # elements of the all-gathers since the last call of `take_elements`
 
     def begin_forward(self) -> None:
         self._turn_to(self._gathered.forward)
@@ -44,6 +45,7 @@ class Gathering:
             self._upcoming = next(self._visits, None)
             self._apply(step, self._current.rising)
             self._falling = self._current.falling
+            self._elements += self._current.gathered_elements
             if self._current.unit == unit or (self._current.unit[0] == ROOT and unit == AT_ROOT):
                 return
 
@@ -71,6 +73,11 @@ class Gathering:
     def drop(self, step: StepBuilder) -> None:
         """Free all gathered parameters at the end of backward."""
         self._apply(step, self._gathered.end)
+
+    def take_elements(self) -> int:
+        """Elements of the parameters whose all-gathers began since the last call."""
+        elements, self._elements = self._elements, 0
+        return elements
 
     def _turn_to(self, visits: tuple[Visit, ...]) -> None:
         self._visits = iter(visits)

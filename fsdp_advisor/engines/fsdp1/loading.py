@@ -16,9 +16,9 @@ from fsdp_advisor.engines.transfer import (
     LoadedCheckpoint,
     LoadMethod,
     peak_bytes,
-    units_in_order,
 )
 from fsdp_advisor.engines.units import buffers
+from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
@@ -109,4 +109,4 @@ def _flattened_units(profile: Profile, plan: Plan) -> list[FlattenedUnit]:
         parameters = sum((Storages.of(p.elements * k) for p in unit.parameters), NO_STORAGES)
         return FlattenedUnit(parameters, Storages.of(elements * k), Storages.of(elements // n * k))
 
-    return [flattened(unit) for unit in units_in_order(profile)]
+    return [flattened(unit) for unit in wrapping_for(profile, plan).in_order(profile)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from fsdp_advisor.engines.fsdp1.units import flat_elements
 from fsdp_advisor.engines.fsdp_state_dict import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_bytes
 from fsdp_advisor.engines.transfer import Files, SaveMethod
+from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.program.builder import AT_ROOT
 
 
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
@@ -64,7 +68,7 @@ def _sharded(profile: Profile, plan: Plan) -> SaveMethod:
 def _local(profile: Profile, plan: Plan) -> SaveMethod:
     n = plan.shard_degree
     largest_shard = max(_root_and_layer_bytes(profile, plan)) // n
-    shards = sum(_flat_bytes(unit, plan) // n * count for unit, count in profile.counted_units())
+    shards = sum(_flat_bytes(unit, plan) // n for unit in _units(profile, plan))
     return SaveMethod(
         way="local",
         how="LOCAL_STATE_DICT: each rank's flat shard, which only the same number of ranks can load",
@@ -77,11 +81,19 @@ def _local(profile: Profile, plan: Plan) -> SaveMethod:
 
 
 def _root_and_layer_bytes(profile: Profile, plan: Plan) -> tuple[int, int]:
-    """Bytes of the root's flat parameter and of the largest layer's, gathered."""
-    layers = (_flat_bytes(unit, plan) for stack in profile.stacks for unit in stack.units)
-    return _flat_bytes(profile.root, plan), max(layers, default=0)
+    """Bytes of the root's flat parameter and of the largest other unit's, gathered."""
+    *others, root = (_flat_bytes(unit, plan) for unit in _units(profile, plan))
+    return root, max(others, default=0)
 
 
+def _units(profile: Profile, plan: Plan) -> list[Unit]:
+    """Every real unit, the root last; the root has no parameters if other units have all of them."""
+    wrapping = wrapping_for(profile, plan)
+    units = wrapping.in_order(profile)
+    return units if AT_ROOT in wrapping.parts else [*units, Unit(profile.root.kind, ())]
+
+
+@cache
 def _flat_bytes(unit: Unit, plan: Plan) -> int:
     """Bytes of a unit's flat parameter, gathered in the masters' dtype."""
     elements = flat_elements([p.elements for p in unit.parameters], plan.compute_bytes, plan.shard_degree)

@@ -1,4 +1,4 @@
-"""A step of PyTorch FSDP1 (`FullyShardedDataParallel`, `use_orig_params=True`, a unit per layer and the root).
+"""A step of PyTorch FSDP1 (`FullyShardedDataParallel`, `use_orig_params=True`), by default with a unit per layer and the root.
 
 Source: torch.distributed.fsdp._flat_param (`pre_unshard`, `unshard`, `post_unshard`) and _runtime_utils
 (`_post_forward_reshard`, `_pre_backward_hook`, `_post_backward_hook`, `_reduce_grad`), torch 2.13.
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units
+from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units, total_bytes
 from fsdp_advisor.engines.optimizer_work import optimizer_bytes
-from fsdp_advisor.engines.units import summed
+from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import module_mark, unit_at
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
@@ -55,11 +56,15 @@ class Fsdp1Step(StepHooks):
         self._reshard = (
             plan.strategy in ("zero3", "hsdp") or self._uploads_whole
         )  # on one rank, every strategy is NO_SHARD
-        self._units, self.states = fsdp1_units(profile, plan.without_step)
+        self.marked_units = marked_units(profile, plan)
+        policy, self._units, self.states = fsdp1_units(profile, plan.without_step)
+        self._policy = policy
         # State within one step
         self._previous_gradients = NO_BUFFER
-        self._prefetched = False
-        self._following: UnitId | None = None
+        self._prefetched: set[UnitId] = set()
+        self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
+        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in it
+        self._targets: dict[UnitId, UnitId | None] = {}  # the unit to prefetch after a unit's backward
         self._unsharded: defaultdict[UnitId, list[tuple[Buffer, Buffer]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
         self._offloaded: list[Buffer] = []
@@ -76,6 +81,8 @@ class Fsdp1Step(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first
         self._reduces = is_last or not self._plan.defers_reduction
+        self._forward_order.clear()
+        self._indices.clear()
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Free the flat gradients of the last step, which `zero_grad` does not free
@@ -83,6 +90,8 @@ class Fsdp1Step(StepHooks):
         """
         step.free(self._previous_gradients)
         self._previous_gradients = NO_BUFFER
+        if unit not in self._units:
+            return
         step.add(PythonHooks())
         if self._is_first or self._reshard or not self._plan.defers_reduction:
             self._unshard(step, unit, "with previous compute")
@@ -92,34 +101,48 @@ class Fsdp1Step(StepHooks):
         """Free the unit's parameters, except the root's, which stay until backward (`_post_forward_reshard`), and uploaded ones
         under NO_SHARD, which autograd has saved.
         """
+        if unit not in self._units:
+            return
+        self._indices[unit].append(len(self._forward_order))
+        self._forward_order.append(unit)
         if self._reshard and unit != AT_ROOT and not self._uploads_whole:
             self._free(step, unit)
 
     def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+        if unit not in self._units:
+            return
         step.add(PythonHooks())
         if not self._reshard:
             return
         if unit != AT_ROOT or self._uploads_whole:
-            if not self._prefetched:
+            if unit not in self._prefetched:
                 self._unshard(step, unit, "after compute")
+            self._prefetched.discard(unit)
             self._wait(step, unit)
-        self._following = following
-        self._prefetched = following is not None and self._plan.backward_prefetch == "pre"
-        if self._prefetched and following is not None:
-            self._unshard(step, following, "with next compute")
+        index = self._indices[unit].pop()
+        target = self._forward_order[index - 1] if index else None
+        if target is not None and (target in self._prefetched or index - 1 not in self._indices[target]):
+            target = None  # it is already gathered
+        self._targets[unit] = target
+        if target is not None and self._plan.backward_prefetch == "pre":
+            self._prefetched.add(target)
+            self._unshard(step, target, "with next compute")
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
         """Reduce and free the unit's gradient. While the reduction is deferred, the gradient stays, and so do parameters that
         are not resharded after forward (`_should_free_in_backward`).
         """
+        if unit not in self._units:
+            return
         if self._reduces or self._reshard:
             self._free(step, unit)
             if self._uploads_whole:
                 self._free(step, unit)
-        if self._prefetches_after(unit) and self._following is not None:
-            self._prefetched = True
-            self._unshard(step, self._following, "after compute")
-        gradients = step.gradients_of(unit)
+        target = self._targets.get(unit)
+        if self._prefetches_after(unit) and target is not None:
+            self._prefetched.add(target)
+            self._unshard(step, target, "after compute")
+        gradients = step.gradients_of(unit) if self._policy is None else [b for _, b in step.owned_by(unit)]
         if self._one_shard and not self._plan.mixed:  # NO_SHARD keeps the flat gradient itself
             if self._is_first:
                 step.reclassify(Account.GRADIENTS, *gradients)
@@ -136,6 +159,14 @@ class Fsdp1Step(StepHooks):
                 return
             gradients = self._unreduced[unit].popleft()
         self._reduce(step, unit, gradients)
+
+    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
+        """The unit of a flat parameter's gradient: the place itself, or a module in it."""
+        if self._policy is None:
+            return None
+        module, of_root = divmod(parameter, 2)
+        outer = AT_ROOT if of_root else place
+        return (outer if not module else unit_at(module_mark(module - 1, outer), outer)), (0, 0, module)
 
     def _prefetches_after(self, unit: UnitId) -> bool:
         return self._reshard and self._plan.backward_prefetch == "post" and unit != AT_ROOT
@@ -166,7 +197,7 @@ class Fsdp1Step(StepHooks):
         plan = self._plan
         own = self._profile.trainable_parameters / plan.shard_degree
         if plan.facts.clips_gradients:
-            step.transient(Account.TEMPORARIES, summed(self._profile, self._units, "norms"))
+            step.transient(Account.TEMPORARIES, total_bytes(self._profile, self._policy, self._units, "norms"))
         if self._offload:
             step.add(
                 OptimizerStep(
@@ -174,12 +205,14 @@ class Fsdp1Step(StepHooks):
                 )
             )
             return
-        step.transient(Account.TEMPORARIES, summed(self._profile, self._units, "optimizer_temporaries"))
+        step.transient(
+            Account.TEMPORARIES, total_bytes(self._profile, self._policy, self._units, "optimizer_temporaries")
+        )
         step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
 
     def first_step_transients(self) -> Storages:
         """Buffers that lazy initialization allocates and frees one by one (`init_flat_param_attributes`)."""
-        return summed(self._profile, self._units, "initial")
+        return total_bytes(self._profile, self._policy, self._units, "initial")
 
     # Gathering
 

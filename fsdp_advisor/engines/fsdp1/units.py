@@ -1,4 +1,4 @@
-"""The flat parameters of PyTorch FSDP1 (`use_orig_params=True`, a unit per layer and the root) and their bytes on rank 0.
+"""The flat parameters of PyTorch FSDP1 (`use_orig_params=True`) and their bytes on rank 0.
 
 Source: torch.distributed.fsdp._flat_param (torch 2.13), `_init_flat_param_and_metadata`, `_get_shard`.
 """
@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fsdp_advisor.engines.units import buffers, per_unit, summed
+from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_policy
+from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import Units
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -107,17 +109,32 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
 
 
 @lru_cache(maxsize=64)
-def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Mapping[UnitId, UnitBytes], States]:
-    """Every unit's bytes, and the states of rank 0."""
-    units = per_unit(profile, lambda unit: _measure(unit, plan))
+def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Units | None, Mapping[UnitId, UnitBytes], States]:
+    """The units of a wrap policy other than `layer`, every unit's bytes, and the states of rank 0."""
+    wrapping = wrapping_for(profile, plan)
+    if wrapping.units is None:
+        units = per_unit(profile, lambda unit: _measure(unit, plan))
+    else:
+        units = {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
     # MixedPrecision's buffer_dtype: FSDP1 casts floating-point buffers once, before the first forward (`_lazy_init`)
     states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
     if plan.offload != "parameters":
-        root_last = [*[NO_STORAGES] * len(profile.stacks), units[AT_ROOT].shard]
         states = replace(
             states,
-            parameters=summed(profile, units, "shard", root_last),
-            gradients=summed(profile, units, "gradients"),
-            optimizer=summed(profile, units, "optimizer"),
+            parameters=total_bytes(profile, wrapping.units, units, "shard", root_last=True),
+            gradients=total_bytes(profile, wrapping.units, units, "gradients"),
+            optimizer=total_bytes(profile, wrapping.units, units, "optimizer"),
         )
-    return units, states
+    return wrapping.units, units, states
+
+
+def total_bytes(
+    profile: Profile, policy: Units | None, units: Mapping[UnitId, UnitBytes], what: str, *, root_last: bool = False
+) -> Storages:
+    """The attribute `what` of all real units. `root_last`: the root is allocated after the layers."""
+    if policy is not None:
+        return total_of_policy(policy, units, what)
+    if not root_last:
+        return summed(profile, units, what)
+    root: Storages = getattr(units[AT_ROOT], what)
+    return summed(profile, units, what, [*[NO_STORAGES] * len(profile.stacks), root])

@@ -19,10 +19,9 @@ from fsdp_advisor.engines.transfer import (
     units_in_order,
 )
 from fsdp_advisor.engines.units import buffers
-from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, wrapping_for
+from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
-from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 
 Transfers = tuple[WeightTransfer, ...]
@@ -153,14 +152,7 @@ def _unit_transfers(profile: Profile, plan: Plan) -> Transfers:
     def moved(unit: Unit) -> WeightTransfer:
         return WeightTransfer.of_shard(sharded(unit).whole, sharded(unit).shard, offload=offload)
 
-    return tuple([moved(unit) for unit in _wrapped_units(profile, plan)])
-
-
-def _wrapped_units(profile: Profile, plan: Plan) -> list[Unit]:
-    """The FSDP units in the order in which `fully_shard` wraps them: layers, the parts of the root, the root itself."""
-    wrapping = wrapping_for(profile, plan)
-    parts = [wrapping.parts[place].unit for place in (EMBEDDING, HEAD, AT_ROOT) if place in wrapping.parts]
-    return parts if wrapping.whole else [*profile.layers(), *parts]
+    return tuple([moved(unit) for unit in wrapping_for(profile, plan).in_order(profile)])
 
 
 def _broadcast_transfers(units: Sequence[ShardedUnit], *, offload: bool) -> Transfers:

@@ -1,5 +1,5 @@
-"""A step of PyTorch FSDP2: `fully_shard` on each layer and on the root, or on the parts into which a framework divides the
-root (`wrapping`).
+"""A step of PyTorch FSDP2: `fully_shard` on each layer and on the root, on the parts into which a framework divides the
+root (`wrapping`), or on the units of a wrap policy (`policy_walk`).
 
 Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParamGroup.unshard`, `wait_for_unshard`, `post_backward`,
 `foreach_all_gather`, `foreach_reduce`, `FSDPState._post_forward`.
@@ -13,12 +13,13 @@ from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, shard_shape
 from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes, optimizer_temporaries
-from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, Part, marked_units
+from fsdp_advisor.engines.policy_walk import PolicyWalk
+from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import ROOT, Profile
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
@@ -48,15 +49,20 @@ class Fsdp2Step(StepHooks):
         self._reshard = plan.strategy in ("zero3", "hsdp")
         self._one_shard = plan.shard_degree == 1
         self._wrapping, self._units, self.states = fsdp2_units(profile, plan.without_step)
+        self._policy = PolicyWalk(profile, self._wrapping.units) if self._wrapping.units else None
         self.gradient_hooks = plan.defers_reduction
         # State within one step
-        self._prefetched = False
-        self._gathered = NO_BUFFER  # the output of an all-gather before its copy-out
+        self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
+        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in it
+        self._gathered: dict[UnitId, Buffer] = {}  # the outputs of all-gathers before their copy-out
         self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
         self._unsharded: defaultdict[UnitId, list[list[Buffer]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
         self._all_reduced: list[Buffer] = []
+        self._owned: list[
+            tuple[OrderInUnit, Buffer]
+        ] = []  # the gradients of the unit that is reduced, under a wrap policy
 
     # The step
 
@@ -68,8 +74,14 @@ class Fsdp2Step(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first
         self._reduces = is_last or not self._plan.defers_reduction
+        self._forward_order.clear()
+        self._indices.clear()
+        if self._policy is not None:
+            self._policy.begin()
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if self._policy is not None:
+            unit = self._policy.pre_forward(unit)
         if self._is_empty(unit):
             return
         step.add(PythonHooks())
@@ -77,30 +89,54 @@ class Fsdp2Step(StepHooks):
         self._copy_out(step, unit, forward=True)
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        if not self._is_empty(unit) and self._reshards(unit):
-            self._free(step, unit)
+        if self._policy is not None:
+            unit = self._policy.post_forward(unit)
+        if unit == AT_ROOT and HEAD in self._wrapping.parts:
+            self._record_post_forward(HEAD)  # the tape has no mark for the end of its forward
+        if not self._is_empty(unit):
+            self._record_post_forward(unit)
+            if self._reshards(unit):
+                self._free(step, unit)
         if unit == AT_ROOT:
             step.free(self._previous_output)
             self._previous_output = NO_BUFFER
 
+    def _record_post_forward(self, unit: UnitId) -> None:
+        self._indices[unit].append(len(self._forward_order))
+        self._forward_order.append(unit)
+
     def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+        if self._policy is not None:
+            unit = self._policy.pre_backward(unit)
         if self._is_empty(unit) and unit != AT_ROOT:
             return
         step.add(PythonHooks())
-        if self._reshards(unit):
-            if not self._prefetched:
+        if self._reshards(unit) and not self._is_empty(unit):
+            if unit not in self._gathered:
                 self._gather(step, unit, "after compute")
             self._copy_out(step, unit, forward=False)
-        target = self._prefetch_target(unit, following)
-        self._prefetched = target is not None and self._reshards(target)
-        if target is not None and self._prefetched:
+        target = self._prefetch_target(unit)
+        if target is not None and self._reshards(target):
             self._gather(step, target, "with next compute")
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
+        if self._policy is not None:
+            unit = self._policy.post_backward(unit)
+        self._end_backward_of(step, unit)
+
+    def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
+        if self._policy is not None:
+            self._policy.layer_done(unit)
+
+    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
+        return None if self._policy is None else self._policy.owner_of(place, number, parameter)
+
+    def _end_backward_of(self, step: StepBuilder, unit: UnitId) -> None:
         """Reduce and free the unit's gradients. While the reduction is deferred they stay, and autograd adds to them."""
         if self._is_empty(unit):
             return
         self._free(step, unit)
+        self._owned = step.owned_by(unit)
         gradients = self._gradients_of(step, unit)
         if self._plan.defers_reduction:
             if self._is_first:
@@ -137,8 +173,8 @@ class Fsdp2Step(StepHooks):
     def end_backward(self, step: StepBuilder) -> None:
         """Reduce the remaining units. FSDP2 does so in a final callback of autograd, which still holds the loss's gradient."""
         gradient = step.alloc(Account.LOSS, Storages.of(ALIGNMENT))
-        for unit in self._wrapping.last:
-            self.post_backward(step, unit)
+        for unit in self._wrapping.last if self._policy is None else self._not_reduced():
+            self._end_backward_of(step, unit)
         step.free(gradient)
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
@@ -172,18 +208,25 @@ class Fsdp2Step(StepHooks):
         part = self._wrapping.parts.get(unit)
         return self._reshard and not (part is not None and part.keeps)
 
-    def _prefetch_target(self, unit: UnitId, following: UnitId | None) -> UnitId | None:
-        """The unit that ran before this one in forward; `following` is the next layer of the backward pass."""
-        if unit == AT_ROOT and HEAD in self._wrapping.parts:
-            return HEAD
-        if self._wrapping.whole:
-            return EMBEDDING if unit == HEAD and EMBEDDING in self._wrapping.parts else None
-        if following is None and unit[0] != ROOT and EMBEDDING in self._wrapping.parts:
-            return EMBEDDING
-        return following
+    def _prefetch_target(self, unit: UnitId) -> UnitId | None:
+        """The unit whose forward ended before this one's (`_backward_prefetch`), None if it is already gathered."""
+        if not self._indices[unit]:
+            return None
+        index = self._indices[unit].pop()
+        target = self._forward_order[index - 1] if index else None
+        if target is None or target in self._gathered or index - 1 not in self._indices[target]:
+            return None
+        return target
+
+    def _not_reduced(self) -> list[UnitId]:
+        """The units whose post-backward hook has not run, in the order of `all_states`: the root, then the model's order."""
+        assert self._wrapping.units is not None
+        return [AT_ROOT, *sorted(unit for unit, kept in self._unsharded.items() if kept and unit != AT_ROOT)]
 
     def _gradients_of(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
         """A unit's unsharded gradients."""
+        if self._policy is not None:
+            return [gradient for _, gradient in self._owned]
         parts = self._wrapping.parts
         part = parts.get(unit)
         if part is None or (HEAD not in parts and not self._wrapping.whole):
@@ -212,6 +255,9 @@ class Fsdp2Step(StepHooks):
         """
         if self._one_shard or not gradients:
             return gradients, NO_BUFFER
+        if self._policy is not None:
+            last = max(self._owned)[1] if self._owned else NO_BUFFER
+            return [gradient for gradient in gradients if gradient != last], last if last in gradients else NO_BUFFER
         part = self._wrapping.parts.get(unit)
         stack, layer = unit
         parameters = (
@@ -238,7 +284,7 @@ class Fsdp2Step(StepHooks):
             if self._offload
             else [step.alloc(Account.COMMUNICATION, sizes.gather_input, Stream.COPY_IN)]
         )
-        self._gathered = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
+        self._gathered[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
         step.free(*inputs)
         step.add(AllGather(unit, sizes.elements * self._plan.compute_bytes, start))
 
@@ -265,12 +311,12 @@ class Fsdp2Step(StepHooks):
         step.add(WaitFor(unit))
         self._unsharded[unit].append([step.alloc(Account.UNSHARDED_PARAMETERS, self._units[unit].unsharded)])
         self._add_gather_copies(step, unit)
+        gathered = self._gathered.pop(unit)
         if forward:
             step.free(self._previous_output)
-            self._previous_output = self._gathered
+            self._previous_output = gathered
         else:
-            step.free(self._gathered)
-        self._gathered = NO_BUFFER
+            step.free(gathered)
 
     def _copy_one_shard(self, step: StepBuilder, unit: UnitId) -> None:
         """World size 1: copy each parameter to the GPU, cast and copy it. It lives until the next one is made."""

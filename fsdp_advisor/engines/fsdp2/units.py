@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed
+from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
@@ -86,18 +86,20 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
 def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId, UnitBytes], States]:
     """The units that are not single layers, every unit's bytes, and the states of rank 0."""
     wrapping = wrapping_for(profile, plan)
-    units = {} if wrapping.whole else per_unit(profile, lambda unit: _measure(unit, plan))
+    layers = not wrapping.whole and wrapping.units is None
+    units = per_unit(profile, lambda unit: _measure(unit, plan)) if layers else {}
     units |= {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
 
     states = States(buffers=buffers(profile))
     if plan.offload != "parameters":
         kept = {what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer")}
-        if len(wrapping.parts) == 1 and not wrapping.whole:  # one by one, in the model's order
+        if wrapping.units or (len(wrapping.parts) == 1 and not wrapping.whole):  # one by one, in the model's order
             parts = root_parts(profile)
             states_of = [_measure(part, plan) for part in parts]
             weights_of = [_measure(part, plan) for part in _as_filled(parts)]
-            kept["parameters"] = summed(profile, units, "parameters", [part.parameters for part in weights_of])
-            kept["optimizer"] = summed(profile, units, "optimizer", [part.optimizer for part in states_of])
+            each = per_unit(profile, lambda unit: _measure(unit, plan))
+            kept["parameters"] = summed(profile, each, "parameters", [part.parameters for part in weights_of])
+            kept["optimizer"] = summed(profile, each, "optimizer", [part.optimizer for part in states_of])
         states = replace(states, **kept)
     return wrapping, units, states
 
@@ -111,6 +113,8 @@ def _as_filled(root: list[Unit]) -> list[Unit]:
 
 def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitBytes], what: str) -> Storages:
     """The attribute `what` of all units: the root, the layers, and the parts of the root that are separate units."""
+    if wrapping.units is not None:
+        return total_of_policy(wrapping.units, units, what)
     parts = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
     rest: Storages = getattr(units[AT_ROOT], what) if wrapping.whole else summed(profile, units, what)
     return sum(parts, rest)

@@ -1,13 +1,13 @@
 """PyTorch's CUDA caching allocator: the bytes that a job's steps reserve, and whether the steps fit a GPU's memory.
 
-`step_operations` expands a step program into allocator operations, `simulate_allocator` runs them, `AllocatorConf.parse`
+`step_operations` expands a step program into allocator operations, `simulate_allocator` and `completes` run them, `AllocatorConf.parse`
 reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 """
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.operations import StepOperations, step_operations
-from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Refused, Verdict, simulate_allocator
+from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Refused, Verdict, completes, simulate_allocator
 
 __all__ = [
     "AllocatorConf",
@@ -18,6 +18,7 @@ __all__ = [
     "Segment",
     "StepOperations",
     "Verdict",
+    "completes",
     "simulate_allocator",
     "step_operations",
 ]

@@ -88,6 +88,13 @@ def simulate_allocator(
     )
 
 
+def completes(
+    operations: StepOperations, *, conf: AllocatorConf | None = None, limit_bytes: int, device_bytes: int
+) -> bool:
+    """Whether a job's steps run within the limit, with or without retries."""
+    return _Run(operations, conf or AllocatorConf(), limit_bytes, device_bytes).verdict != "does_not_fit"
+
+
 _RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}
 
 

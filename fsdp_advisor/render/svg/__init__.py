@@ -11,20 +11,15 @@ from fsdp_advisor.render.svg.comparison import two_timelines
 from fsdp_advisor.render.svg.elements import stacked
 from fsdp_advisor.render.svg.errors import ErrorPoint, speed_errors
 from fsdp_advisor.render.svg.frontier import FrontierPoint, frontier
-from fsdp_advisor.render.svg.streams import Span, stream_timeline
-from fsdp_advisor.render.svg.timeline import Moment, memory_timeline, unfold
-from fsdp_advisor.render.svg.tree import TreeNode, decision_tree
+from fsdp_advisor.render.svg.streams import stream_timeline
+from fsdp_advisor.render.svg.timeline import memory_timeline
 
 __all__ = [
     "AccuracyPoint",
     "Bar",
     "ErrorPoint",
     "FrontierPoint",
-    "Moment",
-    "Span",
-    "TreeNode",
     "accuracy",
-    "decision_tree",
     "frontier",
     "memory_timeline",
     "speed_errors",
@@ -32,5 +27,4 @@ __all__ = [
     "stacked_bars",
     "stream_timeline",
     "two_timelines",
-    "unfold",
 ]

@@ -54,7 +54,8 @@ def stacked_bars(bars: Sequence[Bar], capacity_bytes: int, gpu: str, *, width: i
     used = list(dict.fromkeys(part for bar in bars for part, n in bar.parts if n))
     roomy = width >= NARROW
     left = 2 + max((width_of(bar.label, bold=bar.chosen) for bar in bars), default=0) + 12 if roomy else 0.0
-    right = width - (172 if roomy else 0)
+    verdicts = max((width_of(bar.verdict, SMALL) for bar in bars), default=0) + 22
+    right = width - (min(max(172.0, verdicts), 240.0) if roomy else 0)
     top_bytes = min(max([*(bar.total_bytes for bar in bars), capacity_bytes * 1.05]), capacity_bytes * CUT_AT)
     scale = Scale(0, top_bytes, left, right - 10)
     fills = [Fill.of(part) for part in used]
@@ -67,7 +68,7 @@ def stacked_bars(bars: Sequence[Bar], capacity_bytes: int, gpu: str, *, width: i
     above, high = (8, 22) if roomy else (24, 20)
     body += _segments(key, list(zip(bars, (y + above for y in tops), strict=True)), scale, high)
     for bar, y in zip(bars, tops, strict=True):
-        body += _texts_at_sides(bar, y, right + 6) if roomy else _texts_above(bar, y, width)
+        body += _texts_at_sides(bar, y, right + 6, width) if roomy else _texts_above(bar, y, width)
     at = (right + 6, 28.5) if roomy else (0, 51.5)
     body += [_mark(bar, at[0], y + at[1]) for bar, y in zip(bars, tops, strict=True)]
     x = scale(capacity_bytes)
@@ -138,13 +139,19 @@ def _total(bar: Bar) -> str:
     return format_gib(bar.total_bytes) if bar.complete else f"> {format_gib(bar.total_bytes)}"
 
 
-def _texts_at_sides(bar: Bar, y: float, x: float) -> list[str]:
+def _cut(verdict: str, width: float) -> str:
+    """The verdict as far as there is room for it; the page's table has all of it."""
+    first, *rest = wrapped(verdict, width - 8, SMALL)
+    return f"{first} …" if rest else first
+
+
+def _texts_at_sides(bar: Bar, y: float, x: float, width: float) -> list[str]:
     return [
         *([element("rect", x=0, y=y + 6, width=3, height=26, class_="f-accent", fill=ACCENT)] if bar.chosen else []),
         text(10, y + 18, bar.label, bold=bar.chosen),
         text(10, y + 33, bar.backend, kind="muted", size=SMALL),
         text(x, y + 18, _total(bar), bold=bar.chosen),
-        text(x + 14, y + 33, bar.verdict, kind=_kind(bar), size=SMALL),
+        text(x + 14, y + 33, _cut(bar.verdict, width - x - 14), kind=_kind(bar), size=SMALL),
     ]
 
 
@@ -156,8 +163,8 @@ def _texts_above(bar: Bar, y: float, width: float) -> list[str]:
     name = wrapped(name, room)[0]
     return [
         text(0, y + 17, name, bold=bar.chosen),
-        text(width, y + 17, total, anchor="end", bold=bar.chosen),
-        text(14, y + 56, bar.verdict, kind=_kind(bar), size=SMALL),
+        text(width, y + 17, total, anchor="end", bold=bar.chosen, halo=True),
+        text(14, y + 56, _cut(bar.verdict, width - 14), kind=_kind(bar), size=SMALL),
     ]
 
 

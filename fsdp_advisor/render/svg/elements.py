@@ -10,7 +10,7 @@ from html import escape
 
 from fsdp_advisor.render.parts import MemoryPart
 
-INK, MUTED, LINE, PAPER, TINT = "#1b2129", "#57606c", "#dfe3e8", "#ffffff", "#f4f6f8"
+INK, MUTED, LINE, PAPER = "#1b2129", "#57606c", "#dfe3e8", "#ffffff"
 ACCENT, GOOD, BAD = "#2b5f9e", "#0b6e55", "#b23c17"
 """Colours on light paper. A page overrides them by the classes of the shapes."""
 
@@ -115,10 +115,10 @@ def boxes(edges: Iterable[tuple[float, float, float, float]], fill: str, *, css:
     """Rectangles of one fill as one path. Each is (left, top, right, bottom).
 
     >>> boxes([(1, 2, 4, 12)], "url(#states)")
-    '<path d="M1 2H4V12H1Z" class="box" fill="url(#states)"/>'
+    '<path d="M1 2h3v10h-3z" class="box" fill="url(#states)"/>'
     """
     path = "".join(
-        f"M{number(left)} {number(top)}H{number(right)}V{number(bottom)}H{number(left)}Z"
+        f"M{number(left)} {number(top)}h{number(right - left)}v{number(bottom - top)}h{number(left - right)}z"
         for left, top, right, bottom in edges
     )
     return element("path", d=path, class_=css, fill=fill)

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.render.svg.elements import ACCENT, PAPER, SMALL, element, frame, line, lines, number, text, width_of
+from fsdp_advisor.render.svg.elements import (
+    ACCENT,
+    PAPER,
+    SMALL,
+    clean,
+    element,
+    frame,
+    line,
+    lines,
+    number,
+    text,
+    width_of,
+)
 from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
@@ -76,8 +88,8 @@ def frontier(
             f"H{number(xs(p.memory_bytes))}V{number(ys(p.throughput))}" for p in edge[1:]
         )
         body.append(element("path", d=path, class_="l-accent", stroke=ACCENT, stroke_width=1.6, fill="none"))
-    body += [_dot(p, xs(p.memory_bytes), ys(p.throughput)) for p in shown]
-    body += _labels(shown, edge, xs, ys, width)
+    body += [_dot(p, xs(p.memory_bytes), ys(p.throughput), unit) for p in shown]
+    body += _labels(shown, edge, xs, ys, xs(capacity_bytes) if capacity_bytes else width)
     return frame(
         key,
         "Memory against throughput",
@@ -98,11 +110,12 @@ def _axes(xs: Scale, ys: Scale, height: float, unit: str) -> list[str]:
     return drawn
 
 
-def _dot(point: FrontierPoint, x: float, y: float) -> str:
-    """A disc if it fits, else a ring, so that it can be read without colour."""
+def _dot(point: FrontierPoint, x: float, y: float, unit: str) -> str:
+    """A disc if it fits, else a ring, so that it can be read without colour. Its title is for those without a label."""
     kind, colour = ("accent", ACCENT) if point.fits else ("muted", "#57606c")
+    said = f"{point.label}: {format_gib(point.memory_bytes)}, {point.throughput:,.0f} {unit}"
     ring = element(
-        "circle", cx=x, cy=y, r=7 if point.chosen else 5,
+        "circle", element("title", clean(said)), cx=x, cy=y, r=7 if point.chosen else 5,
         class_=f"f-{kind}" if point.fits else "ring", fill=colour if point.fits else PAPER,
         stroke=None if point.fits else colour, stroke_width=None if point.fits else 1.6,
     )  # fmt: skip
@@ -111,7 +124,7 @@ def _dot(point: FrontierPoint, x: float, y: float) -> str:
 
 
 def _labels(points: Sequence[FrontierPoint], edge: Sequence[FrontierPoint], xs: Scale, ys: Scale, width: float) -> list[str]:  # fmt: skip
-    """Labels that cover no other label or point. The chosen point and the Pareto front come first."""
+    """Labels that cover no other label or point and end before `width`. The chosen point and the Pareto front come first."""
     taken: list[tuple[float, float, float, float]] = [
         (xs(p.memory_bytes) - 6, ys(p.throughput) - 6, xs(p.memory_bytes) + 6, ys(p.throughput) + 6) for p in points
     ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fsdp_advisor.render.parts import PARTS
 from fsdp_advisor.render.svg.elements import SMALL, Fill, boxes, frame, legend, lines, text, width_of
 from fsdp_advisor.render.svg.scale import Scale, short, ticks
+from fsdp_advisor.timing import Interval
 
-THINNEST = 0.6
-"""Pixels: the narrowest box."""
-BOX_HEIGHT = 22.0
+PIXEL = 1.0
+"""The narrowest box in pixels. Operations within one pixel share a box."""
+BOX_HEIGHT, LANE_HEIGHT = 22.0, 34.0
 
 
 def _fills(kinds: Sequence[str]) -> dict[str, Fill]:
@@ -29,44 +29,32 @@ def _fills(kinds: Sequence[str]) -> dict[str, Fill]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """An operation on one stream from `start_s` to `end_s`. Spans of one kind share a fill."""
+def stream_timeline(spans: Sequence[Interval], *, label: str, width: int = 960, key: str = "streams") -> str:
+    """A lane per stream, in the order of their first spans. A gap is time in which a stream waits.
 
-    lane: str
-    kind: str
-    start_s: float
-    end_s: float
-
-
-def stream_timeline(spans: Sequence[Span], *, label: str, width: int = 960, key: str = "streams") -> str:
-    """A lane per stream, in the order of their first spans. A gap is time in which a stream waits."""
-    lanes = list(dict.fromkeys(s.lane for s in spans))
-    kinds = list(dict.fromkeys(s.kind for s in spans))
+    There is one layout. Where it is wider than the page, it scrolls.
+    """
+    lanes = list(dict.fromkeys(s.stream for s in spans))
+    spans = [s for s in spans if s.end_seconds > s.begin_seconds]
+    kinds = list(dict.fromkeys(_kind(s) for s in spans))
     fills = _fills(kinds)
-    end_s = max((s.end_s for s in spans), default=1.0) or 1.0
-    roomy = width >= 560
-    left = max((width_of(lane) for lane in lanes), default=0.0) + 14 if roomy else 0.0
+    end_s = max((s.end_seconds for s in spans), default=1.0) or 1.0
+    left = min(max((width_of(lane) for lane in lanes), default=0.0) + 14, width / 2)
     xs = Scale(0, end_s, left, width - 4)
     legend_svg, top = legend(key, list(fills.values()), width, 0)
-    high = 34 if roomy else 50
-    bottom = top + 8 + high * len(lanes)
+    bottom = top + 8 + LANE_HEIGHT * len(lanes)
     body = [legend_svg, *_axis(xs, top, bottom)]
     for i, lane in enumerate(lanes):
-        y = top + 12 + high * i
-        body.append(text(0, y + (17 if roomy else 9), lane))
-        y += 2 if roomy else 15
-        mine = _merged([s for s in spans if s.lane == lane], (xs.high - xs.low) / (xs.end - xs.start))
+        y = top + 12 + LANE_HEIGHT * i
+        body.append(text(0, y + 17, lane))
+        drawn = _boxes([s for s in spans if s.stream == lane], xs)
         for kind in kinds:
-            edges = [
-                (xs(begin), y, max(xs(end), xs(begin) + THINNEST), y + BOX_HEIGHT)
-                for k, begin, end in mine
-                if k == kind
-            ]
+            edges = [(left, y + 2, right, y + 2 + BOX_HEIGHT) for k, left, right in drawn if k == kind]
             if edges:
                 body.append(boxes(edges, f"url(#{key}-{fills[kind].key})"))
     description = "; ".join(
-        f"{lane}: busy {1e3 * sum(s.end_s - s.start_s for s in spans if s.lane == lane):,.1f} ms" for lane in lanes
+        f"{lane}: busy {1e3 * sum(s.end_seconds - s.begin_seconds for s in spans if s.stream == lane):,.1f} ms"
+        for lane in lanes
     )
     return frame(
         key,
@@ -90,12 +78,29 @@ def _axis(xs: Scale, top: float, bottom: float) -> list[str]:
     return drawn
 
 
-def _merged(spans: Sequence[Span], pixel_s: float) -> list[tuple[str, float, float]]:
-    """(kind, start, end) of the spans. Spans of one kind that less than half a pixel separates are merged."""
-    out: list[tuple[str, float, float]] = []
-    for span in sorted(spans, key=lambda s: s.start_s):
-        if out and out[-1][0] == span.kind and span.start_s - out[-1][2] < pixel_s / 2:
-            out[-1] = (span.kind, out[-1][1], max(out[-1][2], span.end_s))
+def _boxes(spans: Sequence[Interval], xs: Scale) -> list[tuple[str, float, float]]:
+    """(kind, left, right) of a lane's boxes. A box of several short operations has the kind that takes most of its time."""
+    columns: list[tuple[float, float, dict[str, float]]] = []
+    for span in sorted(spans, key=lambda s: s.begin_seconds):
+        left, right, seconds = xs(span.begin_seconds), xs(span.end_seconds), span.end_seconds - span.begin_seconds
+        if columns and max(right, columns[-1][1]) <= columns[-1][0] + PIXEL:
+            kinds = columns[-1][2]
+            kinds[_kind(span)] = kinds.get(_kind(span), 0.0) + seconds
         else:
-            out.append((span.kind, span.start_s, span.end_s))
+            columns.append((left, max(right, left + PIXEL), {_kind(span): seconds}))
+    out: list[tuple[str, float, float]] = []
+    for left, right, kinds in columns:
+        kind = max(kinds, key=kinds.__getitem__)
+        if out and out[-1][0] == kind and left - out[-1][2] < PIXEL / 2:
+            out[-1] = (kind, out[-1][1], max(out[-1][2], right))
+        else:
+            out.append((kind, left, right))
     return out
+
+
+def _kind(span: Interval) -> str:
+    """The kind of an operation: `forward layers.3` is `forward`."""
+    word, _, rest = span.name.partition(" ")
+    if word == "reduce":
+        return "reduce-scatter"
+    return span.name if word in ("optimizer", "parameters") else word if rest else span.name

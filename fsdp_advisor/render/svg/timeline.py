@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 
+from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.render.svg.elements import (
     SMALL,
     element,
@@ -27,51 +27,8 @@ NARROWEST_SECTION = 4.0
 """Pixels: narrower sections are merged, because their ups and downs could not be seen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """One section of the step: live bytes at its end, and the highest within it. It stands for `repeats` sections."""
-
-    phase: str
-    where: str
-    live_bytes: int
-    high_bytes: int
-    repeats: int = 1
-
-
-def unfold(moments: Iterable[Moment]) -> list[Moment]:
-    """Every section on its own. Repetitions change by equal amounts, and each peaks as high above its begin as the one before.
-
-    >>> [m.high_bytes for m in unfold([
-    ...     Moment(phase="forward", where="layer", live_bytes=10, high_bytes=14),
-    ...     Moment(phase="forward", where="", live_bytes=30, high_bytes=10, repeats=2)])]
-    [14, 24, 34]
-    """
-    out: list[Moment] = []
-    begin = 0
-    for moment in moments:
-        if moment.repeats == 1 or not out:
-            begin = out[-1].live_bytes if out else 0
-            out.append(moment)
-            continue
-        like, start = out[-1], out[-1].live_bytes
-        above = like.high_bytes - begin
-        for i in range(moment.repeats):
-            before = start + (moment.live_bytes - start) * i // moment.repeats
-            after = start + (moment.live_bytes - start) * (i + 1) // moment.repeats
-            out.append(
-                Moment(
-                    phase=moment.phase,
-                    where=like.where,
-                    live_bytes=after,
-                    high_bytes=max(before + above, before, after),
-                )
-            )
-        begin = start + (moment.live_bytes - start) * (moment.repeats - 1) // moment.repeats
-    return out
-
-
 def memory_timeline(
-    moments: Sequence[Moment],
+    sections: Sequence[TimelinePoint],
     *,
     label: str,
     capacity_bytes: int,
@@ -81,7 +38,6 @@ def memory_timeline(
 ) -> str:
     """The step from left to right; all sections have the same width. `kept_bytes` stay between steps."""
     height, top, bottom = (300, 46, 268) if width >= 560 else (280, 46, 248)
-    sections = unfold(moments)
     peak = max(sections, key=lambda m: m.high_bytes)
     at = sections.index(peak)
     highest = peak.high_bytes * 1.12
@@ -145,7 +101,7 @@ def _phases(phases: list[tuple[str, int]], xs: Scale, top: float, bottom: float)
     return drawn
 
 
-def _area(sections: Sequence[Moment], xs: Scale, ys: Scale) -> str:
+def _area(sections: Sequence[TimelinePoint], xs: Scale, ys: Scale) -> str:
     """The line of live bytes with the area below it."""
     points = _outline(sections, xs, ys)
     line_path = polyline(points)
@@ -159,7 +115,7 @@ def _area(sections: Sequence[Moment], xs: Scale, ys: Scale) -> str:
     return area + stroke(line_path, kind="accent", width=1.6)
 
 
-def _outline(sections: Sequence[Moment], xs: Scale, ys: Scale) -> list[tuple[float, float]]:
+def _outline(sections: Sequence[TimelinePoint], xs: Scale, ys: Scale) -> list[tuple[float, float]]:
     """The points of the line: each section's begin and its highest point. Narrow sections are merged."""
     points, live = [], min(sections[0].live_bytes, sections[0].high_bytes)
     merged = max(1, math.ceil(NARROWEST_SECTION * len(sections) / (xs.end - xs.start)))
@@ -172,7 +128,7 @@ def _outline(sections: Sequence[Moment], xs: Scale, ys: Scale) -> list[tuple[flo
     return points
 
 
-def _peak(peak: Moment, x: float, y: float, width: float, top: float) -> list[str]:
+def _peak(peak: TimelinePoint, x: float, y: float, width: float, top: float) -> list[str]:
     words = f"peak {format_gib(peak.high_bytes)}"
     left = x > width * 0.55
     at = max(y - 8, top - 2)

@@ -1,0 +1,71 @@
+"""Which of the plans that fit is recommended: the fastest, or the simplest of those that the time model cannot tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.search_space import StrategyChoice
+
+SPEED_RESOLUTION = 0.05
+"""Speeds that differ by less count as equal: the time model cannot tell them apart.
+
+It is the mean error of the predicted ratio over the pairs of published runs that differ only in strategy, backend or
+checkpointing, on the GPU alone (13 pairs). `tests/timing/test_published.py` computes it.
+"""
+OFFLOAD_RESOLUTION = 0.5
+"""The same for a plan that offloads against one that does not: the published pairs are 47 to 70 % off, because the speed of hosts
+differs. So a plan that offloads is preferred only if it is predicted to be faster by more."""
+
+
+def choose(found: Sequence[Candidate]) -> Candidate:
+    """The plan to recommend. Plans are compared by their speed in equal numerics (`Candidate.comparable_speed`)."""
+    pool = _without_offload(found)
+    fastest = max(map(speed, pool))
+    return min((c for c in pool if _is_near(speed(c), fastest)), key=lambda c: (c.simplicity, c.order))
+
+
+def speed(candidate: Candidate) -> float:
+    """Tokens per second per GPU in equal numerics; 0 if unknown."""
+    return candidate.comparable_speed or 0.0
+
+
+def may_win(choice: StrategyChoice, best_rate: float, best: Candidate) -> bool:
+    """Whether a choice would be chosen instead of `best` if it fitted at its best speed (in equal numerics)."""
+    own = speed(best)
+    if own == 0:
+        return False  # choices are ordered by simplicity
+    if (choice.offload != "none") != (best.plan.offload != "none"):
+        return choice.offload == "none" or best_rate > (1 + OFFLOAD_RESOLUTION) * own
+    simpler = choice.simplicity_rank < best.choice.simplicity_rank
+    return best_rate >= (1 - SPEED_RESOLUTION if simpler else 1 + SPEED_RESOLUTION) * own
+
+
+def are_equal(one: float, other: float) -> bool:
+    """Whether the time model cannot tell two speeds apart."""
+    return _is_near(min(one, other), max(one, other))
+
+
+def next_simpler(winner: StrategyChoice, choices: Iterable[StrategyChoice]) -> StrategyChoice | None:
+    """The choice of another strategy, backend or offload that is simpler than the winner, but as little as possible."""
+
+    def kind(choice: StrategyChoice) -> tuple[str, str, str]:
+        return choice.strategy, choice.backend, choice.offload
+
+    simpler = [c for c in choices if c.simplicity_rank < winner.simplicity_rank and kind(c) != kind(winner)]
+    if not simpler:
+        return None
+    nearest = kind(max(simpler, key=lambda c: c.simplicity_rank))
+    return min((c for c in simpler if kind(c) == nearest), key=lambda c: c.simplicity_rank)
+
+
+def _without_offload(found: Sequence[Candidate]) -> Sequence[Candidate]:
+    """The plans that keep everything on the GPU, unless there are none or offload is clearly faster."""
+    on_gpu = [c for c in found if c.plan.offload == "none"]
+    if not on_gpu or max(map(speed, found)) > (1 + OFFLOAD_RESOLUTION) * max(map(speed, on_gpu)):
+        return found
+    return on_gpu
+
+
+def _is_near(rate: float, fastest: float) -> bool:
+    return rate >= (1 - SPEED_RESOLUTION) * fastest

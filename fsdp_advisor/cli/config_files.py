@@ -1,0 +1,46 @@
+"""Configuration files on the command line: the job that they describe, and the report on what was read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from fsdp_advisor.cli.output import note
+from fsdp_advisor.configs import complete, from_paths
+from fsdp_advisor.job.config_reading import ConfigReading
+from fsdp_advisor.job.fields import fields_of, read_fields
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
+
+
+def request_of_files(
+    files: Sequence[Path], given: Mapping[str, Any], kind: type[EstimateRequest], partial: bool, options: Any
+) -> EstimateRequest | dict[str, Any]:
+    """The request of files and of the options that are given, which win. With `partial` its given fields, and notes instead.
+
+    Raises UsageError for a file that cannot be read, and for a job that is incomplete.
+    """
+    searched = getattr(kind, "SEARCHED", ())
+    found = complete(from_paths(files), read_fields(given, fields_of(kind)), searched)
+    if not partial:
+        return replace(make_request(found.options, kind), configs=found.readings)
+    for line in reading_lines(found.readings):
+        note(line, quiet=getattr(options, "quiet", False))
+    return dict(found.options)
+
+
+def reading_lines(readings: Sequence[ConfigReading]) -> tuple[str, ...]:
+    """What was read of each file, as lines of text."""
+    return tuple(line for reading in readings for line in reading.lines)
+
+
+def with_readings(text: str, readings: Sequence[ConfigReading], width: int = 120, *, markdown: bool = False) -> str:
+    """An answer as text, after what was read of the files."""
+    wrapped = (fill(line, width, subsequent_indent="    ", break_on_hyphens=False) for line in reading_lines(readings))
+    lines = "\n".join(wrapped)
+    if not lines:
+        return text
+    return f"```text\n{lines}\n```\n\n{text}" if markdown else f"{lines}\n\n{text}"

@@ -1,0 +1,95 @@
+"""Reads axolotl's YAML.
+
+Source: axolotl 0.19.0, utils/schemas/{config,fsdp,model,training,peft,validation}.py, utils/config/__init__.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_advisor.configs.collect import Collector, active
+from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
+from fsdp_advisor.configs.names import set_attention, set_optimizer
+from fsdp_advisor.configs.trainer import read_embedded, strip_prefix
+
+_TOPICS = {
+    "LoRA and other adapters": ("adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
+                                "lora_modules_to_save", "peft_use_dora", "peft_use_rslora", "relora"),
+    "quantized weights": ("load_in_4bit", "load_in_8bit", "gptq", "qat", "quantization"),
+    "packed sequences": ("sample_packing", "batch_flattening"),
+    "fused and chunked losses": ("plugins", "chunked_cross_entropy", "liger_fused_linear_cross_entropy", "flash_attn_cross_entropy"),
+    "tensor and context parallelism": ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+    "torch.compile": ("torch_compile",),
+    "preference and reinforcement learning": ("rl", "rl_beta", "reward_model", "process_reward_model"),
+    "activation offload": ("activation_offloading", "layer_offloading"),
+    "frozen parameters": ("unfrozen_parameters",),
+    "FP8 and lower precisions": ("fp8",),
+    "tiled MLP": ("tiled_mlp",),
+}  # fmt: skip
+_SWITCHES = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
+
+
+def is_axolotl(keys: Mapping[str, Any]) -> bool:
+    return "base_model" in keys
+
+
+def read(file: str, keys: Mapping[str, Any]) -> Collector:
+    """The settings of a configuration of axolotl, which trains through the Trainer."""
+    found = Collector(file, "axolotl", keys)
+    options = found.options
+    options["framework"] = "trainer"
+    options["model"] = found.take("base_model")
+    found.number("sequence_len", "seq_len")
+    found.number("micro_batch_size", "micro_batch_size")
+    found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
+    found.default("seq_len", 512, "512 tokens, axolotl's default of sequence_len")
+    _precision(found)
+    set_attention(found, "attn_implementation")
+    for key, attention in _SWITCHES.items():
+        if found.flag(key):
+            options["attention"] = attention
+    set_optimizer(found, "optimizer", found.peek("optim_args"))
+    found.take("optim_args")
+    if found.peek("gradient_checkpointing") == "offload":
+        found.lacks("gradient_checkpointing", "activation offload; the estimate keeps checkpoints on the GPU")
+        options["activation_checkpointing"] = "full"
+    elif found.flag("gradient_checkpointing"):
+        options["activation_checkpointing"] = "full"
+    found.take("gradient_checkpointing_kwargs")
+    _sharding(found)
+    for topic, names in _TOPICS.items():
+        found.lacks_active(topic, *names)
+    return found
+
+
+def _precision(found: Collector) -> None:
+    bf16, fp16 = found.peek("bf16"), found.peek("fp16")
+    if bf16 == "full":
+        found.take("bf16")
+        found.options["precision"] = "bf16"
+        return
+    on = [found.flag(key) for key in ("bf16", "fp16", "bfloat16", "float16")]
+    if bf16 == "auto":
+        on[0] = True
+    if bf16 is None and fp16 is None:
+        found.default("mixed", "bf16", "bf16, axolotl's choice on GPUs that have it")
+    else:
+        found.options["mixed"] = "bf16" if on[0] or on[2] else "fp16" if on[1] or on[3] else "no"
+
+
+def _sharding(found: Collector) -> None:
+    replicas, shards = found.number("dp_replicate_size"), found.number("dp_shard_size")
+    place = found.peek("deepspeed")
+    if "fsdp_config" in found or active(found.peek("fsdp")):
+        found.take("fsdp")
+        strip_prefix(found)
+        version = found.number("fsdp_version") or found.number("fsdp_config.version") or 1
+        read_fsdp(found, "fsdp_config.", version)
+        read_replicas(found, replicas, shards)
+    elif isinstance(place, str) and place:
+        found.refer("deepspeed")
+    elif isinstance(place, Mapping):
+        read_embedded(found, place)
+    else:
+        found.default("strategy", "ddp", "DDP, because neither fsdp_config nor deepspeed is set")

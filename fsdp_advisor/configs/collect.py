@@ -1,0 +1,155 @@
+"""Collects the settings of one configuration file: each key is read, ignored or not modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.config_reading import ConfigReading
+from fsdp_advisor.job.unknown_options import topic_of
+
+INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "auto", "default", 0, 1, [], {})
+"""Values with which a key switches nothing on. 1 is the degree of a parallelism that is not used."""
+
+
+class Collector:
+    """The settings of one file, by key, as a reader takes them.
+
+    A reader takes each key that it knows and sets options of a request; `defaults` hold where no file sets the option.
+    `mixed` and `dtype` are two options that together are a request's precision. `references` are other configuration files
+    that a setting names, by key.
+    """
+
+    def __init__(self, file: str, format: str, keys: Mapping[str, Any]) -> None:
+        self.file, self.format = file, format
+        self._pending = {str(key): value for key, value in keys.items()}
+        self.options: dict[str, Any] = {}
+        self.defaults: dict[str, tuple[Any, str]] = {}
+        self.references: list[str] = []
+        self._read: list[str] = []
+        self._ignored: list[str] = []
+        self._not_modelled: list[str] = []
+        self._assumed: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._pending
+
+    def peek(self, key: str) -> Any:
+        """The value of a key that stays to be taken; None if there is none."""
+        return self._pending.get(key)
+
+    def take(self, key: str, shown: str | None = None) -> Any:
+        """The value of a key, which then counts as read; None if the file has none."""
+        if key not in self._pending:
+            return None
+        value = self._pending.pop(key)
+        self._read.append(f"{shown or key}: {_short(value)}")
+        return value
+
+    def number(self, key: str, option: str | None = None) -> int | None:
+        """The whole number of a key, set as `option` if that is given; None for a missing key, null or "auto".
+
+        Raises UsageError for any other value.
+        """
+        value = self.peek(key)
+        if value is None or value == "auto" or (isinstance(value, str) and "$" in value):
+            return None
+        try:
+            found = int(float(value)) if not isinstance(value, bool) else None
+        except (TypeError, ValueError):
+            found = None
+        if found is None or found != float(value):
+            raise UsageError(f"{self.file}: {key} is {_short(value)}, not a whole number", hint="correct the file")
+        self.take(key)
+        if option is not None:
+            self.options[option] = found
+        return found
+
+    def flag(self, key: str) -> bool | None:
+        """The truth of a key; None if the file does not say it."""
+        value = self.peek(key)
+        if value is None:
+            return None
+        self.take(key)
+        return truth(value)
+
+    def replace(self, key: str, value: Any) -> None:
+        """Give a key another value."""
+        self._pending[key] = value
+
+    def section(self, key: str) -> dict[str, Any]:
+        """The keys of a section, moved up as `section.key`; empty if there is no such section."""
+        value = self.peek(key)
+        if not isinstance(value, Mapping):
+            return {}
+        del self._pending[key]
+        inner = {f"{key}.{name}": item for name, item in value.items()}
+        self._pending |= inner
+        return inner
+
+    def default(self, option: str, value: Any, why: str) -> None:
+        """Assume a value for an option that no file sets."""
+        self.defaults.setdefault(option, (value, why))
+
+    def lacks(self, key: str, what: str) -> None:
+        """Report a key, if the file has it, as a setting that no figure contains. `what` is the subject."""
+        if key in self._pending:
+            self._not_modelled.append(f"{key}: {_short(self._pending.pop(key))} ({what})")
+
+    def lacks_active(self, what: str, *keys: str) -> None:
+        """The same for keys that are switched on."""
+        for key in keys:
+            if key in self._pending and active(self._pending[key]):
+                self.lacks(key, what)
+
+    def omits(self, sentence: str) -> None:
+        """Report an effect that is not modelled, whichever key causes it."""
+        self._not_modelled.append(sentence)
+
+    def assume(self, sentence: str) -> None:
+        """Report an assumption."""
+        self._assumed.append(sentence)
+
+    def refer(self, key: str) -> None:
+        """Note the file that a key names, to be read too."""
+        name = self.take(key)
+        if isinstance(name, str) and name:
+            self.references.append(name)
+
+    def reading(self, assumed: tuple[str, ...] = ()) -> ConfigReading:
+        """What was read, with the rest of the keys: not modelled if their subject is known as such, else ignored."""
+        for key, value in self._pending.items():
+            topic = topic_of(key.rsplit(".", 1)[-1])
+            if topic is not None and active(value):
+                self._not_modelled.append(f"{key}: {_short(value)} ({topic})")
+            else:
+                self._ignored.append(key)
+        self._pending = {}
+        return ConfigReading(
+            file=self.file,
+            format=self.format,
+            read=tuple(self._read),
+            ignored=tuple(self._ignored),
+            not_modelled=tuple(dict.fromkeys(self._not_modelled)),
+            assumed=(*self._assumed, *assumed),
+        )
+
+
+def active(value: Any) -> bool:
+    """Whether a value switches something on."""
+    return value is True or not any(value is no or (type(value) is type(no) and value == no) for no in INACTIVE)
+
+
+def truth(value: Any) -> bool:
+    """A value of YAML, JSON or a command line as true or false.
+
+    >>> truth("True"), truth("no"), truth(0)
+    (True, False, False)
+    """
+    return value.strip().lower() in ("true", "yes", "on", "1") if isinstance(value, str) else bool(value)
+
+
+def _short(value: Any) -> str:
+    text = "".join(c if c.isprintable() else "?" for c in str(value))
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,149 @@
+"""Reads DeepSpeed's JSON.
+
+Source: deepspeed 0.19.8, runtime/config.py, runtime/zero/config.py, runtime/zero/offload_config.py, runtime/precision_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isqrt
+from typing import Any
+
+from fsdp_advisor.configs.accelerate import set_offload
+from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.configs.names import set_optimizer
+from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
+
+_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer"}
+_BUCKETS = {
+    "reduce_bucket_size": DEFAULTS.reduce_bucket_size,
+    "sub_group_size": DEFAULTS.sub_group_size,
+    "stage3_prefetch_bucket_size": DEFAULTS.prefetch_bucket_size,
+    "stage3_param_persistence_threshold": DEFAULTS.param_persistence_threshold,
+    "stage3_max_live_parameters": DEFAULTS.max_live_parameters,
+    "stage3_max_reuse_distance": DEFAULTS.max_reuse_distance,
+}
+"""The sizes that an estimate assumes, in elements."""
+_HIERARCHIES = ("zero_hpz_partition_size", "mics_shard_size", "zero_quantized_weights", "zero_quantized_gradients")
+_TOPICS = {
+    "zero_optimization.ratio": "partial offload",
+    "tensor_parallel": "tensor parallelism",
+    "pipeline": "pipeline parallelism",
+    "sequence_parallel_size": "context and sequence parallelism",
+    "compression_training": "compression",
+}
+
+
+def is_deepspeed(keys: Mapping[str, Any]) -> bool:
+    return bool(_KEYS & set(keys))
+
+
+def read(file: str, keys: Mapping[str, Any]) -> Collector:
+    """The settings of a configuration of DeepSpeed."""
+    found = Collector(file, "DeepSpeed", keys)
+    read_into(found, keys)
+    found.default(
+        "framework", "deepspeed", "DeepSpeed's own training loop, because no file is of accelerate or the Trainer"
+    )
+    return found
+
+
+def read_into(found: Collector, keys: Mapping[str, Any]) -> None:
+    """Set the options of DeepSpeed's settings, which are the keys of `found`."""
+    micro = found.number("train_micro_batch_size_per_gpu", "micro_batch_size")
+    steps = found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
+    total = found.number("train_batch_size")
+    _world(found, total, micro, steps)
+    _precision(found)
+    _zero(found)
+    section = found.section("optimizer")
+    if section:
+        arguments = section.get("optimizer.params")
+        set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
+        found.take("optimizer.params")
+        _fused(found, arguments)
+    for key, topic in _TOPICS.items():
+        found.lacks_active(topic, key)
+
+
+def _fused(found: Collector, arguments: Any) -> None:
+    """DeepSpeed's AdamW on the GPU is a fused kernel; with `torch_adam` it is torch's, which takes torch's arguments.
+
+    Source: deepspeed/runtime/engine.py, _configure_basic_optimizer.
+    """
+    if found.options.get("optim") == "adamw_torch":
+        foreach = isinstance(arguments, Mapping) and arguments.get("torch_adam") and not arguments.get("fused")
+        found.options["optim"] = "adamw_torch" if foreach else "adamw_torch_fused"
+
+
+def _world(found: Collector, total: int | None, micro: int | None, steps: int | None) -> None:
+    per_rank = (micro or 1) * (steps or 1)
+    if total and micro and total % per_rank == 0:
+        found.default(
+            "gpus", total // per_rank, f"{total // per_rank} GPUs: train_batch_size / (micro-batch x accumulation)"
+        )
+
+
+def _precision(found: Collector) -> None:
+    bf16, fp16 = found.section("bf16") or found.section("bfloat16"), found.section("fp16")
+    halves = {"bf16": bf16, "fp16": fp16}
+    enabled = {}
+    for name, section in halves.items():
+        key = next((key for key in section if key.endswith(".enabled")), "")
+        enabled[name] = section.get(key)
+        found.take(key)
+    if any(value == "auto" for value in enabled.values()):
+        return
+    if enabled["bf16"] is not None and truth(enabled["bf16"]):
+        masters = [key for key in bf16 if key.endswith((".bf16_master_weights_and_grads", ".bf16_optimizer_states"))]
+        in_bf16 = bool(masters) and all(truth(found.take(key)) for key in masters)
+        found.options["precision"] = "bf16" if in_bf16 else "bf16-mixed"
+    elif enabled["fp16"] is not None and truth(enabled["fp16"]):
+        found.options["precision"] = "fp16-mixed"
+    else:
+        found.default("precision", "fp32", "fp32, because neither bf16 nor fp16 is enabled")
+
+
+def _zero(found: Collector) -> None:
+    options = found.options
+    options["backend"] = "deepspeed"
+    section = found.section("zero_optimization")
+    stage = found.number("zero_optimization.stage") or 0
+    if stage == 0:
+        options["strategy"] = "zero1"
+        found.omits("ZeRO stage 0; the estimate assumes stage 1")
+    else:
+        options["strategy"] = f"zero{stage}"
+    devices = []
+    for name in ("offload_optimizer", "offload_param"):
+        place = section.get(f"zero_optimization.{name}")
+        found.take(f"zero_optimization.{name}")
+        devices.append(str(place.get("device", "none")) if isinstance(place, Mapping) else "none")
+        if isinstance(place, Mapping) and float(place.get("ratio", 1)) < 1:
+            found.omits(f"{name}.ratio: {place['ratio']} (partial offload)")
+    set_offload(found, devices[0], devices[1])
+    _buckets(found, section)
+    found.lacks_active("hierarchical or quantized ZeRO", *(f"zero_optimization.{key}" for key in _HIERARCHIES))
+
+
+def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
+    """Report sizes other than those that the estimate assumes: DeepSpeed's, or what transformers fills in for "auto"."""
+    reduce = section.get("zero_optimization.reduce_bucket_size")
+    hidden = isqrt(int(float(reduce))) if reduce not in (None, "auto") else 0
+    by_transformers = {
+        "reduce_bucket_size": hidden**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    for name, default in _BUCKETS.items():
+        key = f"zero_optimization.{name}"
+        value = section.get(key)
+        if value is None:
+            continue
+        if value == "auto" or int(float(value)) in (default, by_transformers.get(name)):
+            found.take(key)
+        else:
+            found.lacks(key, f"the estimate assumes {default}, or what the framework fills in")
+    buffer = section.get("zero_optimization.allgather_bucket_size")
+    if buffer is not None and active(buffer):
+        found.take("zero_optimization.allgather_bucket_size")

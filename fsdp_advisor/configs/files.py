@@ -1,0 +1,167 @@
+"""Finds, recognizes and reads configuration files: given ones, those in a folder, and those that a setting names."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_advisor.configs import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    llamafactory,
+    python_code,
+    shell,
+    torchtitan,
+    torchtune,
+    trainer,
+)  # fmt: skip
+from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.merge import Configuration, merge
+from fsdp_advisor.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_BYTES = 1_000_000
+"""A larger file is no configuration."""
+_FORMATS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str, Mapping[str, Any]], Collector]], ...] = (
+    (accelerate.is_accelerate, accelerate.read),
+    (deepspeed.is_deepspeed, deepspeed.read),
+    (axolotl.is_axolotl, axolotl.read),
+    (torchtune.is_torchtune, torchtune.read),
+    (torchtitan.is_torchtitan, torchtitan.read),
+    (llamafactory.is_llamafactory, llamafactory.read),
+    (trainer.is_trainer, trainer.read),
+)
+"""How to recognize each format of keys and values, and its reader. The most specific format comes first."""
+_READ_IN_A_FOLDER = (".yaml", ".yml", ".json", ".toml", ".sh", ".sbatch")
+_SCRIPTS_OF_A_FOLDER = ("train.py", "lines_to_add.py", "training_arguments.py")
+_HOST = re.compile(r"^\S+\s+slots=(\d+)", re.MULTILINE)
+
+Find = Callable[[str], "tuple[str, str] | None"]
+"""The name and the text of a file that another one names; None if it cannot be found."""
+
+
+def from_paths(paths: Sequence[Path]) -> Configuration:
+    """The options that the files say together. A directory stands for the configurations in it.
+
+    Raises UsageError for a file that cannot be read or recognized.
+    """
+    files: list[Path] = []
+    for path in paths:
+        files += _in_folder(path) if path.is_dir() else [path]
+    texts = {str(path): _text(path) for path in files}
+    folders = [path.parent for path in files]
+
+    def find(name: str) -> tuple[str, str] | None:
+        for candidate in (Path(name), *(folder / name for folder in folders)):
+            if candidate.is_file():
+                return str(candidate), _text(candidate)
+        return None
+
+    return _combined(texts, find)
+
+
+def from_texts(texts: Mapping[str, str]) -> Configuration:
+    """The same for texts by file name. A setting that names a file finds it only among them."""
+    return _combined(texts, lambda name: None)
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix in _READ_IN_A_FOLDER or path.name in (*_SCRIPTS_OF_A_FOLDER, "hostfile", ".deepspeed_env")
+    ]
+    if not found:
+        raise UsageError(
+            f"no configuration in {folder}", hint=f"it has no file that ends in {', '.join(_READ_IN_A_FOLDER)}"
+        )
+    return found
+
+
+def _text(path: Path) -> str:
+    name, _, function = str(path).partition(".py:")
+    path = Path(f"{name}.py") if function else path
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path}: {error.strerror}", hint="give the path of a configuration file"
+        ) from None
+    if len(content) > MAX_BYTES:
+        raise UsageError(f"{path} is larger than a configuration", hint=f"at most {MAX_BYTES} bytes")
+    return content.decode("utf-8", "replace")
+
+
+def _combined(texts: Mapping[str, str], find: Find) -> Configuration:
+    parts: list[Collector] = []
+    pending, seen = list(texts.items()), {_base(name) for name in texts}
+    while pending:
+        name, text = pending.pop(0)
+        for part in read_text(name, text):
+            parts.append(part)
+            for reference in part.references:
+                if _base(reference) in seen:
+                    continue
+                seen.add(_base(reference))
+                other = find(reference)
+                if other is None:
+                    part.omits(f"{reference}, which it names, was not found: give it with --config-file")
+                else:
+                    pending.append(other)
+    named = {_base(reference) for part in parts for reference in part.references}
+    return merge(sorted(parts, key=lambda part: _base(part.file) not in named))  # what names a file overrides it
+
+
+def _base(name: str) -> str:
+    return re.split(r"[/\\]", name)[-1]
+
+
+def read_text(name: str, text: str) -> list[Collector]:
+    """The settings of one file, recognized by its name and its content. Raises UsageError."""
+    base, _, function = name.partition(".py:")
+    if function or name.endswith(".py"):
+        return [python_code.read(f"{base}.py" if function else name, text, function or None)]
+    suffix = Path(name).suffix
+    if suffix in (".json", ".yaml", ".yml", ".toml"):
+        return [_structured(name, suffix, text)]
+    if _base(name) == ".deepspeed_env":
+        return shell.read(name, f"{text}\npython train.py\n")[1:]
+    hosts = _HOST.findall(text)
+    if hosts:
+        found = Collector(name, "hostfile", {})
+        found.options |= {"nnodes": len(hosts), "gpus": sum(map(int, hosts))}
+        return [found]
+    return shell.read(name, text)
+
+
+def _structured(name: str, suffix: str, text: str) -> Collector:
+    try:
+        keys = (
+            json.loads(text)
+            if suffix == ".json"
+            else tomllib.loads(text)
+            if suffix == ".toml"
+            else yaml.safe_load(text)
+        )
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        message = " ".join(str(error).split())[:200]
+        raise UsageError(f"{name} cannot be parsed: {message}", hint="correct the file") from None
+    if not isinstance(keys, Mapping):
+        raise UsageError(f"{name} has no keys and values", hint="give a configuration file")
+    for recognizes, read in _FORMATS:
+        if recognizes(keys):
+            return read(name, keys)
+    known = "accelerate, DeepSpeed, axolotl, LLaMA-Factory, TRL, Trainer arguments, torchtune, torchtitan"
+    raise UsageError(f"{name} is of no known format", hint=f"known are {known}")

@@ -1,0 +1,87 @@
+"""The FSDP section, which accelerate, the Trainer and axolotl spell almost the same way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.configs.collect import Collector, truth
+
+SHARDING = {
+    "shard_grad_op": "zero2",
+    "full_shard": "zero3",
+    "hybrid_shard": "hsdp",
+    "1": "zero3",
+    "2": "zero2",
+    "4": "hsdp",
+}
+"""FSDP1's sharding strategies by name, and by the number that accelerate also accepts. Source: accelerate/utils/constants.py,
+FSDP_SHARDING_STRATEGY."""
+PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
+WRAP = {"transformer_based_wrap": "layer", "no_wrap": "none"}
+
+
+def read_fsdp(found: Collector, prefix: str, version: int) -> None:
+    """Set strategy, backend, offload, checkpointing, wrapping and prefetching from the keys that begin with `prefix`.
+
+    An unknown key is reported as ignored, which is also what accelerate does with it.
+    """
+    options = found.options
+    options["backend"] = "fsdp2" if version == 2 else "fsdp1"
+    options["strategy"] = _strategy(found, prefix, version)
+    offload = found.flag(f"{prefix}offload_params") or found.flag(f"{prefix}cpu_offload")
+    options["offload"] = "parameters" if offload else "none"
+    if found.flag(f"{prefix}activation_checkpointing"):
+        options["activation_checkpointing"] = "full"
+    _wrap(found, prefix)
+    prefetch = found.peek(f"{prefix}backward_prefetch")
+    if version == 1 and isinstance(prefetch, str) and prefetch.lower() in PREFETCH:
+        found.take(f"{prefix}backward_prefetch")
+        options["backward_prefetch"] = PREFETCH[prefetch.lower()]
+    found.lacks_active("forward prefetch", f"{prefix}forward_prefetch")
+
+
+def _strategy(found: Collector, prefix: str, version: int) -> str:
+    reshard = found.peek(f"{prefix}reshard_after_forward")
+    name = found.peek(f"{prefix}sharding_strategy")
+    if version == 1:
+        given = name if name is not None else reshard
+        words = str(given).lower()
+        if words in SHARDING:
+            found.take(f"{prefix}sharding_strategy")
+            found.take(f"{prefix}reshard_after_forward")
+            return SHARDING[words]
+        if given is not None and not isinstance(given, bool):
+            found.lacks(f"{prefix}sharding_strategy", "the estimate assumes full sharding")
+            return "zero3"
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        found.lacks(f"{prefix}reshard_after_forward", "the estimate assumes true: resharding to a smaller mesh")
+        return "zero3"
+    found.take(f"{prefix}reshard_after_forward")
+    return "zero3" if reshard is None or truth(reshard) else "zero2"
+
+
+def _wrap(found: Collector, prefix: str) -> None:
+    key = f"{prefix}auto_wrap_policy"
+    policy = str(found.peek(key) or "").lower()
+    if policy in WRAP:
+        found.take(key)
+        found.options["wrap"] = WRAP[policy]
+    elif policy:
+        found.lacks(key, "the estimate assumes one unit per layer")
+        found.lacks(f"{prefix}min_num_params", "of the wrap policy")
+    found.take(f"{prefix}transformer_layer_cls_to_wrap")
+
+
+def read_replicas(found: Collector, replicas: Any, shards: Any) -> None:
+    """Turn the degrees of a device mesh into HSDP or DDP. An estimate has one replica per node."""
+    replicas, shards = int(replicas or 1), int(shards or 1)
+    if replicas > 1:
+        found.options["strategy"] = "hsdp" if shards > 1 else "ddp"
+        if shards > 1:
+            found.default("nnodes", replicas, f"{replicas} nodes, one for each replica")
+        else:
+            found.options["backend"] = "ddp"
+    if replicas * shards > 1:
+        found.default(
+            "gpus", replicas * shards, f"{replicas * shards} GPUs, the size of the mesh of replicas and shards"
+        )

@@ -1,0 +1,72 @@
+"""Reads LLaMA-Factory's YAML: the Trainer's arguments, and its own.
+
+Source: LLaMA-Factory 0.9.5, hparams/{model,data,finetuning}_args.py, hparams/parser.py, model/patcher.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_advisor.configs.collect import Collector, truth
+from fsdp_advisor.configs.names import set_attention
+from fsdp_advisor.configs.trainer import read_into
+
+_OWN = {
+    "finetuning_type",
+    "cutoff_len",
+    "template",
+    "dataset_dir",
+    "flash_attn",
+    "quantization_bit",
+    "enable_liger_kernel",
+}
+_TOPICS = {
+    "LoRA and other adapters": ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "adapter_name_or_path", "use_dora",
+                                "use_rslora", "additional_target", "pissa_init"),
+    "quantized weights": ("quantization_bit", "quantization_method", "double_quantization"),
+    "fused and chunked losses": ("enable_liger_kernel",),
+    "packed sequences": ("packing", "neat_packing"),
+    "frozen parameters": ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"),
+    "the optimizer": ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
+    "kernels of unsloth": ("use_unsloth", "use_unsloth_gc"),
+    "mixture of depths": ("mixture_of_depths",),
+}  # fmt: skip
+
+
+def is_llamafactory(keys: Mapping[str, Any]) -> bool:
+    return bool(_OWN & set(keys))
+
+
+def read(file: str, keys: Mapping[str, Any]) -> Collector:
+    """The settings of a configuration of LLaMA-Factory, which trains through the Trainer."""
+    found = Collector(file, "LLaMA-Factory", keys)
+    kind = found.peek("finetuning_type")
+    if kind == "full":
+        found.take("finetuning_type")
+    elif kind is None:
+        found.omits("finetuning_type is lora by default (LoRA and other adapters); the estimate trains every parameter")
+    else:
+        found.lacks(
+            "finetuning_type", "LoRA, frozen parameters and other adapters; the estimate trains every parameter"
+        )
+    stage = found.peek("stage")
+    if stage in (None, "sft", "pt"):
+        found.take("stage")
+    else:
+        found.lacks("stage", "preference and reinforcement learning")
+    found.number("cutoff_len", "seq_len")
+    found.default("seq_len", 2048, "2048 tokens, LLaMA-Factory's default of cutoff_len")
+    set_attention(found, "flash_attn")
+    checkpointing = "none" if found.flag("disable_gradient_checkpointing") else "full"
+    found.default("activation_checkpointing", checkpointing, "gradient checkpointing, which LLaMA-Factory switches on")
+    if truth(found.peek("pure_bf16") or False):
+        found.take("pure_bf16")
+        found.options["precision"] = "bf16"
+    for topic, names in _TOPICS.items():
+        found.lacks_active(topic, *names)
+    has_engine = found.peek("fsdp") or found.peek("deepspeed")
+    read_into(found)
+    if not has_engine:
+        found.default("strategy", "ddp", "DDP, because neither fsdp nor deepspeed is set")
+    return found

@@ -1,0 +1,136 @@
+"""Combines the settings of several files into the options of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.job.compatibility import OFFLOADS
+from fsdp_advisor.job.config_reading import ConfigReading
+
+_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer")
+"""From the least to the most specific: a Trainer runs on accelerate, which runs DeepSpeed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """The options that files say or imply, by the names of a request's fields, and what was read of each file."""
+
+    options: Mapping[str, Any]
+    readings: tuple[ConfigReading, ...] = field(default=())
+
+
+def merge(parts: Sequence[Collector]) -> Configuration:
+    """One request's options from all files. A later file wins over an earlier one, which the reading then says."""
+    options: dict[str, Any] = {}
+    source: dict[str, Collector] = {}
+    for part in parts:
+        for name, value in part.options.items():
+            if name == "framework":
+                if _FRAMEWORKS.index(value) >= _FRAMEWORKS.index(options.get(name, "torch")):
+                    options[name] = value
+                continue
+            if name in options and options[name] != value and name not in ("mixed", "dtype"):
+                part.assume(f"{name} {value} as here, not {options[name]} as in {source[name].file}")
+            options[name], source[name] = value, part
+    for part in parts:
+        for name, (value, why) in part.defaults.items():
+            if name not in options and not (name == "precision" and {"mixed", "dtype"} & set(options)):
+                options[name] = value
+                part.assume(why)
+    _resolve_precision(options, parts)
+    _resolve_engine(options)
+    return Configuration(options=options, readings=_grouped(parts))
+
+
+def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> None:
+    """`mixed`, as accelerate calls it, and the dtype of the weights, as a request's precision.
+
+    DeepSpeed's own section decides where there is one. FSDP2 through accelerate keeps fp32 masters under mixed precision,
+    whatever the dtype (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
+    """
+    mixed, dtype = options.pop("mixed", None), options.pop("dtype", None)
+    if "precision" in options:
+        return
+    if mixed in ("bf16", "fp16"):
+        options["precision"] = f"{mixed}-mixed"
+        if dtype in ("bfloat16", "float16") and options.get("backend") in (None, "ddp"):
+            options["precision"] = "bf16"
+            parts[0].assume("weights in bf16, so that autocast changes nothing")
+    elif mixed is not None or dtype is not None:
+        options["precision"] = "bf16" if dtype in ("bfloat16", "bf16") else "fp32"
+        if dtype is None:
+            parts[0].assume("weights in fp32, because no file says their dtype")
+        elif dtype == "float16":
+            parts[0].omits("dtype: float16; the estimate assumes fp32 weights")
+
+
+def _resolve_engine(options: dict[str, Any]) -> None:
+    """Drop what contradicts the backend that the files decided on."""
+    if options.get("strategy") == "ddp" and options.get("backend") not in ("ddp", None):
+        options["backend"] = "ddp"
+    if options.get("backend") == "deepspeed":
+        options.pop("wrap", None)
+        options.pop("backward_prefetch", None)
+    if options.get("offload", "none") == "none":
+        options.pop("offload_device", None)
+
+
+def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
+    """One reading per file, in their order."""
+    found: dict[str, ConfigReading] = {}
+    for part in parts:
+        reading = part.reading()
+        before = found.get(reading.file)
+        if before is not None:
+            reading = ConfigReading(
+                file=reading.file,
+                format=before.format if reading.format == "environment" else f"{before.format}, {reading.format}",
+                read=before.read + reading.read,
+                ignored=before.ignored + reading.ignored,
+                not_modelled=before.not_modelled + reading.not_modelled,
+                assumed=before.assumed + reading.assumed,
+            )
+        found[reading.file] = reading
+    return tuple(found.values())
+
+
+def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[str] = ()) -> Configuration:
+    """The options of a request: those that are given, and the files' for all others.
+
+    `searched` are options that a search is to find: the files' values for them are left out, and their global batch size is
+    kept instead. Options that are given win; one that decides on the engine drops the files' other options of the engine.
+    """
+    options = dict(found.options)
+    if {"strategy", "backend"} & set(given):
+        options.pop("strategy", None)
+        options.pop("backend", None)
+        if given.get("strategy", "all") not in ("all", *OFFLOADS[options.get("offload", "none")]):
+            options.pop("offload")
+    if "gpus" in given:
+        options.pop("nnodes", None)
+    readings = found.readings
+    dropped = [name for name in searched if name in options and name not in given]
+    if dropped:
+        why = f"searched, not kept: {', '.join(dropped)}"
+        options, batch = _without(options, dropped, given)
+        first = replace(readings[0], assumed=(*readings[0].assumed, f"{why}; {batch}" if batch else why))
+        readings = (first, *readings[1:])
+    if options.get("framework") == "deepspeed" and given.get("backend", options.get("backend")) not in (
+        None,
+        "deepspeed",
+    ):
+        options.pop("framework")
+    return Configuration(options={**options, **given}, readings=readings)
+
+
+def _without(options: dict[str, Any], dropped: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The options without those that are searched, but with the global batch size that they give; and a sentence on it."""
+    kept = {name: value for name, value in options.items() if name not in dropped}
+    decides = {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "find"}
+    if decides & set(given) or not {"micro_batch_size", "gpus"} <= set(options):
+        return kept, ""
+    batch = options["micro_batch_size"] * options.get("gradient_accumulation_steps", 1) * options["gpus"]
+    return {**kept, "global_batch_size": batch}, f"the files' global batch size {batch} is kept"

@@ -1,0 +1,192 @@
+"""Reads Python without running it: exported training scripts, calls of TrainingArguments and of TRL's configurations.
+
+Only literals count. A setting that is computed is not read.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_advisor.configs import torchtitan, trainer
+from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.errors import UsageError
+
+_CONSTANTS = {
+    "MODEL": "model",
+    "MICRO_BATCH_SIZE": "micro_batch_size",
+    "SEQ_LEN": "seq_len",
+    "ACCUMULATION": "gradient_accumulation_steps",
+    "WORLD_SIZE": "gpus",
+}
+"""The constants at the top of an exported script."""
+_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
+_OF_TRL = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "RewardConfig", "ORPOConfig", "CPOConfig")
+
+
+def read(file: str, text: str, function: str | None = None) -> Collector:
+    """The settings of a Python file. `function` selects a configuration function of torchtitan.
+
+    Raises UsageError if the file is no Python or has no settings of a known kind.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not Python: {error}", hint="give a configuration or a script") from None
+    sections = torchtitan.sections_of(tree, function, file)
+    if sections is not None:
+        return torchtitan.read(file, sections)
+    found = _arguments(file, tree)
+    if found is not None:
+        return found
+    constants = _constants(tree)
+    if not {"MODEL", "MICRO_BATCH_SIZE", "SEQ_LEN"} & set(constants):
+        raise UsageError(
+            f"{file}: no TrainingArguments, no configuration of torchtitan and no exported script",
+            hint="give the configuration file, or the options of the job",
+        )
+    return _script(file, tree, constants)
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """The literals that the module assigns to names in capitals."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    return found
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and literal keywords of each call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func).rsplit(".", 1)[-1], _literals(node.keywords)
+
+
+def _literals(keywords: list[ast.keyword]) -> dict[str, Any]:
+    found = {}
+    for keyword in keywords:
+        if keyword.arg is None:
+            continue
+        try:
+            found[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            if isinstance(keyword.value, ast.Attribute):
+                found[keyword.arg] = ast.unparse(keyword.value)
+    return found
+
+
+def _arguments(file: str, tree: ast.Module) -> Collector | None:
+    """The arguments of a Trainer, given to its class or collected in a dictionary that is passed on to it."""
+    calls = dict(_calls(tree))
+    name = next((n for n in (*_OF_TRL, *_ARGUMENTS) if n in calls), None)
+    if name is None:
+        return None
+    keys = dict(calls[name])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Dict):
+            try:
+                keys |= ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    constants = _constants(tree)
+    loaded = constants.get("MODEL_ARGUMENTS") or calls.get("from_pretrained") or {}
+    keys |= {key: value for key, value in loaded.items() if key in ("dtype", "torch_dtype", "attn_implementation")}
+    if isinstance(constants.get("MODEL"), str):
+        keys["model_name_or_path"] = constants["MODEL"]
+    found = trainer.read(file, keys, trl=name in _OF_TRL)
+    if name in _OF_TRL and name != "SFTConfig":
+        found.omits(f"{name} (preference and reinforcement learning)")
+    if "ParallelismConfig" in calls:
+        trainer.mesh(found, calls["ParallelismConfig"])
+    return found
+
+
+def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector:
+    """The plan of an exported training script: its constants, and the calls that shard, checkpoint and step."""
+    found = Collector(file, "training script", constants)
+    for key, option in _CONSTANTS.items():
+        if key in found:
+            found.options[option] = found.take(key)
+    loaded = found.take("MODEL_ARGUMENTS") or {}
+    calls = dict(_calls(tree))
+    loaded = loaded or calls.get("from_config", {})
+    found.options["dtype"] = str(loaded.get("dtype", "float32")).removeprefix("torch.")
+    found.options["attention"] = loaded.get("attn_implementation", "sdpa")
+    if "activation_checkpointing_enable" in calls or "gradient_checkpointing_enable" in calls:
+        found.options["activation_checkpointing"] = "full"
+    source = ast.unparse(tree)
+    _optimizer(found, source, calls)
+    if "fully_shard" in calls:
+        _fsdp2(found, tree, source, constants)
+    elif "FullyShardedDataParallel" in calls:
+        _fsdp1(found, source, calls)
+    elif "DistributedDataParallel" in calls:
+        found.options |= {"strategy": "ddp", "backend": "ddp", "framework": "torch", "mixed": _half(source, "autocast")}
+    found.take("LAYERS")
+    found.take("REPLICAS")
+    return found
+
+
+def _optimizer(found: Collector, source: str, calls: dict[str, dict[str, Any]]) -> None:
+    if "AdamW8bit" in calls:
+        found.options["optim"] = "adamw_bnb_8bit"
+    elif "AdamW" in calls:
+        found.options["optim"] = "adamw_torch_fused" if calls["AdamW"].get("fused") else "adamw_torch"
+    elif "SGD" in calls:
+        found.options["optim"] = "sgd_momentum" if calls["SGD"].get("momentum") else "sgd"
+    elif "Adafactor" in calls:
+        found.options["optim"] = "adafactor"
+
+
+def _half(source: str, marker: str) -> str:
+    """The dtype in which the script computes, as accelerate's mixed_precision."""
+    if marker not in source:
+        return "no"
+    return "fp16" if "torch.float16" in source else "bf16"
+
+
+def _fsdp2(found: Collector, tree: ast.Module, source: str, constants: dict[str, Any]) -> None:
+    resharding = True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if (
+                    isinstance(key, ast.Constant)
+                    and key.value == "reshard_after_forward"
+                    and isinstance(value, ast.Constant)
+                ):
+                    resharding = bool(value.value)
+    strategy = "zero3" if resharding else "zero2"
+    if constants.get("REPLICAS"):
+        strategy = "hsdp"
+        found.default("nnodes", constants["REPLICAS"], f"{constants['REPLICAS']} nodes, one for each replica")
+    found.options |= {
+        "strategy": strategy,
+        "backend": "fsdp2",
+        "framework": "torch",
+        "offload": "parameters" if "CPUOffloadPolicy(" in source else "none",
+        "wrap": "layer" if "LAYERS" in constants else "none",
+        "mixed": _half(source, "MixedPrecisionPolicy("),
+    }
+
+
+def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]]) -> None:
+    keywords = calls["FullyShardedDataParallel"]
+    sharding = str(keywords.get("sharding_strategy", "ShardingStrategy.FULL_SHARD")).rsplit(".", 1)[-1]
+    prefetch = str(keywords.get("backward_prefetch", "BackwardPrefetch.BACKWARD_PRE")).rsplit("_", 1)[-1].lower()
+    found.options |= {
+        "strategy": {"SHARD_GRAD_OP": "zero2", "FULL_SHARD": "zero3", "HYBRID_SHARD": "hsdp"}.get(sharding, "zero3"),
+        "backend": "fsdp1",
+        "framework": "torch",
+        "offload": "parameters" if calls.get("CPUOffload", {}).get("offload_params") else "none",
+        "backward_prefetch": prefetch if prefetch in ("pre", "post") else "none",
+        "mixed": _half(source, "MixedPrecision("),
+    }
+    if sharding == "HYBRID_SHARD":
+        found.assume("one replica per node")

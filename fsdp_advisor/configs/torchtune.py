@@ -1,0 +1,120 @@
+"""Reads torchtune's YAML recipes.
+
+Source: torchtune 0.6.1, recipes/full_finetune_distributed.py, recipes/full_finetune_single_device.py, recipes/configs/.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from fsdp_advisor.configs.collect import Collector, truth
+from fsdp_advisor.configs.names import set_optimizer
+
+MODELS = {
+    "llama2_7b": "meta-llama/Llama-2-7b-hf",
+    "llama2_13b": "meta-llama/Llama-2-13b-hf",
+    "llama2_70b": "meta-llama/Llama-2-70b-hf",
+    "llama3_8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3_70b": "meta-llama/Meta-Llama-3-70B",
+    "llama3_1_8b": "meta-llama/Llama-3.1-8B",
+    "llama3_1_70b": "meta-llama/Llama-3.1-70B",
+    "llama3_1_405b": "meta-llama/Llama-3.1-405B",
+    "llama3_2_1b": "meta-llama/Llama-3.2-1B",
+    "llama3_2_3b": "meta-llama/Llama-3.2-3B",
+    "llama3_3_70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "mistral_7b": "mistralai/Mistral-7B-v0.1",
+    "phi3_mini": "microsoft/Phi-3-mini-4k-instruct",
+    "phi4_14b": "microsoft/phi-4",
+    "gemma_2b": "google/gemma-2b",
+    "gemma_7b": "google/gemma-7b",
+    "gemma2_2b": "google/gemma-2-2b",
+    "gemma2_9b": "google/gemma-2-9b",
+    "gemma2_27b": "google/gemma-2-27b",
+    "code_llama2_7b": "codellama/CodeLlama-7b-hf",
+}
+"""The Hugging Face models of torchtune's builders. Qwen2 and Qwen2.5 follow a rule instead."""
+_QWEN = re.compile(r"(qwen2(?:_5)?)_(\d+(?:_\d+)?)b(?:_(?:base|instruct))?")
+_ADAPTER = re.compile(r"^(lora|qlora|dora|qdora)_")
+_TOPICS = {
+    "torch.compile": ("compile",),
+    "activation offload": ("enable_activation_offloading",),
+    "gradients are freed during backward": ("optimizer_in_bwd",),
+    "tensor parallelism": ("tensor_parallel_dim", "tensor_parallel_plan"),
+    "context and sequence parallelism": ("context_parallel_dim",),
+    "selective activation checkpointing": ("ac_mode", "ac_option"),
+    "packed sequences": ("dataset.packed",),
+    "chunked loss": ("loss.num_output_chunks",),
+}
+
+
+def is_torchtune(keys: Mapping[str, Any]) -> bool:
+    sections = [value for value in keys.values() if isinstance(value, Mapping)]
+    return any("torchtune" in str(section.get("_component_", "")) for section in sections)
+
+
+def read(file: str, keys: Mapping[str, Any]) -> Collector:
+    """The settings of a recipe's configuration. torchtune shards with FSDP2, one unit per layer."""
+    found = Collector(file, "torchtune", keys)
+    options = found.options
+    options["framework"] = "torch"
+    for section in ("model", "checkpointer", "tokenizer", "optimizer", "dataset", "loss"):
+        found.section(section)
+    _model(found)
+    found.number("batch_size", "micro_batch_size")
+    found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
+    found.number("tokenizer.max_seq_len", "seq_len")
+    found.number("dataset.max_seq_len", "seq_len")
+    set_optimizer(
+        found,
+        "optimizer._component_",
+        {"fused": found.take("optimizer.fused"), "momentum": found.peek("optimizer.momentum")},
+    )
+    options["precision"] = "fp32" if found.take("dtype") == "fp32" else "bf16"
+    if found.flag("enable_activation_checkpointing"):
+        options["activation_checkpointing"] = "full"
+    if "chunked" in str(found.peek("loss._component_")).lower():
+        found.lacks("loss._component_", "chunked loss; the estimate holds all logits at once")
+    _sharding(found)
+    found.lacks("custom_sharded_layers", "units of their own; the estimate has them in the root unit")
+    for topic, names in _TOPICS.items():
+        found.lacks_active(topic, *names)
+    return found
+
+
+def _model(found: Collector) -> None:
+    component = str(found.take("model._component_") or "")
+    builder = component.rsplit(".", 1)[-1]
+    if _ADAPTER.match(builder):
+        found.omits(f"model._component_: {builder} (LoRA and other adapters); the estimate trains every parameter")
+        builder = _ADAPTER.sub("", builder)
+    qwen = _QWEN.fullmatch(builder)
+    if qwen is not None:
+        family = "Qwen2.5" if qwen[1] == "qwen2_5" else "Qwen2"
+        name: str | None = f"Qwen/{family}-{qwen[2].replace('_', '.')}B"
+    else:
+        name = MODELS.get(builder)
+    folder = PurePosixPath(str(found.peek("checkpointer.checkpoint_dir") or "")).name
+    if name is not None:
+        found.options["model"] = name
+        found.assume(f"{builder} is {name}")
+    elif folder:
+        found.take("checkpointer.checkpoint_dir")
+        found.options["model"] = folder
+        found.assume(f"the model is {folder}, the name of the checkpoint's folder")
+
+
+def _sharding(found: Collector) -> None:
+    replicas, shards = found.number("data_parallel_replicate_dim"), found.number("data_parallel_shard_dim")
+    options = found.options
+    if found.flag("fsdp_cpu_offload"):
+        options["offload"] = "parameters"
+    reshard = found.peek("fsdp_reshard_after_forward")
+    found.take("fsdp_reshard_after_forward")
+    strategy = "zero3" if reshard is None or truth(reshard) else "zero2"
+    if replicas and replicas > 1 and (shards is None or shards > 1 or shards == -1):
+        strategy = "hsdp"
+        found.default("nnodes", replicas, f"{replicas} nodes, one for each replica")
+    options |= {"strategy": strategy, "backend": "fsdp2"}

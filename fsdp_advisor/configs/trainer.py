@@ -1,0 +1,168 @@
+"""Reads arguments of the Hugging Face Trainer and of TRL, from YAML, JSON, Python or a command line.
+
+Source: transformers 5.23.0, training_args.py (`TrainingArguments`, `_process_fsdp_args`); TRL 1.16.0, trainer/base_config.py,
+trainer/sft_config.py, trainer/model_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_advisor.configs import deepspeed
+from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
+from fsdp_advisor.configs.names import set_attention, set_optimizer
+from fsdp_advisor.errors import UsageError
+
+KEYS = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "num_train_epochs", "learning_rate", "bf16", "fp16",
+    "model_name_or_path", "fsdp", "deepspeed", "gradient_checkpointing", "optim", "per_gpu_train_batch_size",
+}  # fmt: skip
+"""Keys of which a file of arguments has at least one."""
+_OF_TRL = {
+    "use_peft", "dataset_name", "packing", "max_length", "lora_r", "lora_target_modules", "completion_only_loss", "max_prompt_length",
+    "beta", "num_generations", "dataset_text_field", "assistant_only_loss",
+}  # fmt: skip
+"""Keys of TRL's arguments that the Trainer's lack."""
+_LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size")
+_TOPICS = {
+    "LoRA and other adapters": (
+        "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora", "use_rslora",
+    ),
+    "quantized weights": ("load_in_4bit", "load_in_8bit"),
+    "fused and chunked losses": ("use_liger_kernel", "use_liger"),
+    "packed sequences": ("packing", "padding_free"),
+    "torch.compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    "preference and reinforcement learning": ("beta", "num_generations", "ref_model_sync_steps", "reward_model_path"),
+    "evaluation": ("do_eval", "eval_strategy"),
+    "activation offload": ("activation_offloading",),
+    "tensor and other parallelism": ("parallelism_config", "distributed_config", "tp_size"),
+}  # fmt: skip
+
+
+def is_trainer(keys: Mapping[str, Any]) -> bool:
+    return bool(KEYS & set(keys))
+
+
+def read(file: str, keys: Mapping[str, Any], *, trl: bool | None = None) -> Collector:
+    """The settings of arguments. `trl`: whether they are TRL's; None: to be seen from the keys."""
+    by_trl = bool(_OF_TRL & set(keys)) if trl is None else trl
+    found = Collector(file, "TRL" if by_trl else "Trainer arguments", keys)
+    read_into(found, trl=by_trl)
+    return found
+
+
+def read_into(found: Collector, *, trl: bool = False) -> None:
+    """Set the options of a Trainer's arguments, which are the keys of `found`."""
+    options = found.options
+    options["framework"] = "trainer"
+    for key in ("model_name_or_path", "model_name", "model"):
+        if isinstance(found.peek(key), str):
+            options["model"] = found.take(key)
+    if found.number("per_device_train_batch_size", "micro_batch_size") is None:
+        found.default("micro_batch_size", 8, "micro-batch 8, the default of per_device_train_batch_size")
+    found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
+    for key in _LENGTHS:
+        found.number(key, "seq_len")
+    if trl:
+        found.default("seq_len", 1024, "1024 tokens, TRL's default of max_length")
+        found.omits("TRL is estimated as the Trainer")
+    _precision(found, trl)
+    set_attention(found, "attn_implementation")
+    arguments = found.peek("optim_args")
+    set_optimizer(found, "optim", arguments)
+    found.take("optim_args")
+    _checkpointing(found, trl)
+    _sharding(found)
+    for topic, names in _TOPICS.items():
+        found.lacks_active(topic, *(name for name in names if found.peek(name) not in ("no", "1")))
+    if found.peek("loss_type") not in (None, "nll"):
+        found.lacks("loss_type", "fused and chunked losses")
+
+
+def _precision(found: Collector, trl: bool) -> None:
+    """bf16 and fp16 switch autocast on; dtype is that of the weights."""
+    bf16, fp16 = found.flag("bf16"), found.flag("fp16")
+    if bf16 is None and trl and not fp16:
+        found.default("mixed", "bf16", "bf16, TRL's default")
+    else:
+        found.options["mixed"] = "bf16" if bf16 else "fp16" if fp16 else "no"
+    for key in ("dtype", "torch_dtype"):
+        if found.peek(key) not in (None, "auto"):
+            found.options["dtype"] = str(found.take(key)).removeprefix("torch.")
+
+
+def _checkpointing(found: Collector, trl: bool) -> None:
+    asked = [found.flag(key) for key in ("gradient_checkpointing", "activation_checkpointing")]
+    if any(asked):
+        found.options["activation_checkpointing"] = "full"
+    elif False in asked:
+        found.options["activation_checkpointing"] = "none"
+    elif trl:
+        found.default("activation_checkpointing", "full", "gradient checkpointing, TRL's default")
+    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        found.take(key)
+
+
+def _sharding(found: Collector) -> None:
+    """FSDP's or DeepSpeed's section. Without either, the launcher's configuration decides."""
+    sharding = found.peek("fsdp")
+    if sharding not in (None, False, "", "false", "False", []):
+        read_trainers_fsdp(found)
+    place = found.peek("deepspeed")
+    if isinstance(place, str) and place:
+        found.refer("deepspeed")
+    elif isinstance(place, Mapping):
+        read_embedded(found, place)
+
+
+def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
+    """DeepSpeed's configuration inside other arguments, whose values fill in its "auto"."""
+    found.take("deepspeed", shown="deepspeed")
+    inner = Collector(found.file, "DeepSpeed", section)
+    deepspeed.read_into(inner, section)
+    found.options |= inner.options
+    for option, (value, why) in inner.defaults.items():
+        if option != "precision" or found.options.get("mixed") in (None, "no"):
+            found.default(option, value, why)
+    found.options.pop("mixed" if "precision" in inner.options else "", None)
+    for sentence in inner.reading().not_modelled:
+        found.omits(f"deepspeed.{sentence}")
+
+
+def read_trainers_fsdp(found: Collector) -> None:
+    """`fsdp` as true, or as the words of older versions, and the keys of `fsdp_config`, with or without the prefix fsdp_."""
+    words = found.take("fsdp")
+    names = words if isinstance(words, list) else str(words).replace(",", " ").split()
+    section = found.peek("fsdp_config")
+    if isinstance(section, str) and section:
+        raise UsageError(
+            f"{found.file}: fsdp_config names the file {section}",
+            hint="write its keys into the arguments, under fsdp_config",
+        )
+    strip_prefix(found)
+    version = found.number("fsdp_config.version") or found.number("fsdp_config.fsdp_version") or 2
+    read_fsdp(found, "fsdp_config.", version)
+    for name, strategy in (("full_shard", "zero3"), ("shard_grad_op", "zero2"), ("hybrid_shard", "hsdp")):
+        if name in names and "fsdp_config.reshard_after_forward" not in found:
+            found.options["strategy"] = strategy
+    if "offload" in names:
+        found.options["offload"] = "parameters"
+
+
+def strip_prefix(found: Collector) -> None:
+    """Move `fsdp_config` up, without the prefix fsdp_ of its keys."""
+    section = found.peek("fsdp_config")
+    if isinstance(section, Mapping):
+        section = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
+        found.replace("fsdp_config", section)
+        found.section("fsdp_config")
+
+
+def mesh(found: Collector, keys: Mapping[str, Any]) -> None:
+    """The degrees of a ParallelismConfig."""
+    read_replicas(found, keys.get("dp_replicate_size"), keys.get("dp_shard_size"))
+    for key in ("tp_size", "cp_size", "sp_size"):
+        if int(keys.get(key) or 1) > 1:
+            found.omits(f"{key}: {keys[key]} (tensor and other parallelism)")

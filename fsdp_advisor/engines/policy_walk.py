@@ -1,0 +1,75 @@
+"""Maps the hooks of layers and modules, and gradients, to the units of a wrap policy while a step is built."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fsdp_advisor.model.fsdp_units import Units
+from fsdp_advisor.model.profile import ROOT, Profile
+from fsdp_advisor.program.builder import OrderInUnit
+from fsdp_advisor.program.instructions import UnitId
+
+NO_UNIT: UnitId = ()
+"""The unit of a hook at which FSDP does nothing."""
+
+
+class PolicyWalk:
+    """Where a micro-batch is in each stack. Each method takes the place of a hook and returns its unit, or NO_UNIT.
+
+    A group of layers is gathered before its first layer and freed after its last, and in backward the other way round.
+    Source: torch.distributed.fsdp._fully_shard._fsdp_state (torch 2.13), _register_group_forward_hooks.
+    """
+
+    def __init__(self, profile: Profile, units: Units) -> None:
+        self._units = units
+        self._stack_of_root = [
+            sum(end <= index for end in profile.order) for index in range(len(profile.root.parameters))
+        ]
+        self._depth = [stack.depth for stack in profile.stacks]
+        self._passed: Counter[int] = (
+            Counter()
+        )  # by stack, the layers whose forward has ended and whose backward has not
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        self._passed.clear()
+
+    def pre_forward(self, place: UnitId) -> UnitId:
+        return self._unit(place, self._passed[place[0]], first=True)
+
+    def post_forward(self, place: UnitId) -> UnitId:
+        unit = self._unit(place, self._passed[place[0]], first=False)
+        self._passed[place[0]] += _is_layer(place)
+        return unit
+
+    def pre_backward(self, place: UnitId) -> UnitId:
+        return self._unit(place, self._passed[place[0]] - 1, first=False)
+
+    def post_backward(self, place: UnitId) -> UnitId:
+        return self._unit(place, self._passed[place[0]] - 1, first=True)
+
+    def layer_done(self, place: UnitId) -> None:
+        """A layer's backward has ended."""
+        self._passed[place[0]] -= 1
+
+    def _unit(self, place: UnitId, number: int, *, first: bool) -> UnitId:
+        if not _is_layer(place):
+            return place
+        if not self._units.groups:
+            return place if place in self._units.layers else NO_UNIT
+        size, stack = self._units.group_size, place[0]
+        ends_group = number % size == 0 if first else (number + 1) % size == 0 or number + 1 == self._depth[stack]
+        return self._units.groups[stack][number // size] if ends_group else NO_UNIT
+
+    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit]:
+        """The unit of a parameter of the layer or of the root, and its position in the model."""
+        index, of_root = divmod(parameter, 2)
+        if of_root:
+            return self._units.owner_in_root[index], (2 * self._stack_of_root[index], 0, index)
+        owner = self._units.owner_in_layer[place][index]
+        group = self._units.groups[place[0]][number // self._units.group_size] if owner is None else owner
+        return group, (2 * place[0] + 1, number, index)
+
+
+def _is_layer(place: UnitId) -> bool:
+    return len(place) == 2 and place[0] != ROOT

@@ -1,0 +1,88 @@
+"""The FSDP units of a plan in words, and warnings about wrapping that is too fine or too coarse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+
+from fsdp_advisor.engines.wrapping import effective_wrap, wrapping_for
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import FIRST_OF_ROOT, GROUP
+from fsdp_advisor.model.profile import ROOT, Profile
+from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.units import format_bytes, format_count
+
+EFFICIENT_GATHER_ELEMENTS = 33_000_000
+"""Below this size, collectives take a rapidly increasing time for the same total. Source: Zhao et al., PyTorch FSDP: Experiences on
+Scaling Fully Sharded Data Parallel (arXiv:2304.11277), section 3.2.1 and figure 2."""
+COARSE_SHARE = 0.25
+"""The share of a model's parameters in one unit above which wrapping is called coarse."""
+
+
+def units_text(profile: Profile, plan: Plan) -> str | None:
+    """The units of a plan under FSDP, the largest first, with their parameters. None for other backends.
+
+    Example: "32 x LlamaDecoderLayer (202M parameters), root (262M)".
+    """
+    if plan.backend not in ("fsdp1", "fsdp2"):
+        return None
+    sizes = Counter(_named_units(profile, plan.without_step))
+    units = sorted(sizes.items(), key=lambda item: (-item[0][1] * item[1], item[0]))
+    return ", ".join(
+        f"{f'{count} x ' if count > 1 else ''}{name} ({format_count(size)})" for (name, size), count in units
+    )
+
+
+@lru_cache(maxsize=256)
+def _named_units(profile: Profile, plan: Plan) -> tuple[tuple[str, int], ...]:
+    """(name, parameter elements) of every real unit."""
+    wrapping = wrapping_for(profile, plan)
+    if wrapping.units is None:
+        root = wrapping.in_order(profile)[0 if wrapping.whole else sum(stack.depth for stack in profile.stacks) :]
+        layers = () if wrapping.whole else profile.layers()
+        return (
+            *((unit.kind, unit.elements) for unit in layers),
+            *(("root", unit.elements) for unit in root if unit.elements),
+        )
+    units = wrapping.units
+    found: list[tuple[str, int]] = []
+    for place, part in wrapping.parts.items():
+        if place == AT_ROOT:
+            name = "root"
+        elif place[0] == ROOT:
+            name = units.of_root[place[1] - FIRST_OF_ROOT]
+        elif place[-1] == GROUP:
+            name = f"group of {profile.stacks[place[0]].units[0].kind}"
+        else:
+            layer = profile.stacks[place[0]].units[place[1]].kind
+            name = layer if len(place) == 2 else f"{layer}.{units.within[place[:2]][place[2]]}"
+        found += [(name, part.unit.elements)] * units.counts[place]
+    return tuple(found)
+
+
+def wrap_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """Warnings about units that are too large, whose memory is not sharded while they run, or too small to gather efficiently."""
+    if plan.backend not in ("fsdp1", "fsdp2") or plan.shard_degree == 1 or effective_wrap(profile, plan) == "layer":
+        return []
+    units = _named_units(profile, plan.without_step)
+    usual = _named_units(profile, _per_layer(plan))
+    name, largest = max(units, key=lambda unit: unit[1])
+    warnings = []
+    if largest > COARSE_SHARE * profile.parameters and largest > 2 * max(n for _, n in usual):
+        warnings.append(
+            f"--wrap {plan.wrap} is coarse: one unit ({name}) has {format_count(largest)} of {format_count(profile.parameters)} "
+            f"parameters, which every GPU gathers at once ({format_bytes(largest * plan.compute_bytes)}), and whose gradients it "
+            "holds whole; use --wrap layer"
+        )
+    mean = profile.parameters // len(units)
+    if len(units) > 2 * len(usual) and mean < EFFICIENT_GATHER_ELEMENTS:
+        warnings.append(
+            f"--wrap {plan.wrap} is fine: {len(units)} units have {format_count(mean)} parameters on average, and collectives below "
+            f"{format_count(EFFICIENT_GATHER_ELEMENTS)} are inefficient; use --wrap layer"
+        )
+    return warnings
+
+
+def _per_layer(plan: Plan) -> Plan:
+    return replace(plan.without_step, wrap="layer")

@@ -1,0 +1,99 @@
+"""Training scripts of a bundle: short loops through accelerate, DeepSpeed and the Trainer, and the lines that add FSDP1.
+
+A script does what the estimate assumes. It trains on random tokens, or on a file of token ids.
+
+Source: accelerate 1.15.0, accelerator.py; deepspeed 0.19.8, `deepspeed.initialize`; transformers 5.23.0, integrations/deepspeed.py
+(`HfDeepSpeedConfig`: from_pretrained shards the model as it loads it); torch 2.13, torch.distributed.fsdp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.engines.deepspeed.settings import stage
+from fsdp_advisor.errors import assert_never
+from fsdp_advisor.export import accelerate, deepspeed
+from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FILE, SCRIPT, WEIGHTS, Consumer
+from fsdp_advisor.export.header import header
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.rendering import render
+from fsdp_advisor.export.script import COMPUTE
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Constructor
+
+PACKAGES: dict[Consumer, tuple[str, ...]] = {
+    "torch": ("torch", "transformers"),
+    "accelerate": ("accelerate", "transformers", "torch"),
+    "deepspeed": ("deepspeed", "transformers", "torch"),
+    "trainer": ("transformers", "accelerate", "torch"),
+    "axolotl": ("axolotl",),
+}
+"""The packages whose versions a consumer's script names."""
+
+
+def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str]:
+    """File name and text of the script that trains the job with a consumer. `launch` is the command that starts it."""
+    values = _values(job, consumer) | {"launch": launch}
+    match consumer:
+        case "accelerate":
+            return SCRIPT, render("train_accelerate.py.jinja", **values, **_through_accelerate(job))
+        case "deepspeed":
+            return SCRIPT, render("train_deepspeed.py.jinja", **values, **_through_deepspeed(job))
+        case "trainer":
+            return SCRIPT, render("train_trainer.py.jinja", **values)
+        case "torch":
+            return LINES_FILE, render("fsdp1_lines.py.jinja", **values, **_through_fsdp1(job.plan))
+        case "axolotl":
+            raise ValueError("axolotl has its own training script")
+        case _:
+            assert_never(consumer)
+
+
+def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
+    plan, optimizer = job.plan, optimizer_named(job.plan.optim).script
+    assert job.task is not None and isinstance(optimizer, Constructor)
+    attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
+    by_fsdp = plan.backend in ("fsdp1", "fsdp2") and consumer == "accelerate"  # accelerate then checkpoints the layers
+    return {
+        "header": header(job, *PACKAGES[consumer]),
+        "plan": plan,
+        "model": job.model_name,
+        "model_arguments": {"dtype": WEIGHTS[plan.precision], **attention},
+        "auto": AUTO_CLASSES[job.task],
+        "task": job.task,
+        "weights": WEIGHTS[plan.precision],
+        "predicted": job.peaks.get(job.allocated or ""),
+        "checkpointing": plan.activation_checkpointing == "full" and not by_fsdp,
+        "optimizer": optimizer.call(),
+        "bitsandbytes": optimizer.module.startswith("bitsandbytes"),
+        "layers": list(job.layer_classes),
+    }
+
+
+def _through_accelerate(job: Job) -> dict[str, Any]:
+    plan = job.plan
+    in_file = plan.backend == "deepspeed" and accelerate.needs_a_file(plan) and deepspeed.names_optimizer(plan)
+    reduces_each = plan.backend in ("fsdp1", "fsdp2") and not plan.defers_reduction
+    return {"dummy": in_file, "sync_each_batch": reduces_each and plan.gradient_accumulation_steps > 1}
+
+
+def _through_deepspeed(job: Job) -> dict[str, Any]:
+    return {
+        "stage3": stage(job.plan) == 3,
+        "own_optimizer": not deepspeed.names_optimizer(job.plan),
+        "deepspeed_file": DEEPSPEED_FILE,
+    }
+
+
+def _through_fsdp1(plan: Plan) -> dict[str, Any]:
+    prefetch = {"pre": "BackwardPrefetch.BACKWARD_PRE", "post": "BackwardPrefetch.BACKWARD_POST", "none": "None"}
+    return {
+        "sharding": accelerate.FSDP1_SHARDING[plan.strategy],
+        "hybrid": plan.strategy == "hsdp",
+        "replicas": plan.replica_degree,
+        "shards": plan.shard_degree,
+        "compute": COMPUTE.get(plan.precision),
+        "prefetch": prefetch[plan.backward_prefetch],
+        "offload": plan.offload == "parameters",
+    }

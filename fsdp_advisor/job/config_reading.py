@@ -1,0 +1,45 @@
+"""What was read of a user's configuration file, and what was not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigReading:
+    """One configuration file of another tool.
+
+    `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known,
+    `not_modelled` its settings whose effect no figure contains, and `assumed` what the job takes for granted because no file
+    says it. Every key of the file is in one of the first three.
+    """
+
+    file: str
+    format: str
+    read: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The reading as JSON."""
+        return {
+            "file": self.file,
+            "format": self.format,
+            "read": list(self.read),
+            "ignored": list(self.ignored),
+            "not_modelled": list(self.not_modelled),
+            "assumed": list(self.assumed),
+        }
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The reading as text, one line for each kind that there is."""
+        kinds = (
+            ("read", self.read, ", "),
+            ("not modelled", self.not_modelled, "; "),
+            ("assumed", self.assumed, "; "),
+            ("ignored", self.ignored, ", "),
+        )
+        return (f"{self.file} ({self.format})", *(f"  {name}: {by.join(found)}" for name, found, by in kinds if found))

@@ -1,0 +1,58 @@
+"""The policy by which FSDP divides a model into units, as text: `layer`, `none`, `size:N`, `class:A,B` or `every:N`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from fsdp_advisor.units import parse_count
+
+WRAP_EXAMPLE = "layer, none, size:100M, class:LlamaDecoderLayer or every:2"
+MAX_NUMBER = 10**15
+_CLASSES = re.compile(r"[A-Za-z_]\w*(,[A-Za-z_]\w*)*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class WrapPolicy:
+    """A wrap policy.
+
+    `layer`: a unit per layer. `none`: one unit. `size`: `size_based_auto_wrap_policy` with `min_num_params=number`. `class`: a unit
+    per layer of one of `classes` (`transformer_auto_wrap_policy`). `every`: a unit per `number` consecutive layers. The root is
+    always a unit too.
+    """
+
+    kind: Literal["layer", "none", "size", "class", "every"]
+    number: int = 0
+    classes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "class":
+            return f"class:{','.join(self.classes)}"
+        return f"{self.kind}:{self.number}" if self.number else self.kind
+
+
+@lru_cache(maxsize=256)
+def wrap_policy(text: str) -> WrapPolicy | None:
+    """The policy that a text means, None if it means none. Blanks and the case of the kind do not matter.
+
+    >>> str(wrap_policy("size:1e8")), str(wrap_policy("every: 4")), wrap_policy("size:none")
+    ('size:100000000', 'every:4', None)
+    """
+    kind, colon, value = text.replace(" ", "").partition(":")
+    match kind.lower():
+        case "layer" | "none" if not colon:
+            return WrapPolicy("layer" if kind.lower() == "layer" else "none")
+        case "size" | "every" if (count := parse_count(value)) is not None and 1 <= count <= MAX_NUMBER:
+            return WrapPolicy("size" if kind.lower() == "size" else "every", number=count)
+        case "class" if _CLASSES.fullmatch(value):
+            return WrapPolicy("class", classes=tuple(dict.fromkeys(value.split(","))))
+        case _:
+            return None
+
+
+def read_wrap(text: str) -> str | None:
+    """The normal spelling of a policy's text, None if it is no policy."""
+    policy = wrap_policy(text)
+    return None if policy is None else str(policy)

@@ -1,0 +1,325 @@
+"""The units into which a wrap policy divides a model for FSDP, derived from the names and sizes of its parameters.
+
+A unit is a layer, a module within a layer or outside all layers, a group of consecutive layers, or the root, which has all
+parameters that no other unit has. Source: torch.distributed.fsdp.wrap (torch 2.13), `_recursive_wrap`,
+`size_based_auto_wrap_policy`, `transformer_auto_wrap_policy`. The recorder compares the result with PyTorch's own policy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
+from fsdp_advisor.model.profile import ROOT, MarkedUnit, Parameter, Profile, Unit
+
+UnitId = tuple[int, ...]
+"""(stack, recorded layer), or (ROOT, 0) for the root; (ROOT, n) for another unit outside the layers; (stack, recorded layer, n) for
+a module within a layer; (stack, n, GROUP) for a group of layers. Layers of one kind share an id."""
+
+AT_ROOT: UnitId = (ROOT, 0)
+FIRST_OF_ROOT = max(MarkedUnit)
+"""The n of the first module outside the layers that a policy makes a unit. Lower ones are those of `MarkedUnit`."""
+GROUP = -2
+_WITHIN = 1000
+"""The mark of the first module within a layer. Lower marks are those of units outside the layers."""
+
+
+def mark_of(unit: UnitId) -> int:
+    """The number of a unit's marks on a tape, which has none of groups.
+
+    >>> mark_of((0, 3)), mark_of(AT_ROOT), mark_of((0, 3, 1))
+    (0, 1, 1001)
+    """
+    if len(unit) == 3:
+        return _WITHIN + unit[2]
+    return unit[1] + 1 if unit[0] == ROOT else int(MarkedUnit.LAYER)
+
+
+def module_mark(number: int, place: UnitId) -> int:
+    """The number of the marks of a policy's module: its `number` in `Units.of_root`, or in `Units.within` of a layer.
+
+    >>> module_mark(0, AT_ROOT), module_mark(0, (0, 3))
+    (5, 1000)
+    """
+    return number + (FIRST_OF_ROOT + 1 if place == AT_ROOT else _WITHIN)
+
+
+def unit_at(mark: int, place: UnitId) -> UnitId:
+    """The unit of a mark in the code of a layer or of the root.
+
+    >>> unit_at(1001, (0, 3)), unit_at(5, (0, 3))
+    ((0, 3, 1), (-1, 4))
+    """
+    if mark >= _WITHIN:
+        return (*place, mark - _WITHIN)
+    return (ROOT, mark - 1) if mark else place
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Units:
+    """The units of a policy other than `layer`.
+
+    `layers`: the recorded layers that are units. `of_root`: the names of the modules outside the layers that are units. `within`: by
+    recorded layer, the names, relative to the layer, of the modules in it that are units. `groups`: by stack, the unit of each group
+    of `group_size` consecutive layers. `members`: by unit, its parameters in the model's order; a unit without any is left out.
+    `counts`: by unit, the number of real units that it stands for. `owner_in_root`: the unit of each of the root's parameters;
+    `owner_in_layer`: by recorded layer, the unit of each of its parameters, None in a group.
+    """
+
+    layers: frozenset[UnitId]
+    of_root: tuple[str, ...]
+    within: Mapping[UnitId, tuple[str, ...]]
+    groups: Mapping[int, tuple[UnitId, ...]]
+    group_size: int
+    members: Mapping[UnitId, tuple[Parameter, ...]]
+    counts: Mapping[UnitId, int]
+    owner_in_root: tuple[UnitId, ...]
+    owner_in_layer: Mapping[UnitId, tuple[UnitId | None, ...]]
+
+    @property
+    def modules(self) -> bool:
+        """Whether a unit is neither a layer, nor a group of layers, nor the root."""
+        return bool(self.of_root or any(self.within.values()))
+
+
+@lru_cache(maxsize=256)
+def units_of(profile: Profile, wrap: str) -> Units:
+    """The units of a model under a policy. Raises UsageError if the policy does not fit the model."""
+    policy = wrap_policy(wrap)
+    assert policy is not None
+    places: dict[UnitId, Unit] = {
+        (s, r): unit for s, stack in enumerate(profile.stacks) for r, unit in enumerate(stack.units)
+    }
+    layers, of_root, within = _chosen(profile, policy, places)
+    owner_in_root = tuple(_owner_outside(p.name, of_root) for p in profile.root.parameters)
+    _check_tied(profile, of_root)
+    owner_in_layer: dict[UnitId, tuple[UnitId | None, ...]] = {
+        place: tuple(
+            None
+            if policy.kind == "every"
+            else _owner_within(place, p.name, within[place])
+            or (place if place in layers else _owner_outside(profile.stacks[place[0]].path + ".", of_root))
+            for p in unit.parameters
+        )
+        for place, unit in places.items()
+    }
+    groups, grouped = _groups(profile, policy.number) if policy.kind == "every" else ({}, {})
+    members, counts = _members(profile, owner_in_root, owner_in_layer)
+    for unit_id, (unit_parameters, count) in grouped.items():
+        members[unit_id], counts[unit_id] = unit_parameters, count
+    return Units(
+        layers=layers,
+        of_root=of_root,
+        within=within,
+        groups=groups,
+        group_size=policy.number if policy.kind == "every" else 1,
+        members={unit: tuple(parameters) for unit, parameters in members.items() if parameters},
+        counts=counts,
+        owner_in_root=owner_in_root,
+        owner_in_layer=owner_in_layer,
+    )
+
+
+_Chosen = tuple[frozenset[UnitId], tuple[str, ...], dict[UnitId, tuple[str, ...]]]
+
+
+def _chosen(profile: Profile, policy: WrapPolicy, places: Mapping[UnitId, Unit]) -> _Chosen:
+    """The layers, the modules outside them and the modules within them that the policy makes units."""
+    nothing: dict[UnitId, tuple[str, ...]] = dict.fromkeys(places, ())
+    match policy.kind:
+        case "none" | "every":
+            return frozenset(), (), nothing
+        case "layer":
+            return frozenset(places), (), nothing
+        case "class":
+            unknown = [name for name in policy.classes if name not in profile.layer_classes]
+            if unknown:
+                known = ", ".join(profile.layer_classes) or "none"
+                raise UsageError(
+                    f"{unknown[0]} is no layer class of {profile.name}",
+                    hint=f"its layer classes: {known}; or use --wrap size:N",
+                )
+            return frozenset(p for p, unit in places.items() if unit.kind in policy.classes), (), nothing
+        case "size":
+            return _chosen_by_size(profile, policy.number, places)
+
+
+def _owner_outside(name: str, of_root: tuple[str, ...]) -> UnitId:
+    """The innermost unit around a parameter outside the layers, or around a stack."""
+    around = [module for module in of_root if name.startswith(module + ".")]
+    return (ROOT, FIRST_OF_ROOT + of_root.index(max(around, key=len))) if around else AT_ROOT
+
+
+def _owner_within(place: UnitId, name: str, within: tuple[str, ...]) -> UnitId | None:
+    around = [module for module in within if name.startswith(module + ".")]
+    return (*place, within.index(max(around, key=len))) if around else None
+
+
+def _check_tied(profile: Profile, of_root: tuple[str, ...]) -> None:
+    for p in profile.root.parameters:
+        owners = {_owner_outside(name, of_root) for name in (p.name, *p.tied)}
+        if len(owners) > 1:
+            raise UsageError(
+                f"the policy puts {p.name} and {p.tied[0]}, which are one parameter, into different units; PyTorch fails at that",
+                hint="use --wrap layer, or a larger size",
+            )
+
+
+def _members(
+    profile: Profile, owner_in_root: tuple[UnitId, ...], owner_in_layer: Mapping[UnitId, tuple[UnitId | None, ...]]
+) -> tuple[dict[UnitId, tuple[Parameter, ...]], dict[UnitId, int]]:
+    """Each unit's parameters in the model's order, and its number."""
+    members: defaultdict[UnitId, list[Parameter]] = defaultdict(list)
+    counts: dict[UnitId, int] = {}
+
+    def add(owner: UnitId | None, parameter: Parameter, *, place: UnitId) -> None:
+        if owner is not None:
+            members[owner].append(parameter)
+            counts[owner] = 1 if owner[0] == ROOT else profile.stacks[place[0]].counts[place[1]]
+
+    for at, (begin, end) in enumerate(pairwise([0, *profile.order, len(profile.root.parameters)])):
+        for of_root, parameter in zip(owner_in_root[begin:end], profile.root.parameters[begin:end], strict=True):
+            add(of_root, parameter, place=AT_ROOT)
+        if at == len(profile.stacks):
+            continue
+        done: set[UnitId] = set()
+        for recorded in _recorded(profile, at):
+            place = (at, recorded)
+            for owner, parameter in zip(
+                owner_in_layer[place], profile.stacks[at].units[recorded].parameters, strict=True
+            ):
+                if (owner is not None and owner[0] == ROOT) or place not in done:
+                    add(owner, parameter, place=place)
+            done.add(place)
+    return {unit: tuple(parameters) for unit, parameters in members.items()}, counts
+
+
+def _recorded(profile: Profile, stack: int) -> Iterator[int]:
+    """The recorded layer of each real layer, in forward order."""
+    for run in profile.stacks[stack].runs:
+        for _ in range(run.repeats):
+            yield from run.pattern
+
+
+def _groups(
+    profile: Profile, size: int
+) -> tuple[dict[int, tuple[UnitId, ...]], dict[UnitId, tuple[tuple[Parameter, ...], int]]]:
+    """By stack, the unit of each group of `size` layers; and by unit, its parameters and its number."""
+    groups: dict[int, tuple[UnitId, ...]] = {}
+    members: dict[UnitId, tuple[tuple[Parameter, ...], int]] = {}
+    for s, stack in enumerate(profile.stacks):
+        recorded = list(_recorded(profile, s))
+        patterns = [tuple(recorded[i : i + size]) for i in range(0, len(recorded), size)]
+        numbers = {pattern: n for n, pattern in enumerate(dict.fromkeys(patterns))}
+        groups[s] = tuple((s, numbers[pattern], GROUP) for pattern in patterns)
+        for pattern, n in numbers.items():
+            parameters = tuple(p for layer in pattern for p in stack.units[layer].parameters)
+            members[s, n, GROUP] = (parameters, patterns.count(pattern))
+    return groups, members
+
+
+# Wrapping by size
+
+
+@dataclass(eq=False)
+class _Module:
+    """A module of the model. `own`: its direct parameters, by identity. `place`: the recorded layer that it is, if it is one."""
+
+    children: dict[str, _Module] = field(default_factory=dict)
+    own: dict[object, int] = field(default_factory=dict)
+    place: UnitId | None = None
+
+    def child(self, path: str) -> _Module:
+        """The module at a path below this one, created if it does not exist."""
+        module = self
+        for name in path.split(".") if path else ():
+            module = module.children.setdefault(name, _Module())
+        return module
+
+    def add(self, name: str, identity: object, elements: int) -> None:
+        path, _, _ = name.rpartition(".")
+        self.child(path).own[identity] = elements
+
+    def parameters(self) -> dict[object, int]:
+        found = dict(self.own)
+        for child in self.children.values():
+            found |= child.parameters()
+        return found
+
+    def paths(self, path: str = "") -> Iterator[str]:
+        """The paths of this module and of all modules below it, each before those below it."""
+        yield path
+        for name, child in self.children.items():
+            yield from child.paths(f"{path}.{name}" if path else name)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is a ModuleList: all its children have numbers for names."""
+        return bool(self.children) and not self.own and all(name.isdecimal() for name in self.children)
+
+
+def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit]) -> _Chosen:
+    """The modules that `size_based_auto_wrap_policy` wraps with `min_num_params=least`."""
+    root = _Module()
+    for index, p in enumerate(profile.root.parameters):
+        for name in (p.name, *p.tied):
+            root.add(name, index, p.elements)
+    for s, stack in enumerate(profile.stacks):
+        alone = profile.task == "module" and stack.depth == 1  # its path is the layer's own name
+        for number, recorded in enumerate(_recorded(profile, s)):
+            layer = root.child(stack.path if alone else f"{stack.path}.{number}")
+            layer.place = (s, recorded)
+            for index, p in enumerate(stack.units[recorded].parameters):
+                for name in (p.name, *p.tied):
+                    layer.add(name, (s, number, index), p.elements)
+    found: dict[str, None] = {}
+    _wrap_children(root, "", least, found)
+    layers, of_root = set(), []
+    within: dict[UnitId, tuple[str, ...]] = {}
+    for place, path in _first_places(root, ""):
+        names = [name for name in root.child(path).paths(path) if name in found]
+        within[place] = tuple(name[len(path) + 1 :] for name in names if name != path)
+        layers |= {place} if path in names else set()
+    inside = [path for _, path in _all_places(root, "")]
+    of_root = [
+        n for n in root.paths() if n in found and not any(n == path or n.startswith(path + ".") for path in inside)
+    ]
+    return frozenset(layers), tuple(of_root), {place: within.get(place, ()) for place in places}
+
+
+def _wrap_children(module: _Module, path: str, least: int, found: dict[str, None]) -> int:
+    """Wrap what is large enough below a module, parents after their children; returns the elements wrapped."""
+    total = 0
+    for name, child in module.children.items():
+        elements = sum(child.parameters().values())
+        if elements < least:
+            continue
+        at = f"{path}.{name}" if path else name
+        wrapped = _wrap_children(child, at, least, found)
+        if elements - wrapped >= least and not child.is_list:
+            found[at] = None
+            wrapped = elements
+        total += wrapped
+    return total
+
+
+def _all_places(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
+    if module.place is not None:
+        yield module.place, path
+        return
+    for name, child in module.children.items():
+        yield from _all_places(child, f"{path}.{name}" if path else name)
+
+
+def _first_places(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
+    """The path of the first real layer of each recorded one."""
+    seen: set[UnitId] = set()
+    for place, at in _all_places(module, path):
+        if place not in seen:
+            seen.add(place)
+            yield place, at

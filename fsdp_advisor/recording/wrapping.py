@@ -1,0 +1,94 @@
+"""Recording under a wrap policy: its units, checked against PyTorch's policy, and the gradients of flat parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import wrap
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.job.wrap_policy import wrap_policy
+from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, Units, units_of
+from fsdp_advisor.model.profile import ROOT, Category, Op, Profile, Tape
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording.engines import aligned_splits
+from fsdp_advisor.recording.source import Source
+
+
+def modules_by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """The modules that `size_based_auto_wrap_policy` wraps with `min_num_params=least`, as FSDP1 calls it."""
+    found: list[nn.Module] = []
+
+    def select(module: nn.Module) -> nn.Module:
+        found.append(module)
+        return module
+
+    policy = partial(wrap.size_based_auto_wrap_policy, min_num_params=least)
+    wrap._recursive_wrap(model, policy, select, set(), set(), only_wrap_children=True)
+    return found
+
+
+def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | None:
+    """The units of the key's wrap policy; None for a unit per layer.
+
+    Raises NotRecordable if PyTorch's own policy selects other modules, or if units within checkpointed layers would gather their
+    parameters again while a layer is recomputed.
+    """
+    policy = wrap_policy(key.wrap)
+    if policy is None:
+        return None
+    units = units_of(profile, key.wrap)
+    if key.checkpointing == "full" and units.modules:
+        raise NotRecordable(
+            f"--wrap {key.wrap} makes units within checkpointed layers, whose recomputation is not modelled",
+            hint="use --wrap layer or --activation-checkpointing none",
+        )
+    if policy.kind == "size":
+        model = source.build(torch.float32)
+        names = {module: name for name, module in model.named_modules()}
+        if {names[module] for module in modules_by_size(model, policy.number)} != _names(source, profile, model, units):
+            raise NotRecordable(
+                f"{source.name}: --wrap {key.wrap} selects other modules than the names of its parameters show",
+                hint="use --wrap layer",
+            )
+    return units
+
+
+def _names(source: Source, profile: Profile, model: nn.Module, units: Units) -> set[str]:
+    """The names of all real units other than the root."""
+    names = {module: name for name, module in model.named_modules()}
+    found = set(units.of_root)
+    for s, stack in enumerate(source.stacks(model)):
+        recorded = [layer for run in profile.stacks[s].runs for layer in run.pattern * run.repeats]
+        for layer, module in zip(recorded, stack.layers, strict=True):
+            found |= {names[module]} if (s, layer) in units.layers else set()
+            found |= {f"{names[module]}.{name}" for name in units.within[s, layer]}
+    return found
+
+
+def with_whole_gradients(tape: Tape, profile: Profile, key: TapeKey) -> Tape:
+    """The tape with gradients of flat parameters as large as in the whole model, of which only some layers are recorded."""
+    if not key.wrap or not key.uses_flat_parameter:
+        return tape
+    element_bytes = 4 if key.precision == "fp32" else 2
+    n_bytes = {}
+    for unit, members in units_of(profile, key.wrap).members.items():
+        if unit[0] == ROOT:
+            index = 0 if unit == AT_ROOT else unit[1] - FIRST_OF_ROOT + 1
+            elements = sum(aligned_splits([p.elements for p in members], element_bytes)[0])
+            n_bytes[Category.GRADIENT + 2 * index + 1] = elements * element_bytes
+    return _with_sizes(tape, n_bytes)
+
+
+def _with_sizes(tape: Tape, n_bytes: Mapping[int, int]) -> Tape:
+    """The tape with other sizes of the storages of the categories in `n_bytes`."""
+    index = {category: len(tape.sizes) + i for i, category in enumerate(n_bytes)}
+    segments = tuple(
+        replace(s, events=tuple((op, index.get(b, a), b) if op == Op.ALLOC else (op, a, b) for op, a, b in s.events))
+        for s in tape.segments
+    )
+    return Tape((*tape.sizes, *((size, 0, 0, 0, 0, 0) for size in n_bytes.values())), segments)

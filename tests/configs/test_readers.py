@@ -1,0 +1,367 @@
+"""Configuration files as users write them: what is read, what is ignored, what is not modelled, what is assumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.configs import Configuration, from_paths, from_texts
+from fsdp_advisor.errors import UsageError
+
+
+def read(name: str, text: str, **more: str) -> Configuration:
+    return from_texts({name: dedent(text), **{k.replace("__", "."): dedent(v) for k, v in more.items()}})
+
+
+def said(found: Configuration, kind: str) -> str:
+    return "\n".join(item for reading in found.readings for item in getattr(reading, kind))
+
+
+AXOLOTL = """
+    base_model: meta-llama/Llama-3.1-8B
+    load_in_4bit: true
+    adapter: qlora
+    lora_r: 32
+    lora_target_linear: true
+    plugins: [axolotl.integrations.liger.LigerPlugin]
+    datasets: [{path: tatsu-lab/alpaca, type: alpaca}]
+    sequence_len: 4096
+    sample_packing: true
+    micro_batch_size: 2
+    gradient_accumulation_steps: 4
+    optimizer: adamw_torch_8bit
+    bf16: auto
+    flash_attention: true
+    gradient_checkpointing: true
+    fsdp: [full_shard, auto_wrap]
+    fsdp_config:
+      fsdp_offload_params: true
+      fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+      fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+    wandb_project: mine
+"""
+
+
+def test_axolotl() -> None:
+    found = read("axolotl.yaml", AXOLOTL)
+    assert found.options == {
+        "framework": "trainer", "model": "meta-llama/Llama-3.1-8B", "seq_len": 4096, "micro_batch_size": 2,
+        "gradient_accumulation_steps": 4, "attention": "flash_attention_2", "activation_checkpointing": "full",
+        "backend": "fsdp1", "strategy": "zero3", "offload": "parameters", "wrap": "layer", "precision": "bf16-mixed",
+    }  # fmt: skip
+    for key in ("load_in_4bit", "adapter", "lora_r", "lora_target_linear", "plugins", "sample_packing", "optimizer"):
+        assert f"{key}: " in said(found, "not_modelled")
+    assert "wandb_project" in said(found, "ignored")
+
+
+@pytest.mark.parametrize("name", ["axolotl.yaml"])
+def test_every_key_is_accounted_for(name: str) -> None:
+    import yaml
+
+    text = dedent(AXOLOTL)
+    (reading,) = from_texts({name: text}).readings
+    accounted = [
+        item.partition(":")[0].partition(".")[0] for item in (*reading.read, *reading.ignored, *reading.not_modelled)
+    ]
+    assert set(yaml.safe_load(text)) <= set(accounted)
+
+
+def test_llama_factory_with_its_deepspeed_file(tmp_path: Path) -> None:
+    (tmp_path / "ds_z3_offload.json").write_text(
+        json.dumps(
+            {
+                "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"},
+                "zero_optimization": {
+                    "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
+                    "reduce_bucket_size": "auto", "sub_group_size": 1e9, "zero_quantized_weights": True,
+                },
+            }
+        )
+    )  # fmt: skip
+    (tmp_path / "sft.yaml").write_text(
+        dedent(
+            """
+            model_name_or_path: meta-llama/Meta-Llama-3-8B
+            stage: dpo
+            finetuning_type: lora
+            lora_rank: 8
+            template: llama3
+            cutoff_len: 4096
+            per_device_train_batch_size: 1
+            gradient_accumulation_steps: 2
+            bf16: true
+            flash_attn: fa2
+            quantization_bit: 4
+            deepspeed: ds_z3_offload.json
+            """
+        )
+    )
+    found = from_paths([tmp_path / "sft.yaml"])
+    assert found.options == {
+        "model": "meta-llama/Meta-Llama-3-8B", "framework": "trainer", "seq_len": 4096, "attention": "flash_attention_2",
+        "micro_batch_size": 1, "gradient_accumulation_steps": 2, "precision": "bf16-mixed", "activation_checkpointing": "full",
+        "strategy": "zero3", "backend": "deepspeed", "offload": "parameters", "offload_device": "cpu",
+    }  # fmt: skip
+    for words in (
+        "stage: dpo",
+        "finetuning_type: lora",
+        "lora_rank: 8",
+        "quantization_bit: 4",
+        "zero_quantized_weights: True",
+    ):
+        assert words in said(found, "not_modelled")
+    assert "gradient checkpointing, which LLaMA-Factory switches on" in said(found, "assumed")
+
+
+def test_a_named_file_that_is_missing_is_reported() -> None:
+    found = read("args.json", '{"per_device_train_batch_size": 4, "deepspeed": "ds.json"}')
+    assert "ds.json, which it names, was not found" in said(found, "not_modelled")
+
+
+def test_trl_with_its_defaults() -> None:
+    found = read(
+        "sft.yaml",
+        "{model_name_or_path: Qwen/Qwen2.5-7B, dataset_name: trl-lib/Capybara, packing: true, use_peft: true}",
+    )
+    expected = {
+        "micro_batch_size": 8, "seq_len": 1024, "activation_checkpointing": "full", "precision": "bf16-mixed", "framework": "trainer",
+    }  # fmt: skip
+    assert found.options.items() >= expected.items() and "strategy" not in found.options
+    for words in ("packing: True", "use_peft: True", "TRL is estimated as the Trainer"):
+        assert words in said(found, "not_modelled")
+    for words in ("micro-batch 8", "1024 tokens", "TRL's default"):
+        assert words in said(found, "assumed")
+
+
+def test_old_words_of_the_trainers_fsdp() -> None:
+    found = read(
+        "args.json",
+        json.dumps(
+            {
+                "fsdp": "shard_grad_op auto_wrap offload",
+                "fsdp_config": {"version": 1, "forward_prefetch": True},
+                "fp16": True,
+            }
+        ),
+    )
+    assert (found.options["strategy"], found.options["backend"], found.options["offload"]) == (
+        "zero2",
+        "fsdp1",
+        "parameters",
+    )
+    assert found.options["precision"] == "fp16-mixed"
+    assert "forward_prefetch: True (forward prefetch)" in said(found, "not_modelled")
+
+
+def test_trainer_through_accelerate_in_a_launch_script() -> None:
+    found = read(
+        "train.sh",
+        """
+        #!/bin/bash
+        #SBATCH --nodes=2
+        export NNODES=2
+        GPUS=8
+        MODEL=${MODEL:-meta-llama/Llama-2-7b-hf}
+        export PYTORCH_ALLOC_CONF=expandable_segments:True
+        accelerate launch --config_file fsdp.yaml --num_machines $NNODES --num_processes 16 \\
+            --machine_rank $SLURM_NODEID run_clm.py \\
+            --model_name_or_path $MODEL --per_device_train_batch_size=4 --block_size 4096 --bf16 \\
+            --gradient_checkpointing true --output_dir out --torch_compile
+        """,
+        fsdp__yaml="""
+        compute_environment: LOCAL_MACHINE
+        distributed_type: FSDP
+        mixed_precision: bf16
+        num_machines: 1
+        num_processes: 8
+        fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 1000}
+        """,
+    )  # fmt: skip
+    assert found.options == {
+        "framework": "trainer", "gpus": 16, "nnodes": 2, "model": "meta-llama/Llama-2-7b-hf", "micro_batch_size": 4, "seq_len": 4096,
+        "precision": "bf16-mixed", "activation_checkpointing": "full", "strategy": "zero2", "backend": "fsdp2", "offload": "none",
+        "allocator_conf": "expandable_segments:True",
+    }  # fmt: skip
+    assert "SIZE_BASED_WRAP" in said(found, "not_modelled") and "torch_compile" in said(found, "not_modelled")
+    assert "gpus 16 as here, not 8 as in fsdp.yaml" in said(found, "assumed")
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node=8 train.py --bf16 --per_device_train_batch_size 2", {"gpus": 16, "nnodes": 2, "strategy": "ddp", "micro_batch_size": 2}),
+        ("torchrun --standalone --nproc_per_node 4 -m train --fp16 --output_dir x", {"gpus": 4, "precision": "fp16-mixed"}),
+        ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", {"gpus": 8, "strategy": "zero1", "framework": "deepspeed"}),
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --mixed_precision bf16 train.py --steps 3", {"gpus": 8, "strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed"}),
+        ("srun torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b --training.seq_len 4096 --parallelism.tensor_parallel_degree 2", {"seq_len": 4096, "gpus": 8, "strategy": "zero3"}),
+        ("trl dpo --model_name_or_path gpt2 --max_length 512 --beta 0.1", {"seq_len": 512, "model": "gpt2"}),
+        ("CUDA_VISIBLE_DEVICES=0,1 python train.py --model_name_or_path gpt2 --optim sgd --optim_args momentum=0.9", {"optim": "sgd_momentum"}),
+    ],
+)  # fmt: skip
+def test_command_lines(command: str, options: dict[str, Any]) -> None:
+    ds = '{"zero_optimization": {"stage": 1}}'
+    found = from_texts({"run.sh": command, "ds.json": ds} if "ds.json" in command else {"run.sh": command})
+    assert found.options.items() >= options.items(), found
+    if "tensor_parallel" in command:
+        assert "tensor_parallel_degree: 2 (tensor parallelism)" in said(found, "not_modelled")
+    if "dpo" in command:
+        assert "trl dpo (preference and reinforcement learning)" in said(found, "not_modelled")
+    if "--steps" in command:
+        assert "arguments of the script that are not read: steps" in said(found, "not_modelled")
+
+
+def test_deepspeed() -> None:
+    config = {
+        "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+        "fp16": {"enabled": True, "loss_scale": 0}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}, "reduce_bucket_size": 2e8},
+        "tensor_parallel": {"autotp_size": 4}, "wall_clock_breakdown": False,
+    }  # fmt: skip
+    found = from_texts({"ds.json": json.dumps(config)})
+    assert found.options == {
+        "gpus": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "precision": "fp16-mixed", "strategy": "zero2",
+        "backend": "deepspeed", "offload": "optimizer", "offload_device": "nvme", "optim": "adamw_torch_fused", "framework": "deepspeed",
+    }  # fmt: skip
+    for words in ("reduce_bucket_size: 200000000.0 (the estimate assumes 500000000", "tensor_parallel: "):
+        assert words in said(found, "not_modelled")
+    assert "8 GPUs: train_batch_size / (micro-batch x accumulation)" in said(found, "assumed")
+
+
+def test_torchtune() -> None:
+    found = read(
+        "8B_full.yaml",
+        """
+        tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 8192}
+        model: {_component_: torchtune.models.qwen2_5.lora_qwen2_5_7b_instruct, lora_rank: 8}
+        batch_size: 2
+        gradient_accumulation_steps: 8
+        optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit, lr: 2e-5}
+        loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
+        compile: true
+        optimizer_in_bwd: true
+        dtype: bf16
+        enable_activation_checkpointing: true
+        fsdp_cpu_offload: true
+        tensor_parallel_dim: 2
+        """,
+    )
+    assert found.options == {
+        "framework": "torch", "model": "Qwen/Qwen2.5-7B", "micro_batch_size": 2, "gradient_accumulation_steps": 8, "seq_len": 8192,
+        "precision": "bf16", "activation_checkpointing": "full", "offload": "parameters", "strategy": "zero3", "backend": "fsdp2",
+    }  # fmt: skip
+    for words in (
+        "lora_qwen2_5_7b_instruct",
+        "PagedAdamW8bit",
+        "chunked loss",
+        "torch.compile",
+        "optimizer_in_bwd",
+        "tensor_parallel_dim",
+    ):
+        assert words in said(found, "not_modelled")
+
+
+TITAN_TOML = """
+    [model]
+    name = "llama3"
+    flavor = "8B"
+    [optimizer]
+    name = "AdamW"
+    implementation = "foreach"
+    [training]
+    local_batch_size = 1
+    seq_len = 8192
+    [parallelism]
+    data_parallel_replicate_degree = 2
+    data_parallel_shard_degree = 4
+    tensor_parallel_degree = 4
+    [activation_checkpoint]
+    mode = "selective"
+    [compile]
+    enable = true
+"""
+TITAN_PYTHON = """
+    def llama3_8b():
+        return Trainer.Config(
+            loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config()),
+            hf_assets_path="./assets/hf/Llama-3.1-8B",
+            optimizer=default_adamw(lr=3e-4),
+            training=TrainingConfig(local_batch_size=1, seq_len=8192, dtype="bfloat16"),
+            parallelism=ParallelismConfig(tensor_parallel_degree=8),
+            activation_checkpoint=SelectiveAC.Config(),
+        )
+
+    def llama3_70b():
+        return Trainer.Config(training=TrainingConfig(seq_len=4096), activation_checkpoint=FullAC.Config())
+"""
+
+
+def test_torchtitan() -> None:
+    found = read("llama3_8b.toml", TITAN_TOML)
+    assert found.options == {
+        "framework": "torch", "model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "seq_len": 8192, "precision": "bf16-mixed",
+        "optim": "adamw_torch", "strategy": "hsdp", "backend": "fsdp2", "nnodes": 2, "gpus": 8,
+    }  # fmt: skip
+    for words in ("tensor_parallel_degree: 4", "selective activation checkpointing", "torch.compile"):
+        assert words in said(found, "not_modelled")
+
+
+def test_torchtitan_functions() -> None:
+    text = dedent(TITAN_PYTHON)
+    found = from_texts({"config_registry.py:llama3_8b": text})
+    expected = {
+        "model": "Llama-3.1-8B",
+        "seq_len": 8192,
+        "micro_batch_size": 1,
+        "precision": "bf16",
+        "strategy": "zero3",
+    }
+    assert found.options.items() >= expected.items()
+    for words in ("tensor_parallel_degree: 8", "selective activation checkpointing", "chunked loss"):
+        assert words in said(found, "not_modelled")
+    full = from_texts({"config_registry.py:llama3_70b": text})
+    assert (full.options["activation_checkpointing"], full.options["seq_len"]) == ("full", 4096)
+    with pytest.raises(UsageError, match="which configuration function") as refused:
+        from_texts({"config_registry.py": text})
+    assert "llama3_70b, llama3_8b" in refused.value.hint
+
+
+def test_arguments_in_a_python_script() -> None:
+    found = read(
+        "train.py",
+        """
+        args = SFTConfig(output_dir="x", per_device_train_batch_size=4, max_length=2048, bf16=True, gradient_checkpointing=False)
+        model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
+        """,
+    )
+    expected = {"micro_batch_size": 4, "seq_len": 2048, "activation_checkpointing": "none", "precision": "bf16"}
+    assert found.options.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "{", "a.json cannot be parsed: "),
+        ("a.yaml", "- 1", "a.yaml has no keys and values"),
+        ("a.yaml", "colour: red", "a.yaml is of no known format"),
+        ("a.py", "x = (", "a.py is not Python"),
+        ("a.py", "x = 1", "no TrainingArguments"),
+        ("a.sh", "echo hello", "no command that launches a training"),
+        ("a.yaml", "{base_model: m, micro_batch_size: many}", "micro_batch_size is many, not a whole number"),
+        ("a.yaml", "a: &a [*a", "a.yaml cannot be parsed"),
+    ],
+)
+def test_unreadable_files_are_refused(name: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        from_texts({name: text})
+    assert refused.value.hint
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        from_paths([tmp_path / "none.yaml"])
+    with pytest.raises(UsageError, match="no configuration in"):
+        from_paths([tmp_path])

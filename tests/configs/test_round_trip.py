@@ -1,0 +1,113 @@
+"""Exporting and reading back gives the same plan, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from export_jobs import RANKS, job, jobs
+from test_bundle import CASES, JOBS, files_of
+
+from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
+from fsdp_advisor.export import TARGETS, Job, export
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.plan import Plan
+
+NOT_IN_THE_FILE = {
+    "accelerate": {"micro_batch_size", "seq_len", "optim", "attention", "gradient_accumulation_steps"},
+    "deepspeed": {"seq_len", "attention", "activation_checkpointing", "mesh"},
+    "trainer": {"seq_len", "mesh"},
+    "axolotl": {"mesh"},
+    "fsdp2": {"mesh"},
+    "ddp": set(),
+}
+"""The fields of a plan that a target's single file cannot express: its script or its launcher does."""
+
+
+def plan_of(found: Configuration, **given: Any) -> Plan:
+    request = make_request(complete(found, given).options)
+    (plan,) = plans(request, seq_len=request.seq_len or 0)
+    return plan
+
+
+def different(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
+    values = {f.name: (getattr(plan, f.name), getattr(other, f.name)) for f in fields(Plan) if f.name != "framework"}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize(("target", "name"), CASES)
+def test_a_bundle_reads_back_as_its_plan(target: str, name: str, tmp_path: Path) -> None:
+    of = JOBS[name]
+    for file, text in files_of(target, of).items():
+        (tmp_path / file).write_text(text)
+    found = from_paths([tmp_path])
+    assert found.options["model"] == of.model_name
+    assert found.options["allocator_conf"] == "expandable_segments:True"
+    plan = plan_of(found)
+    assert different(plan, of.plan) == {}
+    expected = {TARGETS[target].framework, of.plan.framework} if target in ("torchrun", "sbatch", "deepspeed", "deepspeed-launch") else {TARGETS[target].framework}  # fmt: skip
+    assert plan.framework in expected | (
+        {"deepspeed"} if "deepspeed" in target or plan.backend == "deepspeed" else set()
+    )
+    for reading in found.readings:
+        assert not [item for item in reading.not_modelled if "estimate assumes" in item], reading
+
+
+@pytest.mark.parametrize("target", NOT_IN_THE_FILE)
+def test_a_single_file_reads_back_as_its_plan(target: str) -> None:
+    """The file alone, for every plan that the target supports. The command line adds what the file cannot express."""
+    for of in jobs(target):
+        exported = export(target, of)
+        files = {exported.file_name: exported.text}
+        if target == "accelerate" and "deepspeed_config_file" in exported.text:
+            files["ds_config.json"] = export("deepspeed", of).text
+        p = of.plan
+        given = {"model": "gpt2", "gpus": RANKS, "nnodes": p.nnodes}
+        given |= {name: getattr(p, name) for name in NOT_IN_THE_FILE[target] - {"mesh"}}
+        if target == "trainer" and p.backend == "ddp":  # no sharding: the launcher decides
+            given["strategy"] = "ddp"
+        left = different(plan_of(from_texts(files), **given), p)
+        for name in _lost(target, of):
+            left.pop(name, None)
+        assert left == {}, (p, exported.text)
+
+
+def _lost(target: str, of: Job) -> set[str]:
+    """Differences without an effect, and what the consumer itself does not distinguish."""
+    p, lost = of.plan, set()
+    if p.backend == "deepspeed":
+        lost |= {"wrap", "backward_prefetch"}
+        if p.offload != "none" or target == "deepspeed":  # DeepSpeedCPUAdam stands for every AdamW
+            lost |= {"optim"} if "adamw" in p.optim else set()
+    if p.strategy == "hsdp" and p.replica_degree == 1:
+        lost.add("strategy")  # one replica is ZeRO-3
+    if p.backend != "fsdp1":
+        lost.add("backward_prefetch")
+    if p.offload == "none":
+        lost.add("offload_device")
+    if target == "accelerate":  # the script decides on the weights' dtype, and outside FSDP on checkpointing
+        lost |= {"precision"} if p.precision == "bf16" and p.backend != "deepspeed" else set()
+        lost |= {"activation_checkpointing"} if p.backend in ("ddp", "deepspeed") else set()
+    return lost
+
+
+def test_options_on_the_command_line_win_over_the_file() -> None:
+    of = job(next(j.plan for j in jobs("accelerate") if j.plan.backend == "fsdp2"))
+    found = from_texts({"accelerate.yaml": export("accelerate", of).text})
+    options = complete(found, {"model": "gpt2", "gpus": 4, "strategy": "ddp", "precision": "fp32"}).options
+    assert (options["gpus"], options["strategy"], options["precision"]) == (4, "ddp", "fp32")
+    assert "backend" not in options and "nnodes" not in options
+
+
+def test_a_search_keeps_the_global_batch_size_of_the_files() -> None:
+    text = yaml.safe_dump({"base_model": "gpt2", "micro_batch_size": 2, "gradient_accumulation_steps": 4, "fsdp_version": 2, "dp_shard_size": 8, "fsdp_config": {"reshard_after_forward": True}})  # fmt: skip
+    found = complete(
+        from_texts({"a.yaml": text}), {}, ("strategy", "backend", "micro_batch_size", "gradient_accumulation_steps")
+    )
+    assert found.options["global_batch_size"] == 64
+    assert not {"strategy", "micro_batch_size", "gradient_accumulation_steps"} & set(found.options)
+    assert any("the files' global batch size 64 is kept" in sentence for sentence in found.readings[0].assumed)

@@ -1,0 +1,120 @@
+"""The form, and what the page does with what it is given."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+from fastapi.testclient import TestClient
+from page_reader import EXAMPLE, HOSTILE, read
+
+from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.request import RecommendRequest, fields_of
+from fsdp_advisor.server.page_form import controls
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["model", "gpu", "config", "optim", "micro_batch_size", "interconnect", HOSTILE])
+def test_markup_is_shown_not_run(client: TestClient, name: str) -> None:
+    reply = client.get("/", params={**EXAMPLE, name: HOSTILE})
+    page = read(reply.text)
+    assert [attrs.get("src") for tag, attrs in page.elements if tag == "script"] == [
+        next(a["src"] for t, a in page.elements if t == "script")
+    ]
+    assert "img" not in {tag for tag, _ in page.elements}
+    if name in EXAMPLE or name in ("config", "micro_batch_size", "interconnect"):
+        assert "&lt;script&gt;" in reply.text and "{{7*7}}" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "field"),
+    [
+        ({"model": "meta-lama/Llama-2-7b-hf"}, 404, None),
+        ({"model": "gpt2", "gpus": "0"}, 422, "gpus"),
+        ({"model": "gpt2", "gpus": "3", "nnodes": "2"}, 422, None),
+        ({"model": "gpt2", "precision": "fp4"}, 422, "precision"),
+        ({"model": "gpt2", "gpu": "H1000"}, 404, None),
+        ({"gpus": "3"}, 422, "model"),
+        ({"model": "/etc/passwd"}, 404, None),
+        ({"model": "gpt2", "gpus": "9" * 5000}, 422, "gpus"),
+    ],
+)
+def test_bad_input_is_said_beside_the_form_and_the_form_keeps_it(client: TestClient, query: dict[str, str], status: int, field: str | None) -> None:  # fmt: skip
+    reply = client.get("/", params=query)
+    assert reply.status_code == status
+    assert reply.headers["cache-control"] == "no-store"
+    page = read(reply.text)
+    named = {attrs.get("name"): attrs for tag, attrs in page.elements if tag in ("input", "select")}
+    for name, value in query.items():
+        assert named[name].get("value", value) == value
+    assert any(attrs.get("id") == "problem" for _, attrs in page.elements)
+    assert [name for name, attrs in named.items() if attrs.get("aria-invalid")] == ([field] if field else [])
+
+
+def test_a_link_with_a_tracker_in_it_still_answers(client: TestClient) -> None:
+    reply = client.get("/", params={**EXAMPLE, "utm_source": "mail"})
+    assert reply.status_code == 200
+    assert "utm_source is no option and was left aside" in reply.text
+
+
+def test_every_option_of_a_recommendation_has_a_control() -> None:
+    main, more = controls({})
+    folded = [control for group in more.values() for control in group]
+    assert sorted(c.name for c in (*main, *folded)) == sorted(
+        n for n, f in fields_of(RecommendRequest).items() if not f.rule.hidden
+    )
+    assert len(main) == 6
+    values = [value for value, _ in {c.name: c.choices for c in folded}["offload"]]
+    assert values == ["none", "optimizer", "parameters", "auto"]
+
+
+def test_every_control_has_a_help_text_in_the_page_s_words(client: TestClient) -> None:
+    page = read(client.get("/").text)
+    described = {a["id"]: a["aria-describedby"] for tag, a in page.elements if tag in ("input", "select")}
+    assert all(helps == f"{name}-help" for name, helps in described.items())
+    helps = re.findall(r'class="help" id="\w+-help">(.*?)</span>', client.get("/").text)
+    assert len(helps) == len(described)
+    assert all(len(words) > 15 and words.endswith(".") and "--" not in words for words in helps)
+    assert "with “Tokens to train on”, the answer then has the cost" in client.get("/").text
+
+
+def test_folded_options_that_are_set_are_named(client: TestClient) -> None:
+    html = client.get("/", params={**EXAMPLE, "tokens": "1B", "attention": "eager"}).text
+    assert "<summary>More options: Attention, Tokens to train on</summary>" in html
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ({"model": "meta-lama/Llama-2-7b-hf"}, {"model": "meta-llama/Llama-2-7b-hf"}),
+        ({"model": "gpt2", "gpu": "RTX 4900"}, {"gpu": "RTX-4090"}),
+        ({"model": "gpt2", "precision": "bf16-mixd"}, {"precision": "bf16-mixed"}),
+    ],
+)
+def test_what_was_meant_is_a_link(client: TestClient, given: dict[str, str], right: dict[str, str]) -> None:
+    html = client.get("/", params={"gpus": "4", **given}).text
+    problem = html[html.index('id="problem"') :].partition("</section>")[0]
+    assert "Did you mean" in problem
+    links = [dict(parse_qsl(urlsplit(unescape(href)).query)) for href in re.findall(r'href="([^"]*)"', problem)]
+    assert {"gpus": "4", **given, **right} in links
+
+
+def test_a_wrong_value_is_named_by_its_label(client: TestClient) -> None:
+    html = client.get("/", params={"model": "gpt2", "gpus": "-3"}).text
+    assert "“GPUs (total)” must be " in html
+
+
+def test_what_the_form_sends_untouched_is_the_default_request() -> None:
+    main, more = controls({})
+    folded = [control for group in more.values() for control in group]
+    sent = {c.name: c.value for c in (*main, *folded) if c.value}
+    assert make_request({"model": "gpt2", **sent}, RecommendRequest) == RecommendRequest(model="gpt2")
+
+
+def test_a_pasted_config_says_what_it_needs(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    html = client.get("/", params={"config": "{not json"}).text
+    assert "{not json</textarea>" in html
+    assert 'id="problem"' in html
