@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor import configs
+from fsdp_advisor.configs import ConfigFiles
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -69,14 +70,19 @@ NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 @with_signature_of(EstimateRequest)
 def estimate(
-    request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Unpack[EstimateOptions]
+    request: EstimateRequest | None = None,
+    /,
+    *,
+    explain: bool = False,
+    config_file: ConfigFiles = (),
+    **options: Unpack[EstimateOptions],
 ) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `explain` adds the peak with a fused loss, which only an explanation
-    needs. Raises AdvisorError with a hint.
+    Takes an `EstimateRequest`, or its fields as keywords. `config_file` names configuration files of other tools; keywords win
+    over them. `explain` adds the peak with a fused loss, which only an explanation needs. Raises AdvisorError with a hint.
     """
-    request = settled(request or configs.make_request(options, EstimateRequest))
+    request = settled(request or configs.make_request({**options, "config_file": config_file}, EstimateRequest))
     return estimate_resolved(request, resolve(request.model), explain=explain)
 
 
