@@ -246,7 +246,6 @@ def test_fsdp2_gathers_for_backward_what_it_has_freed_after_forward() -> None:
     assert gathered_in_backward(job("openai-community/gpt2", "zero2", "fsdp2")) == (0, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="the timeline gathers again what ZeRO-3 keeps from forward to backward")
 def test_deepspeed_zero3_gathers_nothing_for_backward_that_it_has_kept() -> None:
     """GPT-2 is smaller than `stage3_max_reuse_distance`: no parameter is freed between forward and backward."""
     sent, allocated = gathered_in_backward(job("openai-community/gpt2", "zero3", "deepspeed"))

@@ -15,6 +15,7 @@ prefetch too, which only makes the prefetch earlier.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -35,9 +36,12 @@ class Visit:
     n-th stack.
 
     `rising` are the allocations and frees up to the peak of gathered parameters, `falling` those after the peak.
+    `gathered_elements`: of the parameters that are gathered for this visit, at its own hooks or ahead at earlier ones; parameters
+    that are still there since their last use are not gathered.
     """
 
     unit: UnitId
+    gathered_elements: int = 0
     rising: tuple[Change, ...] = ()
     falling: tuple[Change, ...] = ()
 
@@ -61,6 +65,7 @@ class _Fetcher:
 
     elements: list[int]
     order: list[tuple[int, ...]]
+    visit_of: list[int]  # by step: its visit
     traversed: list[int]  # by step: elements of all earlier steps, persistent parameters included
     uses: list[list[int]]  # by parameter: the steps that use it
     ranks: int
@@ -84,6 +89,7 @@ class _Fetcher:
         default_factory=dict
     )  # group -> (its buffer and bytes, not yet used)
     fetched_for: dict[int, int] = field(default_factory=dict)
+    gathered_for: Counter[int] = field(default_factory=Counter)  # visit -> elements
 
     def __post_init__(self) -> None:
         self.queue = [(p, step) for step, parameters in enumerate(self.order) for p in parameters]
@@ -139,7 +145,9 @@ class _Fetcher:
     def fetch(self) -> tuple[int, ...]:
         """Run the hook before a module. Source: _fetch_sub_module_impl."""
         wanted, step = self.order[self.step], self.step
-        self._gather([p for p in wanted if p not in self.held and p not in self.flight])
+        missing = [p for p in wanted if p not in self.held and p not in self.flight]
+        self.gathered_for[self.visit_of[step]] += sum(self.elements[p] for p in missing)
+        self._gather(missing)
         for p in wanted:
             self._wait(p)
         for _ in [p for p in wanted if self.fetched_for.get(p, -1) < step]:
@@ -156,6 +164,7 @@ class _Fetcher:
             if p not in self.held and p not in self.flight and p not in ahead:
                 ahead.append(p)
                 elements += self.elements[p]
+                self.gathered_for[self.visit_of[used]] += self.elements[p]
         self._gather(ahead)
         self.step += 1
         return wanted
@@ -232,6 +241,7 @@ def gathered(
     fetcher = _Fetcher(
         elements,
         order,
+        [visit for visit, (_, modules) in enumerate(turns) for _ in modules],
         traversed,
         uses,
         plan.shard_degree,
@@ -249,7 +259,10 @@ def gathered(
             if turn < first_root:  # the embedding's backward hook never fires: freed at the end of backward
                 fetcher.release(own)
         rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
-        visits.append(Visit(place, rising, falling))
+        visits.append((place, rising, falling))
     left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
     end = tuple((storage, 0) for storage, _ in left)
-    return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]), end)
+    made = [
+        Visit(place, fetcher.gathered_for[at], rising, falling) for at, (place, rising, falling) in enumerate(visits)
+    ]
+    return Gathered(tuple(made[: len(units)]), tuple(made[len(units) :]), end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fsdp_advisor.engines.deepspeed.coordinator import Change, Gathered, Visit
 from fsdp_advisor.model.profile import ROOT
 from fsdp_advisor.program.accounts import Account, Stream
@@ -29,6 +31,12 @@ class Gathering:
         self._upcoming: Visit | None = None
         self._current: Visit | None = None
         self._head: Visit | None = None  # the first visit of backward
+
+    def elements(self, *, backward: bool) -> tuple[int, Iterator[int]]:
+        """The elements gathered for all visits of the root in one direction, and those for each layer in order."""
+        visits = self._gathered.backward if backward else self._gathered.forward
+        of_root = sum(visit.gathered_elements for visit in visits if visit.unit[0] == ROOT)
+        return of_root, iter([visit.gathered_elements for visit in visits if visit.unit[0] != ROOT])
 
     def begin_forward(self) -> None:
         self._turn_to(self._gathered.forward)

@@ -9,6 +9,7 @@ The arithmetic, with its sources, is in `partitions` and `buffers`. Source of th
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -148,6 +149,8 @@ class DeepspeedStep(StepHooks):
         self._bucket.begin(is_last=is_last)
         self._layers_left = [len(starts) for starts in self._layout.starts]
         self._gathering.begin_forward()
+        self._root_elements, self._layer_elements = self._gathering.elements(backward=False)
+        self._fetched: deque[int] = deque()
         self._in_backward = False
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
@@ -162,6 +165,7 @@ class DeepspeedStep(StepHooks):
         if not self._in_backward:
             self._in_backward = True
             self._gathering.begin_backward()
+            self._root_elements, self._layer_elements = self._gathering.elements(backward=True)
             self._fetch(step, unit, "after compute")
         if unit != AT_ROOT:  # the root's hook runs before the loss's backward, the head's after it
             self._layers_left[unit[0]] -= 1
@@ -241,21 +245,28 @@ class DeepspeedStep(StepHooks):
         return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
 
     def _fetch(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
-        """Stage 3: add the unit's all-gathers as one, and the upload of its shards if they are offloaded."""
+        """Stage 3: add the unit's all-gathers as one, and the upload of its shards if they are offloaded. Parameters that are
+        still there since their last use are left out.
+        """
         if self._stage < 3:
             return
-        plan, elements = self._plan, self._unit(unit).elements
+        plan, elements = self._plan, self._root_elements if unit == AT_ROOT else next(self._layer_elements)
+        self._fetched.append(elements)
+        if not elements:
+            return
         if plan.offload == "parameters":
             step.add(HostTransfer(unit, elements / plan.shard_degree * plan.compute_bytes, "parameters", start))
         step.add(AllGather(unit, elements * plan.compute_bytes, start))
 
     def _wait(self, step: StepBuilder, unit: UnitId) -> None:
-        """Stage 3: make compute wait for the unit, and add the copy that concatenates every parameter's parts."""
+        """Stage 3: make compute wait for the unit, and add the copy that concatenates every gathered parameter's parts."""
         if self._stage < 3:
             return
-        plan, elements = self._plan, self._unit(unit).elements
+        plan, elements = self._plan, self._fetched.popleft()
         n = plan.shard_degree
         step.add(PythonHooks())
+        if not elements:
+            return
         step.add(WaitFor(unit))
         casts = elements / n * (plan.param_bytes + plan.compute_bytes) if plan.mixed else 0.0
         step.add(Copy(unit, casts + (2 * elements * plan.compute_bytes if n > 1 else 0)))
