@@ -29,7 +29,7 @@ from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
 from fsdp_advisor.model.profile import Profile, Tape
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -49,11 +49,12 @@ NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 def estimate(request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Any) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
-    needs. Raises AdvisorError with a hint.
+    Takes an `EstimateRequest`, or its fields as keywords; `model` may also be what `record_module` returns. `explain` adds the peak
+    with a fused loss, which only an explanation needs. Raises AdvisorError with a hint.
     """
+    options, model = split_recorder(options)
     request = request or make_request(options)
-    return estimate_resolved(request, resolve(request.model), explain=explain)
+    return estimate_resolved(request, model or resolve(request.model), explain=explain)
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:

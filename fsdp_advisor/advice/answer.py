@@ -20,7 +20,7 @@ from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
 from fsdp_advisor.units import format_gib
@@ -34,10 +34,11 @@ def any_plan(plan: Plan) -> bool:
 def recommend(request: RecommendRequest | None = None, /, *, timer: Timer | None = None, **options: Any) -> Advice:
     """The report of a job, and the fastest plan of it that fits and leaves the margin.
 
-    Takes a `RecommendRequest`, or its fields as keywords. `timer` replaces the time model. Raises AdvisorError with a hint.
+    Takes a `RecommendRequest`, or its fields as keywords; `model` may also be what `record_module` returns. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
+    options, recorded = split_recorder(options)
     request = request or make_request(options, RecommendRequest)
-    model = resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
+    model = recorded or resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
 
