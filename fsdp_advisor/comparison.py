@@ -122,6 +122,7 @@ def best_row(report: Report) -> StrategyEstimate:
 
 
 def _side(request: EstimateRequest, model: Resolved) -> Side:
+    request = settled(request)
     report = estimate_resolved(request, model)
     row = best_row(report)
     plan = row.plan

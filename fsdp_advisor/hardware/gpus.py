@@ -149,6 +149,14 @@ GPUS: tuple[Gpu, ...] = (
         source="NVIDIA GA102 architecture whitepaper, appendix A (fp32 accumulation)",
     ),
     Gpu(
+        name="RTX-3090-Ti", full_name="NVIDIA GeForce RTX 3090 Ti", aliases=("3090 Ti", "RTX 3090 Ti 24GB"),
+        memory_bytes=24114 * _MIB, nominal_memory_bytes=24 * GIB, memory_source=_PRINTED + "24114MB",
+        bf16_flops=80e12, fp16_flops=80e12, tf32_flops=40e12, fp32_flops=40e12, memory_bytes_per_s=1008e9,
+        architecture="ampere", compute_capability=(8, 6), multiprocessors=84, gpus_per_node=4,
+        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 10752 cores at 1860 MHz, 21 Gb/s; tensor: 2 and 1 x fp32, as the RTX 3090",
+    ),
+    Gpu(
         name="A10", full_name="NVIDIA A10", aliases=("A10-24GB", "A10 PCIe"),
         memory_bytes=_gib(21.99), nominal_memory_bytes=24 * GIB, memory_source=_OOM + "zai-org/CogVLM/issues/236",
         bf16_flops=125e12, fp16_flops=125e12, tf32_flops=62.5e12, fp32_flops=31.2e12, memory_bytes_per_s=600e9,
@@ -246,12 +254,28 @@ GPUS: tuple[Gpu, ...] = (
         source="NVIDIA Ada architecture whitepaper, appendix A (fp32 accumulation)",
     ),
     Gpu(
+        name="RTX-4080", full_name="NVIDIA GeForce RTX 4080", aliases=("4080", "RTX 4080 16GB"),
+        memory_bytes=16049 * _MIB, nominal_memory_bytes=16 * GIB, memory_source=_PRINTED + "16049MB",
+        bf16_flops=97.5e12, fp16_flops=97.5e12, tf32_flops=48.7e12, fp32_flops=48.7e12, memory_bytes_per_s=716.8e9,
+        architecture="ada", compute_capability=(8, 9), multiprocessors=76, gpus_per_node=4,
+        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA Ada architecture whitepaper, appendix A (fp32 accumulation)",
+    ),
+    Gpu(
         name="L4", full_name="NVIDIA L4", aliases=("L4-24GB",),
         memory_bytes=_gib(22.03), nominal_memory_bytes=24 * GIB, memory_source=_LOG + "NVIDIA L4, 22.03 GiB",
         bf16_flops=121e12, fp16_flops=121e12, tf32_flops=60e12, fp32_flops=30.3e12, memory_bytes_per_s=300e9,
         architecture="ada", compute_capability=(8, 9), multiprocessors=58, gpus_per_node=8,
         intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_100G.shared_by(8), node_source="AWS g6.48xlarge",
         host_memory_bytes=768 * GIB, source="NVIDIA L4 datasheet (242 TFLOPS with sparsity)",
+    ),
+    Gpu(
+        name="L40", full_name="NVIDIA L40", aliases=("L40-48GB",),
+        memory_bytes=_gib(44.40), nominal_memory_bytes=48 * GIB, memory_source=_OOM + "NVlabs/Eagle/issues/68",
+        bf16_flops=181.05e12, fp16_flops=181.05e12, tf32_flops=90.5e12, fp32_flops=90.5e12, memory_bytes_per_s=864e9,
+        architecture="ada", compute_capability=(8, 9), multiprocessors=142, gpus_per_node=8,
+        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_100G.shared_by(8), node_source=_SERVER,
+        source="NVIDIA L40 datasheet",
     ),
     Gpu(
         name="L40S", full_name="NVIDIA L40S", aliases=("L40S-48GB",),

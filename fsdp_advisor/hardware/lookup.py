@@ -66,12 +66,21 @@ def find_gpu(name: str) -> Gpu:
 
 
 def list_gpus(pattern: str | None = None) -> tuple[Gpu, ...]:
-    """All GPUs, or those with a name or alias that contains `pattern`, ignoring case."""
+    """All GPUs, or those with a name or alias that contains `pattern`, ignoring case and punctuation.
+
+    >>> [gpu.name for gpu in list_gpus("H100 SXM")]
+    ['H100-80GB']
+    """
     if pattern is None:
         return GPUS
-    wanted = pattern.casefold()
+    wanted = canonical_name(pattern) or pattern.casefold()
     return tuple(
-        gpu for gpu in GPUS if any(wanted in name.casefold() for name in (gpu.name, gpu.full_name, *gpu.aliases))
+        gpu
+        for gpu in GPUS
+        if any(
+            wanted in canonical_name(name) or pattern.casefold() in name.casefold()
+            for name in (gpu.name, gpu.full_name, *gpu.aliases)
+        )
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -32,8 +32,10 @@ class Rule:
 
     `about` is the help text and the hint: a noun phrase with "the" or "a", or a verb phrase. `parse` reads text that has a unit and
     returns None for text that it cannot read; `word` returns the normal spelling of a text, or None likewise; `example` is such
-    a text. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted but not shown; `positional` ones are arguments of a
-    command. `not_modelled` are values that users know from elsewhere and that are refused as "not modelled yet".
+    a text. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted
+    but not shown; `positional` ones are arguments of a command. `synonyms` are other words for a choice, and `elsewhere` words
+    that belong to another field, with a hint. `not_modelled` are values that users know from elsewhere and that are refused as
+    "not modelled yet"; `nearest` says of some which choice comes nearest.
     """
 
     about: str
@@ -49,7 +51,10 @@ class Rule:
     example: str | None = None
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     not_modelled: tuple[str, ...] = ()
+    nearest: Mapping[str, str] = field(default_factory=dict)
     hidden: bool = False
     positional: bool = False
 
@@ -132,7 +137,7 @@ class Field:
         if isinstance(value, str):
             return self._from_text(value.strip())
         if isinstance(value, bool):
-            return value
+            return self.rule.synonyms.get(str(value).lower(), value)
         if isinstance(value, float) and self.kind in (int, str) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and self.kind in (str, float):
@@ -141,7 +146,9 @@ class Field:
 
     def _from_text(self, text: str) -> Any:
         if self.choices:
-            return next((word for word in self.choices if _letters(word) == _letters(text)), text)
+            meant = {_letters(word): word for word in self.choices}
+            meant |= {_letters(word): choice for word, choice in self.rule.synonyms.items()}
+            return meant.get(_letters(text), text)
         if self.kind is str:
             return (self.rule.word and self.rule.word(text)) or text
         if self.kind is Path:
@@ -163,13 +170,18 @@ class Field:
         if self.choices and isinstance(value, str):
             if _letters(value) in map(_letters, self.rule.not_modelled):
                 message = f"{self.name} {written} is not modelled yet"
-                return InvalidOption(self.name, message, hint=f"possible are {list_words(self.choices)}")
+                near = _found(self.rule.nearest, value)
+                possible = f"nearest is {near}" if near else f"possible are {list_words(self.choices)}"
+                return InvalidOption(self.name, message, hint=possible)
+            elsewhere = _found(self.rule.elsewhere, value)
+            if elsewhere is not None:
+                return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=elsewhere)
             from difflib import get_close_matches
 
-            near = get_close_matches(value.strip().lower()[:MAX_SHOWN], self.choices, n=1)
-            if near:
+            close = get_close_matches(value.strip().lower()[:MAX_SHOWN], self.choices, n=1, cutoff=0.7)
+            if close:
                 return InvalidOption(
-                    self.name, f"{self.name} must be {expected}, not {written}", hint=f"did you mean {near[0]}?"
+                    self.name, f"{self.name} must be {expected}, not {written}", hint=f"did you mean {close[0]}?"
                 )
         return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=self.hint)
 
@@ -195,9 +207,9 @@ def read_fields(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[st
 
 def check_required(given: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """Raises InvalidOption if a required field is not given."""
-    for name, field in known.items():
-        if field.required and name not in given:
-            raise InvalidOption(name, f"{name} is missing", hint=field.hint)
+    for name, option in known.items():
+        if option.required and name not in given:
+            raise InvalidOption(name, f"{name} is missing", hint=option.hint)
 
 
 def shown(value: Any) -> str:
@@ -268,6 +280,11 @@ def _field(name: str, annotation: Any, default: Any) -> Field:
         rule=rule,
         many=many,
     )
+
+
+def _found(words: Mapping[str, str], text: str) -> str | None:
+    """The value under a word, in any spelling; None if there is none."""
+    return {_letters(word): value for word, value in words.items()}.get(_letters(text))
 
 
 def _letters(text: str) -> str:

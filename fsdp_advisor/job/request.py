@@ -39,6 +39,8 @@ MAX_SEQ_LEN = 16_777_216
 _OFFLOAD = Rule(
     about="what host memory holds; parameters means parameters, gradients and optimizer state",
     group="Strategy",
+    synonyms={"full": "parameters", "all": "parameters", "params": "parameters", "false": "none", "no": "none"},
+    elsewhere={"cpu": "it is what is offloaded: parameters or optimizer", "nvme": "offload_device nvme, with offload"},
 )
 _OFFLOAD_DEVICE = Rule(about="the target of offload", group="Strategy")
 _MICRO_BATCH_SIZE = Rule(
@@ -57,8 +59,24 @@ _ACCUMULATION = Rule(
 _CHECKPOINTING = Rule(
     about="the layers that are recomputed in backward",
     group="Training",
+    synonyms={"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"},
+    nearest={"selective": "full, which needs less memory and more time"},
     not_modelled=("selective", "every-2", "every-3", "every-4", "op", "offload"),
 )
+
+
+_STRATEGY_NAMES = {
+    word: strategy
+    for strategy, words in {
+        "ddp": "no_shard 0 stage0 zero0",
+        "zero1": "1 stage1 zero_stage_1 zero_redundancy_optimizer",
+        "zero2": "2 stage2 zero_stage_2 shard_grad_op",
+        "zero3": "3 stage3 zero_stage_3 full_shard fsdp fsdp2 fully_shard",
+        "hsdp": "hybrid_shard",
+    }.items()
+    for word in words.split()
+}
+"""What FSDP, DeepSpeed and accelerate call the strategies."""
 
 
 def uneven_nodes(gpus: int, nnodes: int) -> str | None:
@@ -122,9 +140,15 @@ class EstimateRequest:
     strategy: Annotated[
         Literal[Strategy, "all"],
         Rule(
-            about="the sharding strategy",
+            about="the sharding strategy; FSDP's names work too: full_shard, shard_grad_op, hybrid_shard, no_shard",
             group="Strategy",
-            not_modelled=("tp", "pp", "cp", "ep", "megatron"),
+            synonyms=_STRATEGY_NAMES,
+            elsewhere={
+                "fsdp1": "strategy zero3 with backend fsdp1",
+                "deepspeed": "strategy zero3 with backend deepspeed",
+            },
+            not_modelled=("tp", "pp", "cp", "ep", "megatron", "zero++", "hybrid_shard_zero2"),
+            nearest={"zero++": "zero3", "hybrid_shard_zero2": "hsdp"},
         ),
     ] = "all"
     backend: Annotated[
@@ -132,6 +156,7 @@ class EstimateRequest:
         Rule(
             about="the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2",
             group="Strategy",
+            synonyms={"fsdp": "fsdp2", "ds": "deepspeed", "zero": "deepspeed"},
             not_modelled=("megatron", "xla", "colossalai"),
         ),
     ] = "auto"
@@ -143,6 +168,16 @@ class EstimateRequest:
             about="the precision of weights and computation",
             group="Training",
             default="bf16-mixed; fp16-mixed on a GPU without bf16",
+            synonyms={
+                "float32": "fp32",
+                "tf32": "fp32",
+                "bfloat16": "bf16",
+                "bf16-true": "bf16",
+                "32-true": "fp32",
+                "fp16": "fp16-mixed",
+                "float16": "fp16-mixed",
+                "16-mixed": "fp16-mixed",
+            },
             not_modelled=("fp8", "fp8-mixed", "int8", "fp4"),
         ),
     ] = "bf16-mixed"
@@ -151,6 +186,14 @@ class EstimateRequest:
         Rule(
             about="the optimizer, by its Hugging Face name",
             group="Training",
+            synonyms={"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"},
+            nearest={
+                "lion": "sgd_momentum, which also keeps one value per parameter",
+                "lion_32bit": "sgd_momentum, which also keeps one value per parameter",
+                "paged_adamw": "adamw_torch_fused, without the pages in host memory",
+                "paged_adamw_32bit": "adamw_torch_fused, without the pages in host memory",
+                "paged_adamw_8bit": "adamw_bnb_8bit, without the pages in host memory",
+            },
             not_modelled=(
                 "lion",
                 "lion_8bit",
@@ -159,7 +202,6 @@ class EstimateRequest:
                 "paged_adamw_8bit",
                 "paged_adamw_32bit",
                 "paged_lion_8bit",
-                "adamw_8bit",
                 "adamw_apex_fused",
                 "adamw_anyprecision",
                 "adamw_torch_4bit",
@@ -198,6 +240,7 @@ class EstimateRequest:
         Rule(
             about="the attention implementation",
             group="Training",
+            synonyms={"flash": "flash_attention_2", "flash_attention": "flash_attention_2", "fa2": "flash_attention_2"},
             not_modelled=("flash_attention_3", "flex_attention"),
         ),
     ] = "sdpa"
@@ -236,6 +279,8 @@ class EstimateRequest:
         Rule(
             about="the library that prepares the model and runs the training loop",
             group="Strategy",
+            synonyms={"pytorch": "torch", "transformers": "trainer", "hf_trainer": "trainer"},
+            nearest={"trl": "trainer, on which TRL's trainers are built"},
             not_modelled=("trl", "torchtitan", "lightning", "megatron", "nemo"),
         ),
     ] = "torch"

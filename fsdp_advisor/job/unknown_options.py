@@ -7,30 +7,102 @@ from difflib import get_close_matches
 
 from fsdp_advisor.errors import InvalidOption
 
-_TOPICS: dict[str, str] = {
-    "LoRA and other adapters": "lora qlora dora peft adapter use_peft use_lora use_dora peft_config lora_r lora_rank lora_alpha "
-    "lora_dropout lora_target_modules lora_modules_to_save target_modules",
-    "frozen parameters": "freeze frozen trainable",
-    "quantized weights": "load_in_4bit load_in_8bit quantize quantization bits int8 int4",
-    "fused and chunked losses": "loss liger use_liger use_liger_kernel liger_kernel cce chunked_loss fused_loss",
-    "tensor parallelism": "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
-    "tensor_model_parallel_size",
-    "context and sequence parallelism": "cp cp_size context_parallel context_parallel_size context_parallel_degree "
-    "sequence_parallel sequence_parallel_size ulysses ring_attention",
-    "pipeline parallelism": "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
-    "pipeline_model_parallel_size",
-    "expert parallelism": "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree "
-    "expert_model_parallel_size",
-    "torch.compile": "compile torch_compile",
-    "FP8 and lower precisions": "fp8 fp4 mxfp8 nvfp4",
-    "packed sequences": "packing pack sample_packing padding_free",
-    "preference and reinforcement learning": "dpo grpo ppo rlhf kto ref_model reward_model beta",
-    "inference": "inference generate kv_cache",
-    "evaluation": "eval evaluation do_eval eval_batch_size per_device_eval_batch_size",
-    "activation offload": "activation_offload activation_offloading",
-    "a storage type apart from the precision": "dtype torch_dtype",
+_ALL_PARAMETERS = "without it, the figures are those of training all parameters, which needs more memory"
+_DATA_PARALLEL = "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
+
+_TOPICS: dict[str, tuple[str, str]] = {
+    "LoRA and other adapters are": (
+        "lora qlora dora peft adapter use_peft use_lora use_dora peft_config lora_r lora_rank lora_alpha lora_dropout "
+        "lora_target_modules lora_modules_to_save target_modules",
+        _ALL_PARAMETERS,
+    ),
+    "freezing parameters is": ("freeze frozen freeze_layers trainable unfrozen_parameters", _ALL_PARAMETERS),
+    "quantized weights are": (
+        "load_in_4bit load_in_8bit quantize quantization bits bnb int8 int4 nf4",
+        "without it, the figures are those of weights in the precision, which need more memory",
+    ),
+    "fused and chunked losses are": (
+        "loss liger use_liger use_liger_kernel liger_kernel cce chunked_loss fused_loss",
+        "estimate --explain ROW shows what one would save",
+    ),
+    "tensor parallelism is": (
+        "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+        _DATA_PARALLEL,
+    ),
+    "context and sequence parallelism are": (
+        "cp cp_size context_parallel context_parallel_size context_parallel_degree sequence_parallel "
+        "sequence_parallel_size ulysses ring_attention",
+        _DATA_PARALLEL,
+    ),
+    "pipeline parallelism is": (
+        "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
+        _DATA_PARALLEL,
+    ),
+    "expert parallelism is": (
+        "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
+        _DATA_PARALLEL,
+    ),
+    "torch.compile is": ("compile torch_compile", "without it, the figures are those of eager PyTorch"),
+    "FP8 and lower precisions are": (
+        "fp8 fp4 mxfp8 nvfp4 float8",
+        "possible are fp32, bf16, bf16-mixed and fp16-mixed",
+    ),
+    "packing is": (
+        "packing pack sample_packing padding_free",
+        "without it, every sequence has the full length, as a packed one has",
+    ),
+    "preference and reinforcement learning are": (
+        "dpo grpo ppo rlhf kto orpo ref_model reference_model reward_model beta",
+        "the figures are those of supervised training, without reference or reward models",
+    ),
+    "inference is": ("inference generate kv_cache vllm", "the figures are those of training"),
+    "evaluation is": (
+        "eval evaluation do_eval eval_steps eval_batch_size per_device_eval_batch_size",
+        "the figures are those of training steps",
+    ),
+    "activation offload is": (
+        "activation_offload activation_offloading",
+        "activation checkpointing also saves the memory of activations",
+    ),
+    "gradient clipping apart from the framework's is": (
+        "clip_grad gradient_clipping max_grad_norm clip_grad_norm",
+        "framework trainer clips gradients, the others do not",
+    ),
+    "a storage type apart from the precision is": (
+        "dtype torch_dtype",
+        "the precision says how weights are stored",
+    ),
 }
-_TOPIC_OF = {name: topic for topic, names in _TOPICS.items() for name in names.split()}
+"""Subjects that are not modelled, with the options that name them and what is possible instead."""
+_TOPIC_OF = {name: (subject, hint) for subject, (names, hint) in _TOPICS.items() for name in names.split()}
+
+_WITHOUT_EFFECT = (
+    "lr learning_rate warmup warmup_steps warmup_ratio weight_decay lr_scheduler_type scheduler adam_beta1 adam_beta2 "
+    "adam_epsilon epochs num_epochs num_train_epochs max_steps seed dataset dataset_name data train_file save_steps "
+    "save_strategy logging_steps report_to run_name output_dir"
+)
+"""Options of training scripts that change neither memory nor the speed of a step."""
+
+_VALUES: dict[str, tuple[str, str]] = {
+    "ddp": ("strategy", "ddp"),
+    "fsdp": ("strategy", "zero3"),
+    "fsdp2": ("strategy", "zero3"),
+    "zero": ("strategy", "zero3"),
+    "zero1": ("strategy", "zero1"),
+    "zero2": ("strategy", "zero2"),
+    "zero3": ("strategy", "zero3"),
+    "hsdp": ("strategy", "hsdp"),
+    "fsdp1": ("backend", "fsdp1"),
+    "deepspeed": ("backend", "deepspeed"),
+    "bf16": ("precision", "bf16-mixed"),
+    "fp16": ("precision", "fp16-mixed"),
+    "fp32": ("precision", "fp32"),
+    "gradient_checkpointing": ("activation_checkpointing", "full"),
+    "flash_attn": ("attention", "flash_attention_2"),
+    "flash_attention": ("attention", "flash_attention_2"),
+    "flash_attention_2": ("attention", "flash_attention_2"),
+}
+"""Words that are options elsewhere and values here."""
 
 _MEANT: dict[str, str] = {
     name: option
@@ -42,13 +114,13 @@ _MEANT: dict[str, str] = {
         "strategy": "zero_stage stage sharding_strategy parallelism",
         "backend": "engine fsdp_version",
         "offload": "cpu_offload offload_optimizer offload_params",
-        "precision": "mixed_precision bf16 fp16 fp32 amp",
+        "precision": "mixed_precision amp",
         "optim": "optimizer optimiser",
         "micro_batch_size": "batch_size batch mbs bs train_micro_batch_size_per_gpu",
         "seq_len": "sequence sequence_length seq_length max_length max_seq_length max_seq_len context_length length",
         "gradient_accumulation_steps": "accumulation grad_accum gradient_accumulation accumulation_steps ga gas",
-        "activation_checkpointing": "gradient_checkpointing recompute checkpointing ac",
-        "attention": "attn attn_implementation flash_attention sdpa",
+        "activation_checkpointing": "recompute checkpointing ac",
+        "attention": "attn attn_implementation sdpa",
         "allocator_conf": "pytorch_alloc_conf pytorch_cuda_alloc_conf alloc_conf",
         "host_memory": "cpu_memory ram host_ram",
         "global_batch_size": "train_batch_size gbs",
@@ -68,13 +140,22 @@ def unknown_option(
     >>> unknown_option("seqlen", ["seq_len", "optim"]).hint
     'did you mean seq_len?'
     >>> unknown_option("lora", ["seq_len"]).message
-    'lora is not modelled yet'
+    'lora: LoRA and other adapters are not modelled yet'
     """
     plain = name[:80].strip("-").replace("-", "_").lower()
     written = spell(name)
     if plain in _TOPIC_OF:
-        return InvalidOption(name, f"{written} is not modelled yet", hint=f"estimates do not cover {_TOPIC_OF[plain]}")
-    near = _close(plain, list(known))
+        subject, hint = _TOPIC_OF[plain]
+        return InvalidOption(name, f"{written}: {subject} not modelled yet", hint=hint)
+    if plain in _WITHOUT_EFFECT.split():
+        return InvalidOption(
+            name, f"no such option: {written}", hint="it changes neither memory nor speed: leave it out"
+        )
+    fields = list(known)
+    if plain in _VALUES and _VALUES[plain][0] in fields:
+        field, value = _VALUES[plain]
+        return InvalidOption(name, f"no such option: {written}", hint=f"did you mean {spell(field)} {value}?")
+    near = _close(plain, fields)
     hint = f"did you mean {' or '.join(map(spell, near))}?" if near else see
     return InvalidOption(name, f"no such option: {written}", hint=hint)
 
@@ -85,7 +166,8 @@ def topic_of(name: str) -> str | None:
     >>> topic_of("lora_r")
     'LoRA and other adapters'
     """
-    return _TOPIC_OF.get(name.lower())
+    subject, _ = _TOPIC_OF.get(name.lower(), ("", ""))
+    return subject.rpartition(" ")[0] or None
 
 
 def _close(name: str, known: list[str]) -> list[str]:

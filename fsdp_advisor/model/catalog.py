@@ -60,17 +60,63 @@ def find(name: str) -> Entry | None:
     return entries_by_name().get(name.strip().lower())
 
 
+def by_short_name(name: str) -> list[Entry]:
+    """The models that are named so without their owner, ignoring case, separators and endings such as -hf and -it.
+
+    >>> [entry.id for entry in by_short_name("llama-3-8b")]
+    ['meta-llama/Meta-Llama-3-8B']
+    """
+    return [] if "/" in name else list(_entries_by_short_name().get(_short(name), ()))
+
+
+@lru_cache(maxsize=1)
+def _entries_by_short_name() -> dict[str, tuple[Entry, ...]]:
+    found: dict[str, dict[str, Entry]] = {}
+    for entry in entries():
+        for name in (entry.id, *entry.aliases):
+            found.setdefault(_short(name), {})[entry.id] = entry
+    return {name: tuple(named.values()) for name, named in found.items()}
+
+
+def _short(name: str) -> str:
+    """The name without owner, separators and endings that do not change a model's shapes.
+
+    >>> _short("meta-llama/Llama-2-7b-chat-hf")
+    'llama27b'
+    """
+    tail = name.strip().lower().rpartition("/")[2]
+    return re.sub(r"[\s_-]", "", re.sub(r"([\s_-](hf|pt|it|chat|instruct))+$", "", tail))
+
+
 def nearest(name: str) -> list[str]:
-    """Up to three ids or aliases that are similar to `name`, most similar first."""
+    """Up to three ids or aliases that are similar to `name`, most similar first.
+
+    They have all its numbers, and all its words but for misspellings: Qwen2.5-7B is not near Qwen2.5-VL-7B.
+    """
     import difflib
 
     known = {e.id.lower(): e.id for e in entries()} | {a.lower(): a for e in entries() for a in e.aliases}
     wanted = name.strip().lower()
-    found = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
-    if not found:  # the repository's owner may be missing or wrong
-        tails = {k.rpartition("/")[2]: k for k in reversed(known)}
-        found = [tails[t] for t in difflib.get_close_matches(wanted.rpartition("/")[2], tails, n=3, cutoff=0.6)]
-    return [known[f] for f in found]
+    tails = {key.rpartition("/")[2]: key for key in reversed(known)}  # the owner may be missing or wrong
+    found = difflib.get_close_matches(wanted, known, n=9, cutoff=0.6)
+    found += [tails[t] for t in difflib.get_close_matches(wanted.rpartition("/")[2], tails, n=9, cutoff=0.6)]
+    near = [key for key in dict.fromkeys(found) if _has_words_of(key.rpartition("/")[2], wanted.rpartition("/")[2])]
+    return [known[key] for key in near[:3]]
+
+
+def _has_words_of(candidate: str, wanted: str) -> bool:
+    """Whether the candidate has all numbers of `wanted`, and a similar word for each of its words."""
+    import difflib
+
+    numbers, words = (re.findall(pattern, candidate) for pattern in (_NUMBERS, _WORDS))
+    return all(number in numbers for number in re.findall(_NUMBERS, wanted)) and all(
+        difflib.get_close_matches(word, words, n=1, cutoff=_SIMILAR) for word in re.findall(_WORDS, wanted)
+    )
+
+
+_NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
+_SIMILAR = 0.75
+"""The ratio of difflib from which a word counts as a misspelling of another: lama and llama have 0.89."""
 
 
 def search(pattern: str | None = None) -> list[Entry]:

@@ -33,9 +33,9 @@ def can_be_repo_id(wanted: str) -> bool:
 
 
 def did_you_mean(wanted: str) -> str | None:
-    """A hint with the catalog's most similar name; None if none is similar."""
-    found = catalog.nearest(wanted) if len(wanted) <= 200 else []
-    return f"did you mean {found[0]}?" if found else None
+    """A hint with the names of the catalog's one or two most similar models; None if none is similar."""
+    found = {catalog.find(name): name for name in reversed(catalog.nearest(wanted) if len(wanted) <= 200 else [])}
+    return f"did you mean {' or '.join([*reversed(found.values())][:2])}?" if found else None
 
 
 def download(name: str, *, anonymous: bool = False) -> tuple[bytes, tuple[str, ...]]:

@@ -18,6 +18,21 @@ from fsdp_advisor.timing import StepTime
 MEANINGS = ACCOUNTS | NON_TENSOR_PARTS
 _PART_OF: Mapping[str, MemoryPart] = {account: part for part in PARTS for account in part.accounts}
 _PHASE_NAMES = {"load": "load", "first_step": "first step", "steady_step": "steady step", "save": "save"}
+CAUSES: Mapping[str, str] = {
+    "matmul": "matrix multiplications",
+    "attention": "attention kernels",
+    "pointwise": "the other kernels, which are limited by memory",
+    "loss": "the loss",
+    "recomputation": "the forwards that activation checkpointing repeats",
+    "launch": "the GPU waits for the CPU to launch kernels",
+    "sharding": "copies into and out of communication buffers",
+    "communication": "collectives that no compute hides",
+    "contention": "the slowdown of compute by the collectives that it hides",
+    "optimizer": "the optimizer step on the GPU",
+    "host": "PCIe, and the optimizer step on the host",
+    "allocator": "allocator retries",
+}
+"""What the parts of a step's time are."""
 _SMALL_SHARE = 0.005
 """Parts of a step's time below this share are not listed."""
 
@@ -178,9 +193,11 @@ def _time_lines(step: StepTime | None, row: RowView, unit: str) -> list[str]:
     ends = f"{format_seconds(step.low_seconds)} to {format_seconds(step.high_seconds)}"
     parts = sorted(((seconds, name) for name, seconds in step.breakdown.items()), reverse=True)
     shares = (
-        f"{name} {seconds / step.seconds:.0%}" for seconds, name in parts if seconds >= _SMALL_SHARE * step.seconds
+        f"{name} {seconds / step.seconds:.0%} ({CAUSES[name]})"
+        for seconds, name in parts
+        if seconds >= _SMALL_SHARE * step.seconds
     )
     return [
         f"Step: {format_seconds(step.seconds)} ({ends}), {row.throughput_text} {unit} per GPU, MFU {step.mfu:.0%}",
-        f"Time by cause: {', '.join(shares)}",
+        f"Time by cause: {'; '.join(shares)}",
     ]

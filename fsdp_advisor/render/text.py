@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from rich.text import Text
 
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.render.explanation import ExplanationView, share_text
 from fsdp_advisor.render.parts import PARTS, STATES
-from fsdp_advisor.render.sizes import UNKNOWN
+from fsdp_advisor.render.sizes import UNKNOWN, Sizes
 from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, legend, paint, widths, wrap
 from fsdp_advisor.render.view import ReportView, RowView
 
@@ -147,28 +148,73 @@ def _components(explained: ExplanationView, screen: Screen) -> str:
 
 
 def _timeline(explained: ExplanationView, screen: Screen) -> str:
-    """One line per section of the step. Of a long run of layers, only the first and the last are shown."""
+    """One line per section of the step. Of equal micro-batches one is shown, of a long run of layers the first and the last."""
     points, sizes = explained.timeline, explained.sizes
-    shown = _shortened(points)
-    begins = {0, *(i for i in range(1, len(points)) if points[i].phase != points[i - 1].phase)}
-    lines = [(i, points[i]) if isinstance(i, int) else (None, points[i.stop - 1]) for i in shown]
-    where = [points[i].where if isinstance(i, int) else f"  x {len(i)} more" for i in shown]
+    names = _numbered(points)
+    rows = [row for micro_batch in _folded(points, sizes) for row in _rows(points, names, micro_batch)]
     columns = [
-        Column("phase", [point.phase if i in begins else "" for i, point in lines]),
-        Column("where", where),
-        Column("end", [sizes.bare(point.live_bytes) for _, point in lines], right=True),
-        Column("highest", ["" if i is None else sizes.bare(point.high_bytes) for i, point in lines], right=True),
+        Column("phase", [row.phase for row in rows]),
+        Column("where", [row.where for row in rows]),
+        Column("end", [sizes.bare(row.point.live_bytes) for row in rows], right=True),
+        Column("highest", [sizes.bare(row.point.high_bytes) if row.whole else "" for row in rows], right=True),
     ]
     narrow, wide = EXPLAIN_BAR_WIDTHS
     room = screen.width - widths(columns) - 2
     if room >= narrow:
         width, whole = min(room, wide), explained.gpu_memory_bytes
-        bars = [
-            Text("") if i is None else bar([(STATES, point.high_bytes)], whole, width, screen) for i, point in lines
-        ]
+        bars = [bar([(STATES, row.point.high_bytes)], whole, width, screen) if row.whole else Text("") for row in rows]
         columns.append(Column("of the GPU", bars))
     caption = f"Tensors through the step, in {sizes.unit}: at the end of each section, and the highest within it."
     return wrap(caption, screen) + "\n" + draw(columns, screen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A line of the timeline. Not `whole`: it stands for several sections, and `point` is the last of them."""
+
+    phase: str
+    where: str
+    point: TimelinePoint
+    whole: bool = True
+
+
+def _numbered(points: Sequence[TimelinePoint]) -> list[str]:
+    """The place of each point; layers of a run are numbered as in the model, so backward counts down."""
+    names: list[str] = []
+    for (phase, where), run in groupby(points, key=lambda point: (point.phase, point.where)):
+        count = len(list(run))
+        numbers = range(count, 0, -1) if phase == "backward" else range(1, count + 1)
+        names += [where] if count == 1 else [f"{where} {number}" for number in numbers]
+    return names
+
+
+def _folded(points: Sequence[TimelinePoint], sizes: Sizes) -> Iterator[tuple[range, bool]]:
+    """The points of each micro-batch and of the optimizer step, and whether more micro-batches look the same."""
+    phases = [point.phase for point in points]
+    starts = [i for i in range(1, len(phases)) if phases[i] != phases[i - 1] and phases[i] != "backward"]
+
+    def looks(block: range) -> list[tuple[str, str, str, str]]:
+        shown = (points[i] for i in block)
+        return [(p.phase, p.where, sizes.bare(p.live_bytes), sizes.bare(p.high_bytes)) for p in shown]
+
+    for _, equal in groupby((range(a, b) for a, b in pairwise([0, *starts, len(points)])), key=looks):
+        first, *others = equal
+        yield first, bool(others)
+
+
+def _rows(points: Sequence[TimelinePoint], names: Sequence[str], micro_batch: tuple[range, bool]) -> Iterator[_Row]:
+    """The lines of one micro-batch, or of the optimizer step."""
+    block, more = micro_batch
+    shown = [points[i] for i in block]
+    phase = None
+    for at in _shortened(shown):
+        last = at if isinstance(at, int) else at.stop - 1
+        point = shown[last]
+        where = names[block.start + at] if isinstance(at, int) else f"  x {len(at)} more"
+        yield _Row(point.phase if point.phase != phase else "", where, point, isinstance(at, int))
+        phase = point.phase
+    if more:
+        yield _Row("", "  the same in each further micro-batch", shown[-1], whole=False)
 
 
 def _shortened(points: Sequence[TimelinePoint]) -> list[int | range]:

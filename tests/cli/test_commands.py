@@ -91,16 +91,24 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("estimate", *MODEL, "--optim", "lion"),
         "optim lion is not modelled yet",
-        "possible are adamw_torch_fused, adamw_torch, sgd, sgd_momentum, adafactor or adamw_bnb_8bit",
+        "nearest is sgd_momentum, which also keeps one value per parameter",
     ),
     (("estimate", *MODEL, "--gpus"), "--gpus needs a value", SEE),
     (("estimate", *MODEL, "-o"), "--output needs a value", SEE),
     (("estimate", "--model", "--gpus", "4"), "--model needs a value", SEE),
     (("estimate", *MODEL, "--sequence", "3"), "no such option: --sequence", "did you mean --seq-len?"),
-    (("estimate", *MODEL, "--lr", "3"), "no such option: --lr", SEE),
+    (("estimate", *MODEL, "--lr", "3"), "no such option: --lr", "it changes neither memory nor speed: leave it out"),
     (("estimate", *MODEL, "-x"), "no such option: -x", SEE),
-    (("estimate", *MODEL, "--lora"), "--lora is not modelled yet", "estimates do not cover LoRA and other adapters"),
-    (("recommend", *MODEL, "--tp=2"), "--tp is not modelled yet", "estimates do not cover tensor parallelism"),
+    (
+        ("estimate", *MODEL, "--lora"),
+        "--lora: LoRA and other adapters are not modelled yet",
+        "without it, the figures are those of training all parameters, which needs more memory",
+    ),
+    (
+        ("recommend", *MODEL, "--tp=2"),
+        "--tp: tensor parallelism is not modelled yet",
+        "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP",
+    ),
     (("estimate", *MODEL, "more"), "unexpected argument more", SEE),
     (
         ("estimate", *MODEL, "--format", "xml"),

@@ -47,6 +47,8 @@ PRINTED = {
     "NVIDIA GeForce RTX 2080 Ti": "RTX-2080-Ti",
     "NVIDIA TITAN RTX": "Titan-RTX",
     "NVIDIA GeForce RTX 3090": "RTX-3090",
+    "NVIDIA GeForce RTX 3090 Ti": "RTX-3090-Ti",
+    "NVIDIA GeForce RTX 4080": "RTX-4080",
     "NVIDIA GeForce RTX 4090": "RTX-4090",
     "NVIDIA GeForce RTX 5090": "RTX-5090",
     "NVIDIA A10": "A10",
@@ -54,6 +56,7 @@ PRINTED = {
     "NVIDIA A30": "A30",
     "NVIDIA A40": "A40",
     "NVIDIA L4": "L4",
+    "NVIDIA L40": "L40",
     "NVIDIA L40S": "L40S",
     "NVIDIA RTX A6000": "RTX-A6000",
     "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
@@ -171,7 +174,7 @@ def test_impossible_size_raises(size: str) -> None:
     ("typo", "meant"),
     [
         ("H10", "H100-80GB"),
-        ("RTX 3090 Ti", "RTX-3090"),
+        ("RTX 3090 Super", "RTX-3090"),
         ("MI300Z", "MI300X"),
         ("A1000", "A100-80GB"),
         ("h100-80gb-pci", "H100-PCIe"),
@@ -182,7 +185,7 @@ def test_impossible_size_raises(size: str) -> None:
 def test_unknown_name_raises_with_nearest_name(typo: str, meant: str) -> None:
     with pytest.raises(UnknownGpu) as refusal:
         find_gpu(typo)
-    assert str(refusal.value) == f"unknown GPU {typo!r}"
+    assert refusal.value.message == f"unknown GPU {typo!r}"
     assert meant in refusal.value.hint
 
 

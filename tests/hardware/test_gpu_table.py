@@ -9,7 +9,7 @@ each_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 each_link = pytest.mark.parametrize("link", LINKS, ids=lambda link: link.name)
 
 # ECC on GDDR memory takes a sixteenth of the memory; these cards are delivered with ECC enabled.
-ECC_IN_GDDR = {"T4", "A10", "A10G", "A40", "L4", "L40S"}
+ECC_IN_GDDR = {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S"}
 
 
 def test_gpu_names_are_unique() -> None:

@@ -78,6 +78,39 @@ def test_a_parameter_count_may_be_a_number() -> None:
     assert make_request({"model": 7e9}).model == make_request({"model": 7_000_000_000}).model == "7000000000"
 
 
+@pytest.mark.parametrize(
+    ("field", "spelled", "choice"),
+    [
+        ("strategy", "ZeRO-3", "zero3"),
+        ("strategy", "fsdp", "zero3"),
+        ("strategy", "FULL_SHARD", "zero3"),
+        ("strategy", "shard_grad_op", "zero2"),
+        ("strategy", 2, "zero2"),
+        ("strategy", "HYBRID_SHARD", "hsdp"),
+        ("strategy", "NO_SHARD", "ddp"),
+        ("backend", "FSDP", "fsdp2"),
+        ("precision", "fp16", "fp16-mixed"),
+        ("optim", "adamw_8bit", "adamw_bnb_8bit"),
+        ("activation_checkpointing", True, "full"),
+        ("activation_checkpointing", "false", "none"),
+        ("offload", "full", "parameters"),
+        ("attention", "flash_attention", "flash_attention_2"),
+    ],
+)
+def test_names_that_other_tools_use_are_read(field: str, spelled: Any, choice: str) -> None:
+    assert getattr(make_request({"model": "gpt2", field: spelled}), field) == choice
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_synonyms_and_nearest_choices_exist(kind: type[EstimateRequest]) -> None:
+    for field in fields_of(kind).values():
+        assert set(field.rule.synonyms.values()) <= set(field.choices)
+        assert not set(field.rule.synonyms) & set(field.rule.not_modelled)
+        for word, near in field.rule.nearest.items():
+            assert word in field.rule.not_modelled
+            assert near.partition(",")[0] in field.choices
+
+
 def test_an_alias_is_read_as_its_field() -> None:
     assert make_request({"model": "gpt2", "per_device_train_batch_size": 4}).micro_batch_size == 4
 
@@ -102,7 +135,25 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"gpsu": 4}, "no such option: gpsu", "did you mean gpu or gpus?"),
     ({"batch_size": 4}, "no such option: batch_size", "did you mean micro_batch_size?"),
     ({"colour": 4}, "no such option: colour", "see fsdp-advisor estimate --help"),
-    ({"use_peft": True}, "use_peft is not modelled yet", "estimates do not cover LoRA and other adapters"),
+    (
+        {"use_peft": True},
+        "use_peft: LoRA and other adapters are not modelled yet",
+        "without it, the figures are those of training all parameters",
+    ),
+    ({"tp": 2}, "tp: tensor parallelism is not modelled yet", "possible are data parallelism and its sharding"),
+    ({"learning_rate": 1}, "no such option: learning_rate", "it changes neither memory nor speed: leave it out"),
+    ({"bf16": True}, "no such option: bf16", "did you mean precision bf16-mixed?"),
+    (
+        {"strategy": "deepspeed"},
+        "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not deepspeed",
+        "strategy zero3 with",
+    ),
+    (
+        {"strategy": "model"},
+        "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not model",
+        "it is the sharding strategy",
+    ),
+    ({"optim": "lion"}, "optim lion is not modelled yet", "nearest is sgd_momentum"),
     (
         {"strategy": "zero4"},
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not zero4",
@@ -111,7 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"activation_checkpointing": "selective"},
         "activation_checkpointing selective is not modelled yet",
-        "possible are none or full",
+        "nearest is full, which needs less memory and more time",
     ),
     (
         {"host_memory": "512"},

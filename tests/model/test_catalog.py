@@ -78,6 +78,44 @@ def test_a_model_that_must_be_there(name: str) -> None:
     assert catalog.find(name.upper()) is catalog.find(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+        ("llama2-7b", "meta-llama/Llama-2-7b-hf"),
+        ("Qwen3_8B", "Qwen/Qwen3-8B"),
+        ("gemma 3 27b", "google/gemma-3-27b-pt"),
+        ("someone/Llama-3.1-8B", None),
+        ("llama", None),
+        ("7b", None),
+    ],
+)
+def test_a_name_without_its_owner_finds_the_model(name: str, found: str | None) -> None:
+    assert [entry.id for entry in catalog.by_short_name(name)] == ([] if found is None else [found])
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
+def test_every_model_is_found_without_its_owner(entry: catalog.Entry) -> None:
+    assert entry in catalog.by_short_name(entry.id.rpartition("/")[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("meta-lama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("mistral-7b", "mistralai/Mistral-7B-v0.3"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+        ("moonshotai/Kimi-K3", None),
+        ("Llama-4", None),
+        ("Llama-3.1-9B", None),
+        ("GLM-9", None),
+    ],
+)
+def test_only_near_names_are_suggested(name: str, near: str | None) -> None:
+    assert next(iter(catalog.nearest(name)), None) == near
+
+
 def test_size() -> None:
     assert len(catalog.entries()) >= 80
     assert catalog.PATH.stat().st_size < 5_000_000

@@ -244,7 +244,7 @@ def test_hub_variables_of_the_environment_are_used(hub: Hub, home: Path, recorde
     code = (
         "import sys\nfrom fsdp_advisor.model.resolve import resolve\n"
         "try: print(resolve(sys.argv[1] if sys.argv[1:] else 'acme/model').parameters, 'torch' in sys.modules)\n"
-        "except Exception as error: print(type(error).__name__, error, '|', error.hint)"
+        "except Exception as error: print(type(error).__name__, error.message, '|', error.hint)"
     )
     there = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "other"), "NO_PROXY": "127.0.0.1"}
     ran = python(code, **there, HF_TOKEN="hf_abc")

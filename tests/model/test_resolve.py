@@ -174,7 +174,7 @@ def test_new_process_without_torch_uses_the_cache(home: Path, recorded: Profile)
         "from fsdp_advisor.model.resolve import resolve\n"
         f"print(resolve({str(known)!r}).parameters)\n"
         f"try: resolve({str(unknown)!r})\n"
-        "except Exception as error: print(type(error).__name__, error, error.hint)"
+        "except Exception as error: print(type(error).__name__, error.message, error.hint)"
     )
     assert ran.stdout.splitlines() == [
         str(PARAMETERS),

@@ -1,0 +1,36 @@
+"""The explanation of a row: its terms, and its timeline, in which repetitions are folded."""
+
+from __future__ import annotations
+
+from fsdp_advisor import estimate
+from fsdp_advisor.render.explanation import CAUSES, explanation_view
+from fsdp_advisor.render.terminal import Screen
+from fsdp_advisor.render.text import explanation_text
+from fsdp_advisor.render.view import report_view
+from fsdp_advisor.timing.step import UNCERTAINTY
+
+
+def explained(**options: object) -> str:
+    job = {"model": "openai-community/gpt2", "gpus": 8, "gpu": "H100", "strategy": "zero3", "backend": "deepspeed"}
+    report = estimate(**{**job, **options}, explain=True)  # type: ignore[arg-type]
+    view = report_view(report)
+    return explanation_text(explanation_view(view, view.rows[0], report.estimates[0]), Screen())
+
+
+def test_every_part_of_the_time_has_a_meaning() -> None:
+    assert CAUSES.keys() == UNCERTAINTY.keys()
+
+
+def test_layers_are_numbered_and_backward_counts_down() -> None:
+    lines = [line.split() for line in explained().splitlines() if "GPT2Block" in line]
+    numbers = [int(words[words.index(next(w for w in words if "GPT2Block" in w)) + 1]) for words in lines]
+    half = len(numbers) // 2
+    assert numbers[:half] == sorted(numbers[:half]) and numbers[half:] == sorted(numbers[half:], reverse=True)
+    assert (numbers[0], numbers[half - 1], numbers[half], numbers[-1]) == (1, 12, 12, 1)
+
+
+def test_micro_batches_that_look_the_same_are_shown_once() -> None:
+    once, four_times = explained(), explained(gradient_accumulation_steps=4)
+    assert "further micro-batch" not in once
+    assert four_times.count("the same in each further micro-batch") == 1
+    assert four_times.count("end of backward") < 4
