@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import estimate_resolved, settled
 from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -85,7 +85,7 @@ def compare(a: EstimateRequest, b: EstimateRequest) -> Comparison:
     A job that leaves the strategy open is compared with its best row.
     """
     model_a = resolve(a.model)
-    return compare_resolved((a, model_a), (b, model_a if b.model == a.model else resolve(b.model)))
+    return compare_resolved((settled(a), model_a), (settled(b), model_a if b.model == a.model else resolve(b.model)))
 
 
 def compare_resolved(a: tuple[EstimateRequest, Resolved], b: tuple[EstimateRequest, Resolved]) -> Comparison:
@@ -122,11 +122,12 @@ def best_row(report: Report) -> StrategyEstimate:
 
 
 def _side(request: EstimateRequest, model: Resolved) -> Side:
+    request = settled(request)
     report = estimate_resolved(request, model)
     row = best_row(report)
     plan = row.plan
     decided = {name: getattr(plan, name) for name in fields_of(EstimateRequest) if hasattr(plan, name)}
-    full = request.but(**decided, gpu=report.gpu_name)
+    full = request.but(**decided, gpu=report.gpu_name, global_batch_size=None)
     return Side(request=full, report=estimate_resolved(full, model), row=row)
 
 

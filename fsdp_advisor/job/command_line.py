@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest
 
-_ALWAYS = ("model", "gpus", "gpu", "strategy", "backend", "seq_len")
+_ALWAYS = {"model", "gpus", "gpu", "strategy", "backend", "seq_len", *GPU_DEPENDENT}
 """Options that are written even with the default's value, because the default is computed or the strategy depends on it."""
 
 
@@ -21,6 +21,7 @@ def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf
         "allocator_conf": allocator_conf,
         "reserved": False,
         "host_memory": None,
+        "global_batch_size": None,
     }
     if plan.offload == "none":
         decided["offload_device"] = "cpu"

@@ -72,7 +72,6 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "dtype torch_dtype",
         "the precision says how weights are stored",
     ),
-    "a configuration file of another tool is": ("config_file", "give its values as options"),
 }
 """Subjects that are not modelled, with the options that name them and what is possible instead."""
 _TOPIC_OF = {name: (subject, hint) for subject, (names, hint) in _TOPICS.items() for name in names.split()}
@@ -167,8 +166,8 @@ def topic_of(name: str) -> str | None:
     >>> topic_of("lora_r")
     'LoRA and other adapters'
     """
-    found = _TOPIC_OF.get(name.lower())
-    return None if found is None else found[0].rsplit(" ", 1)[0]  # without "are" or "is"
+    subject, _ = _TOPIC_OF.get(name.lower(), ("", ""))
+    return subject.rpartition(" ")[0] or None
 
 
 def _close(name: str, known: list[str]) -> list[str]:
