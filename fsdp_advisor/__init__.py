@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice, recommend
     from fsdp_advisor.api import export, gpus, models
+    from fsdp_advisor.comparison import Comparison, compare
     from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.estimator import estimate
     from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
@@ -24,10 +25,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Advice",
     "AdvisorError",
+    "Comparison",
     "EstimateRequest",
     "RecommendRequest",
     "Report",
     "StrategyEstimate",
+    "compare",
     "estimate",
     "export",
     "gpus",
@@ -39,10 +42,12 @@ __all__ = [
 _HOME = {
     "Advice": "advice",
     "AdvisorError": "errors",
+    "Comparison": "comparison",
     "EstimateRequest": "job.request",
     "RecommendRequest": "job.request",
     "Report": "report",
     "StrategyEstimate": "report",
+    "compare": "comparison",
     "estimate": "estimator",
     "gpus": "api",
     "models": "api",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fsdp_advisor import configs
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -72,10 +73,10 @@ def estimate(
 ) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords. `explain` adds the peak with a fused loss, which only an explanation
+    Takes an `EstimateRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `explain` adds the peak with a fused loss, which only an explanation
     needs. Raises AdvisorError with a hint.
     """
-    request = settled(request or make_request(options))
+    request = settled(request or configs.make_request(options, EstimateRequest))
     return estimate_resolved(request, resolve(request.model), explain=explain)
 
 

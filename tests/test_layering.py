@@ -30,6 +30,7 @@ LAYERS = (
     "report",
     "verdict",
     "estimator",
+    "comparison",
     "advice",
     "export",
     "render",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fsdp_advisor import configs
 from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
@@ -18,7 +19,7 @@ from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, settled
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, settled
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
@@ -43,9 +44,9 @@ def recommend(
 ) -> Advice:
     """The report of a job, and the fastest plan of it that fits and leaves the margin.
 
-    Takes a `RecommendRequest`, or its fields as keywords. `timer` replaces the time model. Raises AdvisorError with a hint.
+    Takes a `RecommendRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
-    request = settled(request or make_request(options, RecommendRequest))
+    request = settled(request or configs.make_request(options, RecommendRequest))
     model = resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))

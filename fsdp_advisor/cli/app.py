@@ -71,6 +71,14 @@ COMMANDS: dict[str, Command] = {
         "The file or command that launches a job.",
         "export", "export", "ExportOptions", f"TARGET {JOB}", EstimateRequest, partial=True,
     ),
+    "compare": Command(
+        "Two jobs side by side: why one fits and the other does not.",
+        "compare", "compare", "CompareOptions", "A B [options]", EstimateRequest, partial=True,
+    ),
+    "check": Command(
+        "One line and an exit status: does the job fit?",
+        "check", "check", "CheckOptions", "--config-file FILE --gpu GPU [options]", EstimateRequest,
+    ),
     "validate": Command(
         "Run a job and compare it with its estimate.",
         "validate", "validate", "ValidateOptions", JOB, EstimateRequest, partial=True,

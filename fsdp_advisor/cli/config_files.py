@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from fsdp_advisor.cli.output import note
-from fsdp_advisor.configs import complete, from_paths
+from fsdp_advisor.configs import complete, from_paths, make_request
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import fields_of, read_fields
-from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 
 
@@ -23,10 +21,9 @@ def request_of_files(
 
     Raises UsageError for a file that cannot be read, and for a job that is incomplete.
     """
-    searched = getattr(kind, "SEARCHED", ())
-    found = complete(from_paths(files), read_fields(given, fields_of(kind)), searched)
     if not partial:
-        return replace(make_request(found.options, kind), configs=found.readings)
+        return make_request({**given, "config_file": files}, kind)
+    found = complete(from_paths(files), read_fields(given, fields_of(kind)))
     for line in reading_lines(found.readings):
         note(line, quiet=getattr(options, "quiet", False))
     return dict(found.options)

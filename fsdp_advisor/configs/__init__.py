@@ -10,7 +10,29 @@ keys it read, which it ignored, which describe something that is not modelled, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from fsdp_advisor.configs.files import from_paths, from_texts
 from fsdp_advisor.configs.merge import Configuration, complete
+from fsdp_advisor.job import parsing
+from fsdp_advisor.job.fields import fields_of, read_fields
+from fsdp_advisor.job.request import AnyRequest
 
-__all__ = ["Configuration", "complete", "from_paths", "from_texts"]
+__all__ = ["Configuration", "complete", "from_paths", "from_texts", "make_request"]
+
+
+def make_request(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
+    """A request from its fields, which are text or Python values, and from the files that `config_file` names, if it is given.
+
+    Raises UsageError for the first thing that is wrong.
+    """
+    fields = dict(given)
+    files = fields.pop("config_file", None)
+    if not files:
+        return parsing.make_request(fields, kind)
+    paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    found = complete(from_paths(paths), read_fields(fields, fields_of(kind)), getattr(kind, "SEARCHED", ()))
+    return replace(parsing.make_request(found.options, kind), configs=found.readings)

@@ -39,7 +39,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found = Collector(file, "axolotl", keys)
     options = found.options
     options["framework"] = "trainer"
-    options["model"] = found.take("base_model")
+    options["model"] = found.text("base_model")
     found.number("sequence_len", "seq_len")
     found.number("micro_batch_size", "micro_batch_size")
     found.number("gradient_accumulation_steps", "gradient_accumulation_steps")

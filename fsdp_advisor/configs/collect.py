@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
@@ -27,6 +28,7 @@ class Collector:
         self.options: dict[str, Any] = {}
         self.defaults: dict[str, tuple[Any, str]] = {}
         self.references: list[str] = []
+        self.missing: list[str] = []
         self._read: list[str] = []
         self._ignored: list[str] = []
         self._not_modelled: list[str] = []
@@ -44,7 +46,7 @@ class Collector:
         if key not in self._pending:
             return None
         value = self._pending.pop(key)
-        self._read.append(f"{shown or key}: {_short(value)}")
+        self._read.append(f"{shown or key}: {brief(value)}")
         return value
 
     def number(self, key: str, option: str | None = None) -> int | None:
@@ -57,14 +59,21 @@ class Collector:
             return None
         try:
             found = int(float(value)) if not isinstance(value, bool) else None
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = None
         if found is None or found != float(value):
-            raise UsageError(f"{self.file}: {key} is {_short(value)}, not a whole number", hint="correct the file")
+            raise UsageError(f"{self.file}: {key} is {brief(value)}, not a whole number", hint="correct the file")
         self.take(key)
         if option is not None:
             self.options[option] = found
         return found
+
+    def text(self, key: str) -> str:
+        """The text of a key that the file must have. Raises UsageError for another kind of value."""
+        value = self.take(key)
+        if not isinstance(value, str) or not value:
+            raise UsageError(f"{self.file}: {key} is {brief(value)}, not a name", hint="correct the file")
+        return value
 
     def flag(self, key: str) -> bool | None:
         """The truth of a key; None if the file does not say it."""
@@ -95,7 +104,7 @@ class Collector:
     def lacks(self, key: str, what: str) -> None:
         """Report a key, if the file has it, as a setting that no figure contains. `what` is the subject."""
         if key in self._pending:
-            self._not_modelled.append(f"{key}: {_short(self._pending.pop(key))} ({what})")
+            self._not_modelled.append(f"{key}: {brief(self._pending.pop(key))} ({what})")
 
     def lacks_active(self, what: str, *keys: str) -> None:
         """The same for keys that are switched on."""
@@ -122,7 +131,7 @@ class Collector:
         for key, value in self._pending.items():
             topic = topic_of(key.rsplit(".", 1)[-1])
             if topic is not None and active(value):
-                self._not_modelled.append(f"{key}: {_short(value)} ({topic})")
+                self._not_modelled.append(f"{key}: {brief(value)} ({topic})")
             else:
                 self._ignored.append(key)
         self._pending = {}
@@ -133,6 +142,7 @@ class Collector:
             ignored=tuple(self._ignored),
             not_modelled=tuple(dict.fromkeys(self._not_modelled)),
             assumed=(*self._assumed, *assumed),
+            missing=tuple(self.missing),
         )
 
 
@@ -150,6 +160,12 @@ def truth(value: Any) -> bool:
     return value.strip().lower() in ("true", "yes", "on", "1") if isinstance(value, str) else bool(value)
 
 
-def _short(value: Any) -> str:
-    text = "".join(c if c.isprintable() else "?" for c in str(value))
+_BRIEF = Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 3, 100, 100
+
+
+def brief(value: Any) -> str:
+    """A value as text of at most 60 characters. Aliases in YAML may make a container exponentially long."""
+    whole = str(value) if isinstance(value, str | int | float | bool) or value is None else _BRIEF.repr(value)
+    text = "".join(c if c.isprintable() else "?" for c in whole[:100])
     return text if len(text) <= 60 else text[:57] + "..."

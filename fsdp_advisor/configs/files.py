@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fsdp_advisor.configs import (
     accelerate,
     axolotl,
@@ -25,11 +23,6 @@ from fsdp_advisor.configs import (
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.merge import Configuration, merge
 from fsdp_advisor.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_BYTES = 1_000_000
 """A larger file is no configuration."""
@@ -117,7 +110,7 @@ def _combined(texts: Mapping[str, str], find: Find) -> Configuration:
                 seen.add(_base(reference))
                 other = find(reference)
                 if other is None:
-                    part.omits(f"{reference}, which it names, was not found: give it with --config-file")
+                    part.missing.append(reference)
                 else:
                     pending.append(other)
     named = {_base(reference) for part in parts for reference in part.references}
@@ -130,6 +123,16 @@ def _base(name: str) -> str:
 
 def read_text(name: str, text: str) -> list[Collector]:
     """The settings of one file, recognized by its name and its content. Raises UsageError."""
+    try:
+        return _read_text(name, text)
+    except (ValueError, TypeError, ArithmeticError, AttributeError, RecursionError, MemoryError) as error:
+        # a value of another type than its key has in the consumer
+        raise UsageError(
+            f"{name}: a setting has an impossible value ({type(error).__name__})", hint="correct the file"
+        ) from error
+
+
+def _read_text(name: str, text: str) -> list[Collector]:
     base, _, function = name.partition(".py:")
     if function or name.endswith(".py"):
         return [python_code.read(f"{base}.py" if function else name, text, function or None)]
@@ -148,14 +151,8 @@ def read_text(name: str, text: str) -> list[Collector]:
 
 def _structured(name: str, suffix: str, text: str) -> Collector:
     try:
-        keys = (
-            json.loads(text)
-            if suffix == ".json"
-            else tomllib.loads(text)
-            if suffix == ".toml"
-            else yaml.safe_load(text)
-        )
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        keys = _parsed(suffix, text)
+    except (ValueError, RecursionError) as error:
         message = " ".join(str(error).split())[:200]
         raise UsageError(f"{name} cannot be parsed: {message}", hint="correct the file") from None
     if not isinstance(keys, Mapping):
@@ -165,3 +162,22 @@ def _structured(name: str, suffix: str, text: str) -> Collector:
             return read(name, keys)
     known = "accelerate, DeepSpeed, axolotl, LLaMA-Factory, TRL, Trainer arguments, torchtune, torchtitan"
     raise UsageError(f"{name} is of no known format", hint=f"known are {known}")
+
+
+def _parsed(suffix: str, text: str) -> Any:
+    """The value of a JSON, TOML or YAML document. Raises ValueError. The parsers are imported when they are needed."""
+    if suffix == ".json":
+        return json.loads(text)
+    if suffix == ".toml":
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        return tomllib.loads(text)
+    import yaml
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # both are safe; the first is faster
+    try:
+        return yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None

@@ -92,6 +92,7 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
                 ignored=before.ignored + reading.ignored,
                 not_modelled=before.not_modelled + reading.not_modelled,
                 assumed=before.assumed + reading.assumed,
+                missing=before.missing + reading.missing,
             )
         found[reading.file] = reading
     return tuple(found.values())

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.collect import Collector, brief
 from fsdp_advisor.errors import UsageError
 
 SECTIONS = (
@@ -63,7 +63,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     _parallelism(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
-    if "Chunked" in str(found.peek("loss")):
+    if "Chunked" in brief(found.peek("loss")):
         found.lacks("loss", "chunked loss; the estimate holds all logits at once")
     return found
 
@@ -85,7 +85,7 @@ def _model(found: Collector) -> None:
 
 def _checkpointing(found: Collector) -> None:
     mode = found.peek("activation_checkpoint.mode") or found.peek("activation_checkpoint")
-    words = str(mode or "").lower()
+    words = brief(mode or "").lower()
     key = "activation_checkpoint.mode" if "activation_checkpoint.mode" in found else "activation_checkpoint"
     if "selective" in words or "budget" in words:
         found.lacks(key, "selective activation checkpointing; the estimate assumes none")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from fsdp_advisor.configs.collect import Collector, truth
+from fsdp_advisor.configs.collect import Collector, brief, truth
 from fsdp_advisor.configs.names import set_optimizer
 
 MODELS = {
@@ -75,7 +75,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     options["precision"] = "fp32" if found.take("dtype") == "fp32" else "bf16"
     if found.flag("enable_activation_checkpointing"):
         options["activation_checkpointing"] = "full"
-    if "chunked" in str(found.peek("loss._component_")).lower():
+    if "chunked" in brief(found.peek("loss._component_")).lower():
         found.lacks("loss._component_", "chunked loss; the estimate holds all logits at once")
     _sharding(found)
     found.lacks("custom_sharded_layers", "units of their own; the estimate has them in the root unit")

@@ -12,7 +12,7 @@ class ConfigReading:
 
     `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known,
     `not_modelled` its settings whose effect no figure contains, and `assumed` what the job takes for granted because no file
-    says it. Every key of the file is in one of the first three.
+    says it. Every key of the file is in one of the first three. `missing` are files that it names and that were not found.
     """
 
     file: str
@@ -21,6 +21,7 @@ class ConfigReading:
     ignored: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The reading as JSON."""
@@ -31,6 +32,7 @@ class ConfigReading:
             "ignored": list(self.ignored),
             "not_modelled": list(self.not_modelled),
             "assumed": list(self.assumed),
+            "missing": list(self.missing),
         }
 
     @property
@@ -40,6 +42,7 @@ class ConfigReading:
             ("read", self.read, ", "),
             ("not modelled", self.not_modelled, "; "),
             ("assumed", self.assumed, "; "),
+            ("not found (give it with --config-file)", self.missing, ", "),
             ("ignored", self.ignored, ", "),
         )
         return (f"{self.file} ({self.format})", *(f"  {name}: {by.join(found)}" for name, found, by in kinds if found))

@@ -13,6 +13,7 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 from pydantic_core import to_json
 
 from fsdp_advisor.advice import Advice, recommend_resolved
+from fsdp_advisor.comparison import compare_resolved
 from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved, settled
 from fsdp_advisor.export import Job, export, find
@@ -21,6 +22,7 @@ from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.config import parse_config
 from fsdp_advisor.model.resolve import Resolved, configured, resolve
+from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report
 from fsdp_advisor.server.config_paths import refuse_paths
 
@@ -97,6 +99,19 @@ def estimate_document(model: Resolved, request: EstimateRequest, explain: bool) 
     """An estimate as JSON. `explain` adds timelines."""
     report = estimate_resolved(_with_gpu(request), model, explain=explain)
     return _json_document(_with_gpu_note(request, report), timeline=explain)
+
+
+def check_document(model: Resolved, request: EstimateRequest) -> Document:
+    """Whether a job fits, as JSON."""
+    report = estimate_resolved(_with_gpu(request), model)
+    return Document.of(to_json(check_result(report)), lasting=model.source != "hub")
+
+
+def compare_document(model: Resolved, a: EstimateRequest, b: EstimateRequest) -> Document:
+    """Two jobs of catalogued models, and their differences, as JSON. `model` is that of `a`."""
+    other = model if a.model == b.model else resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=False)
+    found = compare_resolved((_with_gpu(a), model), (_with_gpu(b), other))
+    return Document.of(to_json(found.as_dict(), inf_nan_mode="null"), lasting=model.source != "hub")
 
 
 def recommend_document(model: Resolved, request: RecommendRequest, explain: bool) -> Document:

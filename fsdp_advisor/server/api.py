@@ -14,9 +14,19 @@ from fsdp_advisor.hardware import Gpu, list_gpus
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import schema
-from fsdp_advisor.server.answers import ModelSource, estimate_document, export_document, recommend_document
+from fsdp_advisor.server.answers import (
+    ModelSource,
+    check_document,
+    compare_document,
+    estimate_document,
+    export_document,
+    recommend_document,
+)
 from fsdp_advisor.server.api_models import (
     PASTED,
+    CheckBody,
+    CheckQuery,
+    CompareBody,
     EstimateBody,
     EstimateQuery,
     ExportBody,
@@ -83,6 +93,27 @@ async def post_recommend(request: Request, body: RecommendBody) -> Response:
 
 async def _recommend(request: Request, source: ModelSource, asked: RecommendRequest, explain: bool) -> Response:
     return document_response(request, await service_of(request).answer(source, recommend_document, asked, explain))
+
+
+@router.get("/check", summary="Whether a job fits, in one line", tags=["answers"],
+            response_model=schema.Check, responses=_NOT_MODIFIED)  # fmt: skip
+async def get_check(request: Request, query: Annotated[CheckQuery, Query()]) -> Response:
+    asked = query.request(EstimateRequest)
+    return document_response(request, await service_of(request).answer(ModelSource(asked.model), check_document, asked))
+
+
+@router.post("/check", summary="The same, for a job or a config.json in the body", tags=["answers"],
+             response_model=schema.Check)  # fmt: skip
+async def post_check(request: Request, body: CheckBody) -> Response:
+    asked = body.request(EstimateRequest, model=PASTED)
+    return document_response(request, await service_of(request).answer(body.source(), check_document, asked))
+
+
+@router.post("/compare", summary="Two jobs, and what each difference costs in memory and time", tags=["answers"],
+             response_model=schema.Comparison)  # fmt: skip
+async def post_compare(request: Request, body: CompareBody) -> Response:
+    a, b = body.a.request(EstimateRequest), body.b.request(EstimateRequest)
+    return document_response(request, await service_of(request).answer(ModelSource(a.model), compare_document, a, b))
 
 
 @router.get("/export/{target}", summary="The file that launches a job, or the recommended one", tags=["answers"],

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    TypeAdapter,
+    model_validator,
+)
 
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.configs import complete, from_texts
+from fsdp_advisor.job.config_reading import ConfigReading
+from fsdp_advisor.job.fields import fields_of, read_fields
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
 from fsdp_advisor.server.answers import ModelSource
 from fsdp_advisor.server.request_models import RequestModel, model_of
 
@@ -32,6 +45,10 @@ EXAMPLE_CONFIG: dict[str, Any] = {
     "gpus": 2,
 }
 
+ConfigFiles = Annotated[
+    tuple["ConfigText", ...],
+    Field(max_length=16, description="Configuration files of other tools; the body's options win."),
+]
 Explain = Annotated[bool, Field(description="Add each strategy's timeline, and its peak with a fused loss.")]
 Whole = Annotated[
     bool, Field(description="A zip archive of every file that a launch needs, not the target's file alone.")
@@ -42,6 +59,10 @@ Config = Annotated[dict[str, JsonValue] | None, Field(description="A transformer
 # mypy cannot follow classes that are made at run time
 _Estimate: Any = model_of(EstimateRequest)
 _Recommend: Any = model_of(RecommendRequest)
+
+
+class CheckQuery(_Estimate):  # type: ignore[misc]
+    """A query string that asks whether a job fits."""
 
 
 class EstimateQuery(_Estimate):  # type: ignore[misc]
@@ -74,6 +95,29 @@ class _Body(RequestModel):
 
     model: Model = PASTED
     config: Config = None
+    config_file: ConfigFiles = ()
+    _configs: tuple[ConfigReading, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_files(cls, given: Any, handler: ModelWrapValidatorHandler[_Body]) -> _Body:
+        """The options of the files, under those of the body. Raises UsageError for a file that cannot be read."""
+        if not isinstance(given, dict) or not given.get("config_file"):
+            return handler(given)
+        files = TypeAdapter(tuple[ConfigText, ...]).validate_python(given["config_file"])
+        own = {name: value for name, value in given.items() if name not in fields_of(cls.kind)}
+        asked = read_fields({n: v for n, v in given.items() if n not in own}, fields_of(cls.kind))
+        found = complete(from_texts({file.name: file.text for file in files}), asked, getattr(cls.kind, "SEARCHED", ()))
+        options = dict(found.options)
+        if own.get("config") is not None:
+            options.pop("model", None)
+        body = handler(own | options)
+        body._configs = found.readings
+        return body
+
+    def request(self, kind: type[AnyRequest], **defaults: Any) -> AnyRequest:
+        """The request, with what was read of the files."""
+        return replace(super().request(kind, **defaults), configs=self._configs)
 
     @model_validator(mode="after")
     def _names_one_model(self) -> _Body:
@@ -86,6 +130,15 @@ class _Body(RequestModel):
         if self.config is None:
             return ModelSource(self.model)
         return ModelSource(PASTED, json.dumps(self.config, sort_keys=True, separators=(",", ":")).encode())
+
+
+class ConfigText(BaseModel):
+    """A configuration file of another tool. Its name tells the format: `fsdp.yaml`, `ds_config.json`, `train.sh`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    text: Annotated[str, Field(max_length=65_536)]
 
 
 class EstimateBody(_Body, _Estimate):  # type: ignore[misc]
@@ -104,3 +157,18 @@ class ExportBody(_Body, _Estimate):  # type: ignore[misc]
     """A posted job to export: `model`, or `config` in its place."""
 
     bundle: Whole = False
+
+
+class CheckBody(_Body, _Estimate):  # type: ignore[misc]
+    """A posted job to check: `model`, or `config` in its place."""
+
+
+class CompareBody(BaseModel):
+    """Two jobs to compare."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"a": EXAMPLE, "b": EXAMPLE | {"precision": "fp32"}}]}
+    )
+
+    a: CheckBody
+    b: CheckBody

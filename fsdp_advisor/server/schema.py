@@ -125,6 +125,7 @@ class ConfigReading(BaseModel):
     ignored: list[str]
     not_modelled: list[str]
     assumed: list[str]
+    missing: list[str]
 
 
 class Estimate(BaseModel):
@@ -144,6 +145,38 @@ class Advice(Estimate):
     """A recommendation: the report of the job with the estimate's defaults, and the recommended configuration."""
 
     request: Annotated[_Searched, Field(description="The job as it was asked; null means: to be chosen")]
+
+
+class Check(BaseModel):
+    """Whether a job fits."""
+
+    fits: bool | None
+    line: Annotated[str, Field(description="The verdict in words")]
+    needed_bytes: Bytes | None
+    headroom_bytes: int | None
+    not_modelled: Annotated[list[str], Field(description="Settings of the configuration files that no figure contains")]
+
+
+class Difference(BaseModel):
+    """Options that differ between two jobs, and the effect of giving job `a` the values of job `b` for them alone."""
+
+    options: Annotated[dict[str, dict[str, Any]], Field(description="By option, the values `a` and `b`")]
+    needed_bytes: Annotated[int | None, Field(description="The change of what one GPU needs")]
+    step_time: Annotated[float | None, Field(description="The factor by which the time per token changes")]
+    cures: Annotated[bool | None, Field(description="Whether `b`, which does not fit, fits with the values of `a`")]
+    reason: Annotated[str | None, Field(description="Why the change alone is impossible")]
+
+
+class Comparison(BaseModel):
+    """Two jobs, and their differences with the largest effect first."""
+
+    schema_version: Literal[1]
+    a: Estimate
+    b: Estimate
+    differences: list[Difference]
+    cure: Annotated[
+        list[str], Field(description="Options whose values of `a` together make `b` fit, if none alone does")
+    ]
 
 
 class ModelRow(BaseModel):

@@ -1,0 +1,195 @@
+"""Compares two jobs: which of them fits, and what each difference between them costs in memory and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.estimator import estimate_resolved, settled
+from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.report import Report, StrategyEstimate
+
+_TOGETHER = (("gpus", "nnodes"), ("strategy", "backend", "offload", "offload_device"))
+"""Options that make sense only together. Every other option is a difference of its own."""
+_WITHOUT_EFFECT = {"reserved"}
+_HARDWARE = {"gpu", "gpus", "nnodes", "interconnect", "host_memory"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two jobs: its request with every option decided, and its row of the report."""
+
+    request: EstimateRequest
+    report: Report
+    row: StrategyEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Options that differ, and the effect of giving job A the values of job B for them, and nothing else.
+
+    `needed_bytes` is the change of the memory that one GPU needs, `step_time` the factor by which the time per token changes.
+    Both are None if they are unknown or if the change alone is impossible, which `reason` then explains. `cures` says
+    whether job B, which does not fit, fits with the values of job A; None if there is nothing to cure.
+    """
+
+    options: tuple[str, ...]
+    a: tuple[Any, ...]
+    b: tuple[Any, ...]
+    needed_bytes: int | None
+    step_time: float | None
+    cures: bool | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two jobs, and their differences with the largest effect first.
+
+    `cure` are the options that make job B fit with the values of job A, if A fits, B does not and no single difference is
+    enough: as few as suffice when the largest reductions of memory come first and the hardware last.
+    """
+
+    a: Side
+    b: Side
+    differences: tuple[Difference, ...]
+    cure: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison as JSON."""
+        return {
+            "schema_version": 1,
+            "a": self.a.report.as_dict(),
+            "b": self.b.report.as_dict(),
+            "differences": [
+                {
+                    "options": dict(
+                        zip(d.options, ({"a": x, "b": y} for x, y in zip(d.a, d.b, strict=True)), strict=True)
+                    ),
+                    "needed_bytes": d.needed_bytes,
+                    "step_time": None if d.step_time is None else round(d.step_time, 4),
+                    "cures": d.cures,
+                    "reason": d.reason,
+                }
+                for d in self.differences
+            ],
+            "cure": list(self.cure),
+        }
+
+
+def compare(a: EstimateRequest, b: EstimateRequest) -> Comparison:
+    """The comparison of two jobs. Raises the errors of `estimate`.
+
+    A job that leaves the strategy open is compared with its best row.
+    """
+    model_a = resolve(a.model)
+    return compare_resolved((a, model_a), (b, model_a if b.model == a.model else resolve(b.model)))
+
+
+def compare_resolved(a: tuple[EstimateRequest, Resolved], b: tuple[EstimateRequest, Resolved]) -> Comparison:
+    """The same for jobs whose models are found."""
+    left, right = _side(*a), _side(*b)
+    models = {left.request.model: a[1], right.request.model: b[1]}
+    found: list[Difference] = [
+        _difference(left, right, names, models)
+        for names in _groups()
+        if _values(left.request, names) != _values(right.request, names)
+    ]
+    found.sort(key=lambda d: -_size(d, left))
+    return Comparison(a=left, b=right, differences=tuple(found), cure=_cure(left, right, found, models))
+
+
+def _cure(a: Side, b: Side, found: list[Difference], models: dict[str, Resolved]) -> tuple[str, ...]:
+    if not (a.row.fits and b.row.fits is False) or any(d.cures for d in found):
+        return ()
+    names: tuple[str, ...] = ()
+    for d in sorted(found, key=lambda d: (bool(_HARDWARE & set(d.options)), -(d.needed_bytes or 0))):
+        names += d.options
+        row, _ = _with(b, a, names, models)
+        if row is not None and row.fits:
+            return names
+    return ()
+
+
+def best_row(report: Report) -> StrategyEstimate:
+    """The row to judge a job by: the fastest that fits, else the one that needs least."""
+    fitting = [row for row in report.estimates if row.fits]
+    if fitting:
+        return max(fitting, key=lambda row: row.step.tokens_per_second_per_gpu if row.step else 0.0)
+    return min(report.estimates, key=lambda row: (row.needed_bytes is None, row.needed_bytes or 0))
+
+
+def _side(request: EstimateRequest, model: Resolved) -> Side:
+    request = settled(request)
+    report = estimate_resolved(request, model)
+    row = best_row(report)
+    plan = row.plan
+    decided = {name: getattr(plan, name) for name in fields_of(EstimateRequest) if hasattr(plan, name)}
+    full = request.but(**decided, gpu=report.gpu_name)
+    return Side(request=full, report=estimate_resolved(full, model), row=row)
+
+
+def _groups() -> tuple[tuple[str, ...], ...]:
+    """The options, those that belong together in one group."""
+    single = [n for n in fields_of(EstimateRequest) if n not in _WITHOUT_EFFECT and not any(n in g for g in _TOGETHER)]
+    return (*_TOGETHER, *((name,) for name in single))
+
+
+def _values(request: EstimateRequest, names: tuple[str, ...]) -> tuple[Any, ...]:
+    values = {name: getattr(request, name) for name in names}
+    if values.get("offload") == "none":
+        values["offload_device"] = None
+    return tuple(values.values())
+
+
+def _difference(a: Side, b: Side, names: tuple[str, ...], models: dict[str, Resolved]) -> Difference:
+    values_a, values_b = _values(a.request, names), _values(b.request, names)
+    changed, reason = _with(a, b, names, models)
+    cured = None
+    if b.row.fits is False and a.row.fits:
+        other, _ = _with(b, a, names, models)
+        cured = None if other is None else bool(other.fits)
+    return Difference(
+        options=names,
+        a=values_a,
+        b=values_b,
+        needed_bytes=_needed_change(a.row, changed),
+        step_time=_time_change(a.row, changed),
+        cures=cured,
+        reason=reason,
+    )
+
+
+def _with(
+    a: Side, b: Side, names: tuple[str, ...], models: dict[str, Resolved]
+) -> tuple[StrategyEstimate | None, str | None]:
+    """The row of job `a` with some options of job `b`; None and the reason if that is impossible."""
+    request = a.request.but(**{name: getattr(b.request, name) for name in names})
+    try:
+        (row,) = estimate_resolved(request, models[request.model]).estimates
+    except (AdvisorError, ValueError) as error:
+        return None, str(error)
+    return row, None
+
+
+def _needed_change(before: StrategyEstimate, after: StrategyEstimate | None) -> int | None:
+    if after is None or after.needed_bytes is None or before.needed_bytes is None:
+        return None
+    return after.needed_bytes - before.needed_bytes
+
+
+def _time_change(before: StrategyEstimate, after: StrategyEstimate | None) -> float | None:
+    """The factor of the time that one GPU takes per token."""
+    if after is None or after.step is None or before.step is None:
+        return None
+    return before.step.tokens_per_second_per_gpu / after.step.tokens_per_second_per_gpu
+
+
+def _size(difference: Difference, a: Side) -> float:
+    """The larger of the relative changes of memory and time. An unknown effect is the largest."""
+    if difference.needed_bytes is None and difference.step_time is None:
+        return float("inf")
+    memory = abs(difference.needed_bytes or 0) / (a.row.needed_bytes or 1)
+    return max(memory, abs((difference.step_time or 1.0) - 1))

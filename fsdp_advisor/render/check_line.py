@@ -1,0 +1,44 @@
+"""The answer to `check`: whether a job fits, in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.comparison import best_row
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.render.sizes import Sizes
+from fsdp_advisor.report import Report
+from fsdp_advisor.verdict import verdict_text
+
+
+def check_result(report: Report) -> dict[str, Any]:
+    """The verdict on the best row of a report: `fits`, `line` in words, the figures, and settings that no figure contains.
+
+    Raises UsageError if a configuration names a file that was not found: the job is then not known.
+    """
+    missing = [f"{reading.file} names {name}" for reading in report.request.configs for name in reading.missing]
+    if missing:
+        raise UsageError(f"{missing[0]}, which was not found", hint="give it with --config-file, too")
+    row, sizes = best_row(report), Sizes.of(report)
+    plan = row.plan
+    omitted = [item for reading in report.request.configs for item in reading.not_modelled]
+    verdict = {True: "fits", False: "does not fit", None: "unknown"}[row.fits]
+    nodes = f" on {plan.nnodes} nodes" if plan.nnodes > 1 else ""
+    needs = (
+        ""
+        if row.needed_bytes is None
+        else f"needs {sizes.full(row.needed_bytes)} of {sizes.full(report.gpu_memory_bytes)}, "
+    )
+    line = (
+        f"{verdict}: {report.model_name}, {row.label} ({plan.backend}), {plan.world_size} x {report.gpu_name}{nodes}: "
+        f"{needs}{verdict_text(report, row, sizes.full)}"
+    )
+    if omitted:
+        line += f"; not modelled: {'; '.join(omitted)}"
+    return {
+        "fits": row.fits,
+        "line": line,
+        "needed_bytes": row.needed_bytes,
+        "headroom_bytes": row.headroom_bytes,
+        "not_modelled": omitted,
+    }

@@ -1,0 +1,120 @@
+"""Two jobs in two columns, and their differences with the largest effect first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_advisor.comparison import Comparison, Difference, Side
+from fsdp_advisor.job.request import dashed
+from fsdp_advisor.render.sizes import UNKNOWN, Sizes, format_rate
+from fsdp_advisor.render.view import model_text, report_view
+from fsdp_advisor.units import format_gib
+from fsdp_advisor.verdict import verdict_text
+
+_PLAN = (
+    "gpus", "nnodes", "gpu", "strategy", "backend", "offload", "framework", "precision", "optim", "micro_batch_size",
+    "gradient_accumulation_steps", "seq_len", "activation_checkpointing", "attention", "wrap", "allocator_conf",
+)  # fmt: skip
+"""The options that the columns show even if they are equal."""
+
+
+def comparison_text(found: Comparison) -> str:
+    """The answer in one sentence, both plans, and a line per difference."""
+    return "\n".join([answer(found), "", *_columns(found), "", *_differences(found)])
+
+
+def answer(found: Comparison) -> str:
+    """Which of the jobs fits, and which single change makes the other one fit."""
+    a, b = (f"{name} {_fit(side)}" for name, side in (("A", found.a), ("B", found.b)))
+    joined = f"{a}; {b}."
+    cures = [d for d in found.differences if d.cures]
+    if found.a.row.fits and found.b.row.fits is False:
+        if found.cure:
+            changed = [n for n in found.cure if getattr(found.a.request, n) != getattr(found.b.request, n)]
+            return f"{joined} B fits with A's {' and '.join(map(dashed, changed))} together."
+        if not cures:
+            return f"{joined} No single difference makes B fit."
+        return f"{joined} B fits with A's {' or '.join(_names(d) for d in cures)}."
+    return joined
+
+
+def _fit(side: Side) -> str:
+    report, row = side.report, side.row
+    fits = {True: "fits", False: "does not fit", None: "may fit"}[row.fits]
+    needs = "an unknown peak" if row.needed_bytes is None else format_gib(row.needed_bytes)
+    return f"{fits} {report.gpu_name}: it needs {needs} of {format_gib(report.gpu_memory_bytes)}"
+
+
+def _columns(found: Comparison) -> Iterator[str]:
+    a, b = found.a, found.b
+    differing = {name for d in found.differences for name, x, y in zip(d.options, d.a, d.b, strict=True) if x != y}
+    rows = [("", "A", "B"), ("model", model_text(a.report), model_text(b.report))]
+    names = dict.fromkeys((*_PLAN, *(n for d in found.differences for n in d.options if n != "model")))
+    for name in names:
+        values = _shown(getattr(a.request, name)), _shown(getattr(b.request, name))
+        mark = "* " if name in differing else "  "
+        rows.append((mark + name.replace("_", " "), *values))
+    rows += [(f"  {name}", x, y) for (name, x), (_, y) in zip(_figures(a), _figures(b), strict=True)]
+    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+    for name, left, right in rows:
+        yield f"{name:<{first}}  {left:<{second}}  {right}".rstrip()
+
+
+def _figures(side: Side) -> list[tuple[str, str]]:
+    view = report_view(side.report)
+    sizes, row = Sizes.of(side.report), side.row
+    shown = view.rows[0]
+    return [
+        (f"needs, {sizes.unit}", sizes.bare(row.needed_bytes)),
+        (f"of the GPU's, {sizes.unit}", sizes.bare(side.report.gpu_memory_bytes)),
+        (f"states, {sizes.unit}", sizes.bare(row.kept_bytes)),
+        (f"host per node, {sizes.unit}", sizes.bare_or_none(row.host_bytes_per_node)),
+        (f"{view.throughput_unit} per GPU", UNKNOWN if shown.throughput is None else format_rate(shown.throughput)),
+        ("verdict", verdict_text(side.report, row, sizes.full)),
+    ]
+
+
+def _differences(found: Comparison) -> Iterator[str]:
+    if not found.differences:
+        yield "The two jobs are the same."
+        return
+    yield "Differences, largest effect first. Effect: A with B's value for this, and nothing else changed."
+    for d in found.differences:
+        changes = ", ".join(
+            f"{dashed(name)} {_shown(x)} -> {_shown(y)}"
+            for name, x, y in zip(d.options, d.a, d.b, strict=True)
+            if x != y
+        )
+        yield f"  {changes}: {_effect(d)}{'; B fits with the value of A' if d.cures else ''}"
+
+
+def _effect(d: Difference) -> str:
+    if d.reason is not None:
+        return f"impossible alone ({d.reason})"
+    if d.needed_bytes is None and d.step_time is None:
+        return "unknown"
+    memory = "memory unknown" if d.needed_bytes is None else _memory(d.needed_bytes)
+    return f"{memory}, {_time(d.step_time)}"
+
+
+def _memory(n_bytes: int) -> str:
+    if not n_bytes:
+        return "same memory"
+    return f"{format_gib(abs(n_bytes))} {'more' if n_bytes > 0 else 'less'}"
+
+
+def _time(factor: float | None) -> str:
+    if factor is None:
+        return "time unknown"
+    if abs(factor - 1) < 0.005:
+        return "same time"
+    return f"{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'} time per token"
+
+
+def _names(d: Difference) -> str:
+    return " and ".join(dashed(name) for name, x, y in zip(d.options, d.a, d.b, strict=True) if x != y)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,190 @@
+"""--config-file, `compare` and `check` on the command line, and the same files over REST and from Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from fsdp_advisor import estimate, recommend
+from fsdp_advisor.server import Settings, create_app
+
+Cli = Callable[..., Any]
+LLAMA = "meta-llama/Llama-2-7b-hf"
+TEXT = f"""
+base_model: {LLAMA}
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+sequence_len: 1024
+bf16: true
+adapter: lora
+wandb_project: mine
+fsdp_version: 2
+dp_shard_size: 8
+fsdp_config: {{reshard_after_forward: true, activation_checkpointing: true}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(Settings(log_level="error"))) as running:
+        yield running
+
+
+def test_estimate_lists_what_was_read_ignored_and_not_modelled(cli: Cli, config: Path) -> None:
+    ran = cli("estimate", "--config-file", str(config), "--gpu", "A100-40GB", "-q", columns=300)
+    assert (ran.status, ran.err) == (0, "")
+    first, read, missing, assumed, ignored, *rest = ran.out.splitlines()
+    assert first == f"{config} (axolotl)"
+    assert read.startswith("  read: ") and "micro_batch_size: 2" in read
+    assert missing == "  not modelled: adapter: lora (LoRA and other adapters)"
+    assert "8 GPUs, the size of the mesh" in assumed and ignored == "  ignored: wandb_project"
+    assert any("micro-batch 2, 1024 tokens" in line for line in rest)
+
+
+def test_every_interface_reads_the_same_job(cli: Cli, config: Path, client: TestClient) -> None:
+    document = json.loads(cli("estimate", "--config-file", str(config), "--gpu", "A100-40GB", "--json", "-q").out)
+    by_python = estimate(config_file=str(config), gpu="A100-40GB").as_dict()
+    posted = {"gpu": "A100-40GB", "config_file": [{"name": str(config), "text": TEXT}]}
+    by_rest = client.post("/api/v1/estimate", json=posted).json()
+    assert document == by_python == by_rest
+    assert document["request"]["framework"] == "trainer" and document["estimates"][0]["strategy"] == "zero3"
+    assert document["config_files"][0]["not_modelled"] == ["adapter: lora (LoRA and other adapters)"]
+
+
+def test_options_win_over_the_file(cli: Cli, config: Path) -> None:
+    ran = cli(
+        "estimate",
+        "--config-file",
+        str(config),
+        "--micro-batch-size",
+        "1",
+        "--gpus",
+        "4",
+        "--gpu",
+        "A100-40GB",
+        "--json",
+    )
+    request = json.loads(ran.out)["request"]
+    assert (request["micro_batch_size"], request["gpus"], request["seq_len"]) == (1, 4, 1024)
+
+
+def test_recommend_searches_with_the_global_batch_of_the_file(cli: Cli, config: Path) -> None:
+    ran = cli("recommend", "--config-file", str(config), "--gpu", "A100-40GB", "-q", columns=300)
+    assert ran.status == 0
+    assert "global batch 32" in ran.out and "the files' global batch size 32 is kept" in ran.out
+    advice = recommend(config_file=[config], gpu="A100-40GB")
+    winner = advice.recommendation.winner
+    assert winner is not None
+    assert winner.plan.micro_batch_size * winner.plan.gradient_accumulation_steps * 8 == 32
+
+
+def test_export_takes_a_file_and_writes_another_format(cli: Cli, config: Path, tmp_path: Path) -> None:
+    ran = cli(
+        "export", "accelerate", "--config-file", str(config), "--gpu", "A100-40GB", "-o", str(tmp_path / "a.yaml")
+    )
+    assert ran.status == 0
+    assert "fsdp_activation_checkpointing: true" in (tmp_path / "a.yaml").read_text()
+    assert "adapter: lora (LoRA and other adapters)" in ran.err
+
+
+@pytest.mark.parametrize(("gpu", "status", "verdict"), [("A100-40GB", 0, "fits"), ("16GiB", 1, "does not fit")])
+def test_check_prints_one_line_and_exits_with_the_verdict(
+    gpu: str, status: int, verdict: str, cli: Cli, config: Path
+) -> None:
+    ran = cli("check", "--config-file", str(config), "--gpu", gpu)
+    assert (ran.status, ran.err) == (status, "")
+    (line,) = ran.out.splitlines()
+    assert line.startswith(f"{verdict}: {LLAMA}, ZeRO-3 (fsdp2), 8 x {gpu}: needs ")
+    assert line.endswith("not modelled: adapter: lora (LoRA and other adapters)")
+    document = json.loads(cli("check", "--config-file", str(config), "--gpu", gpu, "--json").out)
+    assert document["fits"] is (status == 0) and document["line"] == line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour: red", "is of no known format"),
+        ("{base_model: nobody/nothing, micro_batch_size: 1}", "nobody/nothing is not in the catalog"),
+        (f"{{base_model: {LLAMA}, deepspeed: ds.json}}", "names ds.json, which was not found"),
+        ("{micro_batch_size: 1, base_model: m, sequence_len: [1]}", "sequence_len is [1], not a whole number"),
+    ],
+)
+def test_check_exits_with_2_for_errors(
+    text: str, message: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "a.yaml").write_text(text)
+    ran = cli("check", "--config-file", str(tmp_path / "a.yaml"), "--gpu", "H100")
+    assert (ran.status, ran.out) == (2, "") and message in ran.err and len(ran.err.splitlines()) <= 2
+
+
+def test_check_over_rest(client: TestClient) -> None:
+    posted = {"gpu": "16GiB", "config_file": [{"name": "axolotl.yaml", "text": TEXT}]}
+    found = client.post("/api/v1/check", json=posted).json()
+    assert found["fits"] is False and found["line"].startswith("does not fit: ")
+    job = {"model": LLAMA, "gpus": 8, "gpu": "H100", "strategy": "zero3"}
+    assert client.get("/api/v1/check", params=job).json() == client.post("/api/v1/check", json=job).json()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [{"name": "a.yaml", "text": "x: 1"}],
+        [{"name": "a.yaml"}],
+        "a.yaml",
+        [{"name": "/etc/passwd", "text": ""}],
+        [{"name": "a.yaml", "text": "a: &a [x]\nb: &b [*a,*a]\nbase_model: [*b,*b]"}],
+        [{"name": "a.py", "text": "(" * 5000}],
+        [{"name": "a.json", "text": "[" * 60000}],
+        [{"name": "a.yaml", "text": "base_model: m\nsequence_len: 1e999"}],
+        [{"name": "ds.json", "text": '{"zero_optimization": {"stage": 3, "reduce_bucket_size": "many"}}'}],
+    ],
+)
+def test_hostile_files_are_refused_over_rest(files: Any, client: TestClient) -> None:
+    got = client.post("/api/v1/estimate", json={"model": "7B", "config_file": files})
+    assert got.status_code in (404, 422) and set(got.json()) == {"error", "hint", "status"}, got.text
+
+
+def test_compare_takes_files_and_options(cli: Cli, config: Path) -> None:
+    ran = cli("compare", str(config), f"{config} --micro-batch-size 256", "--gpu", "A100-40GB", "-q", columns=200)
+    assert ran.status == 1
+    assert "A fits A100-40GB" in ran.out and "B fits with A's --micro-batch-size." in ran.out
+    assert "* micro batch size" in ran.out and "--micro-batch-size 2 -> 256: " in ran.out
+    sets = cli(
+        "compare", "--gpu H100", "--gpu 24GiB", "--model", LLAMA, "--gpus", "8", "--strategy", "zero3", "--json", "-q"
+    )
+    document = json.loads(sets.out)
+    assert document["differences"][0]["options"] == {"gpu": {"a": "H100-80GB", "b": "24GiB"}}
+
+
+def test_compare_over_rest_equals_the_command_line(cli: Cli, client: TestClient) -> None:
+    job = {"model": LLAMA, "gpus": 8, "strategy": "zero3"}
+    got = client.post("/api/v1/compare", json={"a": job | {"gpu": "H100"}, "b": job | {"gpu": "24GiB"}}).json()
+    words = ("--model", LLAMA, "--gpus", "8", "--strategy", "zero3")
+    assert got == json.loads(cli("compare", "--gpu H100", "--gpu 24GiB", *words, "--json", "-q").out)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ("nothing.yaml", "--gpu H100", "cannot read nothing.yaml"),
+        ("--gpu 'H100", "--gpu H100", "No closing quotation"),
+        ("--gpuu H100", "--gpu H100", "no such option: --gpuu"),
+    ],
+)
+def test_compare_refuses_what_is_neither_file_nor_options(a: str, b: str, message: str, cli: Cli) -> None:
+    ran = cli("compare", a, b, "--model", "7B")
+    assert (ran.status, ran.out) == (2, "") and message in ran.err
+    assert cli("compare", a).status == 2

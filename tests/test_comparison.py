@@ -1,0 +1,87 @@
+"""`compare`: two jobs, and what each difference between them costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_advisor.comparison import compare
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.render.comparison_text import comparison_text
+
+BASE = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 8, "gpu": "A100-40GB", "strategy": "zero3", "backend": "fsdp2"}
+CHECKPOINTED = {**BASE, "activation_checkpointing": "full"}
+
+
+def request(**options: object) -> EstimateRequest:
+    return make_request(options)
+
+
+def test_differences_are_those_of_single_changes_largest_first() -> None:
+    a, b = request(**CHECKPOINTED), request(**{**BASE, "micro_batch_size": 4, "gradient_accumulation_steps": 2})
+    found = compare(a, b)
+    assert found.a.row.fits and found.b.row.fits is False
+    by_name = {d.options[0]: d for d in found.differences}
+    assert set(by_name) == {"activation_checkpointing", "micro_batch_size", "gradient_accumulation_steps"}
+    from fsdp_advisor import estimate
+
+    for name, difference in by_name.items():
+        (row,) = estimate(a.but(**{name: getattr(b, name)})).estimates
+        assert row.needed_bytes is not None and found.a.row.needed_bytes is not None
+        assert difference.needed_bytes == row.needed_bytes - found.a.row.needed_bytes
+        assert row.step is not None and found.a.row.step is not None
+        ratio = found.a.row.step.tokens_per_second_per_gpu / row.step.tokens_per_second_per_gpu
+        assert difference.step_time == pytest.approx(ratio)
+        (cured,) = estimate(b.but(**{name: getattr(a, name)})).estimates
+        assert difference.cures == cured.fits
+    sizes = [
+        max(abs(d.needed_bytes or 0) / (found.a.row.needed_bytes or 1), abs((d.step_time or 1) - 1))
+        for d in found.differences
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_options_that_only_together_make_the_other_job_fit_are_named() -> None:
+    a = request(**CHECKPOINTED, seq_len=16384)
+    b = request(**{**BASE, "micro_batch_size": 8, "gpus": 4}, seq_len=16384)
+    found = compare(a, b)
+    assert found.b.row.fits is False and not any(d.cures for d in found.differences)
+    from fsdp_advisor import estimate
+
+    assert "gpus" not in found.cure and len(found.cure) == 2
+    assert estimate(b.but(**{name: getattr(a, name) for name in found.cure})).estimates[0].fits
+    assert "B fits with A's --activation-checkpointing and --micro-batch-size together." in comparison_text(found) or (
+        "B fits with A's --micro-batch-size and --activation-checkpointing together." in comparison_text(found)
+    )
+
+
+def test_another_gpu_is_the_difference_between_fitting_and_not() -> None:
+    found = compare(request(**{**BASE, "gpu": "H100"}), request(**{**BASE, "gpu": "24GiB"}))
+    (difference,) = found.differences
+    assert (difference.options, difference.a, difference.b, difference.cures) == (
+        ("gpu",),
+        ("H100-80GB",),
+        ("24GiB",),
+        True,
+    )
+    text = comparison_text(found)
+    assert "A fits H100-80GB" in text and "B does not fit 24GiB" in text and "B fits with A's --gpu." in text
+
+
+def test_a_difference_that_is_impossible_alone_says_why() -> None:
+    found = compare(request(**BASE), request(**{**BASE, "framework": "deepspeed", "backend": "deepspeed"}))
+    by_name = {d.options[0]: d for d in found.differences}
+    assert by_name["framework"].needed_bytes is None
+    assert "framework deepspeed has no backend fsdp2" in (by_name["framework"].reason or "")
+    assert "impossible alone" in comparison_text(found)
+    assert by_name["strategy"].needed_bytes
+
+
+def test_equal_jobs_have_no_difference() -> None:
+    found = compare(request(**BASE), request(**{**BASE, "seq_len": 2048, "gpu": "a100 40gb"}))
+    assert found.differences == () and "The two jobs are the same." in comparison_text(found)
+
+
+def test_an_open_strategy_is_decided() -> None:
+    found = compare(request(model="openai-community/gpt2", gpus=2, gpu="H100"), request(**BASE))
+    assert found.a.request.strategy != "all" and len(found.a.report.estimates) == 1
