@@ -85,7 +85,7 @@ def compare(a: EstimateRequest, b: EstimateRequest) -> Comparison:
     A job that leaves the strategy open is compared with its best row.
     """
     model_a = resolve(a.model)
-    return compare_resolved((a, model_a), (b, model_a if b.model == a.model else resolve(b.model)))
+    return compare_resolved((settled(a), model_a), (settled(b), model_a if b.model == a.model else resolve(b.model)))
 
 
 def compare_resolved(a: tuple[EstimateRequest, Resolved], b: tuple[EstimateRequest, Resolved]) -> Comparison:
@@ -127,7 +127,7 @@ def _side(request: EstimateRequest, model: Resolved) -> Side:
     row = best_row(report)
     plan = row.plan
     decided = {name: getattr(plan, name) for name in fields_of(EstimateRequest) if hasattr(plan, name)}
-    full = request.but(**decided, gpu=report.gpu_name)
+    full = request.but(**decided, gpu=report.gpu_name, global_batch_size=None)
     return Side(request=full, report=estimate_resolved(full, model), row=row)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor import configs
+from fsdp_advisor.configs import ConfigFiles
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -47,7 +48,7 @@ from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
 from fsdp_advisor.model.profile import Profile, Tape
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -69,15 +70,22 @@ NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 @with_signature_of(EstimateRequest)
 def estimate(
-    request: EstimateRequest | None = None, /, *, explain: bool = False, **options: Unpack[EstimateOptions]
+    request: EstimateRequest | None = None,
+    /,
+    *,
+    explain: bool = False,
+    config_file: ConfigFiles = (),
+    **options: Unpack[EstimateOptions],
 ) -> Report:
     """The report of one job under one strategy or all of them.
 
-    Takes an `EstimateRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `explain` adds the peak with a fused loss, which only an explanation
-    needs. Raises AdvisorError with a hint.
+    Takes an `EstimateRequest`, or its fields as keywords; `model` may also be what `record_module` returns. `config_file` names
+    configuration files of other tools; keywords win over them. `explain` adds the peak with a fused loss, which only an
+    explanation needs. Raises AdvisorError with a hint.
     """
-    request = settled(request or configs.make_request(options, EstimateRequest))
-    return estimate_resolved(request, resolve(request.model), explain=explain)
+    fields, model = split_recorder({**options, "config_file": config_file})
+    request = settled(request or configs.make_request(fields, EstimateRequest))
+    return estimate_resolved(request, model or resolve(request.model), explain=explain)
 
 
 def settled(request: AnyRequest) -> AnyRequest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ pytestmark = pytest.mark.slow
 
 README = Path(__file__).parents[1] / "README.md"
 CONSOLE = re.compile(r"```console\n\$ (fsdp-advisor [^\n]*)\n(.*?)```", re.DOTALL)
+AXOLOTL = (
+    "{base_model: meta-llama/Llama-2-7b-hf, micro_batch_size: 2, fsdp_version: 2, dp_shard_size: 8, fsdp_config: {}}"
+)
 SMALL = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -30,7 +34,7 @@ SMALL = {
 
 
 def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    words = command.split("#")[0].split()
+    words = shlex.split(command, comments=True)
     assert words[0] == "fsdp-advisor"
     environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "FSDP_ADVISOR_CACHE": str(folder / "cache")}
     return subprocess.run(
@@ -61,6 +65,7 @@ COMMANDS = re.findall(r"^(fsdp-advisor [^\n]*)", README.read_text(), re.MULTILIN
 def test_commands_run(command: str, tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
     run = _run(command, tmp_path)
     assert run.returncode in (0, 1), run.stderr
     assert run.stdout

@@ -18,13 +18,14 @@ from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
 from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
+from fsdp_advisor.configs import ConfigFiles
 from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, settled
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest, dashed
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
 from fsdp_advisor.units import format_gib
@@ -40,14 +41,21 @@ def any_plan(plan: Plan) -> bool:
 
 @with_signature_of(RecommendRequest)
 def recommend(
-    request: RecommendRequest | None = None, /, *, timer: Timer | None = None, **options: Unpack[RecommendOptions]
+    request: RecommendRequest | None = None,
+    /,
+    *,
+    timer: Timer | None = None,
+    config_file: ConfigFiles = (),
+    **options: Unpack[RecommendOptions],
 ) -> Advice:
     """The report of a job, and the fastest plan of it that fits and leaves the margin.
 
-    Takes a `RecommendRequest`, or its fields as keywords; `config_file` names configuration files of other tools. `timer` replaces the time model. Raises AdvisorError with a hint.
+    Takes a `RecommendRequest`, or its fields as keywords; `model` may also be what `record_module` returns. `config_file` names
+    configuration files of other tools; keywords win over them. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
-    request = settled(request or configs.make_request(options, RecommendRequest))
-    model = resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
+    fields, recorded = split_recorder({**options, "config_file": config_file})
+    request = settled(request or configs.make_request(fields, RecommendRequest))
+    model = recorded or resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
 

@@ -10,7 +10,7 @@ keys it read, which it ignored, which describe something that is not modelled, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from fsdp_advisor.job import parsing
 from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.request import AnyRequest
 
-__all__ = ["Configuration", "complete", "from_paths", "from_texts", "make_request"]
+ConfigFiles = str | Path | Sequence[str | Path]
+"""Paths of configuration files, or of directories that have them."""
+
+__all__ = ["ConfigFiles", "Configuration", "complete", "from_paths", "from_texts", "make_request"]
 
 
 def make_request(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:

@@ -17,7 +17,7 @@ SHARDING = {
 """FSDP1's sharding strategies by name, and by the number that accelerate also accepts. Source: accelerate/utils/constants.py,
 FSDP_SHARDING_STRATEGY."""
 PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
-WRAP = {"transformer_based_wrap": "layer", "no_wrap": "none"}
+WRAP = ("transformer_based_wrap", "no_wrap")
 
 
 def read_fsdp(found: Collector, prefix: str, version: int) -> None:
@@ -65,11 +65,24 @@ def _wrap(found: Collector, prefix: str) -> None:
     policy = str(found.peek(key) or "").lower()
     if policy in WRAP:
         found.take(key)
-        found.options["wrap"] = WRAP[policy]
+        classes = found.take(f"{prefix}transformer_layer_cls_to_wrap")
+        found.options["wrap"] = wrap_of(classes) if policy == "transformer_based_wrap" else "none"
+    elif policy == "size_based_wrap":
+        found.take(key)
+        least = found.number(f"{prefix}min_num_params") or 0
+        found.options["wrap"] = (
+            f"size:{least}" if least > 0 else "none"
+        )  # accelerate ignores the policy without a number
     elif policy:
         found.lacks(key, "the estimate assumes one unit per layer")
-        found.lacks(f"{prefix}min_num_params", "of the wrap policy")
     found.take(f"{prefix}transformer_layer_cls_to_wrap")
+
+
+def wrap_of(classes: Any) -> str:
+    """The wrap policy for classes, as a list or as text with commas: `layer` if they look like a model's layers."""
+    names = classes if isinstance(classes, list) else str(classes or "").split(",")
+    names = [str(name).strip() for name in names if str(name).strip()]
+    return "layer" if all(name.endswith(("Layer", "Block")) for name in names) else f"class:{','.join(names)}"
 
 
 def read_replicas(found: Collector, replicas: Any, shards: Any) -> None:

@@ -112,6 +112,8 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
             options.pop("offload")
     if "gpus" in given:
         options.pop("nnodes", None)
+    if "global_batch_size" in given and "gradient_accumulation_steps" not in given:
+        options.pop("gradient_accumulation_steps", None)
     readings = found.readings
     dropped = [name for name in searched if name in options and name not in given]
     if dropped:

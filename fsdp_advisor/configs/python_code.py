@@ -6,11 +6,13 @@ Only literals count. A setting that is computed is not read.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from fsdp_advisor.configs import torchtitan, trainer
 from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.fsdp import wrap_of
 from fsdp_advisor.errors import UsageError
 
 _CONSTANTS = {
@@ -125,7 +127,7 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     if "fully_shard" in calls:
         _fsdp2(found, tree, source, constants)
     elif "FullyShardedDataParallel" in calls:
-        _fsdp1(found, source, calls)
+        _fsdp1(found, source, calls, constants)
     elif "DistributedDataParallel" in calls:
         found.options |= {"strategy": "ddp", "backend": "ddp", "framework": "torch", "mixed": _half(source, "autocast")}
     found.take("LAYERS")
@@ -171,12 +173,22 @@ def _fsdp2(found: Collector, tree: ast.Module, source: str, constants: dict[str,
         "backend": "fsdp2",
         "framework": "torch",
         "offload": "parameters" if "CPUOffloadPolicy(" in source else "none",
-        "wrap": "layer" if "LAYERS" in constants else "none",
+        "wrap": _wrap(found, source, constants),
         "mixed": _half(source, "MixedPrecisionPolicy("),
     }
 
 
-def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]]) -> None:
+def _wrap(found: Collector, source: str, constants: dict[str, Any]) -> str:
+    least = found.number("MIN_NUM_PARAMS")
+    if least:
+        return f"size:{least}"
+    if not constants.get("LAYERS"):
+        return "none"
+    groups = re.search(r"range\(0, len\(stack\), (\d+)\)", source)
+    return f"every:{groups[1]}" if groups is not None else wrap_of(constants["LAYERS"])
+
+
+def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]], constants: dict[str, Any]) -> None:
     keywords = calls["FullyShardedDataParallel"]
     sharding = str(keywords.get("sharding_strategy", "ShardingStrategy.FULL_SHARD")).rsplit(".", 1)[-1]
     prefetch = str(keywords.get("backward_prefetch", "BackwardPrefetch.BACKWARD_PRE")).rsplit("_", 1)[-1].lower()
@@ -186,6 +198,7 @@ def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]]) -> N
         "framework": "torch",
         "offload": "parameters" if calls.get("CPUOffload", {}).get("offload_params") else "none",
         "backward_prefetch": prefetch if prefetch in ("pre", "post") else "none",
+        "wrap": _wrap(found, source, constants),
         "mixed": _half(source, "MixedPrecision("),
     }
     if sharding == "HYBRID_SHARD":

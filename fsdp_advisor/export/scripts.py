@@ -67,7 +67,8 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "checkpointing": plan.activation_checkpointing == "full" and not by_fsdp,
         "optimizer": optimizer.call(),
         "bitsandbytes": optimizer.module.startswith("bitsandbytes"),
-        "layers": list(job.layer_classes),
+        "layers": list(job.wrapped_classes),
+        "least": plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
     }
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest
 
-_ALWAYS = ("model", "gpus", "gpu", "strategy", "backend", "seq_len")
+_ALWAYS = {"model", "gpus", "gpu", "strategy", "backend", "seq_len", *GPU_DEPENDENT}
 """Options that are written even with the default's value, because the default is computed or the strategy depends on it."""
 
 
 def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf: str | None) -> tuple[str, ...]:
     """The words of a command line, unquoted. Options with their default's value are left out.
 
-    Defaults that depend on the GPU are written if they were given, or if the GPU was searched.
     The plan's values replace those of the request. Host memory is left out: it decides what fits, not what is launched.
     """
     decided = {
@@ -22,14 +21,13 @@ def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf
         "allocator_conf": allocator_conf,
         "reserved": False,
         "host_memory": None,
+        "global_batch_size": None,
     }
     if plan.offload == "none":
         decided["offload_device"] = "cpu"
-    other_gpu = isinstance(request, RecommendRequest) and request.find == "gpu-type"
-    always = {*_ALWAYS, *(GPU_DEPENDENT if other_gpu else GPU_DEPENDENT & request.given)}
     words: list[str] = []
     for name, field in fields_of(EstimateRequest).items():
         value = decided[name] if name in decided else getattr(plan, name, getattr(request, name))
-        if name in always or value != field.default:
+        if name in _ALWAYS or value != field.default:
             words += [dashed(name), str(value)]
     return tuple(words)

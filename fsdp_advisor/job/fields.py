@@ -171,8 +171,8 @@ class Field:
             if _letters(value) in map(_letters, self.rule.not_modelled):
                 message = f"{self.name} {written} is not modelled yet"
                 near = _found(self.rule.nearest, value)
-                hint = f"nearest is {near}" if near else f"possible are {list_words(self.choices)}"
-                return InvalidOption(self.name, message, hint=hint)
+                possible = f"nearest is {near}" if near else f"possible are {list_words(self.choices)}"
+                return InvalidOption(self.name, message, hint=possible)
             elsewhere = _found(self.rule.elsewhere, value)
             if elsewhere is not None:
                 return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=elsewhere)

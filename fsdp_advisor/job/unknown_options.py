@@ -166,8 +166,8 @@ def topic_of(name: str) -> str | None:
     >>> topic_of("lora_r")
     'LoRA and other adapters'
     """
-    found = _TOPIC_OF.get(name.lower())
-    return None if found is None else found[0].rsplit(" ", 1)[0]  # without "are" or "is"
+    subject, _ = _TOPIC_OF.get(name.lower(), ("", ""))
+    return subject.rpartition(" ")[0] or None
 
 
 def _close(name: str, known: list[str]) -> list[str]:

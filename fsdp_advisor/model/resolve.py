@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fsdp_advisor.errors import (
     AdvisorError,
@@ -50,7 +51,7 @@ class Resolved:
     """A model that was found. `profile` is None for a bare parameter count."""
 
     name: str
-    source: Literal["catalog", "config", "hub", "count"]
+    source: Literal["catalog", "config", "hub", "count", "module"]
     profile: Profile | None
     parameters: int
     trainable_parameters: int
@@ -58,6 +59,8 @@ class Resolved:
     recording_allowed: bool = True
     recorded_locally: bool = False
     """Whether the profile of a catalog model was recorded with the installed versions instead of taken from the catalog."""
+    recorder: Recorder | None = None
+    """The recorder of a model that is no configuration and is not cached."""
 
     @property
     def from_catalog(self) -> bool:
@@ -82,7 +85,9 @@ class Resolved:
             )
         if key.name not in tapes:
             with _RECORDER_LOCK:
-                if key.name not in tapes:
+                if key.name not in tapes and self.recorder is not None:
+                    tapes[key.name] = self.recorder.tape(key)
+                elif key.name not in tapes:
                     tapes[key.name] = self._load_cached(key) or self._record_now(key)
         return tapes[key.name]
 
@@ -134,6 +139,26 @@ class Resolved:
             raise
         cache.keep(recorder.profile, self._task)
         return tape
+
+
+def split_recorder(options: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved | None]:
+    """Options of a request, with the model's name in place of a recorder that `record_module` returned, and its model.
+
+    The model is None if `model` is a name. Tapes are kept in the recorder's profile.
+    """
+    recorder = options.get("model")
+    profile = getattr(recorder, "profile", None)
+    if not isinstance(profile, Profile):
+        return dict(options), None
+    found = Resolved(
+        profile.name,
+        "module",
+        profile,
+        profile.parameters,
+        profile.trainable_parameters,
+        recorder=cast("Recorder", recorder),
+    )
+    return {**options, "model": profile.name}, found
 
 
 def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allow_recording: bool = True) -> Resolved:

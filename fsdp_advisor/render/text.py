@@ -182,8 +182,8 @@ def _numbered(points: Sequence[TimelinePoint]) -> list[str]:
     """The place of each point; layers of a run are numbered as in the model, so backward counts down."""
     names: list[str] = []
     for (phase, where), run in groupby(points, key=lambda point: (point.phase, point.where)):
-        count = sum(1 for _ in run)
-        numbers = range(1, count + 1) if phase != "backward" else range(count, 0, -1)
+        count = len(list(run))
+        numbers = range(count, 0, -1) if phase == "backward" else range(1, count + 1)
         names += [where] if count == 1 else [f"{where} {number}" for number in numbers]
     return names
 

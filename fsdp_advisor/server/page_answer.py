@@ -93,7 +93,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
     plan = "" if config else urlencode(pinned(report, chosen.plan))
     shown = report_view(report)
     row = shown.rows[next(i for i, e in enumerate(report.estimates) if e is chosen)]
-    files = exports(report, chosen, config=config)
+    files = exports(report, chosen, config=config) if advice.winner else []
     return {
         "title": f"{name_of(row)}, {row.verdict}: {report.model_name} - fsdp-advisor",
         "problem": None,
@@ -112,7 +112,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "compare": urlencode({"a": plan}) if plan and advice.winner else "",
         "steps": _steps(advice),
         "decision": next((n for n in advice.tree if n.id == "recommended" and n.taken), None)
-        or {"question": advice.heading, "reason": ""},
+        or {"question": "Nothing fits as asked.", "reason": ""},
         "bars": drawings.bars(shown, row),
         "step": drawings.step(shown, chosen, chosen.timeline),
         "streams": drawings.streams(found.streams, row.label),

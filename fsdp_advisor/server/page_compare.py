@@ -24,6 +24,7 @@ from fsdp_advisor.server.page_drawings import Drawing, drawing
 from fsdp_advisor.server.page_exports import pinned
 from fsdp_advisor.server.page_figures import figure_groups
 from fsdp_advisor.server.page_words import choice, label
+from fsdp_advisor.units import format_gib
 
 
 def side(model: Resolved, request: RecommendRequest) -> Document:
@@ -41,7 +42,6 @@ def side(model: Resolved, request: RecommendRequest) -> Document:
         "fits": row.fits,
         "verdict": row.verdict,
         "query": urlencode(values),
-        "options": {label(n): choice(n, str(v)) for n, v in values.items()} | {label("gpu"): report.gpu_name},
         "figures": [[group.name, r.name, r.cells[0]] for group in figure_groups(report, shown) for r in group.rows],
         "gpu": report.gpu_name,
         "gpu_memory_bytes": report.gpu_memory_bytes,
@@ -60,22 +60,43 @@ def _plan(model: Resolved, request: RecommendRequest) -> tuple[Report, StrategyE
     return advice.report, advice.estimate or nearest(advice.report)
 
 
-def view(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Everything `compare.html` shows of two sides."""
-    names = list(dict.fromkeys([*first["options"], *second["options"]]))
+def view(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, Any]) -> dict[str, Any]:
+    """Everything `compare.html` shows of two sides. `comparison` is the JSON of `Comparison`."""
     figures = {(group, name): [value, ""] for group, name, value in first["figures"]}
     for group, name, value in second["figures"]:
         figures.setdefault((group, name), ["", ""])[1] = value
     return {
         "sides": [first, second],
         "differences": [
-            (name, *values)
-            for name in names
-            if len(set(values := [s["options"].get(name, "default") for s in (first, second)])) > 1
+            {
+                "options": [
+                    (label(name), *(choice(name, str("default" if v is None else v)) for v in (both["a"], both["b"])))
+                    for name, both in difference["options"].items()
+                    if both["a"] != both["b"]
+                ],
+                "effect": difference["reason"] or _effect(difference["needed_bytes"], difference["step_time"]),
+                "cures": difference["cures"],
+            }
+            for difference in comparison["differences"]
         ],
+        "cure": [label(name) for name in comparison["cure"]],
         "figures": [(group, name, a, b, _difference(a, b)) for (group, name), (a, b) in figures.items()],
         "bars_drawings": _bars(first, second),
     }
+
+
+def _effect(needed_bytes: int | None, step_time: float | None) -> str:
+    """What a difference alone changes: the memory of a GPU, and the time of a token by a factor.
+
+    >>> _effect(2**30, 1.5), _effect(0, 0.9), _effect(None, None)
+    ('1.00 GiB more, 50 % slower', '10 % faster', 'unknown')
+    """
+    if needed_bytes is None and step_time is None:
+        return "unknown"
+    percent = round(100 * ((step_time or 1) - 1))
+    memory = f"{format_gib(abs(needed_bytes))} {'more' if needed_bytes > 0 else 'less'}" if needed_bytes else ""
+    time = f"{abs(percent)} % {'slower' if percent > 0 else 'faster'}" if percent else ""
+    return ", ".join(filter(None, (memory, time))) or "none"
 
 
 def _difference(first: str, second: str) -> str:
@@ -121,6 +142,6 @@ def _bars(*sides: dict[str, Any]) -> list[Drawing]:
 
 
 def read(document: Document) -> dict[str, Any]:
-    """The values of a side, from the JSON of `side`."""
+    """The values of a JSON document."""
     found: dict[str, Any] = json.loads(gzip.decompress(document.gzipped))
     return found

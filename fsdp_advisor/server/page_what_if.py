@@ -110,12 +110,14 @@ def _effect(model: Resolved, changed: EstimateRequest, before: StrategyEstimate,
     micro_batch_size = changed.micro_batch_size
     if after.needed_bytes is None:
         return f"states {format_gib(after.kept_bytes)} of {format_gib(has)}"
-    if not after.fits or after.needed_bytes > share * has:
-        if micro_batch_size > 1:
-            return _effect(model, changed.but(micro_batch_size=micro_batch_size // 2), before, share)
-        return f"this plan no longer fits: {format_gib(after.needed_bytes)} of {format_gib(has)}"
+    if (not after.fits or after.needed_bytes > share * has) and micro_batch_size > 1:
+        return _effect(model, changed.but(micro_batch_size=micro_batch_size // 2), before, share)
+    needed = f"{format_gib(after.needed_bytes)} of {format_gib(has)}"
+    if not after.fits:
+        return f"this plan no longer fits: {needed}"
+    tight = "tight: " if after.needed_bytes > share * has else ""
     batch = f", micro-batch {micro_batch_size}" if micro_batch_size != before.plan.micro_batch_size else ""
-    return f"{format_gib(after.needed_bytes)} of {format_gib(has)}{batch}{_faster(before, after)}"
+    return f"{tight}{needed}{batch}{_faster(before, after)}"
 
 
 def _faster(before: StrategyEstimate, after: StrategyEstimate) -> str:
@@ -124,4 +126,4 @@ def _faster(before: StrategyEstimate, after: StrategyEstimate) -> str:
         return ""
     old, new = (e.step.tokens_per_second_per_gpu * e.plan.world_size for e in (before, after) if e.step)
     percent = round(100 * (new / old - 1))
-    return f", {abs(percent)} % {'faster' if percent > 0 else 'slower'}" if percent else ", equally fast"
+    return f", {abs(percent)}\u00a0% {'faster' if percent > 0 else 'slower'}" if percent else ", equally fast"

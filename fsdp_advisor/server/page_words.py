@@ -37,7 +37,7 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
         "sequence": "the longest sequence",
         "gpu-type": "the smallest GPU",
     },
-    "precision": {"": "choose for me"},
+    "precision": {"": "usual"},
     "wrap": {"layer": "each layer", "none": "the whole model"},
 }
 _LISTS = re.compile(r"`?fsdp-advisor (models|gpus)`?")

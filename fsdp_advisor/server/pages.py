@@ -16,10 +16,10 @@ from starlette.responses import Response
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import list_gpus
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import page_accuracy, page_compare, page_form, page_how, page_what_if
-from fsdp_advisor.server.answers import Document, ModelSource, recommend_document
+from fsdp_advisor.server.answers import Document, ModelSource, compare_document, recommend_document
 from fsdp_advisor.server.api_models import PASTED
 from fsdp_advisor.server.page_home import error_page, home_page
 from fsdp_advisor.server.rendering import HTML, render, static_dir
@@ -74,12 +74,12 @@ async def what_if(request: Request) -> Response:
 @router.get("/compare")
 async def compare(request: Request) -> Response:
     """Two plans side by side. `a` and `b` are query strings of the first page, or addresses that end in one."""
-    given = {name: request.query_params.get(name, "").rpartition("?")[2].strip() for name in "ab"}
+    given = _compared(request)
     values: dict[str, Any] = {"given": given, "problem": None, "sides": []}
     status = 200
     if all(given.values()):
         try:
-            values |= page_compare.view(*await _sides(request, given))
+            values |= page_compare.view(**await _comparison(request, given))
         except AdvisorError as error:
             values["problem"], status = error, error.http_status
     html = await run_in_threadpool(render, "compare.html", _root(request), "/compare", **values)
@@ -88,17 +88,23 @@ async def compare(request: Request) -> Response:
 
 @router.get("/compare.json")
 async def compare_json(request: Request) -> Response:
-    """Both sides of the comparison as data."""
-    given = {name: request.query_params.get(name, "").rpartition("?")[2].strip() for name in "ab"}
-    first, second = await _sides(request, given)
-    return body_response(request, _json({"a": first, "b": second}))
+    """Both sides of the comparison, and their differences, as data."""
+    return body_response(request, _json(await _comparison(request, _compared(request))))
 
 
-async def _sides(request: Request, given: dict[str, str]) -> list[dict[str, Any]]:
-    """What each query's plan needs. Raises AdvisorError."""
+def _compared(request: Request) -> dict[str, str]:
+    return {name: request.query_params.get(name, "").rpartition("?")[2].strip() for name in "ab"}
+
+
+async def _comparison(request: Request, given: dict[str, str]) -> dict[str, Any]:
+    """What each query's plan needs, and what the differences between the plans cost. Raises AdvisorError."""
+    answer = service_of(request).answer
     jobs = [_job(page_form.read_query(dict(parse_qsl(query)))[0]) for query in given.values()]
-    documents = (service_of(request).answer(source, page_compare.side, asked) for source, asked in jobs)
-    return [page_compare.read(document) for document in await asyncio.gather(*documents)]
+    documents = await asyncio.gather(*(answer(source, page_compare.side, asked) for source, asked in jobs))
+    first, second = map(page_compare.read, documents)
+    a, b = (make_request(dict(parse_qsl(side["query"])), EstimateRequest) for side in (first, second))
+    found = page_compare.read(await answer(jobs[0][0], compare_document, a, b))
+    return {"first": first, "second": second, "comparison": {k: found[k] for k in ("differences", "cure")}}
 
 
 def _add_list(path: str, template: str, find: Callable[[str], dict[str, Any]]) -> None:

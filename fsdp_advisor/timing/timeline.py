@@ -169,14 +169,19 @@ class _Walk:
     prefetched: list[tuple[AllGather | HostTransfer, str]] = field(default_factory=list)  # sent with the next compute
 
     def visit(self, visit: Visit, instructions: tuple[Timed, ...]) -> None:
+        """Run a visit. If it waits for an all-gather, its compute begins after the first wait; what a tape has before that is the
+        allocation of inputs.
+        """
         time, computes = self.time, False
+        waits = any(isinstance(instruction, WaitFor) for instruction in instructions)
         for instruction in instructions:
             match instruction:
                 case WaitFor(unit=unit):
                     self.needed = max(self.needed, self.ready.get(unit, 0.0))
+                    waits = False
                 case AllGather(start=start) | HostTransfer(start=start, exposed=False):
                     self._issue(instruction, start, visit.name)
-                case Compute() if not computes:
+                case Compute() if not computes and not waits:
                     self._run(visit, instructions)
                     computes = True
                 case ReduceScatter() | AllReduce(exposed=False):

@@ -97,7 +97,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (("estimate", *MODEL, "-o"), "--output needs a value", SEE),
     (("estimate", "--model", "--gpus", "4"), "--model needs a value", SEE),
     (("estimate", *MODEL, "--sequence", "3"), "no such option: --sequence", "did you mean --seq-len?"),
-    (("estimate", *MODEL, "--lr", "3"), "no such option: --lr", SEE),
+    (("estimate", *MODEL, "--lr", "3"), "no such option: --lr", "it changes neither memory nor speed: leave it out"),
     (("estimate", *MODEL, "-x"), "no such option: -x", SEE),
     (
         ("estimate", *MODEL, "--lora"),

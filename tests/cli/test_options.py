@@ -110,7 +110,10 @@ def test_command_line_keywords_and_query_agree(kind: type[EstimateRequest], data
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_reaches_its_field(kind: type[EstimateRequest]) -> None:
     for name, field in fields_of(kind).items():
-        values: list[Any] = list(field.choices) or {int: [2**30], float: [0.5], bool: [True], str: ["text"]}[field.kind]
+        values: list[Any] = (
+            list(field.choices)
+            or {int: [2**30], float: [0.5], bool: [True], str: ["every:2" if name == "wrap" else "text"]}[field.kind]
+        )
         if field.kind is int and (field.rule.le or 0) < 2**30:
             values = [2]
         for value in values:

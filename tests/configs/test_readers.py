@@ -184,9 +184,9 @@ def test_trainer_through_accelerate_in_a_launch_script() -> None:
     assert found.options == {
         "framework": "trainer", "gpus": 16, "nnodes": 2, "model": "meta-llama/Llama-2-7b-hf", "micro_batch_size": 4, "seq_len": 4096,
         "precision": "bf16-mixed", "activation_checkpointing": "full", "strategy": "zero2", "backend": "fsdp2", "offload": "none",
-        "allocator_conf": "expandable_segments:True",
+        "allocator_conf": "expandable_segments:True", "wrap": "size:1000",
     }  # fmt: skip
-    assert "SIZE_BASED_WRAP" in said(found, "not_modelled") and "torch_compile" in said(found, "not_modelled")
+    assert "torch_compile" in said(found, "not_modelled")
     assert "gpus 16 as here, not 8 as in fsdp.yaml" in said(found, "assumed")
 
 

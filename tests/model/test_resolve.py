@@ -455,14 +455,6 @@ def test_failed_recording_is_not_repeated(home: Path, monkeypatch: pytest.Monkey
         assert (kept.value.message, kept.value.hint) == (recorded.value.message, recorded.value.hint)
 
 
-def test_a_step_that_the_models_code_refuses_is_said_in_plain_words() -> None:
-    model = resolve("mistralai/Mixtral-8x7B-v0.1", allow_recording=False)
-    with pytest.raises(NotRecordable) as refused:
-        model.tape(TapeKey("plain", "bf16-mixed", "sdpa", "none", True))
-    assert "fails in this step, in training as here" in refused.value.message
-    assert "RuntimeError" not in refused.value.message and "could not be run" not in refused.value.message
-
-
 def test_failed_recording_is_repeated_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     why = to_payload(NotRecordable("old.json could not be run", hint="wait"))
     assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.name: why}, tapes={}), None)

@@ -119,9 +119,6 @@ def test_one_unit_for_the_whole_model_gathers_all_parameters_at_once() -> None:
     assert peak_of(*layers).at_peak["unsharded_parameters"] < all_parameters
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the timeline runs all compute of a visit before it waits for the visit's all-gather"
-)
 def test_forward_waits_for_the_parameters_of_the_root() -> None:
     """The embedding is one of the root's parameters, so that no layer's compute hides the root's all-gather."""
     profile, tape, plan = job(GPT2, "zero3", "fsdp2", micro_batch_size=8)

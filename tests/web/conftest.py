@@ -50,7 +50,7 @@ def open_page(chromium: Any, address: str) -> Iterator[Callable[..., Any]]:
 
     def opened(path: str = "/", *, width: int = 1280, height: int = 900, status: int = 200, **options: Any) -> Any:
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(30_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))

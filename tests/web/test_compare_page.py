@@ -27,16 +27,26 @@ def test_both_plans_are_shown_with_their_differences(client: TestClient) -> None
     for plan, row in ((PLAN, 0), (OTHER, 1)):
         needed = client.get("/api/v1/estimate", params=plan).json()["estimates"][0]["needed_bytes"] / 2**30
         figures = client.get("/compare.json", params={"a": urlencode(PLAN), "b": urlencode(OTHER)}).json()
-        assert ["Memory of one GPU", "needed", f"{needed:.2f}"] in figures["ab"[row]]["figures"]
+        assert ["Memory of one GPU", "needed", f"{needed:.2f}"] in figures[("first", "second")[row]]["figures"]
         assert f'<td class="n">{needed:.2f}</td>' in html
 
 
 def test_the_difference_is_second_minus_first(client: TestClient) -> None:
     sides = client.get("/compare.json", params={"a": urlencode(PLAN), "b": urlencode(OTHER)}).json()
-    first, second = ({(g, n): v for g, n, v in sides[s]["figures"]} for s in "ab")
+    first, second = ({(g, n): v for g, n, v in sides[s]["figures"]} for s in ("first", "second"))
     speed = ("Speed", "tokens/s per GPU")
     change = int(second[speed].replace(",", "")) - int(first[speed].replace(",", ""))
     assert f'<td class="n">{change:+,}</td>' in _compared(client, PLAN, OTHER)
+
+
+def test_each_difference_has_its_effect_and_what_makes_the_other_fit(client: TestClient) -> None:
+    large = PLAN | {"micro_batch_size": "64"}
+    html = _compared(client, PLAN, large)
+    first, second = (
+        client.get("/api/v1/estimate", params=plan).json()["estimates"][0]["needed_bytes"] for plan in (PLAN, large)
+    )
+    assert f"{(second - first) / 2**30:.2f} GiB more" in html
+    assert "B fits with the value of A" in html and "Micro-batch" in html
 
 
 def test_equal_plans_have_no_differences(client: TestClient) -> None:
@@ -53,7 +63,7 @@ def test_a_job_that_leaves_the_plan_open_is_answered_first(client: TestClient) -
     job = {"model": "openai-community/gpt2", "gpus": "2", "gpu": "24GiB"}
     label = client.get("/.json", params=job).json()["recommendation"]["strategy"]
     sides = client.get("/compare.json", params={"a": urlencode(job), "b": urlencode(OTHER)}).json()
-    assert sides["a"]["label"].lower().replace("-", "") == label
+    assert sides["first"]["label"].lower().replace("-", "") == label
 
 
 def test_whole_addresses_can_be_pasted(client: TestClient) -> None:
