@@ -71,7 +71,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
         rows = [*OVERVIEW, ("hsdp", "none")] if request.nnodes > 1 else list(OVERVIEW)
     else:
         rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
-    known = FRAMEWORKS[request.framework].backends if request.backend == "auto" else (request.backend,)
+    known = _backends(request, request.offload) if request.backend == "auto" else (request.backend,)
     possible = [(s, o) for s, o in rows if set(known) & set(OFFLOADS[o].get(s, ()))]
     if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
         possible = [(s, o) for s, o in possible if s == "zero3"]
@@ -81,6 +81,14 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
     return [_plan(request, s, o, seq_len) for s, o in possible]
+
+
+def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
+    """The backends among which `auto` chooses: the framework's, and with NVMe only DeepSpeed, which alone offloads to it."""
+    known = FRAMEWORKS[request.framework].backends
+    if offload != "none" and request.offload_device == "nvme":
+        return tuple(b for b in known if b == "deepspeed")
+    return known
 
 
 def refusal(
@@ -150,7 +158,10 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
             f"framework {request.framework} has no strategy {strategy}",
             hint=f"{strategy} needs backend {' or '.join(able)}: use --framework torch",
         )
-    backend = next(b for b in able if b in known) if request.backend == "auto" else request.backend
+    backend = request.backend
+    if backend == "auto":
+        open_ones = [b for b in able if b in known]
+        backend = next((b for b in open_ones if b in _backends(request, offload)), open_ones[0])
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
