@@ -20,8 +20,8 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     """The settings of a configuration of accelerate."""
     flat = dict(keys)
     for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
-        inner = flat.pop(section, None)
-        flat |= inner if isinstance(inner, Mapping) else {}
+        if isinstance(flat.get(section), Mapping):
+            flat |= flat.pop(section)
     found = Collector(file, "accelerate", flat)
     found.options["framework"] = "accelerate"
     found.number("num_processes", "gpus")

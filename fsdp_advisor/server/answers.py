@@ -97,20 +97,20 @@ def _recorded(config: bytes, source: ModelSource) -> Resolved:
 
 def estimate_document(model: Resolved, request: EstimateRequest, explain: bool) -> Document:
     """An estimate as JSON. `explain` adds timelines."""
-    report = estimate_resolved(_with_gpu(request), model, explain=explain)
+    report = estimate_resolved(decided(request), model, explain=explain)
     return _json_document(_with_gpu_note(request, report), timeline=explain)
 
 
 def check_document(model: Resolved, request: EstimateRequest) -> Document:
     """Whether a job fits, as JSON."""
-    report = estimate_resolved(_with_gpu(request), model)
+    report = estimate_resolved(decided(request), model)
     return Document.of(to_json(check_result(report)), lasting=model.source != "hub")
 
 
 def compare_document(model: Resolved, a: EstimateRequest, b: EstimateRequest) -> Document:
     """Two jobs of catalogued models, and their differences, as JSON. `model` is that of `a`."""
     other = model if a.model == b.model else resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=False)
-    found = compare_resolved((_with_gpu(a), model), (_with_gpu(b), other))
+    found = compare_resolved((decided(a), model), (decided(b), other))
     return Document.of(to_json(found.as_dict(), inf_nan_mode="null"), lasting=model.source != "hub")
 
 
@@ -124,7 +124,7 @@ def export_document(model: Resolved, request: EstimateRequest, target: str, whol
 
     `whole`: a zip archive of every file that a launch needs.
     """
-    report = report_for(target, _with_gpu(request), model)
+    report = report_for(target, decided(request), model)
     job = Job.of(report, report.estimates[0])
     lasting = model.source != "hub"
     if whole:
@@ -149,7 +149,7 @@ def _zipped(files: Bundle) -> bytes:
 
 def advise(model: Resolved, request: RecommendRequest, *, explain: bool = False) -> Advice:
     """The recommendation for a request."""
-    with_gpu = _with_gpu(request)
+    with_gpu = decided(request)
     report = _with_gpu_note(request, estimate_resolved(with_gpu.as_estimate, model, explain=explain))
     return Advice(report=report, recommendation=recommend_resolved(report, model, with_gpu))
 
@@ -160,7 +160,7 @@ def _json_document(found: Report | Advice, *, timeline: bool) -> Document:
     return Document.of(body, lasting=report.model_source != "hub")
 
 
-def _with_gpu(request: AnyRequest) -> AnyRequest:
+def decided(request: AnyRequest) -> AnyRequest:
     """The request with the default GPU if it names none, since the server's own must not matter, and what the GPU implies."""
     return settled(request if request.gpu is not None else replace(request, gpu=DEFAULT_GPU))
 

@@ -18,6 +18,7 @@ from fsdp_advisor.server.answers import (
     ModelSource,
     check_document,
     compare_document,
+    decided,
     estimate_document,
     export_document,
     recommend_document,
@@ -112,7 +113,7 @@ async def post_check(request: Request, body: CheckBody) -> Response:
 @router.post("/compare", summary="Two jobs, and what each difference costs in memory and time", tags=["answers"],
              response_model=schema.Comparison)  # fmt: skip
 async def post_compare(request: Request, body: CompareBody) -> Response:
-    a, b = body.a.request(EstimateRequest), body.b.request(EstimateRequest)
+    a, b = (decided(job.request(EstimateRequest)) for job in (body.a, body.b))
     return document_response(request, await service_of(request).answer(ModelSource(a.model), compare_document, a, b))
 
 

@@ -164,7 +164,7 @@ class CheckBody(_Body, _Estimate):  # type: ignore[misc]
 
 
 class CompareBody(BaseModel):
-    """Two jobs to compare."""
+    """Two jobs to compare. Each names its model, or has a configuration file that does; a `config` cannot be compared."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"examples": [{"a": EXAMPLE, "b": EXAMPLE | {"precision": "fp32"}}]}
@@ -172,3 +172,9 @@ class CompareBody(BaseModel):
 
     a: CheckBody
     b: CheckBody
+
+    @model_validator(mode="after")
+    def _names_models(self) -> CompareBody:
+        if self.a.config is not None or self.b.config is not None:
+            raise ValueError("compare takes models by name, not a config")
+        return self

@@ -30,13 +30,17 @@ FILES = st.dictionaries(st.one_of(st.sampled_from(KEYS), ANCHORS), VALUES, min_s
 
 @settings(max_examples=300, deadline=None)
 @given(FILES)
-def test_any_values_are_read_or_refused(keys: dict[str, object]) -> None:
+def test_any_values_are_read_or_refused_and_every_key_is_accounted_for(keys: dict[str, object]) -> None:
     try:
         found = from_texts({"a.json": json.dumps(keys)})
     except AdvisorError as error:
         assert error.hint
         return
-    assert [reading.file for reading in found.readings] == ["a.json"]
+    (reading,) = found.readings
+    items = (*reading.read, *reading.ignored, *reading.not_modelled)
+    accounted = {re.split(r"[:. ]", item)[0] for item in items}
+    missing = {key.partition(".")[0] for key in keys} - accounted
+    assert all(isinstance(keys.get(key), dict) for key in missing), "only a section's own name may be left out"
 
 
 @settings(max_examples=300, deadline=None)
