@@ -7,7 +7,7 @@ from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, 
 
 _LEFT_TO_DEFAULTS = ("interconnect", "precision", "optim", "attention", "backward_prefetch", "nnodes", "micro_batch_size",
                      "gradient_accumulation_steps", "activation_checkpointing", "offload", "offload_device", "framework",
-                     "wrap", "allocator_conf")  # fmt: skip
+                     "wrap", "reshard_after_forward", "allocator_conf")  # fmt: skip
 
 
 def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ...]:
@@ -33,6 +33,7 @@ def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ..
         "backward_prefetch": plan.backward_prefetch,
         "framework": plan.framework,
         "wrap": plan.wrap,
+        "reshard_after_forward": plan.reshard_after_forward,
         "allocator_conf": candidate.allocator_conf,
     }
     words: list[str] = []
@@ -40,4 +41,5 @@ def options_of(candidate: Candidate, request: RecommendRequest) -> tuple[str, ..
         if name in _LEFT_TO_DEFAULTS and value == fields_of(EstimateRequest)[name].default:
             continue
         words += [dashed(name), str(value)]
+    words += [dashed(name) for name in ("forward_prefetch", "save_only_model") if getattr(plan, name)]
     return tuple(words)
