@@ -50,6 +50,9 @@ class _Options(TypedDict, total=False):
     host_memory: int | str | None
     framework: Framework
     wrap: Wrap
+    forward_prefetch: bool
+    reshard_after_forward: str
+    save_only_model: bool
     global_batch_size: int | None
 
 
