@@ -14,6 +14,10 @@ _FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer")
 """From the least to the most specific: a Trainer runs on accelerate, which runs DeepSpeed."""
 
 
+_UNSHARDED_ALONE = {"torchtune", "torchtitan"}
+"""Formats whose trainers do not shard on a single GPU."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     """The options that files say or imply, by the names of a request's fields, and what was read of each file."""
@@ -126,6 +130,8 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         "deepspeed",
     ):
         options.pop("framework")
+    if {**options, **given}.get("gpus", 1) == 1 and any(reading.format in _UNSHARDED_ALONE for reading in readings):
+        options |= {"strategy": "ddp", "backend": "ddp"} if "strategy" in options else {}
     return Configuration(options={**options, **given}, readings=readings)
 
 

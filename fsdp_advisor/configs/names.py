@@ -28,6 +28,23 @@ _ATTENTION: dict[str, Attention] = {
 }
 
 
+_OWNERS = {
+    "llama-": "meta-llama", "meta-llama-": "meta-llama", "qwen": "Qwen", "mistral": "mistralai", "mixtral": "mistralai",
+    "gemma": "google", "phi-": "microsoft", "deepseek": "deepseek-ai", "codellama": "codellama",
+}  # fmt: skip
+"""Owners of models on the Hugging Face hub, by the beginning of the model's name in lower case."""
+
+
+def hub_name(folder: str) -> str:
+    """The hub's name of a model whose checkpoint is in a folder of that name; the folder's name if its owner is unknown.
+
+    >>> hub_name("Llama-3.1-8B"), hub_name("my-model")
+    ('meta-llama/Llama-3.1-8B', 'my-model')
+    """
+    owner = next((owner for start, owner in _OWNERS.items() if folder.lower().startswith(start)), None)
+    return folder if owner is None else f"{owner}/{folder}"
+
+
 def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str | None = None) -> None:
     """Set `optim` from a key of the file. `arguments` are the optimizer's: SGD may have a momentum."""
     name = found.peek(key)

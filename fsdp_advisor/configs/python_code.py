@@ -102,11 +102,19 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     if isinstance(constants.get("MODEL"), str):
         keys["model_name_or_path"] = constants["MODEL"]
     found = trainer.read(file, keys, trl=name in _OF_TRL)
+    if computed := _computed(tree, name):
+        found.omits(f"arguments that the code computes: {', '.join(computed)}")
     if name in _OF_TRL and name != "SFTConfig":
         found.omits(f"{name} (preference and reinforcement learning)")
     if "ParallelismConfig" in calls:
         trainer.mesh(found, calls["ParallelismConfig"])
     return found
+
+
+def _computed(tree: ast.Module, name: str) -> list[str]:
+    """The keywords of the calls of `name` whose values are no literals."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).rsplit(".", 1)[-1] == name]
+    return [k.arg for call in calls for k in call.keywords if k.arg and k.arg not in _literals([k])]
 
 
 def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector:

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector, brief
+from fsdp_advisor.configs.names import hub_name
 from fsdp_advisor.errors import UsageError
 
 SECTIONS = (
@@ -77,7 +78,7 @@ def _model(found: Collector) -> None:
     elif name.startswith("qwen3") and flavor:
         model = f"Qwen/Qwen3-{flavor}"
     elif assets:
-        model = assets
+        model = hub_name(assets)
     if model is not None:
         found.options["model"] = model
         found.assume(f"the model is {model}")

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector, brief, truth
-from fsdp_advisor.configs.names import set_optimizer
+from fsdp_advisor.configs.names import hub_name, set_optimizer
 
 MODELS = {
     "llama2_7b": "meta-llama/Llama-2-7b-hf",
@@ -102,8 +102,8 @@ def _model(found: Collector) -> None:
         found.assume(f"{builder} is {name}")
     elif folder:
         found.take("checkpointer.checkpoint_dir")
-        found.options["model"] = folder
-        found.assume(f"the model is {folder}, the name of the checkpoint's folder")
+        found.options["model"] = hub_name(folder)
+        found.assume(f"the model is {hub_name(folder)}, by the name of the checkpoint's folder")
 
 
 def _sharding(found: Collector) -> None:

@@ -313,7 +313,7 @@ def test_torchtitan_functions() -> None:
     text = dedent(TITAN_PYTHON)
     found = from_texts({"config_registry.py:llama3_8b": text})
     expected = {
-        "model": "Llama-3.1-8B",
+        "model": "meta-llama/Llama-3.1-8B",
         "seq_len": 8192,
         "micro_batch_size": 1,
         "precision": "bf16",
@@ -333,12 +333,13 @@ def test_arguments_in_a_python_script() -> None:
     found = read(
         "train.py",
         """
-        args = SFTConfig(output_dir="x", per_device_train_batch_size=4, max_length=2048, bf16=True, gradient_checkpointing=False)
+        args = SFTConfig(output_dir="x", per_device_train_batch_size=4, max_length=2048, bf16=True, gradient_checkpointing=False, packing=flags.packing())
         model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
         """,
     )
     expected = {"micro_batch_size": 4, "seq_len": 2048, "activation_checkpointing": "none", "precision": "bf16"}
     assert found.options.items() >= expected.items()
+    assert "arguments that the code computes: packing" in said(found, "not_modelled")
 
 
 @pytest.mark.parametrize(
