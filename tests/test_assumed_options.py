@@ -85,7 +85,7 @@ def test_an_export_without_a_strategy_keeps_what_is_assumed() -> None:
     ("options", "name"),
     [
         ({"interconnect": "RoCE"}, "interconnect"),
-        ({"offload_device": "nvme", "offload": "none"}, "offload_device"),
+        ({"offload_device": "nvme", "offload": "none", "strategy": "zero3"}, "offload_device"),
         ({"backward_prefetch": "post"}, "backward_prefetch"),
         ({"price": 2}, "price"),
         ({"seq_len": 512, "find": "sequence"}, "seq_len"),
@@ -110,3 +110,12 @@ def test_options_with_an_effect_are_not_reported() -> None:
     }
     request = make_request(options, RecommendRequest)
     assert not [*ignored_in_estimate(request), *ignored_in_search(request)]
+
+
+@pytest.mark.parametrize("options", [{"offload": "parameters"}, {"offload": "optimizer"}, {}])
+def test_offload_to_nvme_means_deepspeed(options: dict[str, Any]) -> None:
+    job: dict[str, Any] = {"model": GPT2, "gpus": 2, "gpu": "24GiB", "offload_device": "nvme", **options}
+    rows = estimate(**job).estimates
+    assert {row.plan.backend for row in rows if row.plan.offload != "none"} == {"deepspeed"}
+    winner = recommend(**job, micro_batch_size=1).recommendation.winner
+    assert winner is not None and (winner.plan.offload == "none" or winner.plan.backend == "deepspeed")

@@ -93,6 +93,9 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
         backward_prefetch=request.backward_prefetch,
         framework=request.framework,
         wrap=request.wrap,
+        forward_prefetch=request.forward_prefetch,
+        reshard_after_forward=request.reshard_after_forward,
+        save_only_model=request.save_only_model,
     )
 
 

@@ -1,7 +1,7 @@
 """Saving: every method of a plan's backend, and the choice of one.
 
-FSDP's and DDP's methods save the weights alone. Optimizer states, which a resumed run needs, are not counted; only DeepSpeed's
-`save_checkpoint` includes them.
+A checkpoint has the weights and the optimizer states, which a resumed run needs, unless the plan saves the weights alone
+(`save_only_model`, as transformers' TrainingArguments call it).
 """
 
 from __future__ import annotations

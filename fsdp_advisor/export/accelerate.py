@@ -124,14 +124,15 @@ def _fsdp(job: Job) -> dict[str, Any]:
 
 
 def _fsdp2(plan: Plan) -> dict[str, Any]:
-    return {"fsdp_reshard_after_forward": plan.strategy in ("zero3", "hsdp")}
+    return {"fsdp_reshard_after_forward": plan.reshards}
 
 
 def _fsdp1(plan: Plan) -> dict[str, Any]:
+    hybrid_zero2 = plan.strategy == "hsdp" and not plan.reshards
     return {
-        "fsdp_sharding_strategy": FSDP1_SHARDING[plan.strategy],
+        "fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2" if hybrid_zero2 else FSDP1_SHARDING[plan.strategy],
         "fsdp_backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch],
-        "fsdp_forward_prefetch": False,
+        "fsdp_forward_prefetch": plan.forward_prefetch,
         "fsdp_use_orig_params": True,
         "fsdp_sync_module_states": True,
     }

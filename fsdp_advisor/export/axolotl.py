@@ -87,7 +87,7 @@ def _engine(job: Job) -> dict[str, Any]:
             "fsdp_config": {
                 "auto_wrap_policy": WRAP_POLICY[plan.wrap_policy.kind],
                 **({"transformer_layer_cls_to_wrap": ",".join(job.wrapped_classes)} if job.wrapped_classes else {}),
-                "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
+                "reshard_after_forward": plan.reshards,
                 "offload_params": plan.offload == "parameters",
                 "activation_checkpointing": checkpointing,
                 "cpu_ram_efficient_loading": True,

@@ -46,7 +46,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         least=plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
         predicted=job.peaks.get(job.allocated or ""),
         fsdp=plan.backend == "fsdp2",
-        reshard=plan.strategy in ("zero3", "hsdp"),
+        reshard=plan.post_forward_ranks or plan.reshards,
         offload=plan.offload == "parameters",
         weights=WEIGHTS[plan.precision],
         compute=COMPUTE.get(plan.precision),

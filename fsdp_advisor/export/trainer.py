@@ -105,7 +105,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
     plan = job.plan
     config: dict[str, Any] = {
         "version": 2 if plan.backend == "fsdp2" else 1,
-        "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
+        "reshard_after_forward": plan.reshards,
         "auto_wrap_policy": WRAP_POLICY[plan.wrap_policy.kind],
         **({"transformer_layer_cls_to_wrap": list(job.wrapped_classes)} if job.wrapped_classes else {}),
         **({"min_num_params": plan.wrap_policy.number} if plan.wrap_policy.kind == "size" else {}),
@@ -118,7 +118,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
         config |= {
             "reshard_after_forward": "full_shard",
             "backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch].lower(),
-            "forward_prefetch": False,
+            "forward_prefetch": plan.forward_prefetch,
             "use_orig_params": True,
             "sync_module_states": True,
         }

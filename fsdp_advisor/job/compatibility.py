@@ -71,7 +71,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
         rows = [*OVERVIEW, ("hsdp", "none")] if request.nnodes > 1 else list(OVERVIEW)
     else:
         rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
-    known = FRAMEWORKS[request.framework].backends if request.backend == "auto" else (request.backend,)
+    known = _backends(request, request.offload) if request.backend == "auto" else (request.backend,)
     possible = [(s, o) for s, o in rows if set(known) & set(OFFLOADS[o].get(s, ()))]
     if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
         possible = [(s, o) for s, o in possible if s == "zero3"]
@@ -81,6 +81,14 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
     return [_plan(request, s, o, seq_len) for s, o in possible]
+
+
+def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
+    """The backends among which `auto` chooses: the framework's, and with NVMe only DeepSpeed, which alone offloads to it."""
+    known = FRAMEWORKS[request.framework].backends
+    if offload != "none" and request.offload_device == "nvme":
+        return tuple(b for b in known if b == "deepspeed")
+    return known
 
 
 def refusal(
@@ -132,6 +140,32 @@ def _refused_wrap(
     return None
 
 
+def check_fsdp_options(plan: Plan) -> None:
+    """Raises UsageError if FSDP cannot use the plan's `forward_prefetch` or `reshard_after_forward`; other backends ignore them."""
+    if plan.backend not in ("fsdp1", "fsdp2"):
+        return
+    if plan.forward_prefetch and plan.wrap != "layer":
+        raise UsageError("forward prefetch is modelled for a unit per layer", hint="use --wrap layer")
+    if plan.forward_prefetch and plan.backend == "fsdp2" and plan.uses_accelerate:
+        raise UsageError(
+            "accelerate does not prefetch in forward with FSDP2", hint="use --framework torch, or --backend fsdp1"
+        )
+    if plan.reshard_after_forward == "false" and plan.strategy == "zero3":
+        raise UsageError("ZeRO-3 that keeps parameters after forward is ZeRO-2", hint="use --strategy zero2")
+    ranks = plan.post_forward_ranks
+    if ranks is None or plan.strategy == "zero2":
+        return
+    if plan.backend != "fsdp2" or plan.uses_accelerate:
+        raise UsageError(
+            "only FSDP2 in plain PyTorch reshards to a number of ranks", hint="use --backend fsdp2 --framework torch"
+        )
+    if not 1 < ranks < plan.shard_degree or plan.shard_degree % ranks:
+        raise UsageError(
+            f"reshard_after_forward {ranks} is not a proper factor of the {plan.shard_degree} ranks that share a copy",
+            hint="give a smaller number of ranks that divides them",
+        )
+
+
 def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
     able = OFFLOADS[offload].get(strategy, ())
     if not able:
@@ -150,7 +184,10 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
             f"framework {request.framework} has no strategy {strategy}",
             hint=f"{strategy} needs backend {' or '.join(able)}: use --framework torch",
         )
-    backend = next(b for b in able if b in known) if request.backend == "auto" else request.backend
+    backend = request.backend
+    if backend == "auto":
+        open_ones = [b for b in able if b in known]
+        backend = next((b for b in open_ones if b in _backends(request, offload)), open_ones[0])
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
@@ -165,7 +202,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         raise refused
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
         raise UsageError(f"backend {backend} cannot offload to nvme", hint="only deepspeed can: --backend deepspeed")
-    return Plan(
+    plan = Plan(
         strategy=strategy,
         backend=backend,
         offload=offload,
@@ -181,4 +218,9 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         backward_prefetch=request.backward_prefetch,
         framework=request.framework,
         wrap=request.wrap,
+        forward_prefetch=request.forward_prefetch,
+        reshard_after_forward=request.reshard_after_forward,
+        save_only_model=request.save_only_model,
     )
+    check_fsdp_options(plan)
+    return plan

@@ -12,7 +12,8 @@ def ignored_in_estimate(request: EstimateRequest) -> Iterator[str]:
     given = request.given
     if "interconnect" in given and request.interconnect is not None and request.nnodes == 1:
         yield "interconnect is ignored: all GPUs are in one node"
-    if "offload_device" in given and request.offload_device != "cpu" and request.offload == "none":
+    one_row = request.strategy != "all"  # all strategies include those with offload
+    if one_row and "offload_device" in given and request.offload_device != "cpu" and request.offload == "none":
         yield "offload_device is ignored without offload"
     if "backward_prefetch" in given and request.backward_prefetch != "pre" and request.backend != "fsdp1":
         yield "backward_prefetch is ignored: only backend fsdp1 has it"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, get_type_hints
 
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.request import (
@@ -30,10 +30,16 @@ from fsdp_advisor.job.request import (
 F = TypeVar("F", bound=Callable[..., object])
 
 
+class RecordedModule(Protocol):
+    """What `record_module` returns."""
+
+    def tape(self, key: Any) -> Any: ...
+
+
 class _Options(TypedDict, total=False):
     """The fields that an estimate and a search read in the same way. `Field.read` also takes text for numbers."""
 
-    model: str | float
+    model: str | float | RecordedModule
     gpus: int
     nnodes: int
     gpu: str | None
@@ -50,6 +56,9 @@ class _Options(TypedDict, total=False):
     host_memory: int | str | None
     framework: Framework
     wrap: Wrap
+    forward_prefetch: bool
+    reshard_after_forward: str
+    save_only_model: bool
     global_batch_size: int | None
 
 

@@ -44,6 +44,9 @@ class Plan:
     backward_prefetch: BackwardPrefetch = "pre"
     framework: Framework = "torch"
     wrap: Wrap = "layer"
+    forward_prefetch: bool = False
+    reshard_after_forward: str = "auto"
+    save_only_model: bool = False
 
     @property
     def without_batch(self) -> Plan:
@@ -90,6 +93,16 @@ class Plan:
         policy = wrap_policy(self.wrap)
         assert policy is not None, self.wrap
         return policy
+
+    @property
+    def reshards(self) -> bool:
+        """Whether FSDP frees gathered parameters after forward, or all but a part of them."""
+        return self.strategy in ("zero3", "hsdp") and self.reshard_after_forward != "false"
+
+    @property
+    def post_forward_ranks(self) -> int | None:
+        """FSDP2's `reshard_after_forward` as a number: ranks that keep the parameters after forward. None: they all do."""
+        return int(self.reshard_after_forward) if self.reshard_after_forward.isdecimal() else None
 
     @property
     def mixed(self) -> bool:

@@ -36,6 +36,18 @@ MAX_BATCH = 1_048_576
 MAX_SEQ_LEN = 16_777_216
 
 
+def read_reshard(text: str) -> str | None:
+    """The normal spelling of `reshard_after_forward`, None if it is not possible.
+
+    >>> read_reshard("False"), read_reshard("08"), read_reshard("1")
+    ('false', '8', None)
+    """
+    word = text.strip().lower()
+    if word.isdecimal() and 1 < int(word) <= MAX_GPUS:
+        return str(int(word))
+    return word if word in ("auto", "false") else None
+
+
 _OFFLOAD = Rule(
     about="what host memory holds; parameters means parameters, gradients and optimizer state",
     group="Strategy",
@@ -307,6 +319,33 @@ class EstimateRequest:
             le=MAX_BATCH * MAX_GPUS,
         ),
     ] = None
+    forward_prefetch: Annotated[
+        bool,
+        Rule(
+            about="all-gather the next layer before a layer's forward: FSDP1's forward_prefetch, FSDP2's "
+            "set_modules_to_forward_prefetch",
+            group="Strategy",
+        ),
+    ] = False
+    reshard_after_forward: Annotated[
+        str,
+        Rule(
+            about="whether FSDP frees gathered parameters after forward: auto is as the strategy says, false keeps them (hsdp, as "
+            "HYBRID_SHARD_ZERO2), a number reshards them to as many ranks (FSDP2)",
+            group="Strategy",
+            metavar="RESHARD",
+            max_length=16,
+            word=read_reshard,
+            example="auto, false or a number such as 8",
+        ),
+    ] = "auto"
+    save_only_model: Annotated[
+        bool,
+        Rule(
+            about="save the weights alone, without the optimizer state that a restart needs",
+            group="Training",
+        ),
+    ] = False
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     assumed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)

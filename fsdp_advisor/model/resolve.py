@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fsdp_advisor.errors import (
     AdvisorError,
+    ErrorPayload,
     MissingExtra,
     NotRecordable,
     UnknownModel,
@@ -76,7 +77,7 @@ class Resolved:
             raise UsageError(f"{self.name} is a bare parameter count: it has no layers", hint="name a model")
         tapes = self.profile.tapes
         if key.name not in tapes and self._is_refused(key):
-            raise from_payload(self.profile.refusals[key.name])
+            raise _refusal(self.profile.refusals[key.name])
         if key.name not in tapes and not self.recording_allowed:
             raise NotRecordable(
                 f"{self.name}: {_described(key)} is not in the catalog",
@@ -113,7 +114,7 @@ class Resolved:
         if cached is None or not _same_inventory(cached, self.profile):
             return None
         if key.name in cached.refusals:
-            raise from_payload(cached.refusals[key.name])
+            raise _refusal(cached.refusals[key.name])
         return cached.tapes.get(key.name)
 
     def _record_now(self, key: TapeKey) -> Tape:
@@ -304,6 +305,17 @@ def _renamed(cached: Profile, name: str) -> Profile:
         for key, payload in cached.refusals.items()
     }
     return replace(cached, name=name, refusals=refusals)
+
+
+_RUN_FAILED = re.compile(r"(.+) could not be run to record it: \w+: (.+?)\.*", re.DOTALL)
+
+
+def _refusal(payload: ErrorPayload) -> AdvisorError:
+    """The error of an earlier attempt to record. If the model's own code failed, training it fails in the same way."""
+    error = from_payload(payload)
+    if (failed := _RUN_FAILED.fullmatch(error.message)) is not None:
+        error.message = f"{failed[1]} fails in this step, in training as here: {failed[2]}"
+    return error
 
 
 def _described(key: TapeKey) -> str:

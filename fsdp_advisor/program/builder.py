@@ -126,6 +126,8 @@ class StepBuilder:
     """Collects instructions. Tracks the buffers that an engine has to free, and the tape's gradients."""
 
     def __init__(self) -> None:
+        self.following: UnitId | None = None
+        """The next layer after the current one in this direction."""
         self._instructions: list[Instruction] = []
         self._buffers: list[Alloc] = []
         self._late_frees = 0
@@ -284,6 +286,7 @@ class _MicroBatchWalk:
 
     def _play(self, unit: UnitId, layer: int, steps: Steps, following: UnitId | None) -> None:
         hooks, step = self._hooks, self._step
+        step.following = following
         for item in steps:
             if isinstance(item, Span):
                 step.compute(item, layer, hooks.gradient_stream, partial(hooks.owner_of, unit, layer))

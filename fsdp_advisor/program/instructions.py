@@ -28,8 +28,9 @@ together with the compute after it (explicit prefetch), or after all compute bef
 
 HostKernel = Literal["one_pass", "many_passes"]
 
-Axis = Literal["shard", "replica"]
-"""The ranks of a collective: those that share one copy of the states, or those that hold the same shard."""
+Axis = Literal["shard", "replica", "post_forward"]
+"""The ranks of a collective: those that share one copy of the states, those that hold the same shard, or those that share the
+parameters kept after forward (`Plan.post_forward_ranks`)."""
 
 
 class Alloc(NamedTuple):

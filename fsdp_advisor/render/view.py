@@ -133,7 +133,7 @@ def report_view(report: Report) -> ReportView:
         throughput_unit=unit,
         rows=rows,
         legend=PARTS if known else (STATES,),
-        footnotes=_footnotes(rows, sizes, unit),
+        footnotes=_footnotes(rows, sizes, unit, textbook=report.model_source == "count"),
         warnings=merge_warnings(report.estimates),
         omissions=omissions,
     )
@@ -185,10 +185,10 @@ def _why(estimate: StrategyEstimate) -> str:
     return f"the peak is in {estimate.peak_phase}, at {estimate.peak_where}"
 
 
-def _footnotes(rows: Sequence[RowView], sizes: Sizes, unit: str) -> tuple[str, ...]:
+def _footnotes(rows: Sequence[RowView], sizes: Sizes, unit: str, *, textbook: bool) -> tuple[str, ...]:
     """What the columns mean."""
     known = any(row.peak_known for row in rows)
-    notes = [f"Sizes in {sizes.unit_with_meaning}{'' if known else ', by the formulas of the ZeRO paper'}."]
+    notes = [f"Sizes in {sizes.unit_with_meaning}{', by the formulas of the ZeRO paper' if textbook else ''}."]
     if known:
         notes.append("needs: memory of one GPU at the worst moment of the job, with fragmentation, CUDA and NCCL.")
     notes.append("states: what a rank keeps between steps (parameters, gradients, optimizer state, buffers).")

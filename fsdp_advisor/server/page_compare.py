@@ -65,6 +65,7 @@ def view(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, An
     figures = {(group, name): [value, ""] for group, name, value in first["figures"]}
     for group, name, value in second["figures"]:
         figures.setdefault((group, name), ["", ""])[1] = value
+    groups = list(dict.fromkeys(group for group, _ in figures))
     return {
         "sides": [first, second],
         "differences": [
@@ -80,7 +81,10 @@ def view(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, An
             for difference in comparison["differences"]
         ],
         "cure": [label(name) for name in comparison["cure"]],
-        "figures": [(group, name, a, b, _difference(a, b)) for (group, name), (a, b) in figures.items()],
+        "figures": [
+            (group, name, a, b, _difference(a, b))
+            for (group, name), (a, b) in sorted(figures.items(), key=lambda figure: groups.index(figure[0][0]))
+        ],
         "bars_drawings": _bars(first, second),
     }
 

@@ -126,4 +126,4 @@ def _faster(before: StrategyEstimate, after: StrategyEstimate) -> str:
         return ""
     old, new = (e.step.tokens_per_second_per_gpu * e.plan.world_size for e in (before, after) if e.step)
     percent = round(100 * (new / old - 1))
-    return f", {abs(percent)}\u00a0% {'faster' if percent > 0 else 'slower'}" if percent else ", equally fast"
+    return f", {abs(percent)}\u00a0%\u00a0{'faster' if percent > 0 else 'slower'}" if percent else ", equally fast"

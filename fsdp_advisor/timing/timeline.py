@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware import Gpu, Link
@@ -75,14 +76,17 @@ def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
 def _groups(plan: Plan, gpu: Gpu, between: Link) -> dict[Axis, Group]:
     """The ranks of each axis. HSDP's replicas are on different nodes; each rank uses its own adapter."""
     inside = gpu.intra_node
+    ranks = plan.post_forward_ranks or 1
+    kept: dict[Axis, Group] = {"post_forward": Group(ranks, -(-ranks // plan.ranks_per_node), inside, between)}
     if plan.strategy == "hsdp":
         replicas = plan.replica_degree
-        return {
+        return kept | {
             "shard": Group(plan.shard_degree, 1, inside, between),
             "replica": Group(replicas, replicas, inside, between),
         }
     all_ranks, one = Group(plan.world_size, plan.nnodes, inside, between), Group(1, 1, inside, between)
-    return {"shard": one, "replica": all_ranks} if plan.strategy == "ddp" else {"shard": all_ranks, "replica": one}
+    shard, replica = (one, all_ranks) if plan.strategy == "ddp" else (all_ranks, one)
+    return kept | {"shard": shard, "replica": replica}
 
 
 @dataclass(slots=True)
@@ -144,17 +148,49 @@ def micro_batch_time(
     """Walk both streams through one micro-batch. At its end each waits for the other."""
     time = MicroBatchTime(intervals=[] if keep_intervals else None)
     walk = _Walk(time, rates, work)
-    for visit, instructions in timed_visits(micro_batch):
-        walk.visit(visit, instructions)
+    for timed in timed_visits(micro_batch):
+        walk.visit(timed)
     if time.sent:
         time.compute = max(time.compute, time.link)
     return time
 
 
+class TimedVisit(NamedTuple):
+    """A visit, its instructions that take time, and the shares of its compute (`_shares`)."""
+
+    visit: Visit
+    instructions: tuple[Timed, ...]
+    shares: tuple[float, ...]
+    waits: bool
+
+
 @lru_cache(maxsize=128)
-def timed_visits(micro_batch: MicroBatch) -> tuple[tuple[Visit, tuple[Timed, ...]], ...]:
-    """Each visit, with its instructions that take time."""
-    return tuple((visit, tuple(i for i in visit.instructions if isinstance(i, Timed))) for visit in micro_batch.visits)
+def timed_visits(micro_batch: MicroBatch) -> tuple[TimedVisit, ...]:
+    """Each visit of a micro-batch."""
+    timed = [(visit, tuple(i for i in visit.instructions if isinstance(i, Timed))) for visit in micro_batch.visits]
+    n_bytes = {i.unit: i.n_bytes for _, some in timed for i in some if isinstance(i, AllGather)}
+    return tuple(
+        TimedVisit(visit, some, _shares(some, n_bytes), any(isinstance(i, WaitFor) for i in some))
+        for visit, some in timed
+    )
+
+
+def _shares(instructions: tuple[Timed, ...], gathered_bytes: Mapping[UnitId, int]) -> tuple[float, ...]:
+    """The share of a visit's compute after each wait that follows compute of an earlier one, by the bytes gathered for it: the
+    FLOPs of matrix products are proportional to parameters.
+    """
+    gathered: list[float] = []
+    computes = True
+    for instruction in instructions:
+        if isinstance(instruction, WaitFor):
+            if computes:
+                gathered.append(0.0)
+            gathered[-1] += gathered_bytes.get(instruction.unit, 0)
+            computes = False
+        elif isinstance(instruction, Compute):
+            computes = True
+    total = sum(gathered)
+    return tuple(n_bytes / total for n_bytes in gathered if n_bytes) if total else (1.0,)
 
 
 @dataclass(slots=True)
@@ -168,26 +204,28 @@ class _Walk:
     needed: float = 0.0  # the time at which all inputs of the visit's compute have arrived
     prefetched: list[tuple[AllGather | HostTransfer, str]] = field(default_factory=list)  # sent with the next compute
 
-    def visit(self, visit: Visit, instructions: tuple[Timed, ...]) -> None:
-        """Run a visit. If it waits for an all-gather, its compute begins after the first wait; what a tape has before that is the
-        allocation of inputs.
+    def visit(self, timed: TimedVisit) -> None:
+        """Run a visit. If it waits for all-gathers, its compute begins after the first wait; what a tape has before that is the
+        allocation of inputs. If it waits for several units in turn, each wait is followed by that unit's share of the compute.
         """
-        time, computes = self.time, False
-        waits = any(isinstance(instruction, WaitFor) for instruction in instructions)
+        time, visit, instructions, waits = self.time, timed.visit, timed.instructions, timed.waits
+        due, *shares = timed.shares
         for instruction in instructions:
             match instruction:
                 case WaitFor(unit=unit):
                     self.needed = max(self.needed, self.ready.get(unit, 0.0))
                     waits = False
+                    if not due and shares:
+                        due = shares.pop(0)
                 case AllGather(start=start) | HostTransfer(start=start, exposed=False):
                     self._issue(instruction, start, visit.name)
-                case Compute() if not computes and not waits:
-                    self._run(visit, instructions)
-                    computes = True
+                case Compute() if due and not waits:
+                    self._run(visit, instructions, due)
+                    due = 0.0
                 case ReduceScatter() | AllReduce(exposed=False):
-                    if not computes:  # only copies
-                        self._run(visit, instructions)
-                        computes = True
+                    if due:  # only copies
+                        self._run(visit, instructions, due)
+                        due = 0.0
                     time.send(self._collective_s(instruction), time.compute, f"{_kind(instruction)} {visit.name}")
                 case AllReduce():
                     time.late += self._collective_s(instruction)
@@ -197,17 +235,17 @@ class _Walk:
                     pass
                 case _:
                     assert_never(instruction)
-        if not computes:
-            self._run(visit, instructions)
+        if due or shares:
+            self._run(visit, instructions, due + sum(shares))
 
-    def _run(self, visit: Visit, instructions: tuple[Timed, ...]) -> None:
-        """Run the visit's compute and copies. The GPU waits if the CPU takes longer to launch them."""
+    def _run(self, visit: Visit, instructions: tuple[Timed, ...], share: float) -> None:
+        """Run a share of the visit's compute and copies. The GPU waits if the CPU takes longer to launch them."""
         work = Work() if visit.segment is None else self.work[visit.segment]
         copied = sum(i.n_bytes for i in instructions if isinstance(i, Copy))
         copies = copied / self.rates.device.memory_bytes_per_s
         hooks = sum(isinstance(i, PythonHooks) for i in instructions)
-        on_gpu, on_cpu = work.gpu + copies, work.cpu + hooks * self.rates.hooks_s
-        self.time.copies += copies
+        on_gpu, on_cpu = share * (work.gpu + copies), share * (work.cpu + hooks * self.rates.hooks_s)
+        self.time.copies += share * copies
         self.time.launch += max(on_cpu - on_gpu, 0.0)
         self.time.work(max(on_gpu, on_cpu), self.needed, f"{visit.phase} {visit.name}")
         self.needed = 0.0
@@ -244,7 +282,9 @@ def collective_s(instruction: AllGather | ReduceScatter | AllReduce, groups: Map
     """Seconds of one collective on an idle link."""
     if isinstance(instruction, AllReduce):
         return all_reduce_s(instruction.n_bytes, groups[instruction.axis], messages=instruction.messages)
-    return all_gather_s(instruction.n_bytes, groups["shard"])
+    return all_gather_s(
+        instruction.n_bytes, groups[instruction.axis if isinstance(instruction, AllGather) else "shard"]
+    )
 
 
 def _kind(instruction: AllGather | ReduceScatter | AllReduce | HostTransfer) -> str:

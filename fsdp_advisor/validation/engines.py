@@ -141,7 +141,7 @@ def adapt_ddp_to_fake_group(wrapped: DistributedDataParallel, *, fake_tensors: b
 def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, mode: Mode) -> nn.Module:
     kwargs: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": plan.strategy in ("zero3", "hsdp"),
+        "reshard_after_forward": plan.post_forward_ranks or plan.reshards,
         "mp_policy": MixedPrecisionPolicy(param_dtype=half(plan), reduce_dtype=torch.float32)
         if plan.mixed
         else MixedPrecisionPolicy(),
@@ -152,6 +152,9 @@ def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMe
     for unit in _fsdp2_units(model, layers, plan):
         fully_shard(unit, **kwargs)
     fully_shard(model, **kwargs)
+    if plan.forward_prefetch:
+        for layer, following in itertools.pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # an FSDPModule
     return model
 
 
@@ -190,9 +193,9 @@ def _fsdp1(
     device: str,
     materialise: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
-    reshard = plan.strategy in ("zero3", "hsdp")
+    reshard = plan.reshards
     if plan.strategy == "hsdp":
-        sharding = ShardingStrategy.HYBRID_SHARD
+        sharding = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
     else:
         sharding = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
     mixed = MixedPrecision(param_dtype=half(plan), reduce_dtype=torch.float32, buffer_dtype=half(plan))
@@ -206,6 +209,7 @@ def _fsdp1(
         param_init_fn=materialise,
         sharding_strategy=sharding,
         backward_prefetch=_PREFETCH[plan.backward_prefetch],
+        forward_prefetch=plan.forward_prefetch,
         cpu_offload=CPUOffload(offload_params=plan.offload == "parameters"),
     )
 

@@ -226,10 +226,13 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
         "cpu_ram_efficient_loading": False,
     }
     if plan.backend == "fsdp2":
-        return plugin(fsdp_version=2, reshard_after_forward=plan.strategy in ("zero3", "hsdp"), **common)
+        return plugin(fsdp_version=2, reshard_after_forward=plan.reshards, **common)
     sharding = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}[plan.strategy]
+    if plan.strategy == "hsdp" and not plan.reshards:
+        sharding = "HYBRID_SHARD_ZERO2"
     return plugin(
         fsdp_version=1, sharding_strategy=sharding, backward_prefetch=_PREFETCH[plan.backward_prefetch],
+        forward_prefetch=plan.forward_prefetch,
         use_orig_params=True, sync_module_states=False, **common,
     )  # fmt: skip
 
@@ -256,7 +259,7 @@ def _fsdp_config(plan: Plan, classes: list[str]) -> dict[str, Any]:
         "activation_checkpointing": plan.activation_checkpointing == "full",
     }
     if plan.backend == "fsdp2":
-        return {"version": 2, "reshard_after_forward": plan.strategy in ("zero3", "hsdp"), **common}
+        return {"version": 2, "reshard_after_forward": plan.reshards, **common}
     return {
         "version": 1,
         "reshard_after_forward": "full_shard",

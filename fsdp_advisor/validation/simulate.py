@@ -6,9 +6,10 @@ import gc
 import importlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -79,7 +80,8 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
             meter.ignore(ranks)  # rank numbers, always on the host; slices of a mesh are views of them
         launched = frameworks.as_launched(plan, mesh) if plan.uses_accelerate else nullcontext()
         flash = plan.attention == "flash_attention_2"  # its kernels exist only on GPUs
-        with launched as parallel, fake_tensors(), meter, as_on_cuda() if flash else nullcontext():
+        smaller = _post_forward_mesh(plan, mesh, meter)  # before fake tensors, which have no values
+        with launched as parallel, smaller, fake_tensors(), meter, as_on_cuda() if flash else nullcontext():
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
             return _steady_step(trainer, meter, plan.gradient_accumulation_steps)
@@ -125,6 +127,22 @@ def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | No
     layers = layers_of(source.stacks(model))
     wrapped = wrap(model, layers, plan, mesh, "cpu")
     return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))
+
+
+def _post_forward_mesh(plan: Plan, mesh: DeviceMesh | None, meter: StorageMeter) -> AbstractContextManager[object]:
+    """Context in which `fully_shard` uses one mesh of the ranks that keep the parameters after forward for all units.
+
+    Source: torch.distributed.fsdp._fully_shard._fsdp_init (torch 2.13), _get_post_forward_mesh_info.
+    """
+    if plan.post_forward_ranks is None or mesh is None:
+        return nullcontext()
+    ranks = mesh.mesh.view(-1, plan.post_forward_ranks)
+    smaller = DeviceMesh("cpu", ranks)
+    meter.ignore(smaller.mesh)
+    common: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    info = common.HSDPMeshInfo(smaller, shard_mesh_dim=1, replicate_mesh_dim=0)
+    fully: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    return mock.patch.object(fully, "_get_post_forward_mesh_info", lambda *_: info)
 
 
 @contextmanager

@@ -53,7 +53,8 @@ def valid_values(field: Field) -> st.SearchStrategy[Any]:
     if field.choices:
         return st.sampled_from(field.choices)
     if rule.word is not None:
-        return st.sampled_from(["layer", "none", "size:20000", "class:A,B_2", "every:3"])
+        words = ["layer", "none", "size:20000", "class:A,B_2", "every:3", "auto", "false", "8"]
+        return st.sampled_from([word for word in words if rule.word(word) == word])
     if field.kind is bool:
         return st.just(True)
     if field.kind is int:
@@ -110,10 +111,9 @@ def test_command_line_keywords_and_query_agree(kind: type[EstimateRequest], data
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_reaches_its_field(kind: type[EstimateRequest]) -> None:
     for name, field in fields_of(kind).items():
-        values: list[Any] = (
-            list(field.choices)
-            or {int: [2**30], float: [0.5], bool: [True], str: ["every:2" if name == "wrap" else "text"]}[field.kind]
-        )
+        values: list[Any] = list(field.choices) or {int: [2**30], float: [0.5], bool: [True], str: ["text"]}[field.kind]
+        if field.rule.word is not None:
+            values = [word for word in ("none", "every:3", "false", "8") if field.rule.word(word) == word]
         if field.kind is int and (field.rule.le or 0) < 2**30:
             values = [2]
         for value in values:

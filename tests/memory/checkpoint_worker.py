@@ -32,9 +32,11 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
     ShardedStateDictConfig,
@@ -237,53 +239,78 @@ def fsdp2_scattered(folder: Path) -> nn.Module:
     return model
 
 
-# Saving: each is called with a wrapped model and an empty folder
+# Saving: each is called with a wrapped model, its optimizer after a step (None: save the weights alone) and an empty folder
+
+Optimizer = torch.optim.Optimizer | None
 
 
-def save_fsdp1_full(model: FSDP, out: Path) -> None:
+def fsdp1_states(model: FSDP, optimizer: Optimizer) -> dict[str, Any]:
+    """State dicts of the current type. LOCAL_STATE_DICT has none of the optimizer, so each rank saves its own.
+
+    Cloning stands for the move to the host, which copies each gathered state.
+    """
+    states = {"model": model.state_dict()}
+    if optimizer is not None:
+        local = FSDP.get_state_dict_type(model).state_dict_type == StateDictType.LOCAL_STATE_DICT
+        with mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone):
+            states["optimizer"] = optimizer.state_dict() if local else FSDP.optim_state_dict(model, optimizer)
+    return states
+
+
+def save_fsdp1_full(model: FSDP, optimizer: Optimizer, out: Path) -> None:
     """Without `offload_to_cpu`, which frees tensors in use if the model is on the CPU already."""
     config = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        state = model.state_dict()
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config, FullOptimStateDictConfig(rank0_only=True)):
+        states = fsdp1_states(model, optimizer)
         if dist.get_rank() == 0:
-            torch.save(state, out / "model.bin")
+            torch.save(states, out / "model.bin")
 
 
-def save_fsdp1_full_on_every_rank(model: FSDP, out: Path) -> None:
+def save_fsdp1_full_on_every_rank(model: FSDP, optimizer: Optimizer, out: Path) -> None:
     with FSDP.state_dict_type(
         model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     ):
-        torch.save(model.state_dict(), out / f"model_rank{dist.get_rank()}.bin")
+        torch.save(fsdp1_states(model, optimizer), out / f"model_rank{dist.get_rank()}.bin")
 
 
-def save_fsdp1_sharded(model: FSDP, out: Path) -> None:
+def save_fsdp1_sharded(model: FSDP, optimizer: Optimizer, out: Path) -> None:
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)):
-        dcp.save({"model": model.state_dict()}, checkpoint_id=out)
+        dcp.save(fsdp1_states(model, optimizer), checkpoint_id=out)
 
 
-def save_fsdp1_local(model: FSDP, out: Path) -> None:
+def save_fsdp1_local(model: FSDP, optimizer: Optimizer, out: Path) -> None:
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=False)):
-        torch.save(model.state_dict(), out / f"model_rank{dist.get_rank()}.bin")
+        torch.save(fsdp1_states(model, optimizer), out / f"model_rank{dist.get_rank()}.bin")
 
 
-def save_fsdp2_full(model: nn.Module, out: Path) -> None:
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def fsdp2_states(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
+    states = {"model": get_model_state_dict(model, options=options)}
+    if optimizer is not None:
+        states["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+    return states
+
+
+def save_fsdp2_full(model: nn.Module, optimizer: Optimizer, out: Path) -> None:
+    states = fsdp2_states(model, optimizer, StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        torch.save(state, out / "model.pt")
+        torch.save(states, out / "model.pt")
 
 
-def save_fsdp2_sharded(model: nn.Module, out: Path) -> None:
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=out)
+def save_fsdp2_sharded(model: nn.Module, optimizer: Optimizer, out: Path) -> None:
+    dcp.save(fsdp2_states(model, optimizer), checkpoint_id=out)
 
 
-def save_ddp_save_pretrained(model: nn.Module, out: Path) -> None:
+def save_ddp_save_pretrained(model: nn.Module, optimizer: Optimizer, out: Path) -> None:
     if dist.get_rank() == 0:
         model.save_pretrained(out)  # type: ignore[operator]  # of transformers
+        if optimizer is not None:
+            torch.save(optimizer.state_dict(), out / "optimizer.pt")
 
 
-def save_ddp_full(model: nn.Module, out: Path) -> None:
+def save_ddp_full(model: nn.Module, optimizer: Optimizer, out: Path) -> None:
     if dist.get_rank() == 0:
-        torch.save(model.state_dict(), out / "model.pt")
+        states = {"model": model.state_dict()} | ({"optimizer": optimizer.state_dict()} if optimizer else {})
+        torch.save(states, out / "model.pt")
 
 
 LOADING: dict[str, Callable[[Path], nn.Module]] = {
@@ -293,7 +320,7 @@ LOADING: dict[str, Callable[[Path], nn.Module]] = {
         fsdp2_rank0, fsdp2_sharded, fsdp2_every_rank, fsdp2_scattered,
     )
 }  # fmt: skip
-SAVING: dict[str, Callable[[Any, Path], None]] = {
+SAVING: dict[str, Callable[[Any, Optimizer, Path], None]] = {
     f.__name__: f
     for f in (
         save_fsdp1_full, save_fsdp1_full_on_every_rank, save_fsdp1_sharded, save_fsdp1_local,
@@ -338,7 +365,18 @@ def load(name: str, folder: Path) -> dict[str, Any]:
     return device | {"high_bytes": host.high_bytes, "left_bytes": host.left_bytes, "file_bytes": host.file_bytes}
 
 
+def stepped_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW after a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
 def save(name: str, folder: Path) -> dict[str, Any]:
+    """Save the weights, and, if the name ends in `_resumable`, the optimizer's state."""
     for place in (folder.parent / "tiny", folder):
         model: nn.Module = AutoModelForCausalLM.from_config(config(place))
         if name.startswith("save_fsdp1"):
@@ -350,9 +388,10 @@ def save(name: str, folder: Path) -> dict[str, Any]:
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
         dist.barrier()
+        optimizer = stepped_optimizer(model) if name.endswith("_resumable") else None
         with Host() as host:
-            SAVING[name](model, out)
-        del model
+            SAVING[name.removesuffix("_resumable")](model, optimizer, out)
+        del model, optimizer
         dist.barrier()
     files = tensor_bytes(out) if dist.get_rank() == 0 else {}
     if dist.get_rank() == 0:

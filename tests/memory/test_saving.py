@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ CASES = (
     "save_fsdp1_full", "save_fsdp1_full_on_every_rank", "save_fsdp1_sharded", "save_fsdp1_local",
     "save_fsdp2_full", "save_fsdp2_sharded", "save_ddp_save_pretrained", "save_ddp_full",
 )  # fmt: skip
+RESUMABLE = tuple(
+    f"save_{case}_resumable"
+    for case in ("fsdp1_full", "fsdp1_sharded", "fsdp1_local", "fsdp2_full", "fsdp2_sharded", "ddp_full")
+)
+WEIGHTS = {"optim": "adamw_torch", "save_only_model": True}
+RESUMED = {"optim": "adamw_torch"}
 PADDING = 2 * SMALL[0] * 4
 """The embedding and the head have 16001 rows. On the CPU a gathered tensor is a view of its padded storage, which `torch.save`
 writes whole. From a GPU it is copied to the host without the padding."""
@@ -34,7 +41,7 @@ writes whole. From a GPU it is copied to the host without the padding."""
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Per rank, the memory that each case needs; for rank 0 also its files."""
     folder = tmp_path_factory.mktemp("saving")
-    run_ranks(Path(__file__).parent / "checkpoint_worker.py", str(folder), *CASES)
+    run_ranks(Path(__file__).parent / "checkpoint_worker.py", str(folder), *CASES, *RESUMABLE)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -50,7 +57,7 @@ def only_files(method: SaveMethod) -> Files:
 def test_fsdp1_files_of_a_7b_model() -> None:
     """In fp32 on 4 GPUs: one file gathered on rank 0, a whole file per rank, or a quarter per rank."""
     whole = 4 * LLAMA_7B.parameters
-    files = {m.way: only_files(m) for m in save_methods(LLAMA_7B, plan("fsdp1", ranks=4, precision="fp32"))}
+    files = {m.way: only_files(m) for m in save_methods(LLAMA_7B, plan("fsdp1", ranks=4, precision="fp32", **WEIGHTS))}
     assert {way: (f.count, f.tensor_bytes) for way, f in files.items()} == {
         "full": (1, whole),
         "full_on_every_rank": (4, whole),
@@ -62,7 +69,7 @@ def test_fsdp1_files_of_a_7b_model() -> None:
 @pytest.mark.parametrize("way", ["full", "full_on_every_rank", "sharded", "local"])
 def test_fsdp1_files_match_a_real_run(measured: list[dict[str, Any]], way: str) -> None:
     predicted, files = (
-        only_files(save_method(llama(*SMALL), plan("fsdp1"), way)),
+        only_files(save_method(llama(*SMALL), plan("fsdp1", **WEIGHTS), way)),
         measured[0][f"save_fsdp1_{way}"]["files"],
     )
     assert len(files) == predicted.count
@@ -72,7 +79,7 @@ def test_fsdp1_files_match_a_real_run(measured: list[dict[str, Any]], way: str) 
 @pytest.mark.parametrize(("way", "padding"), [("full", PADDING), ("sharded", 0)])
 def test_fsdp2_files_match_a_real_run(measured: list[dict[str, Any]], way: str, padding: int) -> None:
     predicted, files = (
-        only_files(save_method(llama(*SMALL), plan("fsdp2"), way)),
+        only_files(save_method(llama(*SMALL), plan("fsdp2", **WEIGHTS), way)),
         measured[0][f"save_fsdp2_{way}"]["files"],
     )
     assert len(files) == predicted.count
@@ -81,8 +88,41 @@ def test_fsdp2_files_match_a_real_run(measured: list[dict[str, Any]], way: str, 
 
 @pytest.mark.parametrize("way", ["save_pretrained", "full"])
 def test_ddp_files_match_a_real_run(measured: list[dict[str, Any]], way: str) -> None:
-    predicted = only_files(save_method(llama(*SMALL), plan("ddp", "ddp"), way))
+    predicted = only_files(save_method(llama(*SMALL), plan("ddp", "ddp", **WEIGHTS), way))
     assert measured[0][f"save_ddp_{way}"]["files"] == {predicted.name: predicted.tensor_bytes}
+
+
+@pytest.mark.parametrize("case", RESUMABLE)
+def test_files_with_optimizer_states_match_a_real_run(measured: list[dict[str, Any]], case: str) -> None:
+    _, backend, way, _ = case.split("_")
+    job = plan(backend, "ddp" if backend == "ddp" else "zero3", **RESUMED)
+    (predicted,), files = save_method(llama(*SMALL), job, way).files, measured[0][case]["files"]
+    padding = 3 * PADDING if (backend, way) == ("fsdp2", "full") else 0
+    assert len(files) == predicted.count
+    assert max(files.values()) == predicted.tensor_bytes + padding
+
+
+def test_a_checkpoint_has_three_times_the_bytes_of_fp32_weights() -> None:
+    """AdamW's two moments are as large as the weights."""
+    for backend in ("ddp", "fsdp1", "fsdp2"):
+        for method in save_methods(LLAMA_7B, plan(backend, "ddp" if backend == "ddp" else "zero3", precision="fp32")):
+            weights = save_method(
+                LLAMA_7B, plan(backend, "ddp" if backend == "ddp" else "zero3", precision="fp32", **WEIGHTS), method.way
+            )
+            ratio = sum(f.count * f.tensor_bytes for f in method.files) / sum(
+                f.count * f.tensor_bytes for f in weights.files
+            )
+            assert ratio == pytest.approx(3, rel=1e-4), (backend, method.way)
+
+
+def test_full_state_dicts_with_optimizer_states_need_the_memory_of_a_real_run(measured: list[dict[str, Any]]) -> None:
+    """On the CPU device and host memory are the same, so rank 0 holds both at the end."""
+    profile = llama(*SMALL)
+    fsdp2 = save_method(profile, plan("fsdp2", **RESUMED), "full")
+    assert measured[0]["save_fsdp2_full_resumable"]["high_bytes"] == near(fsdp2.first_rank_host_bytes + fsdp2.gpu_bytes)
+    fsdp1 = save_method(profile, plan("fsdp1", **RESUMED), "full")
+    high = measured[0]["save_fsdp1_full_resumable"]["high_bytes"]
+    assert fsdp1.first_rank_host_bytes <= high <= fsdp1.first_rank_host_bytes + fsdp1.gpu_bytes
 
 
 @pytest.mark.parametrize(
@@ -103,11 +143,11 @@ def test_save_pretrained_splits_files_as_huggingface_hub_does(profile: Profile) 
 def test_full_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[str, Any]]) -> None:
     """On the CPU device and host memory are the same, so rank 0 holds both at the end."""
     profile = llama(*SMALL)
-    fsdp2 = save_method(profile, plan("fsdp2"), "full")
+    fsdp2 = save_method(profile, plan("fsdp2", **WEIGHTS), "full")
     assert measured[0]["save_fsdp2_full"]["high_bytes"] == near(fsdp2.first_rank_host_bytes + fsdp2.gpu_bytes)
-    fsdp1 = save_method(profile, plan("fsdp1"), "full")
+    fsdp1 = save_method(profile, plan("fsdp1", **WEIGHTS), "full")
     assert measured[0]["save_fsdp1_full"]["high_bytes"] == near(fsdp1.first_rank_host_bytes)
-    every = save_method(profile, plan("fsdp1"), "full_on_every_rank")
+    every = save_method(profile, plan("fsdp1", **WEIGHTS), "full_on_every_rank")
     for rank in measured:
         assert rank["save_fsdp1_full_on_every_rank"]["high_bytes"] == near(every.first_rank_host_bytes)
 
@@ -119,12 +159,12 @@ def test_sharded_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[s
     """
     profile = llama(*SMALL)
     root = 4 * sum(p.elements for p in profile.root.parameters)
-    predicted = save_method(profile, plan("fsdp1"), "sharded")
+    predicted = save_method(profile, plan("fsdp1", **WEIGHTS), "sharded")
     for rank in measured:
         assert rank["save_fsdp1_sharded"]["high_bytes"] == near(max(predicted.gpu_bytes, 2 * root))
         assert rank["save_fsdp1_local"]["high_bytes"] < 0.01 * root
     assert measured[0]["save_fsdp2_sharded"]["high_bytes"] < 0.01 * root
-    assert save_method(profile, plan("fsdp2"), "sharded").gpu_bytes == 0
+    assert save_method(profile, plan("fsdp2", **WEIGHTS), "sharded").gpu_bytes == 0
 
 
 def test_deepspeed_files_and_loading_match_a_real_run(tmp_path: Path) -> None:
@@ -139,7 +179,8 @@ def test_deepspeed_files_and_loading_match_a_real_run(tmp_path: Path) -> None:
     profile = llama(64, 80, 4, 1001)
     for stage in (1, 2, 3):
         job = plan("deepspeed", f"zero{stage}", optim="adamw_torch")
-        files = [f for m in save_methods(profile, job) for f in m.files]
+        jobs = (job, replace(job, save_only_model=True))
+        files = [f for each in jobs for m in save_methods(profile, each) for f in m.files]
         expected = {f.name.format(r=r): f.tensor_bytes for f in files for r in range(f.count)}
         expected.pop("model.safetensors", None)
         assert found[str(stage)]["files"] == expected
@@ -162,13 +203,14 @@ def test_every_plan_can_be_saved(job: Plan) -> None:
 
 def test_fsdp_saves_tied_weights_once_per_name() -> None:
     tied, untied = llama(64, 80, 2, 1000, tied=True), llama(64, 80, 2, 1000)
-    assert save_method(tied, plan("fsdp2"), "full").files == save_method(untied, plan("fsdp2"), "full").files
+    job = plan("fsdp2", **WEIGHTS)
+    assert save_method(tied, job, "full").files == save_method(untied, job, "full").files
 
 
 def test_ddp_saves_tied_weights_once() -> None:
     """The two names share a storage."""
     tied, untied = llama(64, 80, 2, 1000, tied=True), llama(64, 80, 2, 1000)
-    job, head_bytes = plan("ddp", "ddp"), 1000 * 64 * 4
+    job, head_bytes = plan("ddp", "ddp", **WEIGHTS), 1000 * 64 * 4
     sizes = [only_files(save_method(profile, job, "full")).tensor_bytes for profile in (tied, untied)]
     assert sizes[1] - sizes[0] == head_bytes
 
@@ -180,7 +222,7 @@ def test_hsdp_replicas_share_the_writing() -> None:
 
 
 def test_the_first_save_method_that_fits_is_chosen() -> None:
-    methods = save_methods(LLAMA_7B, plan("fsdp1", ranks=8))
+    methods = save_methods(LLAMA_7B, plan("fsdp1", ranks=8, **WEIGHTS))
     assert choose_save_method(methods, gpu_memory_bytes=80 * GIB).way == "full"
     assert choose_save_method(methods, gpu_memory_bytes=80 * GIB, host_memory_bytes=8 * GIB).way == "sharded"
     assert choose_save_method(methods, gpu_memory_bytes=0).way == "local"

@@ -7,7 +7,9 @@ from typing import get_args
 
 import pytest
 
+from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.tapes import gpu_tape_key
 
@@ -114,6 +116,14 @@ def test_every_model_is_found_without_its_owner(entry: catalog.Entry) -> None:
 )
 def test_only_near_names_are_suggested(name: str, near: str | None) -> None:
     assert next(iter(catalog.nearest(name)), None) == near
+
+
+def test_a_step_that_the_models_code_refuses_is_said_in_plain_words() -> None:
+    model = resolve("mistralai/Mixtral-8x7B-v0.1", allow_recording=False)
+    with pytest.raises(NotRecordable) as refused:
+        model.tape(TapeKey("plain", "bf16-mixed", "sdpa", "none", True))
+    assert "fails in this step, in training as here" in refused.value.message
+    assert "RuntimeError" not in refused.value.message and "could not be run" not in refused.value.message
 
 
 def test_size() -> None:

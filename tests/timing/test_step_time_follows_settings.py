@@ -127,3 +127,29 @@ def test_forward_waits_for_the_parameters_of_the_root() -> None:
     computes = [each for each in shown if each.stream == "compute" and each.begin_seconds >= gather.end_seconds]
     assert gather.begin_seconds == 0
     assert computes[0].name == "forward GPT2LMHeadModel"
+
+
+def test_resharding_within_a_node_gathers_again_without_the_network() -> None:
+    """With `reshard_after_forward=2` on two nodes of two GPUs, the gathers of backward stay in the node, at a cost in memory."""
+    all_ranks, node = two_nodes("zero3"), two_nodes("zero3", reshard_after_forward="2")
+    assert seconds_of(node, "all-gather") == pytest.approx(seconds_of(all_ranks, "all-gather") / 2, rel=LATENCIES)
+    kept = (
+        sum(unit.elements for unit in all_ranks[0].layers()) * BF16 // 2
+    )  # of the layers, when the root's forward ends
+    more = peak_of(*node).phase_peaks["forward"] - peak_of(*all_ranks).phase_peaks["forward"]
+    assert 0.9 * kept < more < 1.1 * kept
+
+
+def test_keeping_parameters_after_forward_halves_the_gathers_of_hsdp() -> None:
+    freed, kept = (job(GPT2, "hsdp", "fsdp1", gpus=8, reshard_after_forward=value) for value in ("auto", "false"))
+    gathered = [seconds_of(found, "all-gather") for found in (freed, kept)]
+    assert 0.4 < gathered[1] / gathered[0] < 0.7  # the root is gathered once in both
+
+
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+def test_forward_prefetch_gathers_the_same_and_holds_one_more_layer(backend: str) -> None:
+    plain, ahead = (
+        job(GPT2, "zero3", backend, forward_prefetch=on, activation_checkpointing="full") for on in (False, True)
+    )
+    assert seconds_of(ahead, "all-gather") == pytest.approx(seconds_of(plain, "all-gather"))
+    assert peak_of(*ahead).phase_peaks["forward"] >= peak_of(*plain).phase_peaks["forward"]

@@ -26,6 +26,8 @@ class Case:
     nnodes: int = 1
     framework: str = "torch"
     wrap: str = "layer"
+    forward_prefetch: bool = False
+    reshard_after_forward: str = "auto"
 
     def __str__(self) -> str:
         return "-".join(str(v) for v in vars(self).values()).replace("/", "_")

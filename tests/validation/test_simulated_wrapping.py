@@ -1,4 +1,4 @@
-"""Predicted peaks of every wrap policy equal those of PyTorch's own policies and engines under fake tensors, to the byte."""
+"""Predicted peaks of wrap policies, forward prefetch and resharding equal those of PyTorch's own policies and engines under fake tensors, to the byte."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ CASES = [
     Case(GPT2, "fsdp1", "zero3", 3, 2, 256, wrap="none", gradient_accumulation_steps=2),
     Case(GPT2, "fsdp2", "zero3", 3, 2, 256, wrap="every:5", gradient_accumulation_steps=3),
     Case(T5, "fsdp2", "zero3", 3, 2, 256, wrap="every:4"),
+    Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, forward_prefetch=True),
+    Case(PYTHIA, "fsdp1", "zero2", 8, 2, 256, "fp32", forward_prefetch=True),
+    Case(PYTHIA, "fsdp1", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="false"),
+    Case(PYTHIA, "fsdp2", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="4", activation_checkpointing="full"),
+    Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, "fp32", reshard_after_forward="2"),
 ]
 
 

@@ -26,8 +26,8 @@ class Shot:
 
 
 SHOTS = (
-    Shot("page", 1280, 1100, "light"),
-    Shot("page-dark", 1280, 1100, "dark", "#bars-title"),
+    Shot("page", 1280, 940, "light"),
+    Shot("page-dark", 1280, 1100, "dark", "#tree-title"),
     Shot("page-phone", 390, 844, "light", "#verdict-title"),
 )
 
@@ -38,7 +38,7 @@ def shoot(chromium: Browser, url: str, shots: Sequence[Shot], folder: Path) -> l
     written = []
     for shot in shots:
         page = chromium.new_page(viewport={"width": shot.width, "height": shot.height}, color_scheme=shot.scheme)
-        page.goto(url)
+        page.goto(url, wait_until="networkidle")  # with the effects of changes
         if shot.about:
             page.evaluate("at => scrollTo(0, document.querySelector(at).getBoundingClientRect().top - 32)", shot.about)
         written.append(folder / f"{shot.name}.png")

@@ -170,7 +170,7 @@ def test_what_if_links_change_one_thing_and_say_what_it_does_to_the_plan(client:
     before = client.get("/api/v1/estimate", params=plan).json()["estimates"][0]
     slower = 100 * (1 - more["tokens_per_second_per_gpu"] / before["tokens_per_second_per_gpu"])
     assert effects["checkpointing"].startswith(f"{format_gib(more['needed_bytes'])} of 23.52 GiB")
-    assert effects["checkpointing"].endswith(f", {slower:.0f}\u00a0% slower")
+    assert effects["checkpointing"].endswith(f", {slower:.0f}\u00a0%\u00a0slower")
 
 
 def test_a_change_that_no_longer_fits_takes_a_smaller_micro_batch_or_says_so(client: TestClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlencode
 
 import pytest
@@ -51,6 +52,12 @@ def test_each_difference_has_its_effect_and_what_makes_the_other_fit(client: Tes
 
 def test_equal_plans_have_no_differences(client: TestClient) -> None:
     assert "None: both are the same plan." in _compared(client, PLAN, PLAN)
+
+
+def test_every_group_of_figures_is_shown_once(client: TestClient) -> None:
+    html = _compared(client, PLAN, PLAN | {"strategy": "zero3", "backend": "deepspeed"})
+    groups = re.findall(r'<th scope="colgroup" colspan="4">(.*?)</th>', html)
+    assert len(groups) == len(set(groups)) >= 5
 
 
 def test_plans_on_different_gpus_have_a_drawing_each(client: TestClient) -> None:

@@ -16,8 +16,8 @@ from fsdp_advisor.program.storages import round_up
 
 
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
-    """The methods of saving under DeepSpeed: the weights alone, then a checkpoint from which training can resume."""
-    return _save_weights(profile, plan), _save_checkpoint(profile, plan)
+    """The method of saving under DeepSpeed: a checkpoint from which training can resume, or the weights alone."""
+    return (_save_weights(profile, plan) if plan.save_only_model else _save_checkpoint(profile, plan),)
 
 
 def _save_weights(profile: Profile, plan: Plan) -> SaveMethod:

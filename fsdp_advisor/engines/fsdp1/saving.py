@@ -1,11 +1,18 @@
-"""Saving a model under FSDP1: full, sharded and local state dicts. Read in torch 2.13 (distributed/fsdp/_state_dict_utils.py)."""
+"""Saving under FSDP1: full, sharded and local state dicts of model and optimizer.
+
+Read in torch 2.13 (distributed/fsdp/_state_dict_utils.py, _optim_utils.py). `FSDP.optim_state_dict` gathers one state of one unit
+at a time: the whole flat state, and a copy of the own shard of it. It moves the results to the host (`OptimStateDictConfig`,
+offload_to_cpu=True). Under LOCAL_STATE_DICT each rank saves `optimizer.state_dict()`, its own shards.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
 from fsdp_advisor.engines.fsdp1.units import flat_elements
+from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.fsdp_state_dict import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_bytes
+from fsdp_advisor.engines.optimizer_state import saved_state
 from fsdp_advisor.engines.transfer import Files, SaveMethod
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
@@ -14,7 +21,7 @@ from fsdp_advisor.program.builder import AT_ROOT
 
 
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
-    """The methods of saving the weights under FSDP1, the usual one first.
+    """The methods of saving under FSDP1, the usual one first.
 
     Full and sharded state dicts gather one unit at a time in the masters' dtype; the root stays gathered while the layers are
     gathered. FULL with `offload_to_cpu` moves each gathered unit to the host and clones its tensors there. SHARDED leaves the
@@ -31,18 +38,20 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
 
 
 def _full(profile: Profile, plan: Plan, *, rank0_only: bool) -> SaveMethod:
-    state_dict, largest_unit = StateDictBytes.of(profile, plan), max(_root_and_layer_bytes(profile, plan))
-    host = state_dict.full + largest_unit
+    largest_unit = max(_root_and_layer_bytes(profile, plan))
+    weights = StateDictBytes.of(profile, plan).full
+    full = weights + saved_state(profile, plan, lambda p: (p.elements,)).total
+    host = max(weights + largest_unit, full)  # each gathered unit of weights is copied once more
     if rank0_only:
         way, how = "full", "FULL_STATE_DICT with offload_to_cpu and rank0_only"
-        files = Files(name="pytorch_model_fsdp.bin", tensor_bytes=state_dict.full)
+        files = Files(name="pytorch_model_fsdp.bin", tensor_bytes=full)
     else:
         way, how = "full_on_every_rank", "FULL_STATE_DICT without rank0_only: every rank gathers and writes everything"
-        files = Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=state_dict.full)
+        files = Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=full)
     return SaveMethod(
         way=way,
         how=how,
-        gpu_bytes=largest_unit,
+        gpu_bytes=max(largest_unit, _gathered_state_bytes(profile, plan)),
         first_rank_host_bytes=host,
         other_ranks_host_bytes=0 if rank0_only else host,
         ranks_per_node=plan.ranks_per_node,
@@ -53,15 +62,18 @@ def _full(profile: Profile, plan: Plan, *, rank0_only: bool) -> SaveMethod:
 def _sharded(profile: Profile, plan: Plan) -> SaveMethod:
     state_dict, (root, layer) = StateDictBytes.of(profile, plan), _root_and_layer_bytes(profile, plan)
     root_rows = sum(shard_bytes(p, plan) * (1 + len(p.tied)) for p in profile.root.parameters)
+    state = saved_state(profile, plan, lambda p: shard_shape(p.shape, plan.shard_degree))
+    optimizer = state.total - state.scalars
     in_flight = DCP_IN_FLIGHT_BYTES + state_dict.largest_shard
+    weights = max(root + state_dict.sharded, root + layer + state_dict.sharded - root_rows)
     return SaveMethod(
         way="sharded",
         how="SHARDED_STATE_DICT, written by torch.distributed.checkpoint",
-        gpu_bytes=max(root + state_dict.sharded, root + layer + state_dict.sharded - root_rows),
-        first_rank_host_bytes=in_flight,
-        other_ranks_host_bytes=in_flight,
+        gpu_bytes=max(weights, state_dict.sharded + _gathered_state_bytes(profile, plan)),
+        first_rank_host_bytes=in_flight + optimizer,
+        other_ranks_host_bytes=in_flight + optimizer,
         ranks_per_node=plan.ranks_per_node,
-        files=(dcp_files(plan, state_dict.sharded),),
+        files=(dcp_files(plan, state_dict.sharded + optimizer),),
     )
 
 
@@ -76,8 +88,28 @@ def _local(profile: Profile, plan: Plan) -> SaveMethod:
         first_rank_host_bytes=largest_shard,
         other_ranks_host_bytes=largest_shard,
         ranks_per_node=plan.ranks_per_node,
-        files=(Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=shards),),
+        files=(
+            Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=shards + _own_state(profile, plan)),
+        ),
     )
+
+
+def _own_state(profile: Profile, plan: Plan) -> int:
+    """Bytes of the optimizer state of one rank's flat shards, which has the step counts of all parameters."""
+    state = saved_state(profile, plan, lambda p: (p.elements,))
+    return -(-(state.total - state.scalars) // plan.shard_degree) + state.scalars
+
+
+def _gathered_state_bytes(profile: Profile, plan: Plan) -> int:
+    """GPU bytes of gathering one state of the largest unit: the whole, and a copy of the own shard (`_allgather_orig_param_states`)."""
+    if (
+        plan.save_only_model
+        or plan.shard_degree == 1
+        or not saved_state(profile, plan, lambda p: (p.elements,)).largest
+    ):
+        return 0
+    largest_unit = max(_root_and_layer_bytes(profile, plan))
+    return largest_unit + largest_unit // plan.shard_degree
 
 
 def _root_and_layer_bytes(profile: Profile, plan: Plan) -> tuple[int, int]:

@@ -53,9 +53,7 @@ class Fsdp1Step(StepHooks):
         self._one_shard = plan.shard_degree == 1
         self._uploads = self._offload and not plan.mixed  # `flat_param_to`, not `_use_low_precision_shard`
         self._uploads_whole = self._uploads and self._one_shard
-        self._reshard = (
-            plan.strategy in ("zero3", "hsdp") or self._uploads_whole
-        )  # on one rank, every strategy is NO_SHARD
+        self._reshard = plan.reshards or self._uploads_whole  # on one rank, every strategy is NO_SHARD
         self.marked_units = marked_units(profile, plan)
         policy, self._units, self.states = fsdp1_units(profile, plan.without_step)
         self._policy = policy
@@ -94,8 +92,13 @@ class Fsdp1Step(StepHooks):
             return
         step.add(PythonHooks())
         if self._is_first or self._reshard or not self._plan.defers_reduction:
-            self._unshard(step, unit, "with previous compute")
+            if unit not in self._prefetched:
+                self._unshard(step, unit, "with previous compute")
+            self._prefetched.discard(unit)
             self._wait(step, unit)
+            if self._plan.forward_prefetch and step.following is not None:
+                self._prefetched.add(step.following)
+                self._unshard(step, step.following, "with next compute")
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Free the unit's parameters, except the root's, which stay until backward (`_post_forward_reshard`), and uploaded ones

@@ -34,7 +34,7 @@ from fsdp_advisor.program.instructions import (
     UnitId,
     WaitFor,
 )
-from fsdp_advisor.program.storages import ALIGNMENT, Storages
+from fsdp_advisor.program.storages import ALIGNMENT, NO_STORAGES, Storages
 
 
 class Fsdp2Step(StepHooks):
@@ -46,7 +46,7 @@ class Fsdp2Step(StepHooks):
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
         self._offload = plan.offload == "parameters"
-        self._reshard = plan.strategy in ("zero3", "hsdp")
+        self._reshard = plan.reshards
         self._one_shard = plan.shard_degree == 1
         self._wrapping, self._units, self.states = fsdp2_units(profile, plan.without_step)
         self._policy = PolicyWalk(profile, self._wrapping.units) if self._wrapping.units else None
@@ -60,6 +60,7 @@ class Fsdp2Step(StepHooks):
         self._unsharded: defaultdict[UnitId, list[list[Buffer]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
         self._all_reduced: list[Buffer] = []
+        self._parts: defaultdict[UnitId, list[Buffer]] = defaultdict(list)  # kept after forward, with fewer ranks
         self._owned: list[
             tuple[OrderInUnit, Buffer]
         ] = []  # the gradients of the unit that is reduced, under a wrap policy
@@ -85,8 +86,11 @@ class Fsdp2Step(StepHooks):
         if self._is_empty(unit):
             return
         step.add(PythonHooks())
-        self._gather(step, unit, "with previous compute")
+        if unit not in self._gathered:
+            self._gather(step, unit, "with previous compute")
         self._copy_out(step, unit, forward=True)
+        if self._plan.forward_prefetch and unit != AT_ROOT and step.following is not None:
+            self._gather(step, step.following, "with next compute")
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         if self._policy is not None:
@@ -96,10 +100,21 @@ class Fsdp2Step(StepHooks):
         if not self._is_empty(unit):
             self._record_post_forward(unit)
             if self._reshards(unit):
-                self._free(step, unit)
+                self._reshard_after_forward(step, unit)
         if unit == AT_ROOT:
             step.free(self._previous_output)
             self._previous_output = NO_BUFFER
+
+    def _reshard_after_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        """Free the unit's parameters. With fewer ranks, first clone this rank's part of each (`to_sharded_post_forward`)."""
+        ranks = self._plan.post_forward_ranks
+        if ranks is None:
+            self._free(step, unit)
+            return
+        whole = self._units[unit].unsharded.each()
+        for gathered, n_bytes in zip(self._unsharded[unit].pop(), whole, strict=True):
+            self._parts[unit].append(step.alloc(Account.UNSHARDED_PARAMETERS, Storages.of(n_bytes // ranks)))
+            step.free(gathered)
 
     def _record_post_forward(self, unit: UnitId) -> None:
         self._indices[unit].append(len(self._forward_order))
@@ -113,11 +128,11 @@ class Fsdp2Step(StepHooks):
         step.add(PythonHooks())
         if self._reshards(unit) and not self._is_empty(unit):
             if unit not in self._gathered:
-                self._gather(step, unit, "after compute")
+                self._gather(step, unit, "after compute", again=True)
             self._copy_out(step, unit, forward=False)
         target = self._prefetch_target(unit)
         if target is not None and self._reshards(target):
-            self._gather(step, target, "with next compute")
+            self._gather(step, target, "with next compute", again=True)
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
         if self._policy is not None:
@@ -274,11 +289,19 @@ class Fsdp2Step(StepHooks):
 
     # Collectives
 
-    def _gather(self, step: StepBuilder, unit: UnitId, start: Start) -> None:
-        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out."""
+    def _gather(self, step: StepBuilder, unit: UnitId, start: Start, *, again: bool = False) -> None:
+        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out. `again`: in backward."""
         if self._one_shard:
             return
         sizes = self._units[unit]
+        if again and (ranks := self._plan.post_forward_ranks) is not None:
+            n_bytes = sizes.elements * self._plan.compute_bytes
+            copied = Storages.of(n_bytes // ranks) if self._plan.mixed and not self._offload else NO_STORAGES
+            parts = step.alloc(Account.COMMUNICATION, copied, Stream.COPY_IN)
+            self._gathered[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
+            step.free(parts)
+            step.add(AllGather(unit, n_bytes, start, "post_forward"))
+            return
         inputs = (
             self._upload(step, unit, start)
             if self._offload
@@ -309,7 +332,17 @@ class Fsdp2Step(StepHooks):
             self._copy_one_shard(step, unit)
             return
         step.add(WaitFor(unit))
-        self._unsharded[unit].append([step.alloc(Account.UNSHARDED_PARAMETERS, self._units[unit].unsharded)])
+        if self._plan.post_forward_ranks is None:
+            unsharded = [step.alloc(Account.UNSHARDED_PARAMETERS, self._units[unit].unsharded)]
+        else:
+            each = self._units[unit].unsharded.each()
+            unsharded = [step.alloc(Account.UNSHARDED_PARAMETERS, Storages.of(n_bytes)) for n_bytes in each]
+        self._unsharded[unit].append(unsharded)
+        if not forward and self._plan.post_forward_ranks is not None:
+            count = len(unsharded)
+            kept = self._parts[unit]
+            step.free(*kept[-count:])
+            del kept[-count:]
         self._add_gather_copies(step, unit)
         gathered = self._gathered.pop(unit)
         if forward:

@@ -54,7 +54,7 @@ def stacked_bars(bars: Sequence[Bar], capacity_bytes: int, gpu: str, *, width: i
     used = list(dict.fromkeys(part for bar in bars for part, n in bar.parts if n))
     roomy = width >= NARROW
     names = [w for b in bars for w in (width_of(b.label, bold=b.chosen), width_of(b.backend, SMALL))]
-    left = max(names, default=0) + 16 if roomy else 0.0
+    left = max(names, default=0) + 22 if roomy else 0.0
     verdicts = max((width_of(bar.verdict, SMALL) for bar in bars), default=0) + 34
     right = width - (min(max(172.0, verdicts), 240.0) if roomy else 0)
     top_bytes = min(max([*(bar.total_bytes for bar in bars), capacity_bytes * 1.05]), capacity_bytes * CUT_AT)

@@ -1,0 +1,42 @@
+"""Bytes of the optimizer state that a checkpoint contains, for engines that step each parameter's local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
+
+SCALAR_BYTES = 4
+"""A step count: one fp32 or int32 number."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """Bytes of optimizer state in a checkpoint, or none of it if the plan saves the weights alone.
+
+    `total`: all tensors, also those on the host. `scalars`: the part of step counts. `largest`: the largest tensor.
+    """
+
+    total: int = 0
+    scalars: int = 0
+    largest: int = 0
+
+
+def saved_state(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], Sequence[int]]) -> SavedState:
+    """The optimizer state of tensors of the shapes that `shape_of` returns for each trainable parameter."""
+    if plan.save_only_model:
+        return SavedState()
+    optimizer = optimizer_named(plan.optim)
+    total, scalars, largest = optimizer.shared_state.exact, 0, 0
+    for unit, count in profile.counted_units():
+        for p in unit.parameters:
+            if p.trainable:
+                state = optimizer.state_storages(p, shape_of(p), plan.param_bytes)
+                on_host = optimizer.host_state_bytes if state.exact else 0
+                total += (state.exact + on_host) * count
+                scalars += (sum(n for n in state.each() if n == SCALAR_BYTES) + on_host) * count
+                largest = max(largest, *state.each(), 0)
+    return SavedState(total, scalars, largest)
