@@ -131,7 +131,7 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
         ),
         base=base_plan(request, gpus=world, nnodes=nnodes, seq_len=report.seq_len),
         batches=batches(request, world=world),
-        choices=search_space(request, nnodes=nnodes),
+        choices=search_space(request, gpus=world, nnodes=nnodes),
     )
 
 

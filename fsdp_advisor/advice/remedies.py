@@ -40,7 +40,8 @@ def _without_fixed(sweep: Sweep, option: str, value: str, because: str) -> Itera
     """An option that the request fixes to `none`, and that makes something fit with `value`."""
     if getattr(sweep.request, option) != "none":
         return
-    choices = search_space(sweep.request.but(**{option: "auto"}), nnodes=sweep.search.base.nnodes)
+    base = sweep.search.base
+    choices = search_space(sweep.request.but(**{option: "auto"}), gpus=base.world_size, nnodes=base.nnodes)
     found = replace(sweep.search, choices=choices).limited_to(sweep.allowed).any_fit()
     if found is not None:
         yield Remedy(options={option: value}, because=because + _host_text(found))

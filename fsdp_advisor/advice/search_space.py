@@ -104,8 +104,8 @@ def on_ranks(base: Plan, *, gpus: int, nnodes: int) -> Plan:
     return replace(base, mesh=mesh_of("ddp", gpus, nnodes))
 
 
-def search_space(request: RecommendRequest, *, nnodes: int) -> tuple[StrategyChoice, ...]:
-    """Every choice that the request leaves open, the simplest first.
+def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[StrategyChoice, ...]:
+    """Every choice that the request leaves open on `gpus` ranks, the simplest first.
 
     Left out unless the request names them: HSDP on one node, which equals ZeRO-3; sharding on one GPU, which shards nothing,
     without offload; FSDP1, because `auto` means FSDP2; NVMe
@@ -130,6 +130,7 @@ def search_space(request: RecommendRequest, *, nnodes: int) -> tuple[StrategyCho
                         offload_device=device,
                         activation_checkpointing=checkpointing,
                     ),
+                    gpus,
                     nnodes,
                 )
             ),
@@ -144,18 +145,17 @@ def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
     return ("cpu",) if request.host_memory is None else DEVICES
 
 
-def _is_pointless(request: RecommendRequest, choice: StrategyChoice, nnodes: int) -> bool:
+def _is_pointless(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnodes: int) -> bool:
     """Whether a simpler choice does the same on so few ranks."""
     if choice.strategy == "hsdp":
         return nnodes == 1
-    one_gpu = request.gpus == 1 and request.find != "gpus"
     ddp_is_open = request.backend == "auto" and "ddp" in FRAMEWORKS[request.framework].backends
-    return one_gpu and ddp_is_open and choice.strategy != "ddp" and choice.offload == "none"
+    return gpus == 1 and ddp_is_open and choice.strategy != "ddp" and choice.offload == "none"
 
 
-def _is_open(request: RecommendRequest, choice: StrategyChoice, nnodes: int) -> bool:
+def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnodes: int) -> bool:
     """Whether the request allows the choice, and backend and framework support it."""
-    strategy_open = request.strategy != "all" or not _is_pointless(request, choice, nnodes)
+    strategy_open = request.strategy != "all" or not _is_pointless(request, choice, gpus, nnodes)
     return (
         request.strategy in ("all", choice.strategy)
         and strategy_open

@@ -47,7 +47,7 @@ def search_of(timer: Timer | None = clock, **options: Any) -> Search:
         ),
         base=base_plan(request, gpus=request.gpus, nnodes=request.nnodes, seq_len=request.seq_len or 2048),
         batches=batches(request, world=request.gpus),
-        choices=search_space(request, nnodes=request.nnodes),
+        choices=search_space(request, gpus=request.gpus, nnodes=request.nnodes),
     )
 
 

@@ -105,6 +105,11 @@ def test_one_gpu_needs_no_sharding() -> None:
     } != set()
 
 
+def test_more_gpus_are_advised_with_sharding_although_one_gpu_needs_none() -> None:
+    advice = advise(None, model="13B", gpus=1, gpu="H100", offload="none")
+    assert {"gpus": 3, "nnodes": 1} in [dict(remedy.options) for remedy in advice.remedies]
+
+
 def test_a_plan_that_only_caches_too_much_leaves_the_margin() -> None:
     """32 billion parameters at 16,384 tokens on 16 GPUs fit without offload: the allocator can give its cache back."""
     advice = advise(None, model="Qwen/Qwen3-32B", gpus=16, nnodes=2, gpu="A100-80GB", seq_len=16384)

@@ -12,7 +12,9 @@ from fsdp_advisor.job.request import RecommendRequest
 
 
 def choices_of(*, nnodes: int = 1, **options: Any) -> tuple[StrategyChoice, ...]:
-    return search_space(RecommendRequest(model=LLAMA, gpus=8 * nnodes, nnodes=nnodes, **options), nnodes=nnodes)
+    return search_space(
+        RecommendRequest(model=LLAMA, gpus=8 * nnodes, nnodes=nnodes, **options), gpus=8 * nnodes, nnodes=nnodes
+    )
 
 
 def test_fixed_options_leave_one_choice() -> None:
@@ -53,7 +55,7 @@ def test_choices_are_ordered_by_simplicity() -> None:
 def test_plans_keep_the_ranks_and_options_of_the_base() -> None:
     request = RecommendRequest(model=LLAMA, gpus=16, nnodes=2, framework="accelerate", wrap="none", optim="sgd")
     base = base_plan(request, gpus=16, nnodes=2, seq_len=512)
-    for choice in search_space(request, nnodes=2):
+    for choice in search_space(request, gpus=16, nnodes=2):
         plan = choice.plan(base, 3, 4)
         assert StrategyChoice.of(plan) == choice
         assert (plan.world_size, plan.nnodes, plan.micro_batch_size, plan.gradient_accumulation_steps) == (16, 2, 3, 4)

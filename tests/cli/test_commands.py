@@ -327,7 +327,9 @@ def test_models(cli: Callable[..., Any]) -> None:
     assert {"id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source", "experts"} == set(found)
     assert (found["id"], found["parameters"]) == ("meta-llama/Llama-2-7b-hf", 6_738_415_616)
     types = {row["model_type"] for row in json.loads(cli("models", "moe", "--json").out)}
-    assert types == {"qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"}, "found by what they are"
+    assert types == {"qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"}, (
+        "found by what they are"
+    )
     for columns in (40, 60, 120):
         text = cli("models", columns=columns).out.replace("\n", "")
         assert all(row["id"] in text for row in everything) or columns == 40
@@ -383,7 +385,8 @@ def test_help_names_choices_and_defaults(command: str, kind: type[EstimateReques
         if field.rule.hidden:
             continue
         assert ", ".join(field.choices) in text, name
-        if field.default is not None and field.rule.default is None and name not in getattr(kind, "SEARCHED", ()):
+        has_default = field.default is not None and field.kind is not bool  # a flag is off by default
+        if has_default and field.rule.default is None and name not in getattr(kind, "SEARCHED", ()):
             assert f"[default: {field.default}]" in text, name
 
 
