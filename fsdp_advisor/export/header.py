@@ -7,6 +7,9 @@ from fsdp_advisor.export.job import PEAKS, Job
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib, format_speed, format_tokens
 
+CACHE_FILLS_BELOW = 0.08
+"""Share of the GPU's memory that stays free below which a header says how much of the peak is allocated."""
+
 
 def header(job: Job, *packages: str) -> str:
     """The header of a file, as comments of Python, YAML and shell. `packages` are those whose versions it names."""
@@ -76,7 +79,11 @@ def _peak(job: Job) -> str:
         return "unknown"
     verdict = f"margin {100 * job.margin:.1f} %" if job.margin >= 0 else "it does not fit"
     peak, memory = format_gib(job.peaks[job.peak]), format_gib(job.gpu_memory_bytes)
-    return f"{peak} {PEAKS[job.peak]}; {job.gpu_name} has {memory}, {verdict}"
+    allocated = job.peaks.get("peak_allocated_bytes")
+    cache = ""
+    if allocated is not None and 0 <= job.margin < CACHE_FILLS_BELOW:
+        cache = f" ({format_gib(allocated)} allocated; the allocator's cache takes what is left, and gives it back)"
+    return f"{peak} {PEAKS[job.peak]}{cache}; {job.gpu_name} has {memory}, {verdict}"
 
 
 def printable_line(text: str) -> str:
