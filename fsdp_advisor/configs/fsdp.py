@@ -10,12 +10,16 @@ SHARDING = {
     "shard_grad_op": "zero2",
     "full_shard": "zero3",
     "hybrid_shard": "hsdp",
+    "hybrid_shard_zero2": "hsdp",
     "1": "zero3",
     "2": "zero2",
     "4": "hsdp",
+    "5": "hsdp",
 }
 """FSDP1's sharding strategies by name, and by the number that accelerate also accepts. Source: accelerate/utils/constants.py,
 FSDP_SHARDING_STRATEGY."""
+HYBRID_ZERO2 = ("hybrid_shard_zero2", "5")
+"""Those that keep gathered parameters after forward."""
 PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
 WRAP = ("transformer_based_wrap", "no_wrap")
 
@@ -37,7 +41,8 @@ def read_fsdp(found: Collector, prefix: str, version: int) -> None:
     if version == 1 and isinstance(prefetch, str) and prefetch.lower() in PREFETCH:
         found.take(f"{prefix}backward_prefetch")
         options["backward_prefetch"] = PREFETCH[prefetch.lower()]
-    found.lacks_active("forward prefetch", f"{prefix}forward_prefetch")
+    if version == 1 and found.flag(f"{prefix}forward_prefetch"):
+        options["forward_prefetch"] = True
 
 
 def _strategy(found: Collector, prefix: str, version: int) -> str:
@@ -49,12 +54,14 @@ def _strategy(found: Collector, prefix: str, version: int) -> str:
         if words in SHARDING:
             found.take(f"{prefix}sharding_strategy")
             found.take(f"{prefix}reshard_after_forward")
+            if words in HYBRID_ZERO2:
+                found.options["reshard_after_forward"] = "false"
             return SHARDING[words]
         if given is not None and not isinstance(given, bool):
             found.lacks(f"{prefix}sharding_strategy", "the estimate assumes full sharding")
             return "zero3"
     if isinstance(reshard, int) and not isinstance(reshard, bool):
-        found.lacks(f"{prefix}reshard_after_forward", "the estimate assumes true: resharding to a smaller mesh")
+        found.options["reshard_after_forward"] = str(found.take(f"{prefix}reshard_after_forward"))
         return "zero3"
     found.take(f"{prefix}reshard_after_forward")
     return "zero3" if reshard is None or truth(reshard) else "zero2"
@@ -89,6 +96,8 @@ def read_replicas(found: Collector, replicas: Any, shards: Any) -> None:
     """Turn the degrees of a device mesh into HSDP or DDP. An estimate has one replica per node."""
     replicas, shards = int(replicas or 1), int(shards or 1)
     if replicas > 1:
+        if shards > 1 and found.options.get("strategy") == "zero2":
+            found.options["reshard_after_forward"] = "false"
         found.options["strategy"] = "hsdp" if shards > 1 else "ddp"
         if shards > 1:
             found.default("nnodes", replicas, f"{replicas} nodes, one for each replica")

@@ -162,7 +162,7 @@ def _half(source: str, marker: str) -> str:
 
 
 def _fsdp2(found: Collector, tree: ast.Module, source: str, constants: dict[str, Any]) -> None:
-    resharding = True
+    reshard: object = True
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
@@ -171,10 +171,14 @@ def _fsdp2(found: Collector, tree: ast.Module, source: str, constants: dict[str,
                     and key.value == "reshard_after_forward"
                     and isinstance(value, ast.Constant)
                 ):
-                    resharding = bool(value.value)
-    strategy = "zero3" if resharding else "zero2"
+                    reshard = value.value
+    strategy = "zero3" if reshard else "zero2"
+    if reshard and not isinstance(reshard, bool):  # a number of ranks
+        found.options["reshard_after_forward"] = str(reshard)
     if constants.get("REPLICAS"):
         strategy = "hsdp"
+        if not reshard:
+            found.options["reshard_after_forward"] = "false"
         found.default("nnodes", constants["REPLICAS"], f"{constants['REPLICAS']} nodes, one for each replica")
     found.options |= {
         "strategy": strategy,

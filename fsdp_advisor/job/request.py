@@ -158,9 +158,10 @@ class EstimateRequest:
             elsewhere={
                 "fsdp1": "strategy zero3 with backend fsdp1",
                 "deepspeed": "strategy zero3 with backend deepspeed",
+                "hybrid_shard_zero2": "strategy hsdp with reshard_after_forward false",
             },
-            not_modelled=("tp", "pp", "cp", "ep", "megatron", "zero++", "hybrid_shard_zero2"),
-            nearest={"zero++": "zero3", "hybrid_shard_zero2": "hsdp"},
+            not_modelled=("tp", "pp", "cp", "ep", "megatron", "zero++"),
+            nearest={"zero++": "zero3"},
         ),
     ] = "all"
     backend: Annotated[
