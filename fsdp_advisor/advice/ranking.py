@@ -31,7 +31,7 @@ def speed(candidate: Candidate) -> float:
 
 
 def may_win(choice: StrategyChoice, best_rate: float, best: Candidate) -> bool:
-    """Whether a choice would be chosen instead of `best` if it fitted at its best speed (in equal numerics)."""
+    """Whether a choice could be chosen instead of `best` if it fitted at its best speed (in equal numerics)."""
     own = speed(best)
     if own == 0:
         return False  # choices are ordered by simplicity
@@ -47,7 +47,7 @@ def are_equal(one: float, other: float) -> bool:
 
 
 def next_simpler(winner: StrategyChoice, choices: Iterable[StrategyChoice]) -> StrategyChoice | None:
-    """The choice of another strategy, backend or offload that is simpler than the winner, but as little as possible."""
+    """The most complex choice of another strategy, backend or offload that is still simpler than the winner."""
 
     def kind(choice: StrategyChoice) -> tuple[str, str, str]:
         return choice.strategy, choice.backend, choice.offload

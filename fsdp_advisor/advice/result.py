@@ -100,8 +100,9 @@ class Recommendation:
         if self.winner.numerics_gain > other.numerics_gain and own > best:
             return f"it is {own / best - 1:.0%} faster, in other numerics"
         if own > best:
-            why = "offload" if other.plan.offload != self.winner.plan.offload else "not what was asked for"
-            return f"it is {own / best - 1:.0%} faster, but {why}"
+            if other.plan.offload != self.winner.plan.offload:
+                return f"it is {own / best - 1:.0%} faster, but it offloads, and the speed of hosts differs"
+            return f"it is {own / best - 1:.0%} faster, but does not answer what --find asks"
         comparable = own * other.numerics_gain
         if other.numerics_gain > self.winner.numerics_gain and comparable < best:
             return f"it fits, but is {1 - own / best:.0%} slower ({1 - comparable / best:.0%} without autocast)"

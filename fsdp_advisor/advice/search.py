@@ -127,7 +127,10 @@ class Search:
         return {choice: size for choice, size in found.items() if size is not None}
 
     def _max_micro_batch(self, choice: StrategyChoice) -> int | None:
-        """Accumulation never needs less, so the search with it starts where the search without it ended."""
+        """The largest micro-batch whose lower bound fits; None if none does.
+
+        Accumulation needs at least as much memory, so sizes that do not fit without it are skipped.
+        """
         sizes = self.batches.sizes
         smallest = self.plan(choice, sizes[0])
         if self.host_lacks(smallest) or self.why_not_recorded(choice) is not None:

@@ -127,7 +127,7 @@ class Collector:
             self.references.append(name)
 
     def reading(self, assumed: tuple[str, ...] = ()) -> ConfigReading:
-        """What was read, with the rest of the keys: not modelled if their subject is known as such, else ignored."""
+        """What was read, with the rest of the keys: not modelled if the tool does not model their topic, else ignored."""
         for key, value in self._pending.items():
             topic = topic_of(key.rsplit(".", 1)[-1])
             if topic is not None and active(value):

@@ -440,7 +440,9 @@ class RecommendRequest(EstimateRequest):
 
     @property
     def as_estimate(self) -> EstimateRequest:
-        """The same job with an estimate's defaults for open fields. The global batch is one of them: a search divides it."""
+        """The job as `estimate` takes it: open fields get their defaults. `global_batch_size` is left out, because only a search
+        divides it.
+        """
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
         closed = {name: v for name, v in values.items() if v not in (None, "auto")}
         given = self.given.intersection(closed)

@@ -35,7 +35,7 @@ class WrapPolicy:
 
 @lru_cache(maxsize=256)
 def wrap_policy(text: str) -> WrapPolicy | None:
-    """The policy that a text means, None if it means none. Blanks and the case of the kind do not matter.
+    """Parse a wrap policy; None if the text is not one. Blanks and the case of the kind do not matter.
 
     >>> str(wrap_policy("size:1e8")), str(wrap_policy("every: 4")), wrap_policy("size:none")
     ('size:100000000', 'every:4', None)

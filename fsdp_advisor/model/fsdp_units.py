@@ -41,7 +41,7 @@ def mark_of(unit: UnitId) -> int:
 
 
 def module_mark(number: int, place: UnitId) -> int:
-    """The number of the marks of a policy's module: its `number` in `Units.of_root`, or in `Units.within` of a layer.
+    """The mark on the tape of a module that a wrap policy makes a unit: the `number`-th outside the layers, or within a layer.
 
     >>> module_mark(0, AT_ROOT), module_mark(0, (0, 3))
     (5, 1000)
@@ -293,7 +293,7 @@ def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit])
 
 
 def _wrap_children(module: _Module, path: str, least: int, found: dict[str, None]) -> int:
-    """Wrap what is large enough below a module, parents after their children; returns the elements wrapped."""
+    """Add the descendants that size-based wrapping makes units to `found`, children first. Returns their number of elements."""
     total = 0
     for name, child in module.children.items():
         elements = sum(child.parameters().values())

@@ -80,8 +80,8 @@ Steps = tuple[Span | Hook, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayoutPart:
-    """A root segment (`steps[0]`), or a stack. `steps`: by recorded layer. `last`: the steps of the last real layer of a
-    recorded one, if they differ. `segments`: the tape's segment of each recorded layer.
+    """A root segment (`steps[0]`), or a stack. `steps`: by recorded layer. `last`: the same for the last of the
+    real layers that a recorded layer stands for, if its steps differ. `segments`: the tape's segment of each recorded layer.
     """
 
     stack: int

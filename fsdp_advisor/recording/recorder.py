@@ -218,8 +218,8 @@ def record_module(
 
 
 def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
-    """Whether each recorded layer that stands for several allocates as many storages as the layer of its kind before it. Only
-    then does every layer that it stands for free the same storages of its predecessor.
+    """Whether each repeated layer allocates as many storages as its predecessor. If not, its events cannot be replayed for the
+    layers that it stands for.
     """
     births = {
         (segment.phase, segment.stack, segment.layer): len(made)

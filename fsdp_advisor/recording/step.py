@@ -252,9 +252,7 @@ class Step:
 
     @property
     def _tied_shapes(self) -> set[tuple[int, ...]]:
-        """Shapes of shared parameters. Autograd sums their gradients, which count as gradients before they become
-        `param.grad`.
-        """
+        """Shapes of tied parameters. The partial gradients that autograd sums count as gradients too."""
         if not hasattr(self, "_tied"):
             uses: dict[int, int] = {}
             for _, p in self._model.named_parameters(remove_duplicate=False):

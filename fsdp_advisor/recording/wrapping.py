@@ -85,7 +85,7 @@ def with_whole_gradients(tape: Tape, profile: Profile, key: TapeKey) -> Tape:
 
 
 def _with_sizes(tape: Tape, n_bytes: Mapping[int, int]) -> Tape:
-    """The tape with other sizes of the storages of the categories in `n_bytes`."""
+    """A copy of the tape in which every storage of a category in `n_bytes` has that many bytes."""
     index = {category: len(tape.sizes) + i for i, category in enumerate(n_bytes)}
     segments = tuple(
         replace(s, events=tuple((op, index.get(b, a), b) if op == Op.ALLOC else (op, a, b) for op, a, b in s.events))

@@ -35,7 +35,7 @@ class Phase:
 
 
 class _Watch(StorageWatch):
-    """A StorageWatch that ignores storages which a real run has not on the GPU.
+    """A StorageWatch that ignores storages that do not exist on the GPU in a real run.
 
     These are: tensors on the meta device; unsharded tensors on which DTensor runs an operator only to know the shape of its result
     (in every step under fake tensors with torch 2.11); and gloo's own copies, the largest of which is `gloo_bytes`.
@@ -163,7 +163,7 @@ class StorageMeter:
         return result
 
     def _live_after(self, events: int) -> dict[int, int]:
-        """Bytes of each live storage after so many events of the step."""
+        """Bytes of each live storage after the first `events` events of the step."""
         live = dict(self._live_before_step)
         for storage, change in self._events[:events]:
             live[storage] = live.get(storage, 0) + change

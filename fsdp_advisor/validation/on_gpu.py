@@ -144,7 +144,7 @@ def _figures(run: GpuRun, phases: PhasePeaks) -> dict[str, Any]:
 
 
 def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePeaks, Iterator[Segment]]:
-    """The peaks of each phase over the counted steps, and the segments at the end. All steps use the same batch.
+    """The peaks of each phase over the steps after warm-up, and the segments at the end of the run. All steps use the same batch.
 
     `limited`: the allocator has only the memory that the GPU's overhead leaves. Raises OutOfMemory then.
     """
