@@ -72,7 +72,7 @@ def launched(folder: Path, script: str, *arguments: str, **more: str) -> str:
     }
     done = subprocess.run(
         ["bash", script, *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

@@ -293,7 +293,7 @@ def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[
         )
         for rank in range(ranks)
     ]
-    errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    errors = [worker.communicate(timeout=1200)[1] for worker in workers]
     assert all(worker.returncode == 0 for worker in workers), errors[0][-3000:]
     results: list[dict[str, Any]] = json.loads(answers.read_text())
     return results

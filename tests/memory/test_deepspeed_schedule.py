@@ -223,7 +223,7 @@ def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[
             command = [sys.executable, __file__, str(questions), str(answers)]
             workers.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
     try:
-        assert all(worker.wait(timeout=300) == 0 for worker in workers), logs[0].read_text()[-3000:]
+        assert all(worker.wait(timeout=1200) == 0 for worker in workers), logs[0].read_text()[-3000:]
     finally:
         for worker in workers:
             worker.kill()

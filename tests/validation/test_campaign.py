@@ -162,7 +162,7 @@ def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         [sys.executable, "-W", "ignore", "-m", "fsdp_advisor", "validate", *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         env={**os.environ, **environment},
     )
 

@@ -82,7 +82,7 @@ def test_two_ranks_measure_what_is_predicted_under_pytorchs_engines(model: str, 
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, jobs, out],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

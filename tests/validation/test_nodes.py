@@ -111,7 +111,7 @@ def cluster(tmp_path: Path) -> Cluster:
 def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """Exit status, standard output and standard error of each process. None is left running."""
     try:
-        return [(one.wait(), out, err) for one in processes for out, err in [one.communicate(timeout=400)]]
+        return [(one.wait(), out, err) for one in processes for out, err in [one.communicate(timeout=1200)]]
     finally:
         for one in processes:
             one.kill()

@@ -60,7 +60,7 @@ def test_predicted_states_equal_a_real_run(world: int) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
