@@ -194,7 +194,7 @@ REFUSED = [
     ({"precision": "fp8"}, "precision fp8 is not modelled yet"),
     ({"colour": "red"}, "no such option: colour"),
     ({"gpu": "H9000"}, "unknown GPU 'H9000'"),
-    ({"strategy": "zero3", "offload": "parameters", "offload_device": "nvme"}, "backend fsdp2 cannot offload to nvme"),
+    ({"strategy": "zero3", "backend": "fsdp2", "offload": "parameters", "offload_device": "nvme"}, "backend fsdp2 cannot offload to nvme"),
 ]  # fmt: skip
 
 

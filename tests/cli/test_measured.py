@@ -26,7 +26,9 @@ TINY = {
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "config.json").write_text(json.dumps(TINY))
     command = ["estimate", "--model", str(folder), "--gpus", "4", "--gpu", "T4", "--validate", *arguments]
-    return subprocess.run([sys.executable, "-m", "fsdp_advisor", *command], capture_output=True, text=True, timeout=1200)
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp_advisor", *command], capture_output=True, text=True, timeout=1200
+    )
 
 
 @pytest.mark.skipif(
