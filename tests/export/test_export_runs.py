@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from export_jobs import job, plan
+from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_advisor.export import Job, export, find
@@ -32,6 +34,13 @@ pytestmark = pytest.mark.slow
 WORKERS = Path(__file__).with_name("workers")
 VOCABULARY = 1000
 LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def one_launch_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The launchers meet at their default port, 29500, and DeepSpeed names its shared memory after that port."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "launch.lock"):
+        yield
 
 
 @pytest.fixture(scope="module")
