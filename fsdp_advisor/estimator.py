@@ -372,8 +372,7 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, *(job.phases[name].gpu_bytes or 0 for name in ("load", "save"))) > left:
         return False
-    key, tape = select_tape(model, profile, plan)
-    on_gpu = profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
+    on_gpu = gpu_tape(profile, select_tape(model, profile, plan), plan, gpu)
     operations = _operations(profile, on_gpu, plan, gpu, None, job.load_method)
     return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
 

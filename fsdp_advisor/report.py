@@ -143,6 +143,11 @@ class StrategyEstimate:
         return sum(self.states.values())
 
     @property
+    def known_bytes(self) -> int:
+        """`needed_bytes`, or the states if that is unknown."""
+        return self.kept_bytes if self.needed_bytes is None else self.needed_bytes
+
+    @property
     def label(self) -> str:
         """How people name the strategy: `ZeRO-3 + optimizer offload`."""
         return label(self.plan.strategy, self.plan.offload)

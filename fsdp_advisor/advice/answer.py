@@ -11,7 +11,7 @@ from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, Timer
-from fsdp_advisor.advice.ranking import SPEED_RESOLUTION
+from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed
 from fsdp_advisor.advice.remedies import remedies
 from fsdp_advisor.advice.result import Advice, Recommendation
 from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
@@ -226,12 +226,11 @@ def _fixed_options(request: RecommendRequest) -> str:
 
 def _numerics(winner: Candidate, runners_up: Sequence[Candidate]) -> Iterator[str]:
     """Say so if the winner is slower than another plan because of its numerics alone."""
-    own = winner.tokens_per_second_per_gpu or 0.0
     on_gpu = (c for c in runners_up if c.plan.offload == winner.plan.offload)
-    other = max(on_gpu, key=lambda c: c.tokens_per_second_per_gpu or 0.0, default=None)
+    other = max(on_gpu, key=actual_speed, default=None)
     if winner.numerics_gain == 1 or other is None or other.numerics_gain > 1:
         return
-    faster = (other.tokens_per_second_per_gpu or 0.0) / own - 1
+    faster = actual_speed(other) / actual_speed(winner) - 1
     bits = winner.plan.precision.removesuffix("-mixed")
     if faster > SPEED_RESOLUTION:
         yield (

@@ -46,8 +46,8 @@ class Candidate:
     """A plan with its estimate, and whether it leaves the margin.
 
     `available_bytes` is the GPU's memory less the margin. `runs_in_available`: the plan needs more than that because the
-    allocator keeps a cache, but it also completes in that memory. `allocator_conf` the value of PYTORCH_ALLOC_CONF that the estimate
-    assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory less the margin if it is known, else None;
+    allocator keeps a cache, but it also completes in that memory. `allocator_conf` is the value of PYTORCH_ALLOC_CONF that the
+    estimate assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory less the margin if it is known, else None;
     `host_usual_bytes` is what nodes with this GPU usually have, and `host_unlimited` says that a plan may need more than that.
     `step_seconds` is None if the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in
     16 bits throughout, as FSDP and DeepSpeed compute; 1 unless it runs under autocast.
@@ -90,8 +90,8 @@ class Candidate:
 
     @property
     def known_bytes(self) -> int:
-        """`needed_bytes`, or the states if that is unknown."""
-        return self.state_bytes if self.needed_bytes is None else self.needed_bytes
+        """`StrategyEstimate.known_bytes`."""
+        return self.estimate.known_bytes
 
     @property
     def fits(self) -> bool | None:
@@ -216,7 +216,7 @@ class Candidate:
             "fits": self.fits,
             "needed_bytes": self.needed_bytes,
             "available_bytes": self.available_bytes,
-            "runs_in_available": self.runs_in_available or (self.needed_bytes is not None and self.fits is True),
+            "runs_in_available": self.fits is True,
             "peak_reserved_bytes": self.estimate.peak_reserved_bytes,
             "peak_device_bytes": self.estimate.peak_device_bytes,
             "environment": self.environment,

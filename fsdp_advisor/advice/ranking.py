@@ -30,6 +30,11 @@ def speed(candidate: Candidate) -> float:
     return candidate.comparable_speed or 0.0
 
 
+def actual_speed(candidate: Candidate) -> float:
+    """Tokens per second per GPU in the candidate's own numerics; 0 if unknown."""
+    return candidate.tokens_per_second_per_gpu or 0.0
+
+
 def may_win(choice: StrategyChoice, best_rate: float, best: Candidate) -> bool:
     """Whether a choice could be chosen instead of `best` if it fitted at its best speed (in equal numerics)."""
     own = speed(best)

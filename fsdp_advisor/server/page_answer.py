@@ -83,7 +83,7 @@ def _like(report: Report, winner: CandidateView) -> EstimateRequest:
 
 def nearest(report: Report) -> StrategyEstimate:
     """The row that needs least."""
-    return min(report.estimates, key=lambda e: e.kept_bytes if e.needed_bytes is None else e.needed_bytes)
+    return min(report.estimates, key=lambda row: row.known_bytes)
 
 
 def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str, Any]:

@@ -83,9 +83,9 @@ def _rule(job: dict[str, Any]) -> dict[str, Any]:
         "where": f"{report.request.gpus}{TIMES}{report.gpu_name}",
         "batch": f"{report.request.micro_batch_size}{TIMES}{report.seq_len:,}",
         "by_name": named.label,
-        "by_name_needs": format_gib(named.kept_bytes if named.needed_bytes is None else named.needed_bytes),
+        "by_name_needs": format_gib(named.known_bytes),
         "by_name_fits": named.fits,
         "zero3_by_thumb": format_gib(by_thumb),
-        "zero3_needs": format_gib(sharded.kept_bytes if sharded.needed_bytes is None else sharded.needed_bytes),
+        "zero3_needs": format_gib(sharded.known_bytes),
         "first_that_fits": fitting.label if fitting else None,
     }

@@ -169,10 +169,10 @@ def _fsdp2_units(model: nn.Module, layers: list[nn.Module], plan: Plan) -> list[
         case "class":
             return [layer for layer in layers if type(layer).__name__ in policy.classes]
         case "every":
-            alike = itertools.groupby(layers, key=_parent_of(model))
+            by_parent = itertools.groupby(layers, key=_parent_of(model))
             return [
                 group[i : i + policy.number]
-                for _, of in alike
+                for _, of in by_parent
                 if (group := list(of))
                 for i in range(0, len(group), policy.number)
             ]
