@@ -100,7 +100,7 @@ def _normalized(distribution: str) -> str:
 
 
 def test_base_install_has_every_package_that_is_imported() -> None:
-    """`recording` and `validation` need the extra [torch]; everything else works with the base dependencies."""
+    """`recording` and `validation` need the extra [torch], `rehearsal` its own; everything else works with the base dependencies."""
     declared = {_normalized(re.split(r"[^\w-]", line)[0]) for line in PROJECT["project"]["dependencies"]}
     declared |= {
         "starlette",

@@ -41,7 +41,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { return cudaFree((vo
 CUresult cuMemUnmap(CUdeviceptr p, size_t size) { madvise((void *)p, size, MADV_DONTNEED); return 0; }
 
 static int nothing(void) { return 0; }
-void *stub_driver_function(const char *name) {
+void *rehearsal_driver_function(const char *name) {
   char second[128];
   void *f = dlsym(RTLD_DEFAULT, name);
   snprintf(second, sizeof second, "%s_v2", name);

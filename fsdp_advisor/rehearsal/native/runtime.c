@@ -7,19 +7,15 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
-typedef unsigned long long u64;
+#include "settings.h"
 
-static u64 setting(const char *name, u64 otherwise) {
-  const char *text = getenv(name);
-  return text && *text ? strtoull(text, 0, 10) : otherwise;
-}
-
-// ---- Memory: whole pages of 2 MiB, first fit by ascending address
+// ---- Memory: whole pages of 2 MiB, first fit by ascending address. Every GPU has its own range of addresses.
 
 #define PAGE (2ull << 20)
-#define ARENA (1ull << 42)
-#define COPIED (4ull << 20)  // larger copies and fills do nothing, so that host memory stays small
+#define ARENA (1ull << 40)
+#define MOST_DEVICES 16
 
 struct block {
   u64 at, size;
@@ -27,15 +23,35 @@ struct block {
   struct block *next;
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct block *blocks;
-static u64 arena, given_out;
-static int has_context;
+static struct device {
+  struct block *blocks;
+  u64 allocated, libraries;
+  int has_context;
+} devices[MOST_DEVICES];
 
-static u64 total_bytes(void) { return setting("STUB_TOTAL_BYTES", 80ull << 30); }
-static u64 context_bytes(void) { return has_context ? setting("STUB_CONTEXT_BYTES", 500ull << 20) : 0; }
-u64 stub_total_bytes(void) { return total_bytes(); }
-u64 stub_used_bytes(void) { return context_bytes() + given_out; }
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static u64 arena;  // the first GPU's addresses
+static __thread int current;
+
+// CUDA_VISIBLE_DEVICES chooses among the simulated GPUs, as on a real machine.
+int rehearsal_devices(void) {
+  int all = (int)setting("REHEARSAL_DEVICES", 1), n = 0;
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (!visible) return all;
+  for (const char *at = visible; *at;) {
+    char *after;
+    long index = strtol(at, &after, 10);
+    if (after == at || index < 0 || index >= all) break;
+    n++;
+    at = *after == ',' ? after + 1 : after;
+  }
+  return n;
+}
+
+u64 rehearsal_total_bytes(void) { return setting("REHEARSAL_TOTAL_BYTES", 80ull << 30); }
+int rehearsal_current_device(void) { return current; }
+static u64 context_bytes(int device) { return devices[device].has_context ? setting("REHEARSAL_CONTEXT_BYTES", 500ull << 20) : 0; }
+u64 rehearsal_used_bytes(int device) { return context_bytes(device) + devices[device].libraries + devices[device].allocated; }
 
 static struct block *block_of(u64 at, u64 size, struct block *next) {
   struct block *made = malloc(sizeof *made);
@@ -43,24 +59,27 @@ static struct block *block_of(u64 at, u64 size, struct block *next) {
   return made;
 }
 
-static void *take(u64 asked) {
-  has_context = 1;
+static void reserve_addresses(void) {
+  void *room = mmap(0, (MOST_DEVICES + 1) * ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) abort();
+  arena = ((u64)room + PAGE - 1) / PAGE * PAGE;
+  for (int i = 0; i < MOST_DEVICES; i++) devices[i].blocks = block_of(arena + i * ARENA, ARENA, 0);
+}
+
+static void *take(int index, u64 asked) {
+  struct device *device = &devices[index];
   u64 size = (asked + PAGE - 1) / PAGE * PAGE;
-  if (!blocks) {
-    void *room = mmap(0, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (room == MAP_FAILED) abort();
-    arena = ((u64)room + PAGE - 1) / PAGE * PAGE;
-    blocks = block_of(arena, ARENA - PAGE, 0);
-  }
-  if (context_bytes() + given_out + size > total_bytes()) return 0;
-  for (struct block *b = blocks; b; b = b->next)
+  device->has_context = 1;
+  if (!arena) reserve_addresses();
+  if (rehearsal_used_bytes(index) + size > rehearsal_total_bytes()) return 0;
+  for (struct block *b = device->blocks; b; b = b->next)
     if (!b->taken && b->size >= size) {
       if (b->size > size) {
         b->next = block_of(b->at + size, b->size - size, b->next);
         b->size = size;
       }
       b->taken = 1;
-      given_out += size;
+      device->allocated += size;
       return (void *)b->at;
     }
   return 0;
@@ -74,11 +93,18 @@ static void join_next(struct block *b) {
   free(next);
 }
 
+int rehearsal_device_of(const void *p) {
+  if (!arena || (u64)p < arena || (u64)p >= arena + MOST_DEVICES * ARENA) return -1;
+  return (int)(((u64)p - arena) / ARENA);
+}
+
 static int give_back(void *p) {
-  for (struct block *b = blocks, *before = 0; b; before = b, b = b->next)
+  int index = rehearsal_device_of(p);
+  if (index < 0) return 0;
+  for (struct block *b = devices[index].blocks, *before = 0; b; before = b, b = b->next)
     if (b->at == (u64)p && b->taken) {
       b->taken = 0;
-      given_out -= b->size;
+      devices[index].allocated -= b->size;
       madvise(p, b->size, MADV_DONTNEED);
       join_next(b);
       if (before && !before->taken) join_next(before);
@@ -87,7 +113,16 @@ static int give_back(void *p) {
   return 0;
 }
 
-static int on_device(const void *p) { return arena && (u64)p >= arena && (u64)p < arena + ARENA; }
+int rehearsal_take_library_bytes(int device, long long bytes) {
+  pthread_mutex_lock(&lock);
+  devices[device].has_context = 1;
+  int enough = bytes <= 0 || rehearsal_used_bytes(device) + bytes <= rehearsal_total_bytes();
+  if (enough) devices[device].libraries += bytes;
+  pthread_mutex_unlock(&lock);
+  return enough;
+}
+
+static int on_device(const void *p) { return rehearsal_device_of(p) >= 0; }
 
 static cudaError_t last_error = cudaSuccess;
 static cudaError_t failed(cudaError_t error) { return last_error = error; }
@@ -97,12 +132,15 @@ cudaError_t cudaGetLastError(void) {
   last_error = cudaSuccess;
   return error;
 }
-const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : e ? "an error" : "no error"; }
+const char *cudaGetErrorString(cudaError_t e) {
+  return e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaErrorInvalidDevice ? "invalid device ordinal"
+       : e == cudaErrorNoDevice ? "no CUDA-capable device is detected" : e ? "an error" : "no error";
+}
 const char *cudaGetErrorName(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : e ? "cudaErrorUnknown" : "cudaSuccess"; }
 
 cudaError_t cudaMalloc(void **p, size_t size) {
   pthread_mutex_lock(&lock);
-  *p = take(size);
+  *p = take(current, size);
   pthread_mutex_unlock(&lock);
   return *p ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
@@ -116,8 +154,8 @@ cudaError_t cudaFree(void *p) {
 cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t s) { return cudaMalloc(p, size); }
 cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return cudaFree(p); }
 cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
-  *total = total_bytes();
-  *unused = total_bytes() - stub_used_bytes();
+  *total = rehearsal_total_bytes();
+  *unused = *total - rehearsal_used_bytes(current);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
@@ -125,9 +163,9 @@ cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
   return *p == MAP_FAILED ? failed(cudaErrorMemoryAllocation) : cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
-  int device = on_device(p);
-  *a = (struct cudaPointerAttributes){.type = device ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered, .device = device ? 0 : -2};
-  if (device) a->devicePointer = (void *)p;
+  int device = rehearsal_device_of(p);
+  *a = (struct cudaPointerAttributes){.type = device >= 0 ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered, .device = device >= 0 ? device : -2};
+  if (device >= 0) a->devicePointer = (void *)p;
   else a->hostPointer = (void *)p;
   return cudaSuccess;
 }
@@ -156,20 +194,26 @@ cudaError_t cudaGetSymbolAddress(void **p, const void *symbol) {
 
 // ---- Devices
 
-static __thread int current;
-cudaError_t cudaGetDeviceCount(int *n) { *n = (int)setting("STUB_DEVICES", 1); return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *n) {
+  *n = rehearsal_devices();
+  return *n ? cudaSuccess : failed(cudaErrorNoDevice);
+}
 cudaError_t cudaGetDevice(int *device) { *device = current; return cudaSuccess; }
-cudaError_t cudaSetDevice(int device) { current = device; return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= rehearsal_devices()) return failed(cudaErrorInvalidDevice);
+  current = device;
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
-  const char *name = getenv("STUB_NAME");
+  const char *name = getenv("REHEARSAL_NAME");
   *p = (struct cudaDeviceProp){
-      .totalGlobalMem = total_bytes(), .major = (int)setting("STUB_MAJOR", 9), .minor = (int)setting("STUB_MINOR", 0),
-      .multiProcessorCount = (int)setting("STUB_MULTIPROCESSORS", 132),
-      .sharedMemPerBlock = 48 << 10, .sharedMemPerBlockOptin = setting("STUB_SHARED_BYTES", 227 << 10),
-      .sharedMemPerMultiprocessor = setting("STUB_SHARED_BYTES", 227 << 10) + 1024, .reservedSharedMemPerBlock = 1024,
+      .totalGlobalMem = rehearsal_total_bytes(), .major = (int)setting("REHEARSAL_MAJOR", 9), .minor = (int)setting("REHEARSAL_MINOR", 0),
+      .multiProcessorCount = (int)setting("REHEARSAL_MULTIPROCESSORS", 132),
+      .sharedMemPerBlock = 48 << 10, .sharedMemPerBlockOptin = setting("REHEARSAL_SHARED_BYTES", 227 << 10),
+      .sharedMemPerMultiprocessor = setting("REHEARSAL_SHARED_BYTES", 227 << 10) + 1024, .reservedSharedMemPerBlock = 1024,
       .l2CacheSize = 50 << 20, .regsPerBlock = 65536, .regsPerMultiprocessor = 65536, .totalConstMem = 65536, .warpSize = 32,
-      .maxThreadsPerBlock = 1024, .maxThreadsPerMultiProcessor = (int)setting("STUB_THREADS", 2048), .maxBlocksPerMultiProcessor = 32,
+      .maxThreadsPerBlock = 1024, .maxThreadsPerMultiProcessor = (int)setting("REHEARSAL_THREADS", 2048), .maxBlocksPerMultiProcessor = 32,
       .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {2147483647, 65535, 65535}, .memPitch = 2147483647,
       .textureAlignment = 512, .texturePitchAlignment = 32, .memoryBusWidth = 5120, .asyncEngineCount = 3, .ECCEnabled = 1,
       .unifiedAddressing = 1, .concurrentKernels = 1, .streamPrioritiesSupported = 1, .globalL1CacheSupported = 1,
@@ -208,9 +252,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least
 cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = 1; return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
-extern void *stub_driver_function(const char *name);
+extern void *rehearsal_driver_function(const char *name);
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned version, unsigned long long flags, enum cudaDriverEntryPointQueryResult *found) {
-  *f = stub_driver_function(name);
+  *f = rehearsal_driver_function(name);
   if (found) *found = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
@@ -227,10 +271,21 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = handle(); return cudaSuccess; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags) { *e = handle(); return cudaSuccess; }
+// An event holds the host's time at which it was recorded, in nanoseconds, so that elapsed times are positive.
+cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = calloc(1, sizeof(u64)); return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags) { return cudaEventCreate(e); }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  *(u64 *)e = now.tv_sec * 1000000000ull + now.tv_nsec;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return cudaSuccess; }
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = 0.01f; return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) {
+  *ms = (float)((long long)(*(u64 *)b - *(u64 *)a) / 1e6);
+  return cudaSuccess;
+}
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *data) { f(data); return cudaSuccess; }
 cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *data, unsigned flags) { f(s, cudaSuccess, data); return cudaSuccess; }
 
@@ -249,9 +304,9 @@ void **__cudaRegisterFatBinary(void *binary) { static void *one[4]; return one; 
 char __cudaInitModule(void **module) { return 0; }
 cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *f) { *kernel = (cudaKernel_t)f; return cudaSuccess; }
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
-  int capability = (int)(setting("STUB_MAJOR", 9) * 10 + setting("STUB_MINOR", 0));
+  int capability = (int)(setting("REHEARSAL_MAJOR", 9) * 10 + setting("REHEARSAL_MINOR", 0));
   *a = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32, .ptxVersion = capability, .binaryVersion = capability,
-                                   .maxDynamicSharedSizeBytes = (int)setting("STUB_SHARED_BYTES", 227 << 10)};
+                                   .maxDynamicSharedSizeBytes = (int)setting("REHEARSAL_SHARED_BYTES", 227 << 10)};
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int block, size_t shared) { *n = 2; return cudaSuccess; }

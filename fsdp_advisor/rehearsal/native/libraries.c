@@ -1,4 +1,4 @@
-// The functions of CUDA's libraries whose answers PyTorch reads. run.py generates all others: they do nothing and return success.
+// The functions of CUDA's libraries whose answers PyTorch reads. build.py generates all others: they do nothing and return success.
 // The first line of a section names its library.
 
 // library libcublas
@@ -16,7 +16,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *op, void *a, void *b, voi
 }
 
 // library libcudnn
-size_t cudnnGetVersion(void) { const char *text = getenv("STUB_CUDNN"); return text ? atol(text) : 92000; }
+size_t cudnnGetVersion(void) { const char *text = getenv("REHEARSAL_CUDNN"); return text ? atol(text) : 92000; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
 const char *cudnnGetErrorString(int status) { return "cudnn"; }
 int cudnnBackendCreateDescriptor(int type, void **descriptor) { *descriptor = calloc(1, 4096); return 0; }

@@ -1,0 +1,11 @@
+"""The part of a rehearsal that runs in the processes of the script. It imports only the standard library and what the script uses."""
+
+from __future__ import annotations
+
+from fsdp_advisor.rehearsal.inside.import_hooks import after_import
+from fsdp_advisor.rehearsal.inside.values import answer_transformers
+
+
+def start() -> None:
+    """Register what happens when the script imports a library. Called once, before the script."""
+    after_import("transformers.masking_utils", answer_transformers)
