@@ -22,8 +22,8 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HEAVY = ("recording", "validation")
-"""Packages that may import what the extra [torch] installs."""
+HEAVY = ("recording", "validation", "rehearsal")
+"""Packages that may import what the extras install."""
 
 
 def build(kind: str, source: Path, to: Path) -> Path:
