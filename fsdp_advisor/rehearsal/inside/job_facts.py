@@ -95,14 +95,14 @@ def optimizer_of(optimizer: Any) -> dict[str, Any]:
 def model_of(module: Any) -> dict[str, Any] | None:
     """The transformers configuration of the model, with its class, attention and checkpointing; None without one."""
     for each in _unwrapped(module):
-        config: Any = getattr(each, "config", None)
-        if hasattr(config, "to_diff_dict") and getattr(config, "model_type", ""):
+        config: Any = vars(each).get("config")
+        if hasattr(config, "to_diff_dict") and config.model_type:
             return {
                 "class": type(each).__name__,
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
-                "checkpointing": bool(getattr(each, "is_gradient_checkpointing", False)),
-                "peft": hasattr(module, "peft_config") or hasattr(each, "_hf_peft_config_loaded"),
+                "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
+                "peft": any(hasattr(m, "peft_config") for m in _unwrapped(module)),
             }
     return None
 

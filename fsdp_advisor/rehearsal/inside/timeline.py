@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 POINTS = 240
 
@@ -13,7 +14,7 @@ def timeline(torch: ModuleType) -> list[list[int]]:
     Bytes are those that tensors requested, as PyTorch's history has them: the allocator's rounding is not included.
     """
     history = torch._C._cuda_memorySnapshot(None)["device_traces"]
-    events = max(history, key=len, default=[])
+    events: list[dict[str, Any]] = max(history, key=len, default=[])
     points: list[list[int]] = []
     alive = 0
     for event in events:
