@@ -97,7 +97,10 @@ def test_out_of_memory_says_what_was_requested_where(rehearsal_python: Path, scr
 
 
 def test_a_caught_out_of_memory_error_is_no_failure(rehearsal_python: Path, script: Script) -> None:
-    text = TRAIN + "\ntry:\n    torch.empty(90 << 30, device='cuda', dtype=torch.uint8)\nexcept torch.OutOfMemoryError:\n    pass\n"
+    text = (
+        TRAIN
+        + "\ntry:\n    torch.empty(90 << 30, device='cuda', dtype=torch.uint8)\nexcept torch.OutOfMemoryError:\n    pass\n"
+    )
     status, found, _ = run(rehearsal_python, script(text), "--steps", "0")
     assert status == 0 and len(found["ranks"][0]["out_of_memory"]) == 1
 
