@@ -91,6 +91,8 @@ def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
 
 def _precision(job: Mapping[str, Any]) -> str:
     dtypes, policy = job["dtypes"], str(job["engine"].get("precision"))
+    if "mixed_precision" in job["engine"]:
+        return str(job["engine"]["mixed_precision"])  # DeepSpeed keeps fp32 copies of the weights
     if dtypes == ["torch.bfloat16"]:
         return "bf16"
     if dtypes == ["torch.float32"]:

@@ -52,7 +52,8 @@ def engine_of(module: Any, torch: ModuleType) -> dict[str, Any]:
     for each in _unwrapped(module):
         names = {kind.__name__ for kind in type(each).__mro__}
         if "DeepSpeedEngine" in names:
-            return {"backend": "deepspeed", "zero_stage": each.zero_optimization_stage()}
+            precision = "bf16-mixed" if each.bfloat16_enabled() else "fp16-mixed" if each.fp16_enabled() else "fp32"
+            return {"backend": "deepspeed", "zero_stage": each.zero_optimization_stage(), "mixed_precision": precision}
         if "DistributedDataParallel" in names:
             return {"backend": "ddp"}
         if "FullyShardedDataParallel" in names:
