@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.rehearsal.inside import meter
+from fsdp_advisor.rehearsal.inside import launchers, meter, ranks
 from fsdp_advisor.rehearsal.inside.import_hooks import after_import
 from fsdp_advisor.rehearsal.inside.values import answer_transformers
 
@@ -11,3 +11,10 @@ def start() -> None:
     """Register what happens when the script imports a library. Called once, before the script."""
     after_import("torch", meter.install)
     after_import("transformers.masking_utils", answer_transformers)
+    if ranks.selected_ranks():
+        after_import("torch.distributed.rendezvous", ranks.answer_rendezvous)
+        after_import("torch.distributed.distributed_c10d", ranks.answer_process_groups)
+        after_import("torch.distributed", ranks.answer_rendezvous)
+        after_import("torch.distributed.launcher.api", launchers.answer_torchrun)
+        after_import("torch.multiprocessing.spawn", launchers.refuse_spawn)
+        after_import("deepspeed.launcher.runner", launchers.answer_deepspeed)
