@@ -137,14 +137,20 @@ def _build(installation: Installation, into: Path) -> None:
 
 
 def _imports(site_packages: Path) -> Imports:
-    """What PyTorch, and every other package with libraries for CUDA, imports."""
+    """What PyTorch, and every other package with libraries for the same CUDA version, imports.
+
+    A file for another version (bitsandbytes has one per version) is left out: two runtimes would count memory separately.
+    """
     found = Imports()
-    for path in site_packages.rglob("*.so*"):
-        if path.is_symlink() or "nvidia" in path.relative_to(site_packages).parts[0]:
+    files = [path for path in site_packages.rglob("*.so*") if not path.is_symlink()]
+    for path in sorted(files, key=lambda path: site_packages / "torch" not in path.parents):  # PyTorch's come first
+        if "nvidia" in path.relative_to(site_packages).parts[0]:
             continue
         needed, names = _dynamic_symbols(path)
         libraries = {name for name in needed if name.partition(".so")[0] in PREFIXES}
-        if not libraries and path.parent.parent.name != "torch":
+        known = {name.partition(".so")[0]: name for name in found.libraries}
+        other_version = any(known.get(name.partition(".so")[0], name) != name for name in libraries)
+        if other_version or (not libraries and path.parent.parent.name != "torch"):
             continue
         found.libraries |= libraries
         for name, version in names:
