@@ -9,14 +9,20 @@ from pathlib import Path
 
 from fsdp_advisor.errors import RehearsalError
 from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.memory.device import context_range
 
-INSIDE = Path(__file__).parent / "inside"
+SITE = Path(__file__).parent / "inside" / "site"
 """The folder that Python finds first in a rehearsed process. Its sitecustomize.py runs before the script."""
 MOST_GPUS = 16
 """GPUs of a node. Source: MOST_DEVICES in native/runtime.c."""
 _SHARED_KIB = {7: 96, 8: 163, 9: 227, 10: 227, 12: 99}
 """Largest shared memory of a block by compute capability (major). Source: CUDA C++ Programming Guide, technical specifications."""
 _UNKNOWN_MULTIPROCESSORS = 100
+
+
+def machine_of(gpu: Gpu, gpus_per_node: int) -> Machine:
+    """The simulated machine with the memory that `memory.device` expects CUDA to take: the middle of its range."""
+    return Machine(gpu=gpu, gpus_per_node=gpus_per_node, context_bytes=sum(context_range(gpu)) // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ def environment(machine: Machine, libraries: Path, outside: Mapping[str, str]) -
         **machine.variables(),
         "LD_LIBRARY_PATH": _path_list(str(libraries), outside.get("LD_LIBRARY_PATH")),
         "LD_PRELOAD": ":".join([*preload, *filter(None, [outside.get("LD_PRELOAD")])]),
-        "PYTHONPATH": _path_list(str(INSIDE), outside.get("PYTHONPATH")),
+        "PYTHONPATH": _path_list(str(SITE), outside.get("PYTHONPATH")),
         "TRITON_LIBCUDA_PATH": str(libraries),
     }
     kept = {name: value for name, value in outside.items() if name.startswith("REHEARSAL_")}

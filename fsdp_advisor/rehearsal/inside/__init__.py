@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fsdp_advisor.rehearsal.inside import meter
 from fsdp_advisor.rehearsal.inside.import_hooks import after_import
 from fsdp_advisor.rehearsal.inside.values import answer_transformers
 
 
 def start() -> None:
     """Register what happens when the script imports a library. Called once, before the script."""
+    after_import("torch", meter.install)
     after_import("transformers.masking_utils", answer_transformers)
