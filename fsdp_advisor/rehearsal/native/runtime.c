@@ -289,20 +289,37 @@ static void *handle(void) { return calloc(1, 64); }
 cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = handle(); return cudaSuccess; }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int priority) { *s = handle(); return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) { *priority = 0; return cudaSuccess; }
-// Graphs: one capture at a time. All streams belong to it, as the streams that fork from the captured one do.
+// Graphs: one capture at a time. A stream belongs to it from cudaStreamBeginCapture, or from waiting for an event of a stream that
+// does. The first field of a stream and the second one of an event is the number of that capture.
+struct event { u64 at, capture; };
 static u64 captures;  // odd while one is running
-static int capturing(void) { return captures & 1; }
-cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) { captures |= 1; return cudaSuccess; }
-cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t s, cudaGraph_t graph, const cudaGraphNode_t *nodes, const cudaGraphEdgeData *edges, size_t n, enum cudaStreamCaptureMode mode) { captures |= 1; return cudaSuccess; }
+static u64 *capture_of(cudaStream_t s) {
+  static __thread u64 never;  // the default streams, whose handles are 0 to 2, are not captured
+  never = 0;
+  return (u64)s > 2 ? (u64 *)s : &never;
+}
+static int capturing(cudaStream_t s) { return captures & 1 && *capture_of(s) == captures; }
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
+  *capture_of(s) = captures |= 1;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t s, cudaGraph_t graph, const cudaGraphNode_t *nodes, const cudaGraphEdgeData *edges, size_t n,
+                                          enum cudaStreamCaptureMode mode) { return cudaStreamBeginCapture(s, mode); }
 cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) { captures = (captures | 1) + 1; *graph = handle(); return cudaSuccess; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) { *status = capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone; return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
+  if (captures & 1 && ((struct event *)e)->capture == captures) *capture_of(s) = captures;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
+  *status = capturing(s) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
                                      const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
-  *status = capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   if (id) *id = captures;
   if (graph) *graph = 0;
   if (n) *n = 0;
-  return cudaSuccess;
+  return cudaStreamIsCapturing(s, status);
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *n) { *n = 1; return cudaSuccess; }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) { *made = handle(); return cudaSuccess; }
@@ -314,10 +331,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t s) { return rehe
 #define LAUNCH_NS 1000000ull
 static u64 gpu_ns = 1;
 int rehearsal_launched(void) { __sync_fetch_and_add(&gpu_ns, LAUNCH_NS); return 0; }
-cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = calloc(1, sizeof(u64)); return cudaSuccess; }
+cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = calloc(1, sizeof(struct event)); return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags) { return cudaEventCreate(e); }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) {
-  *(u64 *)e = __sync_add_and_fetch(&gpu_ns, 1000);
+  *(struct event *)e = (struct event){__sync_add_and_fetch(&gpu_ns, 1000), *capture_of(s)};
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
