@@ -21,7 +21,7 @@ import platformdirs
 from fsdp_advisor.errors import RehearsalError
 
 NATIVE = Path(__file__).parent / "native"
-WRITTEN = {"libcudart": "runtime.c", "libcuda": "driver.c", "libnvidia-ml": "nvml.c"}
+WRITTEN = {"libcudart": "runtime.c", "libcuda": "driver.c", "libnvidia-ml": "nvml.c", "libnccl": "nccl.c"}
 """The libraries with a C file of their own; those of `libraries.c` have a section."""
 ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
 """Libraries that PyTorch and Triton load by name: no file lists them as needed."""

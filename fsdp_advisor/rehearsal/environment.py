@@ -36,10 +36,9 @@ class Machine:
     """Memory of one NCCL communicator of more than one rank."""
 
     def __post_init__(self) -> None:
-        if self.gpu.compute_capability is None:
+        if self.gpu.compute_capability is None or (self.gpu.architecture or "").startswith("cdna"):
             raise RehearsalError(
-                f"{self.gpu.name} has no CUDA compute capability in the table of GPUs",
-                hint="`fsdp-advisor gpus` lists NVIDIA's GPUs",
+                f"{self.gpu.name} is not an NVIDIA GPU of the table", hint="`fsdp-advisor gpus` lists the GPUs"
             )
         if not 1 <= self.gpus_per_node <= MOST_GPUS:
             raise RehearsalError(

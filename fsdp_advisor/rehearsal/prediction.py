@@ -27,12 +27,12 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
     """The options of `estimate` for this job. Writes the model's config.json into `folder`. Raises NotRecognized."""
     job = rank.job
     model, batch = job.get("model"), job.get("batch")
+    if not batch:
+        raise NotRecognized("no forward was seen")
     if not model:
         raise NotRecognized("the model is not one of transformers")
     if model["peft"] or job["parameters"] != job["trainable_parameters"]:
         raise NotRecognized("adapters and frozen parameters are not modelled yet")
-    if not batch:
-        raise NotRecognized("no forward was seen")
     path = folder / "config.json"
     path.write_text(json.dumps(model["config"] | {"architectures": [model["class"]]}))
     return {

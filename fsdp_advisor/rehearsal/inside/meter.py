@@ -87,6 +87,9 @@ class Meter:
     def _start_history(self) -> None:
         """Record allocations once CUDA is in use, and note every failed one."""
         self.history_runs = True
+        self.alive_before_history = {
+            device: _leaf(stats, "requested_bytes.all.current") for device, stats in self._all_stats()
+        }
         self.torch.cuda.memory._record_memory_history(
             enabled="all", context="all" if self.snapshot else "state", stacks="python", max_entries=HISTORY_ENTRIES
         )
@@ -225,7 +228,7 @@ class Meter:
         self._close_phase()
         if self.snapshot:
             self.torch.cuda.memory._dump_snapshot(str(self.folder / f"snapshot-{self.rank()}.pickle"))
-        self.write(status, timeline(self.torch) if self.history_runs else [])
+        self.write(status, timeline(self.torch, self.alive_before_history) if self.history_runs else [])
 
     def rank(self) -> int:
         distributed = self.torch.distributed

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 POINTS = 240
 
 
-def timeline(torch: ModuleType) -> list[list[int]]:
-    """Points of [microseconds since the first, bytes], at most POINTS: the highest of equal parts of the history.
+def timeline(torch: ModuleType, before: Mapping[int, int]) -> list[list[int]]:
+    """Points of [microseconds since the first, bytes] of the busiest GPU, at most POINTS: the highest of equal parts of the history.
+
+    `before`: the bytes that were alive on each GPU when the history began.
 
     Bytes are those that tensors requested, as PyTorch's history has them: the allocator's rounding is not included.
     """
     history = torch._C._cuda_memorySnapshot(None)["device_traces"]
-    events: list[dict[str, Any]] = max(history, key=len, default=[])
+    device = max(range(len(history)), key=lambda index: len(history[index]), default=0)
+    events: list[dict[str, Any]] = history[device] if history else []
     points: list[list[int]] = []
-    alive = 0
+    alive = before.get(device, 0)
     for event in events:
         if event["action"] == "alloc":
             alive += event["size"]

@@ -28,8 +28,3 @@ int cudnnBackendGetAttribute(void *descriptor, int name, int type, long asked, l
 
 // library libnvrtc
 int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
-
-// library libnccl
-int ncclGetVersion(int *version) { *version = 22900; return 0; }
-const char *ncclGetErrorString(int error) { return "nccl"; }
-const char *ncclGetLastError(void *comm) { return ""; }
