@@ -27,6 +27,20 @@ class RehearseOptions(FileOptions):
             about="the optimizer steps after which the script is ended; 0 runs it to its end", group="Rehearsal", ge=0
         ),
     ] = 3
+    ranks: Annotated[
+        tuple[int, ...],
+        Rule(
+            about="the ranks to run, each alone, with the others answered in their place; rank 0 of 1024 is one process",
+            group="Rehearsal",
+            default="all",
+            metavar="N",
+            ge=0,
+        ),
+    ] = ()
+    empty_weights: Annotated[
+        bool, Rule(about="build models from their configurations instead of loading weights", group="Rehearsal")
+    ] = False
+    random_data: Annotated[bool, Rule(about="random tokens instead of data sets", group="Rehearsal")] = False
     timeout: Annotated[
         float, Rule(about="end the command after this time", group="Rehearsal", metavar="SECONDS", ge=1)
     ] = 1800.0
@@ -60,7 +74,8 @@ def rehearse(options: RehearseOptions, command: tuple[str, ...]) -> int:
         command,
         Settings(
             gpu=options.gpu, gpus=options.gpus, nnodes=options.nnodes, steps=options.steps, timeout_s=options.timeout,
-            snapshot=options.snapshot, predict=options.predict, quiet=options.quiet,
+            snapshot=options.snapshot, ranks=options.ranks, empty_weights=options.empty_weights,
+            random_data=options.random_data, predict=options.predict, quiet=options.quiet,
         ),
     )  # fmt: skip
     destination.write(as_json(rehearsal_json(found)) if options.json else rehearsal_text(found, destination.screen()))

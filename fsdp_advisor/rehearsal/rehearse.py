@@ -13,6 +13,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.rehearsal.build import find_installation, libraries_for
 from fsdp_advisor.rehearsal.environment import environment, machine_of
+from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
 from fsdp_advisor.rehearsal.launch import interpreter_of, run
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of, predict
 from fsdp_advisor.rehearsal.report import Prediction, RankResult, Rehearsal, read_ranks
@@ -25,7 +26,9 @@ TIMEOUT_S = 1800.0
 class Settings:
     """What a rehearsal simulates and how long it runs.
 
-    `steps`: optimizer steps, 0 for the whole script. `snapshot`: a folder for one allocator snapshot per rank.
+    `steps`: optimizer steps, 0 for the whole script. `snapshot`: a folder for one allocator snapshot per rank. `ranks`: run only
+    these, each alone; the others are answered in their place. `empty_weights`: `from_pretrained` builds from the configuration.
+    `random_data`: random tokens take the place of data sets.
     """
 
     gpu: str
@@ -34,6 +37,9 @@ class Settings:
     steps: int = STEPS
     timeout_s: float = TIMEOUT_S
     snapshot: Path | None = None
+    ranks: tuple[int, ...] = ()
+    empty_weights: bool = False
+    random_data: bool = False
     predict: bool = True
     quiet: bool = False
 
@@ -45,6 +51,8 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
     """
     if not command:
         raise UsageError("there is no command to rehearse", hint="give it after --, such as: -- torchrun train.py")
+    if any(rank >= settings.gpus for rank in settings.ranks):
+        raise UsageError(f"there is no rank {max(settings.ranks)} of {settings.gpus}", hint="ranks count from 0")
     if settings.gpus % settings.nnodes:
         raise UsageError(f"{settings.gpus} GPUs cannot be divided among {settings.nnodes} nodes", hint="change --gpus")
     gpu = find_gpu(settings.gpu)
@@ -53,10 +61,8 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
     variables = environment(machine, libraries_for(installation), os.environ)
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:
-        inside = {"REHEARSAL_FOLDER": str(folder), "REHEARSAL_STEPS": str(settings.steps)}
-        if settings.snapshot is not None:
-            inside["REHEARSAL_SNAPSHOT"] = "1"
-        ended = run(command, variables | inside, timeout_s=settings.timeout_s, quiet=settings.quiet)
+        inside = variables | _variables_of(settings, folder)
+        ended = run(command, inside, timeout_s=settings.timeout_s, quiet=settings.quiet)
         ranks = read_ranks(folder)
         prediction = None
         if settings.predict and ranks and not ended.interrupted:
@@ -67,6 +73,29 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
         )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _variables_of(settings: Settings, folder: Path) -> dict[str, str]:
+    """What the processes of the script are asked to do."""
+    per_node = settings.gpus // settings.nnodes
+    found = {
+        "REHEARSAL_FOLDER": str(folder),
+        "REHEARSAL_STEPS": str(settings.steps),
+        "REHEARSAL_WORLD_SIZE": str(settings.gpus),
+        "REHEARSAL_GPUS_PER_NODE": str(per_node),
+    }
+    flags = {
+        "REHEARSAL_SNAPSHOT": settings.snapshot is not None,
+        "REHEARSAL_EMPTY_WEIGHTS": settings.empty_weights,
+        "REHEARSAL_RANDOM_DATA": settings.random_data,
+    }
+    found |= {name: "1" for name, wanted in flags.items() if wanted}
+    if settings.ranks:
+        found["REHEARSAL_RANKS"] = ",".join(map(str, settings.ranks))
+        found |= variables_of(
+            settings.ranks[0], settings.gpus, per_node, free_port()
+        )  # for a script without a launcher
     return found
 
 

@@ -1,4 +1,8 @@
-"""The launchers of a script, when only some ranks of a job run: start these ranks alone, with the variables of the whole job."""
+"""The launchers of a script, when not all ranks of one node run: some ranks of the job alone, or all ranks of several nodes.
+
+The launcher's own rendezvous between nodes does not happen: this machine has all of them. Each rank gets the variables of the whole
+job.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -20,12 +23,19 @@ GPUS_PER_NODE = "REHEARSAL_GPUS_PER_NODE"
 _POLL_SECONDS = 0.05
 
 
+def starts_all_nodes() -> bool:
+    """Whether this machine plays several nodes, so that the launcher must start the ranks of all of them."""
+    return int(os.environ.get(WORLD_SIZE) or 0) > int(os.environ.get(GPUS_PER_NODE) or 0)
+
+
 def answer_torchrun(api: ModuleType) -> None:
     """Replace launch_agent of torch.distributed.launcher.api, which torchrun and `accelerate launch` call."""
 
     def launch_agent(config: Any, entrypoint: Any, args: Sequence[Any], **others: Any) -> dict[int, Any]:
         if not isinstance(entrypoint, str):
-            raise RuntimeError(f"with --ranks, a rehearsal starts scripts, not functions such as {entrypoint!r}: {_USE}")
+            raise RuntimeError(
+                f"with --ranks, a rehearsal starts scripts, not functions such as {entrypoint!r}: {_USE}"
+            )
         command = [entrypoint, *map(str, args)]
         status = start_ranks(lambda _: command, config.nproc_per_node * config.min_nodes, config.nproc_per_node)
         if status:
@@ -68,21 +78,23 @@ _USE = "start it with torchrun, accelerate launch or deepspeed, or rehearse all 
 
 
 def start_ranks(command: Any, world_size: int, per_node: int) -> int:
-    """Start the selected ranks, wait for them, and return the first exit status that is not 0.
+    """Start the selected ranks, or all, wait for them, and return the first exit status that is not 0.
 
     `command(local_rank)` is the command of a rank. `world_size` and `per_node` are the launcher's; the rehearsal's own have precedence.
     The other ranks are ended when one fails.
     """
     world_size = int(os.environ.get(WORLD_SIZE) or world_size)
     per_node = min(int(os.environ.get(GPUS_PER_NODE) or per_node), world_size)
-    beyond = [rank for rank in selected_ranks() if not 0 <= rank < world_size]
+    ranks = selected_ranks() or range(world_size)
+    beyond = [rank for rank in ranks if not 0 <= rank < world_size]
     if beyond:
         raise RuntimeError(f"{RANKS} names rank {beyond[0]}, but the job has the ranks 0 to {world_size - 1}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     processes = []
     try:
-        for rank in selected_ranks():
-            variables = {**os.environ, **variables_of(rank, world_size, per_node)}
+        port = free_port()
+        for rank in ranks:
+            variables = {**os.environ, **variables_of(rank, world_size, per_node, port)}
             processes.append(subprocess.Popen(command(rank % per_node), env=variables))
         return _first_failure(processes)
     finally:
@@ -100,16 +112,20 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def variables_of(rank: int, world_size: int, per_node: int) -> Mapping[str, str]:
+def free_port() -> int:
+    """A port of this machine for the ranks to meet at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def variables_of(rank: int, world_size: int, per_node: int, port: int) -> Mapping[str, str]:
     """The environment variables of one rank of the whole job, as torchrun and DeepSpeed set them.
 
     Source: torch.distributed.elastic.agent.server.local_elastic_agent (torch 2.13), LocalElasticAgent._start_workers;
     deepspeed/launcher/launch.py (0.19.8), main.
     """
     nodes = -(-world_size // per_node)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(per_node), "LOCAL_SIZE": str(per_node),
@@ -118,6 +134,6 @@ def variables_of(rank: int, world_size: int, per_node: int) -> Mapping[str, str]
         "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world_size), "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RUN_ID": f"rehearsal-{port}",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }  # fmt: skip

@@ -15,6 +15,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Literal
 
 from fsdp_advisor.rehearsal.inside import job_facts
+from fsdp_advisor.rehearsal.inside.decisions import decisions
 from fsdp_advisor.rehearsal.inside.timeline import timeline
 
 Phase = Literal["setup", "forward", "backward", "optimizer", "no-grad forward"]
@@ -255,6 +256,7 @@ class Meter:
             ],
             "out_of_memory": self.out_of_memory,
             "timeline": points or [],
+            "decisions": decisions(),
             "job": self.facts,
         }
         path = self.folder / f"process-{os.getpid()}.json"

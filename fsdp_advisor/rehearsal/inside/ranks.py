@@ -135,7 +135,9 @@ def _sum_of_equal(c10d: Any, original: Any) -> Any:
     @functools.wraps(original)
     def reduce(tensor: Any, *arguments: Any, **named: Any) -> Any:
         work = original(tensor, *arguments, **named)
-        ops = [each for each in (*arguments, *named.values()) if isinstance(each, c10d.ReduceOp | c10d.ReduceOp.RedOpType)]
+        ops = [
+            each for each in (*arguments, *named.values()) if isinstance(each, c10d.ReduceOp | c10d.ReduceOp.RedOpType)
+        ]
         groups = [each for each in (*arguments, *named.values()) if isinstance(each, c10d.ProcessGroup)]
         if tensor.device.type == "cpu" and (not ops or ops[0] == c10d.ReduceOp.SUM):
             tensor.mul_(c10d.get_world_size(groups[0] if groups else None))

@@ -20,3 +20,6 @@ u64 rehearsal_used_bytes(int device);                  // CUDA context, librarie
 int rehearsal_take_library_bytes(int device, long long bytes);  // memory of a library (NCCL); 0 if there is too little; negative: give back
 int rehearsal_device_of(const void *pointer);          // the GPU whose memory this is, or -1
 int rehearsal_current_device(void);
+int rehearsal_launched(void);                          // a kernel was launched: it takes time on the simulated GPU and does nothing
+int rehearsal_refuse(const char *function);            // says once that a function is not supported; returns the error to return
+void rehearsal_answer_next(const void *value, size_t bytes);  // the next copy of so many bytes to the host reads this value
