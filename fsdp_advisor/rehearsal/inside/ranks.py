@@ -102,7 +102,7 @@ def _give_unique_ids(store: Any, size: int) -> None:
     Source: ProcessGroupNCCL::broadcastUniqueNCCLID and getKeySendRecv (torch 2.13): the number of the communicator, or both ranks
     of a message. native/nccl.c does not read an id when a rank runs alone.
     """
-    me = selected_ranks() and int(os.environ.get("RANK", "0"))
+    me = int(os.environ.get("RANK", "0"))
     pairs = [f"{min(me, other)}:{max(me, other)}" for other in range(size) if me < size]
     for key in [*map(str, range(_COMMUNICATORS)), *pairs]:
         store.set(key, "i" * 128)
