@@ -15,6 +15,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Literal
 
 from fsdp_advisor.rehearsal.inside import job_facts
+from fsdp_advisor.rehearsal.inside.decisions import decisions
 from fsdp_advisor.rehearsal.inside.timeline import timeline
 
 Phase = Literal["setup", "forward", "backward", "optimizer", "no-grad forward"]
@@ -256,6 +257,7 @@ class Meter:
             "out_of_memory": self.out_of_memory,
             "timeline": points or [],
             "job": self.facts,
+            "decisions": decisions(),
         }
         path = self.folder / f"process-{os.getpid()}.json"
         temporary = path.with_suffix(".tmp")
