@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from fsdp_advisor.rehearsal.inside.import_hooks import after_import
@@ -37,7 +36,7 @@ def use_random_data() -> None:
         after_import("datasets", _answer_datasets)
 
 
-def _answer_datasets(datasets: ModuleType) -> None:
+def _answer_datasets(datasets: Any) -> None:
     original, from_disk = datasets.load_dataset, datasets.load_from_disk
 
     def load_dataset(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -72,16 +72,16 @@ def _outside(frame: FrameType | None, inside: Any) -> FrameType | None:
     return frame
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_inside(file: str) -> bool:
     return _HERE in file
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_torch(file: str) -> bool:
     return "/torch/" in file or _HERE in file
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_library(file: str) -> bool:
     return file.startswith("<") or _HERE in file or any(part in file for part in _LIBRARIES)

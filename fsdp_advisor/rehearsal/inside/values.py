@@ -32,12 +32,34 @@ MOST_EXPERTS = 4096
 ONE = 1.0
 """The value of a loss or a norm that is not known."""
 
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "any", "all", "logical_not", "logical_and", "logical_or")
+COMPARISONS = (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "isnan",
+    "isinf",
+    "any",
+    "all",
+    "logical_not",
+    "logical_and",
+    "logical_or",
+)
 REDUCTIONS = (
     "sum", "mean", "norm", "linalg_vector_norm", "_foreach_norm", "dot", "amax", "amin", "prod", "logsumexp", "std", "var",
     "max", "min",
 )  # fmt: skip
-LOSSES = ("nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "_ctc_loss")
+LOSSES = (
+    "nll_loss_forward",
+    "nll_loss2d_forward",
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "_ctc_loss",
+)
 ARITHMETIC = (
     "add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "fmod", "neg", "abs", "sgn", "sign", "clamp", "clamp_min",
     "clamp_max", "minimum", "maximum", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "floor",
@@ -106,7 +128,9 @@ def _taking_numbers(operator: Any, kernel: Kernel) -> Kernel:
         numbers = [i for i in places if i < len(args) and type(args[i]) in (int, float, bool, complex)]
         if numbers:
             changed = list(args)
-            other = next((args[i] for i in reversed(places) if i < len(args) and isinstance(args[i], torch.Tensor)), None)
+            other = next(
+                (args[i] for i in reversed(places) if i < len(args) and isinstance(args[i], torch.Tensor)), None
+            )
             for i in numbers:
                 dtype = None if other is None else torch.result_type(other, args[i])
                 changed[i] = torch.scalar_tensor(args[i], dtype=dtype, device="cpu")
@@ -126,7 +150,9 @@ def _repeated(operator: Any, kernel: Kernel) -> Kernel:
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         result = kernel(keys, *args, **kwargs)
-        if not (_are_small(args, largest) and _is_or_are_small(result, largest) and _repeat(operator, args, kwargs, result)):
+        if not (
+            _are_small(args, largest) and _is_or_are_small(result, largest) and _repeat(operator, args, kwargs, result)
+        ):
             _assume(name, args, result)
         return result
 
@@ -172,7 +198,9 @@ def _are_small(values: Any, largest_floats: int) -> bool:
 
 
 def _is_or_are_small(result: Any, largest_floats: int) -> bool:
-    return _is_small(result, largest_floats) if isinstance(result, torch.Tensor) else _are_small((result,), largest_floats)
+    return (
+        _is_small(result, largest_floats) if isinstance(result, torch.Tensor) else _are_small((result,), largest_floats)
+    )
 
 
 def _repeat(operator: Any, args: Any, kwargs: Any, result: Any) -> bool:
