@@ -118,7 +118,7 @@ def best_row(report: Report) -> StrategyEstimate:
     fitting = [row for row in report.estimates if row.fits]
     if fitting:
         return max(fitting, key=lambda row: row.step.tokens_per_second_per_gpu if row.step else 0.0)
-    return min(report.estimates, key=lambda row: (row.needed_bytes is None, row.needed_bytes or 0))
+    return report.closest_row
 
 
 def _side(request: EstimateRequest, model: Resolved) -> Side:

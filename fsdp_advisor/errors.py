@@ -11,6 +11,7 @@
     |   +-- NoSuchAttention   an attention implementation that the model does not have
     +-- MissingExtra          an optional package is not installed
     +-- MeasurementError      a validation run that failed
+    +-- RehearsalError        a rehearsal that cannot start or be read
 
 The message says what is wrong. The hint says what the user can do.
 """
@@ -108,6 +109,10 @@ class MeasurementError(AdvisorError):
     """A validation run ended without a result."""
 
     exit_status = 3
+
+
+class RehearsalError(AdvisorError):
+    """A rehearsal cannot start, or its result cannot be read."""
 
 
 ErrorPayload = dict[str, str]

@@ -153,7 +153,7 @@ class StrategyEstimate:
         return label(self.plan.strategy, self.plan.offload)
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
-        """The contract's JSON object."""
+        """The JSON object of a row, as in `estimates` of the report's document."""
         result: dict[str, Any] = {
             "strategy": self.plan.strategy,
             "backend": self.plan.backend,
@@ -265,8 +265,13 @@ class Report(Printable):
     def any_fits(self) -> bool:
         return any(e.fits for e in self.estimates)
 
+    @property
+    def closest_row(self) -> StrategyEstimate:
+        """The row that needs least; a row whose peak is unknown only if all are."""
+        return min(self.estimates, key=lambda row: (row.needed_bytes is None, row.known_bytes))
+
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
-        """The contract's JSON document."""
+        """The JSON document of `estimate --json` and of REST."""
         request = self.request.as_dict()
         request |= {"seq_len": self.seq_len, "gpu": self.gpu_name}
         return {

@@ -35,6 +35,7 @@ LAYERS = (
     "export",
     "render",
     "validation",
+    "rehearsal",
     "api",
     "server",
     "cli",
@@ -42,7 +43,7 @@ LAYERS = (
 """Packages and modules from the lowest layer to the highest."""
 
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed"}
-IMPORTS_HEAVY = {"recording", "validation"}
+IMPORTS_HEAVY = {"recording", "validation", "rehearsal"}
 IO_FREE = {"program", "memory", "policies", "engines", "timing", "advice", "render", "parallelism"}
 IO_MODULES = {"os", "pathlib", "socket", "subprocess", "urllib", "zipfile", "shutil", "tempfile", "http"}
 MUST_NOT_IMPORT = {

@@ -22,8 +22,8 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HEAVY = ("recording", "validation")
-"""Packages that may import what the extra [torch] installs."""
+HEAVY = ("recording", "validation", "rehearsal")
+"""Packages that may import what the extras install."""
 
 
 def build(kind: str, source: Path, to: Path) -> Path:
@@ -100,7 +100,7 @@ def _normalized(distribution: str) -> str:
 
 
 def test_base_install_has_every_package_that_is_imported() -> None:
-    """`recording` and `validation` need the extra [torch]; everything else works with the base dependencies."""
+    """`recording` and `validation` need the extra [torch], `rehearsal` its own; everything else works with the base dependencies."""
     declared = {_normalized(re.split(r"[^\w-]", line)[0]) for line in PROJECT["project"]["dependencies"]}
     declared |= {
         "starlette",

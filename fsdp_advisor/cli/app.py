@@ -23,7 +23,8 @@ class Command:
     """A command: `function` and the dataclass of its `options` are names in `module`, which is imported when it runs.
 
     The function takes the options. A command about a job takes the job before them: a request, or with `partial` the
-    given fields of a request as text, which may lack the model. The function's docstring is the command's help.
+    given fields of a request as text, which may lack the model. With `wraps` the function takes the words after `--` too. The
+    function's docstring is the command's help.
     """
 
     summary: str
@@ -33,6 +34,7 @@ class Command:
     usage: str = "[options]"
     request: type[EstimateRequest] | None = None
     partial: bool = False
+    wraps: bool = False
 
     def run(self, name: str, arguments: Sequence[str]) -> int:
         """Parse the arguments and run the command. Returns the exit status."""
@@ -43,11 +45,17 @@ class Command:
         if self.request is not None:
             parser.add_fields(fields_of(self.request).values(), getattr(self.request, "SEARCHED", ()))
         parser.add_fields((*own.values(), *fields_of(HelpOptions).values()))
+        wrapped: tuple[str, ...] = ()
+        if self.wraps and "--" in arguments:
+            end = list(arguments).index("--")
+            arguments, wrapped = arguments[:end], tuple(arguments[end + 1 :])
         given = parser.parse(arguments)
         if given is None:
             Destination().write(parser.help())
             return 0
         options = options_class(**read_fields({n: given.pop(n) for n in list(given) if n in own}, own))
+        if self.wraps:
+            return int(function(options, wrapped))
         if self.request is None:
             return int(function(options))
         files = getattr(options, "config_file", ())
@@ -86,6 +94,10 @@ COMMANDS: dict[str, Command] = {
     "validate report": Command(
         "Sum up the records of validate.",
         "validate", "report", "RecordsOptions", "FILE [options]",
+    ),
+    "rehearse": Command(
+        "Run a training script unchanged on GPUs that you do not have.",
+        "rehearse", "rehearse", "RehearseOptions", "--gpu GPU --gpus N [options] -- COMMAND", wraps=True,
     ),
     "models": Command(
         "The models that need no download.",

@@ -58,21 +58,21 @@ def export(given: Mapping[str, Any], options: ExportOptions) -> int:
     that are given are fixed, the others are searched. Exit status: 0 if it fits; 1 if it does not or nothing does; 2 for bad
     usage, or for a job that the target does not support.
     """
-    import fsdp_advisor.export as room
+    import fsdp_advisor.export as targets
     from fsdp_advisor.export.choice import report_for
 
     folder = options.folder
     if options.list:
-        width = max(map(len, room.TARGETS))
-        options.file.write("\n".join(f"{t.name:<{width}}  {t.description}" for t in room.TARGETS.values()))
+        width = max(map(len, targets.TARGETS))
+        options.file.write("\n".join(f"{t.name:<{width}}  {t.description}" for t in targets.TARGETS.values()))
         return FITS
     if options.target is None:
         raise UsageError("TARGET is missing", hint="fsdp-advisor export --list shows the targets")
-    consumer = room.find(options.target)
+    consumer = targets.find(options.target)
     (folder or options.file).check()
     report = report_for(consumer.name, make_request(given))
     (chosen,) = report.estimates
-    job = room.Job.of(report, chosen)
+    job = targets.Job.of(report, chosen)
     for remark in report.notes:
         note(remark, quiet=options.quiet)
     if folder is not None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import subprocess
+import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.estimator import settled
+from fsdp_advisor.estimator import DEFAULT_GPU, settled
 from fsdp_advisor.job.batch import divided
-from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.fields import Rule, dashed
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 FAILED = 3
 """Exit status of a run that failed."""
 
-Mode = Literal["simulate", "stand-in", "measure"]
+Mode = Literal["simulate", "rehearse", "stand-in", "measure"]
 Device = Literal["cuda", "cpu"]
 
 
@@ -36,7 +38,8 @@ class ValidateOptions(ConfigFileOptions, ReportOptions):
         Mode | None,
         Rule(
             aliases=("rung",),
-            about="how close the run is to a real one; simulate: no GPU; stand-in: one GPU plays rank 0; measure: real ranks",
+            about="how close the run is to a real one; simulate: fake tensors; rehearse: PyTorch's CUDA build on a simulated GPU; "
+            "stand-in: one GPU plays rank 0; measure: real ranks",
             group="Validation",
             default="the best for this machine",
         ),
@@ -139,6 +142,8 @@ def validate(given: dict[str, Any], options: ValidateOptions) -> int:
     Exit status: 0 a case fits, 1 none fits, 2 bad usage or a mode that this machine cannot run, 3 a run that failed.
     """
     options.check()
+    if options.mode == "rehearse":
+        return _rehearsed(given, options)
     if options.campaign is not None:
         return _run_campaign(options.campaign, given, options)
     if "model" not in given:
@@ -153,6 +158,29 @@ def validate(given: dict[str, Any], options: ValidateOptions) -> int:
     if options.snapshot is not None and len(cases) > 1:
         raise UsageError("--snapshot takes a single case", hint="give one --strategy")
     return _run_cases(cases, options) if _own_rank(options) is None else _run_as_rank(cases, options)
+
+
+def _rehearsed(given: dict[str, Any], options: ValidateOptions) -> int:
+    """Run this command again, in stand-in mode, in a process that sees a simulated GPU. Returns its exit status."""
+    from fsdp_advisor.hardware.lookup import find_gpu
+    from fsdp_advisor.rehearsal.build import find_installation, libraries_for
+    from fsdp_advisor.rehearsal.environment import environment, machine_of
+
+    machine = machine_of(find_gpu(str(given.get("gpu") or DEFAULT_GPU)), gpus_per_node=1)
+    variables = environment(machine, libraries_for(find_installation(Path(sys.executable))), os.environ)
+    own = {field.name: getattr(options, field.name) for field in fields(options)} | {"mode": "stand-in"}
+    job = {name: value for name, value in given.items() if name != "gpu"}  # the attached GPU is the simulated one
+    words = [word for name, value in (job | own).items() for word in _as_words(name, value)]
+    return subprocess.run([sys.executable, "-m", "fsdp_advisor", "validate", *words], env=variables).returncode
+
+
+def _as_words(name: str, value: Any) -> list[str]:
+    """An option as words of a command line; none for the value None."""
+    if value is None or value is False or value == ():
+        return []
+    if value is True:
+        return [dashed(name)]
+    return [dashed(name), *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
 
 
 def _sbatch(request: EstimateRequest, options: ValidateOptions) -> str:
@@ -194,7 +222,7 @@ def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Ca
             )
     machine.require_torch()
     rank = _own_rank(options)
-    mode: Mode | None = options.mode if options.mode else None
+    mode = None if options.mode == "rehearse" else options.mode
     device: Device | None = options.device if options.device else None
     several_processes = rank is not None or options.rdzv_endpoint is not None
     cases: list[Case] = []

@@ -141,10 +141,7 @@ def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> Devic
 def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead:
     if gpu.architecture is not None and gpu.architecture.startswith("cdna"):
         return DeviceOverhead(_amd(plan))
-    low, high = CONTEXT_BYTES_PER_MULTIPROCESSOR
-    context = CONTEXT_BYTES_UNKNOWN_GPU
-    if gpu.multiprocessors is not None:
-        context = low * gpu.multiprocessors, high * gpu.multiprocessors
+    context = _context(gpu)
     kernels = LAZY_KERNEL_BYTES if lazy_loading else EAGER_KERNEL_BYTES
     parts = [_part("CUDA context", context), _part("kernels", kernels)]
     fewest, most = communicators(plan)
@@ -153,6 +150,19 @@ def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead
         parts.append(_part("NCCL kernels", NCCL_KERNEL_BYTES))
         parts.append(_part("NCCL buffers", (fewest * one_low, most * one_high)))
     return DeviceOverhead(tuple(parts))
+
+
+def context_range(gpu: Gpu) -> tuple[int, int]:
+    """Bytes of the CUDA context and the kernels that training loads, at least and at most."""
+    context = _context(gpu)
+    return context[0] + LAZY_KERNEL_BYTES[0], context[1] + LAZY_KERNEL_BYTES[1]
+
+
+def _context(gpu: Gpu) -> tuple[int, int]:
+    if gpu.multiprocessors is None:
+        return CONTEXT_BYTES_UNKNOWN_GPU
+    low, high = CONTEXT_BYTES_PER_MULTIPROCESSOR
+    return low * gpu.multiprocessors, high * gpu.multiprocessors
 
 
 def _communicator(gpu: Gpu, plan: Plan) -> tuple[int, int]:

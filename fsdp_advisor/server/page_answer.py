@@ -47,7 +47,7 @@ def answer(model: Resolved, request: RecommendRequest) -> Answer:
     report = _asked_for(known, request)
     report = replace(report, request=asked, notes=(*advice.report.notes, *advice.notes))
     if winner is None:
-        return Answer(advice=advice, report=report, chosen=nearest(report), streams=())
+        return Answer(advice=advice, report=report, chosen=report.closest_row, streams=())
     row = next((e for e in report.estimates if e.plan == winner.plan), None)
     if row is None:
         assert advice.estimate is not None
@@ -79,11 +79,6 @@ def _like(report: Report, winner: CandidateView) -> EstimateRequest:
         activation_checkpointing=plan.activation_checkpointing,
         allocator_conf=winner.allocator_conf,
     )
-
-
-def nearest(report: Report) -> StrategyEstimate:
-    """The row that needs least."""
-    return min(report.estimates, key=lambda row: row.known_bytes)
 
 
 def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str, Any]:

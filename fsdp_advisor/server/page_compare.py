@@ -19,7 +19,7 @@ from fsdp_advisor.render.svg import Bar, stacked_bars
 from fsdp_advisor.render.view import model_text, report_view
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.server.answers import Document, advise
-from fsdp_advisor.server.page_answer import name_of, nearest
+from fsdp_advisor.server.page_answer import name_of
 from fsdp_advisor.server.page_drawings import Drawing, drawing
 from fsdp_advisor.server.page_exports import pinned
 from fsdp_advisor.server.page_figures import figure_groups
@@ -57,7 +57,7 @@ def _plan(model: Resolved, request: RecommendRequest) -> tuple[Report, StrategyE
         report = estimate_resolved(request.as_estimate, model)
         return report, report.estimates[0]
     advice = advice_view(advise(model, request))
-    return advice.report, advice.estimate or nearest(advice.report)
+    return advice.report, advice.estimate or advice.report.closest_row
 
 
 def view(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.validation.failures import describe_exit
@@ -44,11 +45,15 @@ _FAILURE, _DONE = "failure", "done"
 
 
 def preload() -> None:
-    """Import everything that forked children need. Raises MeasurementError if this process already uses CUDA."""
-    for name in _PRELOADED:
-        importlib.import_module(name)
+    """Import everything that forked children need. Raises MeasurementError if this process already uses CUDA.
+
+    Some packages that transformers imports, such as torchao 0.18, look at the GPU when they are imported. They see none.
+    """
     import torch
 
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        for name in _PRELOADED:
+            importlib.import_module(name)
     if torch.cuda.is_initialized():
         raise MeasurementError(
             "this process uses CUDA, so its forked children cannot",

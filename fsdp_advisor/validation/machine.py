@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import platform
 import re
 from dataclasses import replace
@@ -47,6 +48,11 @@ def gpu_count() -> int:
     if "gpus" not in counted.reported:
         raise MeasurementError(f"the GPUs could not be counted: {counted.message}", hint="check that nvidia-smi works")
     return int(counted.reported["gpus"])
+
+
+def is_simulated() -> bool:
+    """Whether this process runs in a rehearsal: its GPUs are simulated and execute no kernels."""
+    return "REHEARSAL_NAME" in os.environ
 
 
 def gpu_here(index: int = 0) -> Gpu | None:

@@ -20,7 +20,7 @@ from fsdp_advisor.errors import UsageError
 SCHEMA_VERSION = 1
 
 WITHOUT_KERNELS = "cuda without kernels"
-"""`Record.device` of runs of PyTorch's CUDA build on a machine without a GPU (tests/cuda_without_kernels)."""
+"""`Record.device` of runs of PyTorch's CUDA build on a machine without a GPU (the package `rehearsal`)."""
 
 Mode = Literal["simulate", "stand-in", "measure"]
 """How a case is validated: PyTorch's engines on fake tensors; one GPU as rank 0 of any world size; real ranks."""

@@ -10,9 +10,14 @@ from fsdp_advisor.validation.case import Case, uses_zero_redundancy_optimizer
 from fsdp_advisor.validation.child_process import Send, preload, run_in_child
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.predict import Prediction, predict
-from fsdp_advisor.validation.records import Record, downsampled
+from fsdp_advisor.validation.records import WITHOUT_KERNELS, Record, downsampled
 from fsdp_advisor.validation.run_result import RunResult
 
+NEED_KERNELS = (
+    "step_seconds", "step_seconds_without_communication", "tokens_per_second_per_gpu",
+    "peak_device_bytes", "peak_device_bytes_range",
+)  # fmt: skip
+"""Figures that a run without kernels cannot tell: its times are meaningless, and its CUDA context is the prediction's own."""
 _SAME_MEMORY = 0.97
 """Memory sizes in error messages are rounded, and drivers reserve different amounts."""
 
@@ -58,7 +63,7 @@ def work(case: Case, send: Send) -> None:
         machine.set_allocator(case.request.allocator_conf)
         baseline = measure_baseline(0)
         send("versions", machine.versions(cuda=True))
-    prediction = predict(case.request, case.mode, case.device)
+    prediction = predict(case.request, case.mode, case.device, gpu_keeps_up=machine.is_simulated())
     send("prediction", prediction.as_dict())
     if case.mode == "simulate":
         send("measured", _simulated(prediction))
@@ -94,6 +99,12 @@ def _simulated(prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def _device(case: Case) -> str:
+    if case.mode == "simulate":
+        return "cpu"
+    return WITHOUT_KERNELS if case.device == "cuda" and machine.is_simulated() else case.device
+
+
 def record_of(case: Case, result: RunResult) -> Record:
     """The record of a case. Without a prediction, its request is the one that was asked, not the resolved one."""
     reported = result.reported
@@ -103,13 +114,15 @@ def record_of(case: Case, result: RunResult) -> Record:
     predicted = prediction.predicted if prediction else {}
     fits = prediction.fits if prediction else None
     detail = dict(result.detail) | ({"gpu_memory_bytes": prediction.gpu_memory_bytes} if prediction else {})
+    if _device(case) == WITHOUT_KERNELS:
+        measured, predicted = ({k: v for k, v in f.items() if k not in NEED_KERNELS} for f in (measured, predicted))
     if prediction and uses_zero_redundancy_optimizer(prediction.plan, case.zero1):
         predicted, fits = {}, None
         detail["engine"] = "torch.distributed.optim.ZeroRedundancyOptimizer, which the estimate does not model"
     return Record(
         request=prediction.request if prediction else case.request.as_dict(),
         mode=case.mode,
-        device=case.device if case.mode != "simulate" else "cpu",
+        device=_device(case),
         outcome=result.outcome,
         versions=reported.get("versions", {}),
         measured=measured,

@@ -1,4 +1,4 @@
-"""The workspace of column reductions: as PyTorch 2.13 requests it (tests/cuda_without_kernels), and in a step."""
+"""The workspace of column reductions: as PyTorch 2.13 requests it (in a rehearsal), and in a step."""
 
 from __future__ import annotations
 

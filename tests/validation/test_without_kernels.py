@@ -1,4 +1,4 @@
-"""Today's predictions against records of PyTorch's CUDA build without kernels (tests/cuda_without_kernels/README.md).
+"""Today's predictions against records of PyTorch's CUDA build without kernels (fsdp_advisor/rehearsal/README.md).
 
 Kernel selection, all allocations and the caching allocator were PyTorch's own, and nothing was measured with noise.
 """

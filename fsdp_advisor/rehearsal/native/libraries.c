@@ -1,4 +1,4 @@
-// The functions of CUDA's libraries whose answers PyTorch reads. run.py generates all others: they do nothing and return success.
+// The functions of CUDA's libraries whose answers PyTorch reads. build.py generates all others: they do nothing and return success.
 // The first line of a section names its library.
 
 // library libcublas
@@ -16,7 +16,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *op, void *a, void *b, voi
 }
 
 // library libcudnn
-size_t cudnnGetVersion(void) { const char *text = getenv("STUB_CUDNN"); return text ? atol(text) : 92000; }
+size_t cudnnGetVersion(void) { const char *text = getenv("REHEARSAL_CUDNN"); return text ? atol(text) : 92000; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
 const char *cudnnGetErrorString(int status) { return "cudnn"; }
 int cudnnBackendCreateDescriptor(int type, void **descriptor) { *descriptor = calloc(1, 4096); return 0; }
@@ -28,8 +28,3 @@ int cudnnBackendGetAttribute(void *descriptor, int name, int type, long asked, l
 
 // library libnvrtc
 int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
-
-// library libnccl
-int ncclGetVersion(int *version) { *version = 22900; return 0; }
-const char *ncclGetErrorString(int error) { return "nccl"; }
-const char *ncclGetLastError(void *comm) { return ""; }

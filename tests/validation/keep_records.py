@@ -1,6 +1,6 @@
-"""Reduce records made without kernels to what such a run can tell: `keep.py RECORDS.jsonl KEPT.jsonl`.
+"""Reduce records made without kernels to what is kept of them: `keep_records.py RECORDS.jsonl KEPT.jsonl`.
 
-Times, the CUDA context and the long lists of segments are removed.
+The long lists of segments are removed, and each GPU has the name of the table of GPUs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.validation import records, report
 
 KEPT_FIGURES = (
@@ -41,13 +42,12 @@ def main() -> None:
         print(note)
     options.kept.unlink(missing_ok=True)
     for record in report.latest(made):
-        gpu = record.versions["gpu"].removesuffix(" without kernels")
+        gpu = find_gpu(record.versions["gpu"]).name
         detail = {"gpu_memory_bytes": record.detail.get("gpu_memory_bytes", record.measured.get("device_memory_bytes"))}
         measured, predicted = reduced(record.measured), reduced(record.predicted)
         kept = replace(
             record,
             request={**record.request, "gpu": gpu},
-            device=records.WITHOUT_KERNELS,
             versions={**record.versions, "gpu": gpu},
             measured=measured,
             predicted=predicted,

@@ -1,0 +1,243 @@
+"""Compile the libraries that replace CUDA's for one installed PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import platformdirs
+
+from fsdp_advisor.errors import RehearsalError
+
+NATIVE = Path(__file__).parent / "native"
+WRITTEN = {"libcudart": "runtime.c", "libcuda": "driver.c", "libnvidia-ml": "nvml.c", "libnccl": "nccl.c"}
+"""The libraries with a C file of their own; those of `libraries.c` have a section."""
+ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""Libraries that PyTorch and Triton load by name: no file lists them as needed."""
+PREFIXES = {
+    "libcudart": "cuda", "libcuda": "cu", "libcublas": "cublas", "libcublasLt": "cublasLt", "libcudnn": "cudnn",
+    "libcufft": "cufft", "libcurand": "curand", "libcusolver": "cusolver", "libcusparse": "cusparse",
+    "libcusparseLt": "cusparseLt", "libcufile": "cuFile", "libcupti": "cupti", "libnvrtc": "nvrtc",
+    "libnvJitLink": "nvJitLink", "libnccl": "nccl", "libnvshmem_host": "nvshmem", "libnvidia-ml": "nvml",
+}  # fmt: skip
+"""The prefix of each library's functions."""
+HEADERS = ("cuda_runtime_api.h", "cuda.h")
+ARCHITECTURES = ("x86_64", "aarch64")
+_INCLUDES = "#include <stdio.h>\n#include <stdlib.h>\n"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The Python environment in which the script runs: its interpreter and the folder of its torch package."""
+
+    python: Path
+    torch: Path
+
+    @property
+    def site_packages(self) -> Path:
+        return self.torch.parent
+
+    @property
+    def torch_version(self) -> str:
+        """The version in torch/version.py, such as 2.13.0+cu130."""
+        found = re.search(r"__version__ = '([^']+)'", (self.torch / "version.py").read_text())
+        return found[1] if found else "unknown"
+
+
+@dataclass
+class Imports:
+    """What the shared objects of an environment import from CUDA's libraries."""
+
+    versioned: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    plain: set[str] = field(default_factory=set)
+    libraries: set[str] = field(default_factory=lambda: set(ALWAYS))
+
+
+def find_installation(python: Path) -> Installation:
+    """The environment of an interpreter. Raises RehearsalError if it cannot rehearse: another system, or no CUDA build."""
+    if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
+        raise RehearsalError(
+            f"rehearsals run on Linux on x86-64 or aarch64, not on {sys.platform} on {platform.machine()}",
+            hint="use a Linux machine, a container or WSL; `estimate` works everywhere",
+        )
+    query = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
+    try:
+        found = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RehearsalError(f"{python} does not start: {error}", hint="activate the script's environment") from None
+    torch = Path(found.strip().splitlines()[-1]).parent if found.strip() else None
+    if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
+        what = "no torch" if torch is None else "a build of torch without CUDA"
+        raise RehearsalError(
+            f"{python} has {what}; a rehearsal runs PyTorch's CUDA build",
+            hint="pip install --no-deps --index-url https://pypi.org/simple 'torch>=2.10' triton nvidia-cuda-runtime "
+            "(CUDA's own libraries are not needed)",
+        )
+    return Installation(Path(python), torch)
+
+
+def libraries_for(installation: Installation) -> Path:
+    """The folder of the compiled libraries. They are built on first use and kept in the user's cache folder.
+
+    They are built again when a package of the environment or the C code changes. That takes a few seconds.
+    Raises RehearsalError without a C compiler or CUDA's headers.
+    """
+    folder = platformdirs.user_cache_path("fsdp-advisor") / "rehearsal" / _key(installation)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            _build(installation, made)
+            with suppress(OSError):  # another process was faster
+                made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _key(installation: Installation) -> str:
+    """A name for everything that the libraries depend on."""
+    packages = sorted(path.name for path in installation.site_packages.glob("*.dist-info"))
+    sources = [path.read_bytes() for path in sorted(NATIVE.rglob("*.[ch]"))]
+    digest = hashlib.sha256(b"\0".join([*sources, *map(str.encode, packages), Path(__file__).read_bytes()]))
+    return f"{installation.torch_version}-{platform.machine()}-{digest.hexdigest()[:12]}"
+
+
+def _build(installation: Installation, into: Path) -> None:
+    imports = _imports(installation.site_packages)
+    include = [f"-I{NATIVE}", f"-I{_headers(installation.site_packages)}"]
+    sections = dict(
+        re.findall(r"(?ms)^// library (\w+)\n(.*?)(?=^// library |\Z)", (NATIVE / "libraries.c").read_text())
+    )
+    for library in sorted(imports.libraries):
+        base = library.partition(".so")[0]
+        if base not in PREFIXES:
+            continue
+        own = (NATIVE / WRITTEN[base]).read_text() if base in WRITTEN else _INCLUDES + sections.get(base, "")
+        version = _symbol_version(library, imports)
+        defined = set(re.findall(r"\b(\w+)\(", own))
+        generated = [_stub(name) for name in sorted(_wanted(base, version, imports) - defined)]
+        sources, script = [into / f"{base}.c", into / f"{base}-generated.c"], into / f"{base}.map"
+        sources[0].write_text(own)
+        sources[1].write_text(_INCLUDES + "\n".join(generated))
+        script.write_text(f"{version} {{ global: *; }};\n")
+        _compile(sources, into / library, f"-Wl,--version-script={script}", *include)
+    (into / "libcuda.so").symlink_to("libcuda.so.1")  # Triton links its launchers with -lcuda
+
+
+def _imports(site_packages: Path) -> Imports:
+    """What PyTorch, and every other package with libraries for the same CUDA version, imports.
+
+    A file for another version (bitsandbytes has one per version) is left out: two runtimes would count memory separately.
+    """
+    found = Imports()
+    files = [path for path in site_packages.rglob("*.so*") if not path.is_symlink()]
+    for path in sorted(files, key=lambda path: site_packages / "torch" not in path.parents):  # PyTorch's come first
+        if "nvidia" in path.relative_to(site_packages).parts[0]:
+            continue
+        needed, names = _dynamic_symbols(path)
+        libraries = {name for name in needed if name.partition(".so")[0] in PREFIXES}
+        known = {name.partition(".so")[0]: name for name in found.libraries}
+        other_version = any(known.get(name.partition(".so")[0], name) != name for name in libraries)
+        if other_version or (not libraries and path.parent.parent.name != "torch"):
+            continue
+        found.libraries |= libraries
+        for name, version in names:
+            if version:
+                found.versioned[version].add(name)
+            else:
+                found.plain.add(name)
+    return found
+
+
+def _dynamic_symbols(path: Path) -> tuple[list[str], Iterator[tuple[str, str]]]:
+    """The libraries that an ELF file needs, and its undefined symbols with their versions."""
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.dynamic import DynamicSection
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        elf = ELFFile.load_from_path(str(path))
+        dynamic = elf.get_section_by_name(".dynamic")
+        tags = dynamic.iter_tags("DT_NEEDED") if isinstance(dynamic, DynamicSection) else ()
+        needed = [str(tag.needed) for tag in tags]  # type: ignore[attr-defined]
+    except (ELFError, OSError):
+        return [], iter(())
+    return needed, _undefined(elf)
+
+
+def _undefined(elf: object) -> Iterator[tuple[str, str]]:
+    symbols, numbers, names = (
+        elf.get_section_by_name(name)  # type: ignore[attr-defined]
+        for name in (".dynsym", ".gnu.version", ".gnu.version_r")
+    )
+    versions = {
+        each["vna_other"]: each.name for _, each_of in (names.iter_versions() if names else ()) for each in each_of
+    }
+    for index, symbol in enumerate(symbols.iter_symbols()):
+        if symbol["st_shndx"] == "SHN_UNDEF" and symbol.name:
+            number = numbers.get_symbol(index)["ndx"] if numbers else 0
+            yield symbol.name, versions.get(number, "")
+
+
+def _symbol_version(library: str, imports: Imports) -> str:
+    """The version of a library's symbols; empty if they have none. NVSHMEM's differs from the name of its file."""
+    return next((v for v in imports.versioned if v == library or (v == "NVSHMEM" and "nvshmem" in library)), "")
+
+
+def _wanted(base: str, version: str, imports: Imports) -> set[str]:
+    """The functions of a library that somebody imports."""
+    prefix = PREFIXES[base]
+    longer = tuple(other for other in PREFIXES.values() if other != prefix and other.startswith(prefix))
+    plain = {name for name in imports.plain if name.startswith((prefix, f"__{prefix}"))}
+    return imports.versioned.get(version, set()) | {name for name in plain if not (longer and name.startswith(longer))}
+
+
+def _stub(name: str) -> str:
+    """A C function that returns success. Functions that create something also return a handle."""
+    if re.search(r"Create|_init$|Init$", name) and not name.startswith("__"):
+        return f"int {name}(void **handle) {{ *handle = calloc(1, 4096); return 0; }}"
+    return f"int {name}(void) {{ return 0; }}"
+
+
+def _headers(site_packages: Path) -> Path:
+    """The folder of CUDA's headers: of the package nvidia-cuda-runtime, or of a toolkit."""
+    packages = [*site_packages.glob("nvidia/cu*/include"), site_packages / "nvidia" / "cuda_runtime" / "include"]
+    for folder in (*packages, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")):
+        if all((folder / name).exists() for name in HEADERS):
+            return folder
+    raise RehearsalError(
+        f"CUDA's headers {' and '.join(HEADERS)} are missing",
+        hint="pip install --no-deps nvidia-cuda-runtime (nvidia-cuda-runtime-cu12 for a torch built with CUDA 12)",
+    )
+
+
+def _compiler() -> list[str]:
+    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return [name]
+    raise RehearsalError("no C compiler was found", hint="install gcc or clang, or set CC")
+
+
+def _compile(sources: list[Path], library: Path, *options: str) -> None:
+    command = [*_compiler(), "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{library.name}", *options]
+    try:
+        subprocess.run(
+            [*command, "-o", library, *sources, "-ldl", "-lpthread", "-lrt", "-lm"],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        raise RehearsalError(
+            f"{library.name} cannot be compiled: {error.stderr.strip()[-500:]}", hint="try another compiler with CC"
+        ) from None

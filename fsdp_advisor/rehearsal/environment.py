@@ -1,0 +1,86 @@
+"""The environment variables in which a command sees simulated GPUs. `native/*.c` and `inside` read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_advisor.errors import RehearsalError
+from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.memory.device import context_range
+
+SITE = Path(__file__).parent / "inside" / "site"
+"""The folder that Python finds first in a rehearsed process. Its sitecustomize.py runs before the script."""
+MOST_GPUS = 16
+"""GPUs of a node. Source: MOST_DEVICES in native/runtime.c."""
+_SHARED_KIB = {7: 96, 8: 163, 9: 227, 10: 227, 12: 99}
+"""Largest shared memory of a block by compute capability (major). Source: CUDA C++ Programming Guide, technical specifications."""
+_UNKNOWN_MULTIPROCESSORS = 100
+
+
+def machine_of(gpu: Gpu, gpus_per_node: int) -> Machine:
+    """The simulated machine with the memory that `memory.device` expects CUDA to take: the middle of its range."""
+    return Machine(gpu=gpu, gpus_per_node=gpus_per_node, context_bytes=sum(context_range(gpu)) // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The simulated machine: its GPUs, and the memory of each that CUDA and its libraries take."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    context_bytes: int
+    communicator_bytes: int = 0
+    """Memory of one NCCL communicator of more than one rank."""
+
+    def __post_init__(self) -> None:
+        if self.gpu.compute_capability is None or (self.gpu.architecture or "").startswith("cdna"):
+            raise RehearsalError(
+                f"{self.gpu.name} is not an NVIDIA GPU of the table", hint="`fsdp-advisor gpus` lists the GPUs"
+            )
+        if not 1 <= self.gpus_per_node <= MOST_GPUS:
+            raise RehearsalError(
+                f"a node has 1 to {MOST_GPUS} GPUs, not {self.gpus_per_node}", hint="say --nnodes for several nodes"
+            )
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that describe this machine to the compiled libraries."""
+        assert self.gpu.compute_capability is not None
+        major, minor = self.gpu.compute_capability
+        return {
+            "REHEARSAL_NAME": self.gpu.full_name,
+            "REHEARSAL_DEVICES": str(self.gpus_per_node),
+            "REHEARSAL_TOTAL_BYTES": str(self.gpu.memory_bytes),
+            "REHEARSAL_CONTEXT_BYTES": str(self.context_bytes),
+            "REHEARSAL_COMMUNICATOR_BYTES": str(self.communicator_bytes),
+            "REHEARSAL_MAJOR": str(major),
+            "REHEARSAL_MINOR": str(minor),
+            "REHEARSAL_MULTIPROCESSORS": str(self.gpu.multiprocessors or _UNKNOWN_MULTIPROCESSORS),
+            "REHEARSAL_THREADS": str(self.gpu.threads_per_multiprocessor),
+            "REHEARSAL_SHARED_BYTES": str(_SHARED_KIB[major] << 10),
+        }
+
+
+def environment(machine: Machine, libraries: Path, outside: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rehearsed command.
+
+    `libraries` is the folder of the compiled libraries, `outside` the environment of the caller. A REHEARSAL_ variable that is
+    already set there stays.
+    """
+    preload = sorted(str(path) for path in libraries.glob("*.so.*"))
+    found = {
+        **machine.variables(),
+        "LD_LIBRARY_PATH": _path_list(str(libraries), outside.get("LD_LIBRARY_PATH")),
+        "LD_PRELOAD": ":".join([*preload, *filter(None, [outside.get("LD_PRELOAD")])]),
+        "PYTHONPATH": _path_list(str(SITE), outside.get("PYTHONPATH")),
+        "TRITON_LIBCUDA_PATH": str(libraries),
+    }
+    kept = {name: value for name, value in outside.items() if name.startswith("REHEARSAL_")}
+    hidden = {"CUDA_VISIBLE_DEVICES"}  # of the real machine
+    return {name: value for name, value in outside.items() if name not in hidden} | found | kept
+
+
+def _path_list(first: str, rest: str | None) -> str:
+    return os.pathsep.join([first, *filter(None, [rest])])

@@ -1,0 +1,25 @@
+"""The part of a rehearsal that runs in the processes of the script. It imports only the standard library and what the script uses."""
+
+from __future__ import annotations
+
+from fsdp_advisor.rehearsal.inside import launchers, meter, ranks
+from fsdp_advisor.rehearsal.inside.data import use_random_data
+from fsdp_advisor.rehearsal.inside.import_hooks import after_import
+from fsdp_advisor.rehearsal.inside.values import answer_values
+from fsdp_advisor.rehearsal.inside.weights import use_empty_weights
+
+
+def start() -> None:
+    """Register what happens when the script imports a library. Called once, before the script."""
+    after_import("torch", answer_values)
+    after_import("torch", meter.install)
+    use_empty_weights()
+    use_random_data()
+    if ranks.selected_ranks() or launchers.starts_all_nodes():
+        after_import("torch.distributed.launcher.api", launchers.answer_torchrun)
+        after_import("deepspeed.launcher.runner", launchers.answer_deepspeed)
+    if ranks.selected_ranks():
+        after_import("torch.distributed.rendezvous", ranks.answer_rendezvous)
+        after_import("torch.distributed.distributed_c10d", ranks.answer_process_groups)
+        after_import("torch.distributed", ranks.answer_rendezvous)
+        after_import("torch.multiprocessing.spawn", launchers.refuse_spawn)

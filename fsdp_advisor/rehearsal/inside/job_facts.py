@@ -1,0 +1,130 @@
+"""What can be read off the script's own objects about its job, so that it can be estimated too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+
+def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
+    """Add the facts that this call of a module shows. Returns whether all are known: the first layer has been called.
+
+    The outermost module shows the engine and the model, the first module without children the batch and the precision.
+    """
+    if "engine" not in facts:
+        facts |= {
+            "engine": engine_of(module, torch),
+            "model": model_of(module),
+            "framework": framework_of(),
+            **parameters_of(module),
+        }
+    if "batch" not in facts:
+        shape = next((list(v.shape) for v in _inputs(3) if isinstance(v, torch.Tensor) and v.dim() >= 2), None)
+        if shape is not None:
+            facts["batch"] = shape
+    if next(module.children(), None) is not None:
+        return False
+    if "autocast" not in facts:
+        on = torch.is_autocast_enabled("cuda")
+        facts["autocast"] = str(torch.get_autocast_dtype("cuda")) if on else None
+    return True
+
+
+def _inputs(depth: int) -> Iterator[Any]:
+    """The inputs of the module call in progress, from its frame: hooks of all modules are not given keyword arguments."""
+    frame = sys._getframe(depth)
+    while frame is not None and "kwargs" not in frame.f_locals:
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+    named: dict[str, Any] = frame.f_locals.get("kwargs") or {}
+    for name in ("input_ids", "inputs_embeds", "pixel_values"):
+        if name in named:
+            yield named[name]
+    yield from named.values()
+    yield from frame.f_locals.get("args") or ()
+
+
+def engine_of(module: Any, torch: ModuleType) -> dict[str, Any]:
+    """The engine around the model, by the classes of its wrappers."""
+    for each in _unwrapped(module):
+        names = {kind.__name__ for kind in type(each).__mro__}
+        if "DeepSpeedEngine" in names:
+            precision = "bf16-mixed" if each.bfloat16_enabled() else "fp16-mixed" if each.fp16_enabled() else "fp32"
+            return {"backend": "deepspeed", "zero_stage": each.zero_optimization_stage(), "mixed_precision": precision}
+        if "DistributedDataParallel" in names:
+            return {"backend": "ddp"}
+        if "FullyShardedDataParallel" in names:
+            return {"backend": "fsdp1", "sharding": str(each.sharding_strategy), "precision": str(each.mixed_precision)}
+        if "FSDPModule" in names:
+            group = next((m._get_fsdp_state()._fsdp_param_group for m in each.modules() if _has_group(m)), None)
+            if group is None:
+                continue
+            return {
+                "backend": "fsdp2",
+                "precision": str(group.mp_policy),
+                "mesh_dimensions": group.mesh_info.mesh.ndim,
+                "reshard_after_forward": group._reshard_after_forward,
+            }
+    return {"backend": "none"}
+
+
+def _has_group(module: Any) -> bool:
+    return hasattr(module, "_get_fsdp_state") and module._get_fsdp_state()._fsdp_param_group is not None
+
+
+def framework_of() -> str:
+    """The library that runs the training loop, by its state in this process."""
+    trainer, state = sys.modules.get("transformers.trainer"), sys.modules.get("accelerate.state")
+    frame: Any = sys._getframe()
+    while trainer is not None and frame is not None:
+        if frame.f_code.co_filename == trainer.__file__:
+            return "trainer"
+        frame = frame.f_back
+    return "accelerate" if state is not None and state.AcceleratorState._shared_state else "torch"
+
+
+def optimizer_of(optimizer: Any) -> dict[str, Any]:
+    """The class of an optimizer and those of its settings that change memory."""
+    settings = optimizer.param_groups[0]
+    kept = {name: settings[name] for name in ("fused", "foreach", "momentum") if name in settings}
+    return {"class": type(optimizer).__name__, **kept}
+
+
+def model_of(module: Any) -> dict[str, Any] | None:
+    """The transformers configuration of the model, with its class, attention and checkpointing; None without one."""
+    for each in _unwrapped(module):
+        config: Any = vars(each).get("config")
+        if hasattr(config, "to_diff_dict") and config.model_type:
+            return {
+                "class": type(each).__name__,
+                "config": config.to_dict(),
+                "attention": getattr(config, "_attn_implementation", None),
+                "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
+                "peft": any(hasattr(m, "peft_config") for m in _unwrapped(module)),
+            }
+    return None
+
+
+def parameters_of(module: Any) -> dict[str, Any]:
+    """Elements of all and of trainable parameters as this rank sees them, and their dtypes."""
+    parameters = list(module.parameters())
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "dtypes": sorted({str(p.dtype) for p in parameters}),
+    }
+
+
+def _unwrapped(module: Any) -> Iterator[Any]:
+    """The module, and what wrappers contain: `module`, `_orig_mod`, `base_model`, `model`."""
+    seen: set[int] = set()
+    while module is not None and id(module) not in seen:
+        seen.add(id(module))
+        yield module
+        inner = (getattr(module, name, None) for name in ("module", "_fsdp_wrapped_module", "_orig_mod", "base_model"))
+        module = next(
+            (each for each in inner if each is not None and each is not module and hasattr(each, "parameters")), None
+        )

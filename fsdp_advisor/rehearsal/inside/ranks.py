@@ -1,0 +1,146 @@
+"""Run one rank of a large job alone: the other ranks are answered in its place, as if each had this rank's data.
+
+Collectives on GPUs go through native/nccl.c, which answers them. This file does the same for what waits for other ranks elsewhere:
+the rendezvous, PyTorch's stores, gloo, and pickled objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+from typing import Any
+
+RANKS = "REHEARSAL_RANKS"
+"""The environment variable with the ranks that run, such as `0` or `0,7`. Each of them runs alone. Unset: all ranks run together."""
+_GLOO = "gloo"
+_ANSWERED = "rehearsal"
+"""The backend that takes gloo's place: PyTorch's fake process group."""
+_COMMUNICATORS = 8
+"""Communicators that one process group may make for a device: PyTorch makes one, and another after it aborts one."""
+
+
+def selected_ranks() -> tuple[int, ...]:
+    """The ranks that run alone; empty if all ranks run together."""
+    return tuple(int(word) for word in os.environ.get(RANKS, "").split(",") if word.strip())
+
+
+def answer_rendezvous(module: ModuleType) -> None:
+    """A TCPStore is a server of its own and waits for nobody. `module` is torch.distributed or its rendezvous."""
+    original: Any = module.TCPStore
+
+    class Store(original):  # type: ignore[misc]  # torch is not installed where types are checked
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            kept = {"timeout": named["timeout"]} if "timeout" in named else {}
+            super().__init__("localhost", 0, 1, True, **kept)
+
+    module.TCPStore = Store  # type: ignore[attr-defined]
+
+
+def answer_process_groups(c10d: ModuleType) -> None:
+    """Replace the functions of torch.distributed.distributed_c10d that wait for other ranks or take objects from them.
+
+    Communicators are never split off others: NCCL does not say how large a part is when only one rank asks.
+    """
+    # one unique id for all communicators of a group; with several, rank 128 would ask another rank for one
+    os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(2**30)
+    c10d._store_based_barrier = _nothing  # type: ignore[attr-defined]
+    c10d.monitored_barrier = _nothing  # type: ignore[attr-defined]
+    c10d._get_split_source = _nothing  # type: ignore[attr-defined]
+    c10d.split_group = functools.partial(_new_group_of_part, c10d)  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = _without_gloo(c10d, c10d._new_process_group_helper)  # type: ignore[attr-defined]
+    for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
+        setattr(c10d, name, _own_objects(c10d, getattr(c10d, name)))
+    for name in ("all_reduce", "reduce"):
+        setattr(c10d, name, _sum_of_equal(c10d, getattr(c10d, name)))
+
+
+def _nothing(*arguments: Any, **named: Any) -> None:
+    return None
+
+
+def _new_group_of_part(
+    c10d: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None,
+    group_desc: str | None = None, **others: Any,
+) -> Any:  # fmt: skip
+    """The group of the part that has this rank, made like any other group; None if no part has it."""
+    parent = parent_pg or c10d._get_default_group()
+    ranks = c10d.get_process_group_ranks(parent)
+    for part in split_ranks:
+        if c10d.get_rank(parent) in part:
+            members = sorted(ranks[rank] for rank in part)
+            return c10d.new_group(members, timeout=timeout, pg_options=pg_options, group_desc=group_desc, **others)
+    return None
+
+
+def _without_gloo(c10d: Any, original: Any) -> Any:
+    """Make process groups in which PyTorch's fake process group takes gloo's place, under gloo's name."""
+
+    def create(options: Any, _: Any) -> Any:
+        from torch._C._distributed_c10d import FakeProcessGroup
+
+        return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+
+    @functools.wraps(original)
+    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, name: str, *rest: Any, **named: Any) -> Any:
+        if _ANSWERED.upper() not in c10d.Backend._plugins:
+            c10d.Backend.register_backend(_ANSWERED, create, extended_api=True, devices=["cpu", "cuda"])
+        asked = "cpu:gloo,cuda:nccl" if str(backend) == c10d.Backend.UNDEFINED else str(backend)
+        _give_unique_ids(c10d.PrefixStore("cuda/", c10d.PrefixStore(f"{name}/", store)), size)
+        used = c10d.Backend(asked.replace(_GLOO, _ANSWERED))
+        group, kept = original(size, rank, ranks, used, store, name, *rest, **named)
+        if group in c10d._world.pg_map:
+            c10d._world.pg_map[group] = (backend, c10d._world.pg_map[group][1])
+        return group, kept
+
+    return make
+
+
+def _give_unique_ids(store: Any, size: int) -> None:
+    """Store what a rank waits for before it makes an NCCL communicator whose first rank is another one.
+
+    Source: ProcessGroupNCCL::broadcastUniqueNCCLID and getKeySendRecv (torch 2.13): the number of the communicator, or both ranks
+    of a message. native/nccl.c does not read an id when a rank runs alone.
+    """
+    me = int(os.environ.get("RANK", "0"))
+    pairs = [f"{min(me, other)}:{max(me, other)}" for other in range(size) if me < size]
+    for key in [*map(str, range(_COMMUNICATORS)), *pairs]:
+        store.set(key, "i" * 128)
+
+
+def _own_objects(c10d: Any, original: Any) -> Any:
+    """A function that takes pickled objects from another rank and leaves this rank's own list as it is."""
+
+    @functools.wraps(original)
+    def take(*arguments: Any, src: Any = None, group: Any = None, group_src: Any = None, **named: Any) -> Any:
+        position = 2 if original.__name__ == "scatter_object_list" else 1
+        source = src if len(arguments) <= position else arguments[position]
+        where = group if len(arguments) <= position + 1 else arguments[position + 1]
+        mine = c10d.get_rank(where) if group_src is not None else c10d.get_rank()
+        wanted = group_src if group_src is not None else 0 if source is None else source
+        if mine != wanted:
+            return wanted if original.__name__ == "recv_object_list" else None
+        return original(*arguments, **_given(src=src, group=group, group_src=group_src), **named)
+
+    return take
+
+
+def _given(**named: Any) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _sum_of_equal(c10d: Any, original: Any) -> Any:
+    """all_reduce or reduce, of which the fake process group leaves a tensor of the CPU as it is: multiply a sum."""
+
+    @functools.wraps(original)
+    def reduce(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        work = original(tensor, *arguments, **named)
+        ops = [
+            each for each in (*arguments, *named.values()) if isinstance(each, c10d.ReduceOp | c10d.ReduceOp.RedOpType)
+        ]
+        groups = [each for each in (*arguments, *named.values()) if isinstance(each, c10d.ProcessGroup)]
+        if tensor.device.type == "cpu" and (not ops or ops[0] == c10d.ReduceOp.SUM):
+            tensor.mul_(c10d.get_world_size(groups[0] if groups else None))
+        return work
+
+    return reduce

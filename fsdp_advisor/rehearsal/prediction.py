@@ -1,0 +1,113 @@
+"""The estimate of a rehearsed job: its options as the script's own objects show them, and the figures of `estimate`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
+
+TIMEOUT_S = 120
+_SHARDINGS = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp"}
+_OPTIMIZERS = {
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "AdamW8bit": "adamw_bnb_8bit",
+    "FusedAdam": "adamw_torch_fused",
+}  # fmt: skip
+
+
+class NotRecognized(Exception):
+    """The job is not one that `estimate` describes. The message is the reason."""
+
+
+def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[str, str]:
+    """The options of `estimate` for this job. Writes the model's config.json into `folder`. Raises NotRecognized."""
+    job = rank.job
+    model, batch = job.get("model"), job.get("batch")
+    if not batch:
+        raise NotRecognized("no forward was seen")
+    if not model:
+        raise NotRecognized("the model is not one of transformers")
+    if model["peft"] or job["parameters"] != job["trainable_parameters"]:
+        raise NotRecognized("adapters and frozen parameters are not modelled yet")
+    path = folder / "config.json"
+    path.write_text(json.dumps(model["config"] | {"architectures": [model["class"]]}))
+    return {
+        "model": str(path),
+        "gpu": gpu,
+        "gpus": str(rank.world_size),
+        "nnodes": str(nnodes),
+        "micro-batch-size": str(batch[0]),
+        "seq-len": str(batch[1]),
+        "gradient-accumulation-steps": str(job.get("forwards_per_step", 1)),
+        "activation-checkpointing": "full" if model["checkpointing"] else "none",
+        "attention": model["attention"] or "sdpa",
+        "framework": job["framework"],
+        "precision": _precision(job),
+        "optim": _optimizer(job),
+        **_engine(job["engine"]),
+    }
+
+
+def predict(options: Mapping[str, str], variables: Mapping[str, str]) -> Prediction:
+    """Run `estimate` with these options. It runs in `variables`, because recording an unknown model imports torch."""
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "fsdp_advisor", "estimate", *words, "--json"]
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
+        rows = json.loads(done.stdout)["estimates"]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Prediction(options=options, figures={}, reason=f"estimate did not answer: {error}")
+    except (ValueError, KeyError):
+        said = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+        return Prediction(options=options, figures={}, reason=" ".join(said[-2:]) or "estimate gave no answer")
+    figures = {name: rows[0][name] for name in PEAKS if rows[0].get(name) is not None}
+    return Prediction(options=options, figures=figures, reason=None if figures else "the peak is unknown")
+
+
+def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
+    match engine["backend"]:
+        case "none":
+            return {"strategy": "ddp"}
+        case "ddp":
+            return {"strategy": "ddp", "backend": "ddp"}
+        case "deepspeed":
+            return {"strategy": f"zero{engine['zero_stage']}", "backend": "deepspeed"}
+        case "fsdp1":
+            sharding = engine["sharding"].rpartition(".")[2]
+            if sharding not in _SHARDINGS:
+                raise NotRecognized(f"{sharding} is not recognized")
+            return {"strategy": _SHARDINGS[sharding], "backend": "fsdp1"}
+        case "fsdp2":
+            resharded = engine["reshard_after_forward"]
+            strategy = "hsdp" if engine["mesh_dimensions"] == 2 else "zero3" if resharded else "zero2"
+            return {"strategy": strategy, "backend": "fsdp2"}
+        case other:
+            raise NotRecognized(f"{other} is not recognized")
+
+
+def _precision(job: Mapping[str, Any]) -> str:
+    dtypes, policy = job["dtypes"], str(job["engine"].get("precision"))
+    if "mixed_precision" in job["engine"]:
+        return str(job["engine"]["mixed_precision"])  # DeepSpeed keeps fp32 copies of the weights
+    if dtypes == ["torch.bfloat16"]:
+        return "bf16"
+    if dtypes == ["torch.float32"]:
+        computes = f"{job.get('autocast')} {policy}"
+        if "bfloat16" in computes:
+            return "bf16-mixed"
+        return "fp16-mixed" if "float16" in computes else "fp32"
+    raise NotRecognized(f"parameters are {' and '.join(dtypes)}")
+
+
+def _optimizer(job: Mapping[str, Any]) -> str:
+    name = job.get("optimizer", {}).get("class")
+    if name not in _OPTIMIZERS:
+        raise NotRecognized(f"the optimizer {name} is not recognized")
+    found = _OPTIMIZERS[name]
+    if found == "adamw_torch" and job["optimizer"].get("fused"):
+        return "adamw_torch_fused"
+    return "sgd_momentum" if found == "sgd" and job["optimizer"].get("momentum") else found

@@ -1,0 +1,128 @@
+"""Rehearse a command: prepare the simulated machine, run the command on it, read what its processes measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.hardware.lookup import find_gpu
+from fsdp_advisor.rehearsal.build import find_installation, libraries_for
+from fsdp_advisor.rehearsal.environment import environment, machine_of
+from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
+from fsdp_advisor.rehearsal.launch import interpreter_of, run
+from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of, predict
+from fsdp_advisor.rehearsal.report import Prediction, RankResult, Rehearsal, read_ranks
+
+STEPS = 3
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a rehearsal simulates and how long it runs.
+
+    `steps`: optimizer steps, 0 for the whole script. `snapshot`: a folder for one allocator snapshot per rank. `ranks`: run only
+    these, each alone; the others are answered in their place. `empty_weights`: `from_pretrained` builds from the configuration.
+    `random_data`: random tokens take the place of data sets.
+    """
+
+    gpu: str
+    gpus: int = 1
+    nnodes: int = 1
+    steps: int = STEPS
+    timeout_s: float = TIMEOUT_S
+    snapshot: Path | None = None
+    ranks: tuple[int, ...] = ()
+    empty_weights: bool = False
+    random_data: bool = False
+    predict: bool = True
+    quiet: bool = False
+
+
+def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
+    """Run a command on simulated GPUs and return what each rank used.
+
+    Raises UsageError for impossible settings and RehearsalError if the rehearsal cannot start. A command that fails is a result.
+    """
+    if not command:
+        raise UsageError("there is no command to rehearse", hint="give it after --, such as: -- torchrun train.py")
+    if any(rank >= settings.gpus for rank in settings.ranks):
+        raise UsageError(f"there is no rank {max(settings.ranks)} of {settings.gpus}", hint="ranks count from 0")
+    if settings.gpus % settings.nnodes:
+        raise UsageError(f"{settings.gpus} GPUs cannot be divided among {settings.nnodes} nodes", hint="change --gpus")
+    gpu = find_gpu(settings.gpu)
+    installation = find_installation(interpreter_of(command))
+    machine = machine_of(gpu, settings.gpus // settings.nnodes)
+    variables = environment(machine, libraries_for(installation), os.environ)
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    try:
+        inside = variables | _variables_of(settings, folder)
+        ended = run(command, inside, timeout_s=settings.timeout_s, quiet=settings.quiet)
+        ranks = read_ranks(folder)
+        prediction = None
+        if settings.predict and ranks and not ended.interrupted:
+            prediction = _prediction(ranks[0], settings, folder, variables)
+        found = Rehearsal(
+            command=tuple(command), gpu=gpu.name, gpus=settings.gpus, nnodes=settings.nnodes,
+            ranks=_with_kept_snapshots(ranks, folder, settings.snapshot), ended=ended, prediction=prediction,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _variables_of(settings: Settings, folder: Path) -> dict[str, str]:
+    """What the processes of the script are asked to do."""
+    per_node = settings.gpus // settings.nnodes
+    found = {
+        "REHEARSAL_FOLDER": str(folder),
+        "REHEARSAL_STEPS": str(settings.steps),
+        "REHEARSAL_WORLD_SIZE": str(settings.gpus),
+        "REHEARSAL_GPUS_PER_NODE": str(per_node),
+    }
+    flags = {
+        "REHEARSAL_SNAPSHOT": settings.snapshot is not None,
+        "REHEARSAL_EMPTY_WEIGHTS": settings.empty_weights,
+        "REHEARSAL_RANDOM_DATA": settings.random_data,
+    }
+    found |= {name: "1" for name, wanted in flags.items() if wanted}
+    if settings.ranks:
+        found["REHEARSAL_RANKS"] = ",".join(map(str, settings.ranks))
+        found |= variables_of(
+            settings.ranks[0], settings.gpus, per_node, free_port()
+        )  # for a script without a launcher
+    return found
+
+
+def _prediction(rank: RankResult, settings: Settings, folder: Path, variables: dict[str, str]) -> Prediction:
+    try:
+        return predict(options_of(rank, settings.gpu, settings.nnodes, folder), variables)
+    except NotRecognized as error:
+        return Prediction(options={}, figures={}, reason=str(error))
+
+
+def _with_kept_snapshots(ranks: Sequence[RankResult], folder: Path, kept: Path | None) -> tuple[RankResult, ...]:
+    """The ranks with the paths of their snapshots in the folder that stays; without paths if none stays."""
+    if kept is None:
+        return tuple(
+            replace(rank, out_of_memory=tuple(replace(each, snapshot=None) for each in rank.out_of_memory))
+            for rank in ranks
+        )
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.pickle"):
+        shutil.move(path, kept / path.name)
+    return tuple(
+        replace(
+            rank,
+            out_of_memory=tuple(
+                replace(each, snapshot=each.snapshot and str(kept / Path(each.snapshot).name))
+                for each in rank.out_of_memory
+            ),
+        )
+        for rank in ranks
+    )

@@ -1,0 +1,191 @@
+"""`rehearse` on small scripts: what it measures, how it ends, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.rehearsal.build import find_installation
+from fsdp_advisor.rehearsal.launch import interpreter_of
+from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
+
+pytestmark = pytest.mark.slow
+
+Script = Callable[[str], str]
+
+TRAIN = """
+import json, torch
+model = torch.nn.Linear(4096, 4096).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+own = []
+for step in range(3):
+    loss = model(torch.randn(1024, 4096, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    own.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+    if step == 0:
+        torch.cuda.reset_peak_memory_stats()
+        own.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+print(json.dumps(own), flush=True)
+"""
+
+
+def run(python: Path, script: str, *options: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, JSON and standard error of `rehearse`, which also has the script's own output."""
+    words = ["rehearse", "--gpu", "A100-80GB", "--json", "--no-predict", *options, "--", str(python), script]
+    done = subprocess.run([sys.executable, "-m", "fsdp_advisor", *words], capture_output=True, text=True, timeout=600)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def still_running(word: str) -> list[str]:
+    """The processes whose command line contains a word."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if word in command and int(folder.name) != os.getpid():
+            found.append(command)
+    return found
+
+
+def test_the_script_reads_the_same_peaks_as_without_a_meter_and_the_report_has_them(
+    rehearsal_python: Path, script: Script
+) -> None:
+    status, found, printed = run(rehearsal_python, script(TRAIN), "--steps", "0")
+    assert (status, found["outcome"]) == (0, "completed")
+    own = json.loads(next(line for line in printed.splitlines() if line.startswith("[[")))
+    weights, inputs, state = 4096 * 4097 * 4, 1024 * 4096 * 4, 2 * 4096 * 4097 * 4
+    assert own[1][0] < own[0][0], "the script's own reset lowers its peak"
+    assert own[-1][0] >= weights + state + inputs
+    (rank,) = found["ranks"]
+    assert rank["steps"] == 3
+    assert found["peak_allocated_bytes"] == max(peak for peak, _ in own)
+    assert found["peak_reserved_bytes"] == max(reserved for _, reserved in own)
+    assert found["peak_device_bytes"] > found["peak_reserved_bytes"]
+    order = [(phase["step"], phase["phase"]) for phase in rank["phases"]]
+    steps = [(step, phase) for step in (1, 2, 3) for phase in ("forward", "backward", "optimizer")]
+    assert order == [(0, "setup"), *steps]
+    assert rank["phases"][3]["peak_allocated_bytes"] > rank["phases"][2]["allocated_bytes_at_end"], "AdamW's state"
+
+
+def test_the_script_is_ended_after_the_wanted_steps(rehearsal_python: Path, script: Script) -> None:
+    status, found, printed = run(rehearsal_python, script(TRAIN), "--steps", "1")
+    assert status == 0 and found["ranks"][0]["steps"] == 1
+    assert "[[" not in printed, "the script did not reach its end"
+
+
+def test_out_of_memory_says_what_was_requested_where(rehearsal_python: Path, script: Script, tmp_path: Path) -> None:
+    text = TRAIN.replace("optimizer.step()", "torch.empty(90 << 30, device='cuda', dtype=torch.uint8)")
+    status, found, _ = run(rehearsal_python, script(text), "--snapshot", str(tmp_path / "kept"))
+    assert (status, found["outcome"]) == (1, "out of memory")
+    (failed,) = found["ranks"][0]["out_of_memory"]
+    assert failed["requested_bytes"] == 90 << 30
+    assert failed["phase"] == "optimizer" and failed["step"] == 1
+    assert "train.py:9" in failed["frames"][0]
+    assert Path(failed["snapshot"]).stat().st_size > 0
+
+
+def test_a_caught_out_of_memory_error_is_no_failure(rehearsal_python: Path, script: Script) -> None:
+    text = (
+        TRAIN
+        + "\ntry:\n    torch.empty(90 << 30, device='cuda', dtype=torch.uint8)\nexcept torch.OutOfMemoryError:\n    pass\n"
+    )
+    status, found, _ = run(rehearsal_python, script(text), "--steps", "0")
+    assert status == 0 and len(found["ranks"][0]["out_of_memory"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "message"),
+    [
+        ("raise ValueError('bad data')", 1, "ValueError: bad data"),
+        ("raise SystemExit(7)", 7, None),
+        ("torch.empty(1, device='cuda:1')", 1, "invalid device ordinal"),
+        ("import os; os.kill(os.getpid(), 9)", 137, None),
+    ],
+    ids=["exception", "exit status", "missing GPU", "killed"],
+)
+def test_a_script_that_fails_ends_with_its_own_status_and_keeps_what_was_measured(
+    rehearsal_python: Path, script: Script, end: str, status: int, message: str | None
+) -> None:
+    found_status, found, _ = run(rehearsal_python, script(TRAIN + end), "--steps", "0")
+    assert (found_status, found["outcome"]) == (status, "failed")
+    (rank,) = found["ranks"]
+    assert rank["steps"] == 3 and rank["phases"]
+    if message is not None:
+        assert message in rank["error"]
+
+
+def test_a_hanging_script_is_ended_with_its_children(rehearsal_python: Path, script: Script) -> None:
+    text = """
+import subprocess, sys, time, torch
+torch.zeros(1, device="cuda")
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000) # child-of-rehearsal"], start_new_session=True)
+time.sleep(1000)
+"""
+    status, found, _ = run(rehearsal_python, script(text), "--timeout", "15")
+    assert (status, found["outcome"]) == (2, "timed out")
+    assert still_running("child-of-rehearsal") == []
+
+
+def test_processes_that_outlive_the_command_are_ended(rehearsal_python: Path, script: Script) -> None:
+    text = """
+import subprocess, sys, torch
+torch.zeros(1, device="cuda")
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000) # orphan-of-rehearsal"], start_new_session=True)
+"""
+    status, found, _ = run(rehearsal_python, script(text))
+    assert status == 0 and found["ended"]["leftovers"] >= 1
+    assert still_running("orphan-of-rehearsal") == []
+
+
+def test_a_forked_process_that_uses_the_gpu_fails_as_on_a_gpu(rehearsal_python: Path, script: Script) -> None:
+    text = """
+import os, torch
+torch.zeros(1, device="cuda")
+if os.fork() == 0:
+    torch.zeros(1, device="cuda")
+print("child:", os.wait()[1] != 0)
+"""
+    status, found, printed = run(rehearsal_python, script(text))
+    assert status == 0 and "child: True" in printed and "Cannot re-initialize CUDA in forked subprocess" in printed
+    assert len(found["ranks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "message"),
+    [
+        ((), {}, "no command"),
+        (("no-such-program",), {}, "no such program"),
+        (("{python}", "x.py"), {"gpu": "MI300X"}, "not an NVIDIA GPU"),
+        (("{python}", "x.py"), {"gpus": 3, "nnodes": 2}, "cannot be divided"),
+        (("{python}", "x.py"), {"gpus": 64}, "1 to 16 GPUs"),
+        (("{own}", "x.py"), {}, "without CUDA"),
+    ],
+    ids=["nothing", "unknown program", "AMD", "uneven nodes", "too many per node", "CPU build"],
+)
+def test_what_cannot_be_rehearsed_is_refused_with_a_hint(
+    rehearsal_python: Path, command: tuple[str, ...], settings: dict[str, Any], message: str
+) -> None:
+    words = [word.format(python=rehearsal_python, own=sys.executable) for word in command]
+    with pytest.raises(AdvisorError) as refused:
+        rehearse(words, Settings(**{"gpu": "H100-80GB"} | settings))
+    assert message in refused.value.message and refused.value.hint
+
+
+def test_the_interpreter_of_a_launcher_is_the_one_in_its_first_line(rehearsal_python: Path, tmp_path: Path) -> None:
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(f"#!{rehearsal_python}\n")
+    launcher.chmod(0o755)
+    assert interpreter_of([str(launcher), "train.py"]) == rehearsal_python
+    assert find_installation(rehearsal_python).torch_version.startswith("2.")
