@@ -44,7 +44,7 @@ from fsdp_advisor.memory.allocator import (
 )
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
-from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
+from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.model.tape_key import TapeKey
@@ -191,17 +191,17 @@ def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """Peak tensor bytes of a plan's step on a GPU, a lower bound of its memory. Raises AdvisorError if there is no tape."""
     assert model.profile is not None
     tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
-    return peak_of_step(model.profile, tape, plan).peak
+    return _peak_bytes(model.profile, tape, plan)
 
 
-def peak_of_step(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> StepPeak:
+def peak_of_step(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
     """The peak of a plan's step over a tape."""
+    return step_peak(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len)
+
+
+def _peak_bytes(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> int:
     program = step_program(profile, tape, plan)
-    return step_peak(program, plan.micro_batch_size, plan.seq_len, fused_loss=fused_loss)
-
-
-def _peak_bytes(profile: Profile, tape: Tape, plan: Plan) -> int:
-    return peak_of_step(profile, tape, plan).peak
+    return peak_bytes(program, plan.micro_batch_size, plan.seq_len, fused_loss=fused_loss)
 
 
 def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
@@ -329,7 +329,7 @@ def _with_step(
         peak_where=tensors.where,
         phase_peaks=tensors.phase_peaks,
         at_peak=tensors.at_peak,
-        fused_loss_peak_bytes=peak_of_step(profile, on_gpu, plan, fused_loss=True).peak if explain else None,
+        fused_loss_peak_bytes=_peak_bytes(profile, on_gpu, plan, fused_loss=True) if explain else None,
         allocator=allocator,
         step=step,
         warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
