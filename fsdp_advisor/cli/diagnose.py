@@ -1,0 +1,60 @@
+"""`fsdp-advisor diagnose`: why a GPU ran out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
+from fsdp_advisor.cli.output import Destination, as_json, form_of
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
+
+DIAGNOSED = 0
+"""Exit status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions(ConfigFileOptions, ReportOptions):
+    """Options of `diagnose` apart from those of the job."""
+
+    file: Annotated[
+        str | None,
+        Rule(
+            about="the text of an out-of-memory error, a log, or a memory snapshot (gzip too); - for standard input",
+            metavar="FILE",
+            positional=True,
+        ),
+    ] = None
+    device: Annotated[
+        int | None, Rule(about="the GPU of a snapshot that has several", default="the one with an error", ge=0)
+    ] = None
+
+
+def diagnose(given: Mapping[str, Any], options: DiagnoseOptions) -> int:
+    """What filled a GPU's memory, at which moment of the step, and the cheapest changes that make the job fit.
+
+    FILE is text with PyTorch's out-of-memory error, or what torch.cuda.memory._dump_snapshot wrote. With the job's options or
+    configuration the answer also says how the memory differs from the estimate. Exit status: 0 if it is diagnosed; 2 for bad usage
+    or a file that cannot be read.
+    """
+    from fsdp_advisor.diagnosis import diagnose_file
+
+    if options.file is None:
+        raise UsageError("no file is given", hint="fsdp-advisor diagnose FILE, or - for standard input")
+    destination = Destination(path=options.output, force=options.force)
+    form = form_of(options.format, options.json)
+    destination.check()
+    request = make_request(dict(given), EstimateRequest) if given else None
+    found = diagnose_file(options.file, request, device=options.device)
+    if form == "json":
+        destination.write(as_json(found.as_dict()))
+        return DIAGNOSED
+    from fsdp_advisor.render.diagnosis_text import diagnosis_text
+
+    text = diagnosis_text(found, destination.screen())
+    destination.write(f"```text\n{text}\n```" if form == "markdown" else text)
+    return DIAGNOSED
