@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.diagnosis.facts import Category, Holding, Moment
+from fsdp_advisor.diagnosis.modules import class_of
 from fsdp_advisor.diagnosis.replay import NEVER, Alive, Live
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, Trace
 from fsdp_advisor.diagnosis.stacks import Site
@@ -17,6 +18,9 @@ EARLIER_STEP = "kept from an earlier step: "
 """What the place of a holding begins with if no tensor of the current step is in it."""
 _WORKSPACES = (SMALL_WORKSPACE, LARGE_WORKSPACE)
 _OF_THE_STEP = ("activations", "loss", "temporaries")
+_IN_MODULES = ("activations", "loss")
+_MANY = 8
+"""Tensors from one line that are taken for parameters. A batch has fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +45,20 @@ class Evidence:
 
 def holdings(evidence: Evidence) -> tuple[Holding, ...]:
     """Every live storage by category and place, the largest first."""
-    groups: defaultdict[tuple[Category, str], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[Category, str, str], list[int]] = defaultdict(list)
     attribute = _Attribution(evidence)
     for item in evidence.alive.live:
         groups[attribute.of(item)].append(item.n_bytes)
     found = (
-        Holding(category=category, where=where, n_bytes=sum(sizes), count=len(sizes), largest_bytes=max(sizes))
-        for (category, where), sizes in groups.items()
+        Holding(
+            category=category,
+            module=module,
+            where=where,
+            n_bytes=sum(sizes),
+            count=len(sizes),
+            largest_bytes=max(sizes),
+        )
+        for (category, module, where), sizes in groups.items()
     )
     return tuple(sorted(found, key=lambda holding: -holding.n_bytes))
 
@@ -104,30 +115,43 @@ class _Attribution:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._now = evidence.steps.at(evidence.last)
-        sites, live = evidence.sites, evidence.alive.live
-        self._sizes = {
-            category: {item.n_bytes for item in live if sites[item.stack].category == category and item.stack}
-            for category in ("parameters", "loss")
-        }
+        self._made_before_forward = next((r.first for r in evidence.steps.regions if r.phase != "loading"), 0)
+        self._times = Counter(item.stack for item in evidence.alive.live)
+        self._sizes: dict[Category, set[int]] = {"parameters": set(), "loss": set()}
+        for item in evidence.alive.live:
+            site = evidence.sites[item.stack]
+            category: Category = "parameters" if self._is_parameter(item, site) else site.category
+            if item.stack != NO_STACK and category in self._sizes:
+                self._sizes[category].add(item.n_bytes)
 
-    def of(self, item: Live) -> tuple[Category, str]:
-        """(category, place)"""
+    def of(self, item: Live) -> tuple[Category, str, str]:
+        """(category, module, place)"""
         if item.event is None and item.stack == NO_STACK:
-            return "unattributed", "allocated before recording began, or its event was dropped"
+            return "unattributed", "", "allocated before recording began, or its event was dropped"
         site = self._evidence.sites[item.stack]
         if item.n_bytes in _WORKSPACES and site.category in ("activations", "temporaries") and item.freed == NEVER:
-            return "libraries", "cuBLAS workspace"
+            return "libraries", "", "cuBLAS workspace"
         if item.event is None:
-            return site.kept, site.where
+            return site.kept, "", site.where
         region = self._evidence.steps.at(item.event)
         category = self._category(item, site, region)
         where = site.where
         if region and self._now and region.step < self._now.step and category in _OF_THE_STEP:
             where = EARLIER_STEP + where
-        return category, where
+        return category, _module(site) if category in _IN_MODULES else "", where
+
+    def _is_parameter(self, item: Live, site: Site) -> bool:
+        """Whether a script's own code made it like many others before the first forward, and it stays."""
+        if item.event is None or site.category != "other" or item.freed != NEVER:
+            return False
+        return item.event < self._made_before_forward and self._times[item.stack] >= _MANY
 
     def _category(self, item: Live, site: Site, region: Region | None) -> Category:
         """A storage that outlives its phase is kept: a gradient, an optimizer state. One that does not is a temporary."""
+        if self._is_parameter(item, site):
+            return "parameters"
+        if site.casts and 2 * item.n_bytes in self._sizes["parameters"]:
+            return "unsharded_parameters"
         if region is None or site.category == site.kept:
             return site.category
         if self._now is not None and region.first < self._now.first:
@@ -140,6 +164,11 @@ class _Attribution:
         if not self._evidence.failed and _outlives(item, region):
             return site.kept
         return site.category
+
+
+def _module(site: Site) -> str:
+    """The class of the nearest method in a stack; empty if no file is on this machine."""
+    return next((name for name in map(class_of, site.code) if name), "")
 
 
 def _outlives(item: Live, region: Region) -> bool:

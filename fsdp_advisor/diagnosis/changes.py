@@ -75,6 +75,13 @@ def _freeing(facts: Facts) -> Iterator[Change]:
             because=f"they hold {format_bytes(total)}{_enough(total, lacking)}",
             saves_bytes=total,
         )
+    outside = facts.memory.get("outside", 0)
+    if error is not None and not error.other_processes and outside > _LARGE_SHARE * sum(facts.memory.values()):
+        yield Change(
+            what="look for other processes with nvidia-smi, and check that the GPU is the one of the job",
+            because=f"{format_bytes(outside)} are in use outside of PyTorch's allocator{_enough(outside, lacking)}",
+            saves_bytes=outside,
+        )
     if error is not None and error.allowed_bytes is not None and error.total_bytes is not None:
         more = error.total_bytes - error.allowed_bytes
         if more > 0:

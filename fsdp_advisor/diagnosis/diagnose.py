@@ -8,9 +8,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fsdp_advisor.diagnosis.attribution import Evidence, by_category, holdings, moment
 from fsdp_advisor.diagnosis.changes import Facts, changes
@@ -18,12 +18,14 @@ from fsdp_advisor.diagnosis.error_text import errors_in, library_error_in
 from fsdp_advisor.diagnosis.facts import Category, Diagnosis, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.pickle_reader import PickleRefused
 from fsdp_advisor.diagnosis.prediction import Job, job_of, predicted
-from fsdp_advisor.diagnosis.replay import Alive, alive_at, lifetimes, moment_of, segments_of
+from fsdp_advisor.diagnosis.replay import Alive, alive_at, lifetimes, moment_of, rounded, segments_of
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, NotASnapshot, Snapshot, Trace, read_snapshot
 from fsdp_advisor.diagnosis.stacks import classify, site_of
 from fsdp_advisor.diagnosis.steps import steps_of
 from fsdp_advisor.errors import UnreadableDiagnosis
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.memory.allocator import AllocatorConf
+from fsdp_advisor.memory.allocator.caching import allocation_size
 
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 256 * 2**20
@@ -99,26 +101,32 @@ def _no_error(name: str, text: str) -> UnreadableDiagnosis:
 def _contents(name: str) -> Iterator[mmap.mmap | bytes]:
     """The bytes of a file, mapped, so that they are not all in memory. Pipes and gzip files go through a temporary file."""
     try:
-        if name == STANDARD_INPUT:
-            with tempfile.TemporaryFile() as copy:
-                shutil.copyfileobj(sys.stdin.buffer, copy)
-                with _mapped(copy) as data:
-                    yield data
-            return
-        with Path(name).open("rb") as file, tempfile.TemporaryFile() as copy:
-            packed = file.peek(2)[:2] == _GZIP
-            if packed or not file.seekable():
-                shutil.copyfileobj(gzip.GzipFile(fileobj=file) if packed else file, copy)
-            with _mapped(copy if packed or not file.seekable() else file) as data:
-                yield data
+        with ExitStack() as opened:
+            file: IO[bytes] = (
+                sys.stdin.buffer if name == STANDARD_INPUT else opened.enter_context(Path(name).open("rb"))
+            )
+            if name == STANDARD_INPUT or not file.seekable():
+                file = opened.enter_context(_copied(file))
+            if file.read(2) == _GZIP:
+                file.seek(0)
+                file = opened.enter_context(_copied(opened.enter_context(gzip.GzipFile(fileobj=file))))
+            yield opened.enter_context(_mapped(file))
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UnreadableDiagnosis(f"cannot read {name}: {reason}", hint=_HINT) from None
 
 
 @contextmanager
+def _copied(source: Any) -> Iterator[IO[bytes]]:
+    """A temporary file with the rest of a stream, at its beginning."""
+    with tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(source, copy)
+        copy.seek(0)
+        yield copy
+
+
+@contextmanager
 def _mapped(file: IO[bytes]) -> Iterator[mmap.mmap | bytes]:
-    file.flush()
     if not file.seek(0, 2):  # an empty file cannot be mapped
         yield b""
         return
@@ -189,7 +197,7 @@ def _of_snapshot(name: str, snapshot: Snapshot, request: EstimateRequest | None,
         out_of_memory=error,
         memory=memory,
         holdings=held,
-        changes=changes(facts, job) if failed or job is not None else (),
+        changes=changes(facts, job) if failed or (job is not None and job.row.fits is False) else (),
         prediction=None if job is None else predicted(job, when, memory, held),
         notes=tuple(_notes(snapshot, evidence, chosen)),
         unknown=tuple(_unknown(snapshot, evidence, memory)),
@@ -216,11 +224,14 @@ def _device(name: str, snapshot: Snapshot, wanted: int | None) -> int:
 
 
 def _error_of(evidence: Evidence, device: int, job: Job | None) -> OutOfMemory:
-    """The error as the trace has it. The GPU's size is that of the job, because a trace does not have it."""
+    """The error as the trace has it, with the bytes that the allocator asked the driver for, as in PyTorch's message.
+
+    The GPU's size is that of the job, because a trace does not have it.
+    """
     trace, alive = evidence.trace, evidence.alive
     return OutOfMemory(
         gpu=device,
-        requested_bytes=trace.sizes[alive.at],
+        requested_bytes=allocation_size(rounded(trace.sizes[alive.at]), AllocatorConf()),
         free_bytes=trace.addresses[alive.at],
         total_bytes=None if job is None else job.report.gpu_memory_bytes,
         allocated_bytes=alive.allocated_bytes,

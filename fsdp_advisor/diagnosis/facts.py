@@ -113,9 +113,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Tensors of one category that one place in the code allocated. `largest_bytes` is the largest of them."""
+    """Tensors of one category that one place in the code allocated. `largest_bytes` is the largest of them.
+
+    `module` is the class of the module, if the code's file is on this machine; else it is empty.
+    """
 
     category: Category
+    module: str = ""
     where: str
     n_bytes: int
     count: int
@@ -124,6 +128,7 @@ class Holding:
     def as_dict(self) -> dict[str, Any]:
         return {
             "category": self.category,
+            "module": self.module,
             "where": self.where,
             "bytes": self.n_bytes,
             "count": self.count,

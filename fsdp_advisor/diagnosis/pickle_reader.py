@@ -30,14 +30,11 @@ _REFERENCES = re.compile(rb"\]\x94\(((?:h.|j.{4}|\x95.{8}){2,999})e", re.DOTALL)
 _REFERENCE = re.compile(rb"h(.)|j(.{4})|\x95.{8}", re.DOTALL)
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
-_INTEGERS = {ord("K"): struct.Struct("<B"), ord("M"): struct.Struct("<H"), ord("J"): struct.Struct("<i")}
-_LENGTHS = {
-    0x8C: struct.Struct("<B"), ord("X"): struct.Struct("<I"), 0x8D: struct.Struct("<Q"), 0x8A: struct.Struct("<B"),
-    0x8B: struct.Struct("<I"),
-}  # fmt: skip
-"""Opcodes with a length: three of text, two of long integers."""
-_LONGS = (0x8A, 0x8B)
-_FLOAT, _LONG_INDEX, _FRAME = struct.Struct(">d"), struct.Struct("<I"), struct.Struct("<Q")
+_INTEGERS = {ord("M"): struct.Struct("<H"), ord("J"): struct.Struct("<i")}
+_LONG4 = 0x8B
+_LENGTHS = {ord("X"): struct.Struct("<I"), 0x8D: struct.Struct("<Q"), _LONG4: struct.Struct("<I")}
+"""Opcodes with a length: long text, very long text, and very long integers."""
+_FLOAT, _LONG_INDEX = struct.Struct(">d"), struct.Struct("<I")
 _PUTS = {ord("q"): struct.Struct("<B"), ord("r"): _LONG_INDEX}
 
 
@@ -65,34 +62,54 @@ class _Reader:
         self._marks: list[int] = []
         self._memo: list[Any] = []
         self._purged = 0
-        self._interned: dict[Any, Any] = {}
+        self._texts: dict[bytes, str] = {}
+        self._tuples: dict[Any, Any] = {}
         self._references: dict[bytes, list[Any]] = {}
 
     def read(self) -> Any:
-        data, stack, memo = self._data, self._stack, self._memo
-        actions = self._actions()
+        data, stack, memo, marks, texts = self._data, self._stack, self._memo, self._marks, self._texts
+        actions, long_index = self._actions(), _LONG_INDEX.unpack_from
         if data[:1] != b"\x80":
             raise PickleRefused("the file is not a pickle")
-        self._at = 2
-        while True:
-            opcode = data[self._at]
-            self._at += 1
+        at = 2
+        while True:  # the opcodes of an event are handled here, because a function call each would double the time
+            opcode = data[at]
+            at += 1
             if opcode == 0x6A:  # LONG_BINGET
-                stack.append(memo[_LONG_INDEX.unpack_from(data, self._at)[0]])
-                self._at += 4
+                stack.append(memo[long_index(data, at)[0]])
+                at += 4
             elif opcode == 0x68:  # BINGET
-                stack.append(memo[data[self._at]])
-                self._at += 1
+                stack.append(memo[data[at]])
+                at += 1
             elif opcode == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
+            elif opcode == 0x4B:  # BININT1
+                stack.append(data[at])
+                at += 1
+            elif opcode == 0x8A:  # LONG1
+                end = at + 1 + data[at]
+                stack.append(int.from_bytes(data[at + 1 : end], "little", signed=True))
+                at = end
             elif opcode == 0x28:  # MARK
-                self._marks.append(len(stack))
+                marks.append(len(stack))
+            elif opcode == 0x8C:  # SHORT_BINUNICODE
+                end = at + 1 + data[at]
+                raw = data[at + 1 : end]
+                text = texts.get(raw)
+                stack.append(self._text(raw) if text is None else text)
+                at = end
             elif opcode == 0x2E:  # STOP
                 return stack.pop()
             elif (action := actions.get(opcode)) is not None:
+                self._at = at
                 action(opcode)
+                at = self._at
             else:
                 raise PickleRefused(f"the pickle has opcode {bytes([opcode])!r}, which no snapshot has")
+
+    def _text(self, raw: bytes) -> str:
+        """The text of some bytes. Equal ones are one object, because the memo keeps them."""
+        return self._texts.setdefault(raw, raw.decode("utf-8", "surrogatepass"))
 
     def _actions(self) -> dict[int, Callable[[int], None]]:
         return {
@@ -103,7 +120,7 @@ class _Reader:
             ord("a"): lambda _: self._extend([self._stack.pop()]),
             ord("u"): self._set_items,
             ord("s"): self._set_item,
-            ord("t"): lambda _: self._push(tuple(self._since_mark())),
+            ord("t"): lambda _: self._stack.append(tuple(self._since_mark())),
             ord("G"): self._float,
             0x95: lambda _: self._skip(8),
             **dict.fromkeys(_TUPLES, self._tuple),
@@ -120,10 +137,6 @@ class _Reader:
 
     def _skip(self, n_bytes: int) -> None:
         self._at += n_bytes
-
-    def _push(self, value: Any) -> None:
-        """Push an immutable value; equal ones are one object, because the memo keeps them."""
-        self._stack.append(self._interned.setdefault(value, value) if _is_plain(value) else value)
 
     def _since_mark(self) -> list[Any]:
         if not self._marks:
@@ -182,7 +195,8 @@ class _Reader:
         size = _TUPLES[opcode]
         items = tuple(self._stack[-size:])
         del self._stack[-size:]
-        self._push(items)
+        plain = all(isinstance(item, str | int | float) for item in items)
+        self._stack.append(self._tuples.setdefault(items, items) if plain else items)
 
     def _integer(self, opcode: int) -> None:
         self._stack.append(self._unpack(_INTEGERS[opcode]))
@@ -196,18 +210,10 @@ class _Reader:
             raise IndexError
         text = self._data[self._at : self._at + size]
         self._at += size
-        if opcode in _LONGS:
-            self._stack.append(int.from_bytes(text, "little", signed=True))
-        else:
-            self._push(text.decode("utf-8", "surrogatepass"))
+        self._stack.append(int.from_bytes(text, "little", signed=True) if opcode == _LONG4 else self._text(text))
 
     def _put(self, opcode: int) -> None:
         index = self._unpack(_PUTS[opcode])
         if index > len(self._memo):
             raise PickleRefused("the file is not a valid pickle")
         self._memo[index : index + 1] = [self._stack[-1]]
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is text, or a tuple of text and numbers only."""
-    return isinstance(value, str) or all(isinstance(item, str | int | float) for item in value)

@@ -27,6 +27,8 @@ _PHASES: Mapping[str, Phase] = {
     "backward": "backward",
     "optimizer": "optimizer",
 }
+_RISING = ("activations", "loss", "temporaries", "allocated")
+"""Categories that grow within a moment."""
 _NOT_COMPARED = ("free", "other_processes", "outside")
 _LOGITS_BYTES = (2, 4)
 """Bytes of one logit: bf16 or fp16, and fp32."""
@@ -125,10 +127,13 @@ def _differences(
         tensors = (*ACCOUNTS, "libraries")
         total = sum(expected.pop(name, 0) for name in tensors)
         expected["allocated"] = total
+    else:  # events have the bytes that were asked for, not those of the blocks
+        for found in (measured, expected):
+            found["fragmentation"] = found.get("fragmentation", 0) + found.pop("libraries", 0)
     if "cuda_and_nccl" not in measured:
         expected.pop("cuda_and_nccl", None)
     small = _SMALL_SHARE * max(sum(measured.values()), sum(expected.values()))
-    found = [
+    differences = [
         Difference(
             category=name,
             measured_bytes=measured.get(name, 0),
@@ -138,8 +143,9 @@ def _differences(
         )
         for name in dict.fromkeys((*expected, *measured))
         if abs(measured.get(name, 0) - expected.get(name, 0)) > small
+        and not (name == "fragmentation" and measured.get(name, 0) < expected.get(name, 0))  # it grows with the steps
     ]
-    yield from sorted(found, key=lambda d: -abs(d.measured_bytes - d.predicted_bytes))
+    yield from sorted(differences, key=lambda d: -abs(d.measured_bytes - d.predicted_bytes))
 
 
 def _because(category: Category, measured: int, expected: int, moment: Moment) -> str:
@@ -148,8 +154,10 @@ def _because(category: Category, measured: int, expected: int, moment: Moment) -
         return "the optimizer makes its state in its first step, so the job will need it in addition"
     if category == "gradients" and measured < expected and moment.phase in ("forward", "loss"):
         return "no gradients are kept from a step before"
-    if category == "fragmentation" and measured < expected:
-        return "predicted for the peak"
+    if category in _RISING and measured < expected and moment.phase in _PHASES:
+        return "the estimate is for the highest point of this moment, which comes later"
+    if category == "fragmentation":
+        return "with libraries and rounding"
     return ""
 
 
@@ -165,17 +173,17 @@ def _notes(job: Job, moment: Moment, holdings: Sequence[Holding]) -> Iterator[st
 
 def _tokens(job: Job, holdings: Sequence[Holding]) -> Iterator[str]:
     """Whether the logits have another number of tokens than the job's micro-batch."""
-    profile, plan = job.model.profile, job.plan
-    vocabulary = _vocabulary(job)
-    logits = next((h.largest_bytes for h in holdings if h.category == "loss" and h.where.endswith("(logits)")), None)
-    if profile is None or vocabulary is None or logits is None:
+    plan, vocabulary = job.plan, _vocabulary(job)
+    largest = max((h.largest_bytes for h in holdings if h.category == "loss"), default=0)
+    if vocabulary is None:
         return
     expected = plan.micro_batch_size * plan.seq_len
-    found = {logits // (vocabulary * size) for size in _LOGITS_BYTES if logits % (vocabulary * size) == 0}
-    if found and expected not in found:
+    shifted = expected - plan.micro_batch_size  # some losses leave out the last token of each sequence
+    found = {largest // (vocabulary * size) for size in _LOGITS_BYTES if largest % (vocabulary * size) == 0} - {0}
+    if found and not found & {expected, shifted}:
         tokens = " or ".join(str(n) for n in sorted(found))
         yield (
-            f"the logits are {format_gib(logits)}, which is {tokens} tokens; the job has "
+            f"the largest tensor of the loss has {format_gib(largest)}, which is {tokens} tokens; the job has "
             f"{plan.micro_batch_size} x {plan.seq_len} = {expected} per micro-batch"
         )
 

@@ -23,7 +23,7 @@ from fsdp_advisor.diagnosis.snapshot import (
     Segment,
     Snapshot,
     Trace,
-)  # fmt: skip
+)
 
 NEVER = -1
 _ALIGNMENT = 512

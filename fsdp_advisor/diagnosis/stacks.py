@@ -22,6 +22,7 @@ class Site:
 
     `kept` is the category of an allocation that outlives its phase. `code` are the frames outside of PyTorch, innermost first;
     `module` is the nearest module of PyTorch's that computes. `recomputes`: activation checkpointing repeats a forward here.
+    `casts`: autocast casts an input or a weight.
     """
 
     phase: MomentPhase
@@ -30,6 +31,7 @@ class Site:
     code: tuple[Frame, ...] = ()
     module: str = ""
     recomputes: bool = False
+    casts: bool = False
 
     @property
     def where(self) -> str:
@@ -98,9 +100,11 @@ _BACKWARD = re.compile(
 _CHECKPOINT = re.compile(r"^(recompute_fn|unpack_hook|backward|inner_unpack\w*)$")
 _MODULE_FRAMES = re.compile(r"/torch/nn/modules/(?!module\.py)(\w+)\.py$")
 _NOT_CODE = re.compile(
-    r"/torch/|/torch/_|<frozen|<string>|/deepspeed/|/accelerate/|transformers/(utils|modeling_layers)|/functools\.py|/contextlib\.py|/peft/"
+    r"/torch/|/torch/_|<frozen|<string>|/deepspeed/|/accelerate/|transformers/(utils|modeling_layers|activations|integrations)|/functools\.py|/contextlib\.py|/peft/"
 )
 _ENGINE = "torch::autograd::Engine"
+_AUTOCAST = "at::autocast::cached_cast"
+"""Source: aten/src/ATen/autocast_mode.cpp, which caches casts of fp32 parameters until autocast ends."""
 
 
 def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[Site]:
@@ -135,7 +139,8 @@ def _base(frames: Sequence[Frame], python: Sequence[Frame], recorded: bool) -> S
     code = tuple(frame for frame in python if not _NOT_CODE.search(frame.filename))
     in_module = next((m[1] for frame in python if (m := _MODULE_FRAMES.search(frame.filename))), "")
     module = {"linear": "Linear", "sparse": "Embedding", "normalization": "Norm", "conv": "Conv"}.get(in_module, "")
-    site = Site(phase="unknown", category="other", kept="other", code=code, module=module)
+    casts = any(frame.name.startswith(_AUTOCAST) for frame in frames)
+    site = Site(phase="unknown", category="other", kept="other", code=code, module=module, casts=casts)
     if not python:
         if recorded or any(_ENGINE in frame.name for frame in frames):
             return replace(site, phase="backward", category="temporaries", kept="gradients")
@@ -147,16 +152,18 @@ def _base(frames: Sequence[Frame], python: Sequence[Frame], recorded: bool) -> S
     if any(_LOADING.match(f.name) or _LOADING_FILES.search(f.filename) for f in python):
         return replace(site, phase="loading", category="parameters", kept="parameters")
     if any(frame.name == "_call_impl" or frame.name == "forward" for frame in python):
-        return _forward(site)
+        return _forward(site, python)
     if any(frame.name == "__init__" and "/torch/nn/" in frame.filename for frame in python):
         return replace(site, phase="loading", category="parameters", kept="parameters")
     return site
 
 
-def _forward(site: Site) -> Site:
+def _forward(site: Site, python: Sequence[Frame]) -> Site:
     """A module's forward. The root of a model calls a linear layer itself only to make logits."""
-    depth = len([frame for frame in site.code if frame.name == "forward"])
-    if site.module == "Linear" and depth == 1 and len(site.code) <= 2:
+    calls = [at for at, frame in enumerate(python) if frame.name == "_call_impl"]
+    modules = python[: calls[-1]] if calls else python  # a script may have functions of that name, too
+    depth = sum(frame.name == "forward" and not _NOT_CODE.search(frame.filename) for frame in modules)
+    if site.module == "Linear" and depth == 1:
         return replace(site, phase="loss", category="loss", kept="loss", module="logits")
     return replace(site, phase="forward", category="activations", kept="activations")
 

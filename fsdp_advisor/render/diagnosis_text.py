@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fsdp_advisor.diagnosis.facts import CATEGORIES, Diagnosis, Holding, OutOfMemory, Prediction
 from fsdp_advisor.render.terminal import Column, Screen, draw, fitting, wrap
 from fsdp_advisor.units import format_bytes
 
-_MAX_HOLDINGS = 10
+_MAX_HOLDINGS, _MAX_MODULES = 10, 6
 _SMALL_SHARE = 0.005
 """Holdings below this share of the memory are not listed."""
 
@@ -71,19 +72,31 @@ def _memory(found: Diagnosis, screen: Screen) -> str:
 def _holdings(found: Diagnosis, screen: Screen) -> str:
     limit = _SMALL_SHARE * found.total_bytes
     shown = [holding for holding in found.holdings if holding.n_bytes >= limit][:_MAX_HOLDINGS]
-    return _table("allocated at", shown, screen) if shown else ""
+    if not shown:
+        return ""
+    by_module: Counter[str] = Counter()
+    for holding in found.holdings:
+        if holding.category == "activations" and holding.module:
+            by_module[holding.module] += holding.n_bytes
+    largest = ", ".join(f"{module} {format_bytes(n)}" for module, n in by_module.most_common(_MAX_MODULES))
+    lines = [wrap(f"Activations by module: {largest}", screen, indent="  ")] if largest else []
+    return "\n".join([_table("allocated at", shown, screen), *lines])
 
 
 def _table(title: str, shown: Sequence[Holding], screen: Screen) -> str:
     return _drawn(
         (
-            Column(title, [holding.where for holding in shown]),
+            Column(title, [_place(holding) for holding in shown]),
             Column("size", [format_bytes(holding.n_bytes) for holding in shown], right=True),
             Column("tensors", [f"{holding.count}" for holding in shown], right=True, rank=1),
             Column("as", [holding.category.replace("_", " ") for holding in shown], rank=2),
         ),
         screen,
     )
+
+
+def _place(holding: Holding) -> str:
+    return f"{holding.module}: {holding.where}" if holding.module else holding.where
 
 
 def _ranks(ranks: Sequence[OutOfMemory], screen: Screen) -> str:
@@ -126,7 +139,7 @@ def _prediction(found: Prediction, screen: Screen) -> str:
         for d in rows:
             name = d.category.replace("_", " ")
             if d.measured_bytes > d.predicted_bytes and d.holdings:
-                held = "; ".join(f"{h.where} {format_bytes(h.n_bytes)}, {_tensors(h.count)}" for h in d.holdings)
+                held = "; ".join(f"{_place(h)} {format_bytes(h.n_bytes)}, {_tensors(h.count)}" for h in d.holdings)
                 lines.append(wrap(f"{name}, mostly: {held}", screen, indent="  "))
             if d.because:
                 lines.append(wrap(f"{name}: {d.because}", screen, indent="  "))
