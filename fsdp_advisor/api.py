@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_advisor import configs
 from fsdp_advisor.advice import Advice
 from fsdp_advisor.configs import ConfigFiles
-from fsdp_advisor.diagnosis import Diagnosis, diagnose_file
+from fsdp_advisor.diagnosis import Diagnosis, diagnose_file, job_of
 from fsdp_advisor.errors import MissingExtra, UsageError
 from fsdp_advisor.export import Exported, Job
 from fsdp_advisor.export import export as write
@@ -61,7 +61,7 @@ def diagnose(
     """
     if job is None and (options or config_file):
         job = configs.make_request({**options, "config_file": config_file}, EstimateRequest)
-    return diagnose_file(path, job, device=device)
+    return diagnose_file(path, None if job is None else job_of(job), device=device)
 
 
 def models(pattern: str | None = None) -> list[catalog.Entry]:

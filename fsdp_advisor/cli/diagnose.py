@@ -41,15 +41,15 @@ def diagnose(given: Mapping[str, Any], options: DiagnoseOptions) -> int:
     configuration the answer also says how the memory differs from the estimate. Exit status: 0 if it is diagnosed; 2 for bad usage
     or a file that cannot be read.
     """
-    from fsdp_advisor.diagnosis import diagnose_file
+    from fsdp_advisor.diagnosis import diagnose_file, job_of
 
     if options.file is None:
         raise UsageError("no file is given", hint="fsdp-advisor diagnose FILE, or - for standard input")
     destination = Destination(path=options.output, force=options.force)
     form = form_of(options.format, options.json)
     destination.check()
-    request = make_request(dict(given), EstimateRequest) if given else None
-    found = diagnose_file(options.file, request, device=options.device)
+    job = job_of(make_request(dict(given), EstimateRequest)) if given else None
+    found = diagnose_file(options.file, job, device=options.device)
     if form == "json":
         destination.write(as_json(found.as_dict()))
         return DIAGNOSED

@@ -5,5 +5,6 @@ It reads the text of an error, or a snapshot of PyTorch's caching allocator. It 
 
 from fsdp_advisor.diagnosis.diagnose import diagnose_file, diagnose_text
 from fsdp_advisor.diagnosis.facts import CATEGORIES, Diagnosis
+from fsdp_advisor.diagnosis.prediction import Job, job_of
 
-__all__ = ["CATEGORIES", "Diagnosis", "diagnose_file", "diagnose_text"]
+__all__ = ["CATEGORIES", "Diagnosis", "Job", "diagnose_file", "diagnose_text", "job_of"]

@@ -17,13 +17,12 @@ from fsdp_advisor.diagnosis.changes import Facts, changes
 from fsdp_advisor.diagnosis.error_text import errors_in, library_error_in
 from fsdp_advisor.diagnosis.facts import Category, Diagnosis, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.pickle_reader import PickleRefused
-from fsdp_advisor.diagnosis.prediction import Job, job_of, predicted
+from fsdp_advisor.diagnosis.prediction import Job, predicted
 from fsdp_advisor.diagnosis.replay import Alive, alive_at, lifetimes, moment_of, rounded, segments_of
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, NotASnapshot, Snapshot, Trace, read_snapshot
 from fsdp_advisor.diagnosis.stacks import classify, site_of
 from fsdp_advisor.diagnosis.steps import steps_of
 from fsdp_advisor.errors import UnreadableDiagnosis
-from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import allocation_size
 
@@ -35,28 +34,27 @@ _RECORD = "call torch.cuda.memory._record_memory_history() at the start, and tor
 _HINT = f"give the text of an out-of-memory error, a log that has one, or a snapshot: {_RECORD}"
 
 
-def diagnose_file(path: str | Path, request: EstimateRequest | None = None, *, device: int | None = None) -> Diagnosis:
+def diagnose_file(path: str | Path, job: Job | None = None, *, device: int | None = None) -> Diagnosis:
     """The diagnosis of a file, or of standard input for `-`. A gzip file is unpacked.
 
-    `request` is the job, if it is known: the diagnosis then compares its estimate. `device` chooses the GPU of a snapshot that
+    `job` is the job, if it is known: the diagnosis then compares its estimate. `device` chooses the GPU of a snapshot that
     has several. Raises UnreadableDiagnosis for a file that has neither an error nor a snapshot, and the errors of `estimate`.
     """
     name = str(path)
     with _contents(name) as data:
         if data[:1] == _PICKLE:
-            return _of_snapshot(name, _snapshot(name, data), request, device)
+            return _of_snapshot(name, _snapshot(name, data), job, device)
         if data[:2] == _ZIP:
             raise UnreadableDiagnosis(f"{name} is a zip archive, not a snapshot", hint=_HINT)
         text = data[-MAX_TEXT_BYTES:].decode("utf-8", "replace")
-    return diagnose_text(text, request, name=name)
+    return diagnose_text(text, job, name=name)
 
 
-def diagnose_text(text: str, request: EstimateRequest | None = None, *, name: str = "text") -> Diagnosis:
+def diagnose_text(text: str, job: Job | None = None, *, name: str = "text") -> Diagnosis:
     """The diagnosis of a text: an error message, or a log of any length. Raises as `diagnose_file` does."""
     errors = errors_in(text)
     if not errors:
         raise _no_error(name, text)
-    job = None if request is None else job_of(request)
     error = max(errors, key=lambda e: (bool(e.frames), e.allocated_bytes or 0))
     site = site_of(error.frames) if error.frames else None
     at = Moment(phase="unknown") if site is None else Moment(phase=site.phase, where=site.where)
@@ -162,8 +160,7 @@ def _snapshot(name: str, data: mmap.mmap | bytes) -> Snapshot:
         raise UnreadableDiagnosis(f"{name}: {error}", hint=_HINT) from None
 
 
-def _of_snapshot(name: str, snapshot: Snapshot, request: EstimateRequest | None, device: int | None) -> Diagnosis:
-    job = None if request is None else job_of(request)
+def _of_snapshot(name: str, snapshot: Snapshot, job: Job | None, device: int | None) -> Diagnosis:
     chosen = _device(name, snapshot, device)
     trace = snapshot.traces[chosen] if chosen < len(snapshot.traces) else Trace()
     segments = segments_of(snapshot, chosen)

@@ -56,9 +56,9 @@ class Job:
         )
 
 
-def job_of(request: EstimateRequest) -> Job:
-    """The job of a request. Raises the errors of `estimate`."""
-    request, model = settled(request), resolve(request.model)
+def job_of(request: EstimateRequest, model: Resolved | None = None) -> Job:
+    """The job of a request, whose model may be found already. Raises the errors of `estimate`."""
+    request, model = settled(request), model or resolve(request.model)
     report = estimate_resolved(request, model)
     return Job(request=request, model=model, report=report, row=best_row(report))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_advisor.diagnosis import Diagnosis, diagnose_text
+from fsdp_advisor.diagnosis import Diagnosis, diagnose_text, job_of
 from fsdp_advisor.diagnosis.error_text import errors_in
 from fsdp_advisor.errors import UnreadableDiagnosis
 
@@ -208,7 +208,7 @@ def test_a_job_adds_its_estimate_and_changes_that_make_it_fit() -> None:
         "strategy": "zero3",
         "micro_batch_size": 2,
     }
-    found = diagnose_text(message(0), make_request(options, EstimateRequest))
+    found = diagnose_text(message(0), job_of(make_request(options, EstimateRequest)))
     assert found.prediction is not None and found.prediction.fits is False
     checkpointing = next(c for c in found.changes if c.options == {"activation_checkpointing": "full"})
     assert checkpointing.saves_bytes and checkpointing.saves_bytes > 10 * GIB
