@@ -27,7 +27,7 @@ from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import allocation_size
 
 STANDARD_INPUT = "-"
-MAX_TEXT_BYTES = 256 * 2**20
+MAX_TEXT_BYTES = 64 * 2**20
 """Of a longer log only the end is read, where the error is."""
 _PICKLE, _GZIP, _ZIP = b"\x80", b"\x1f\x8b", b"PK"
 _RECORD = "call torch.cuda.memory._record_memory_history() at the start, and torch.cuda.memory._dump_snapshot('FILE') when the error occurs"

@@ -35,6 +35,7 @@ _LONG4 = 0x8B
 _LENGTHS = {ord("X"): struct.Struct("<I"), 0x8D: struct.Struct("<Q"), _LONG4: struct.Struct("<I")}
 """Opcodes with a length: long text, very long text, and very long integers."""
 _FLOAT, _LONG_INDEX = struct.Struct(">d"), struct.Struct("<I")
+_KEY_TYPES = {str, int}
 _PUTS = {ord("q"): struct.Struct("<B"), ord("r"): _LONG_INDEX}
 
 
@@ -185,10 +186,15 @@ class _Reader:
 
     def _set_items(self, _: int) -> None:
         items = self._since_mark()
-        self._stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        keys = items[::2]
+        if not set(map(type, keys)) <= _KEY_TYPES:  # hashing a tuple of tuples can take forever
+            raise TypeError
+        self._stack[-1].update(zip(keys, items[1::2], strict=True))
 
     def _set_item(self, _: int) -> None:
         value, key = self._stack.pop(), self._stack.pop()
+        if type(key) not in _KEY_TYPES:
+            raise TypeError
         self._stack[-1][key] = value
 
     def _tuple(self, opcode: int) -> None:

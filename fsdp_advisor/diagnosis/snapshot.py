@@ -132,7 +132,7 @@ class _Stacks:
     def _events(self, events: list[dict[str, Any]]) -> Trace:
         trace = Trace()
         for event in events:
-            action = _CODES.get(event["action"])
+            action = _CODES.get(_text(event["action"]))
             if action is None:
                 continue
             trace.actions.append(action)
@@ -152,7 +152,7 @@ class _Stacks:
             block.get("address", 0),
             size,
             size if requested is None else requested,
-            str(block["state"]),
+            _text(block["state"]),
             self._stack(frames),
         )
 
@@ -171,8 +171,15 @@ class _Stacks:
         return number
 
     def _frame(self, frame: dict[str, Any]) -> Frame:
-        found = Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+        found = Frame(_text(frame["filename"]), int(frame["line"]), _text(frame["name"]))
         return self._frames.setdefault(found, found)
+
+
+def _text(value: Any) -> str:
+    """The value, which must be text: what stands in its place in a forged snapshot may be too large to print."""
+    if not isinstance(value, str):
+        raise TypeError("text is expected")
+    return value
 
 
 def _segment(segment: dict[str, Any]) -> Segment:

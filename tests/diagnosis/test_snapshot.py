@@ -89,6 +89,37 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(protocol: int, tmp_path:
     assert not touched.exists()
 
 
+def bomb(depth: int = 60) -> Any:
+    """A tuple of few objects that would take 2**depth steps to hash, compare or print."""
+    value: Any = ()
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+EVENT = {"action": "alloc", "addr": 1, "size": 1, "stream": 0}
+BOMBS = {
+    "key": b"\x80\x02}q\x00(" + pickle.dumps(bomb(), 2)[2:-1].replace(b"q\x00", b"") + b"K\x01u.",
+    "action": pickle.dumps({"segments": [], "device_traces": [[{**EVENT, "action": bomb()}]]}),
+    "size": pickle.dumps({"segments": [], "device_traces": [[{**EVENT, "size": bomb()}]]}),
+    "frame": pickle.dumps(
+        {"segments": [], "device_traces": [[{**EVENT, "frames": [{"filename": bomb(), "line": 1, "name": "f"}]}]]}
+    ),
+    "state": pickle.dumps({"segments": [{"total_size": 1, "blocks": [{"size": 1, "state": bomb()}]}], "device_traces": []}),
+    "segment": pickle.dumps({"segments": [{"total_size": bomb(), "blocks": []}], "device_traces": []}),
+    "settings": pickle.dumps({"segments": [], "device_traces": [], "allocator_settings": {"a": bomb()}}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_nested_objects_take_no_time(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "bomb.pickle"
+    file.write_bytes(BOMBS[name])
+    with pytest.raises(UnreadableDiagnosis) as caught:
+        diagnose_file(file)
+    assert len(str(caught.value)) < 600
+
+
 @pytest.mark.parametrize("part", [0.001, 0.3, 0.9, 0.9999])
 def test_a_truncated_snapshot_is_refused(part: float, tmp_path: Path) -> None:
     content = gzip.decompress((DATA / "steps.pickle.gz").read_bytes())
