@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
-from fsdp_advisor.cli.output import Destination, as_json, form_of
+from fsdp_advisor.cli.output import Destination, as_json, form_of, note
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.units import format_gib
 
 DIAGNOSED = 0
 """Exit status."""
@@ -34,6 +36,25 @@ class DiagnoseOptions(ConfigFileOptions, ReportOptions):
     ] = None
 
 
+_LONG_BYTES = 200 * 2**20
+_BYTES_PER_MINUTE = 300 * 2**20
+"""A snapshot is read at about this rate, and text much faster."""
+
+
+def _warn_of_size(options: DiagnoseOptions) -> None:
+    """Say how long a large file takes."""
+    try:
+        n_bytes = Path(options.file or "").stat().st_size
+    except OSError:
+        return
+    if n_bytes > _LONG_BYTES:
+        minutes = max(round(n_bytes / _BYTES_PER_MINUTE), 1)
+        note(
+            f"{options.file} has {format_gib(n_bytes)}; a snapshot of this size takes about {minutes} min",
+            quiet=options.quiet,
+        )
+
+
 def diagnose(given: Mapping[str, Any], options: DiagnoseOptions) -> int:
     """What filled a GPU's memory, at which moment of the step, and the cheapest changes that make the job fit.
 
@@ -49,6 +70,7 @@ def diagnose(given: Mapping[str, Any], options: DiagnoseOptions) -> int:
     form = form_of(options.format, options.json)
     destination.check()
     job = job_of(make_request(dict(given), EstimateRequest)) if given else None
+    _warn_of_size(options)
     found = diagnose_file(options.file, job, device=options.device)
     if form == "json":
         destination.write(as_json(found.as_dict()))

@@ -3,7 +3,7 @@
     python tests/cuda_without_kernels/run.py --gpu A100-40GB tests/diagnosis/make_snapshots.py NAME OUTPUT
 
 needs PyTorch's CUDA build and transformers (tests/cuda_without_kernels/README.md). STUB_TOTAL_BYTES sets the GPU's memory; CASES
-has the one of each file. Paths are shortened, so that files do not name the machine that made them.
+has the one of each file. `checkpointing_torch26` is `checkpointing` with torch 2.6.0 and transformers 4. Paths are shortened, so that files do not name the machine that made them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def shortened(value: Any) -> None:
     for frame in {id(f): f for stack in stacks_of(value) for f in stack}.values():
         name = re.sub(r".*/site-packages/", "/venv/lib/python3.11/site-packages/", frame["filename"])
         name = re.sub(r".*/(Python-[\d.]+)/", r"/python/", name)
-        frame["filename"] = re.sub(r".*/make_snapshots.py", "/work/train.py", name)
+        frame["filename"] = re.sub(r".*/(sitecustomize|make_snapshots)\.py", r"/work/\1.py", name).replace(
+            Path(__file__).stem, "train"
+        )
 
 
 def stacks_of(snapshot: Any) -> Any:

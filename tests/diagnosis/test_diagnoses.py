@@ -45,6 +45,7 @@ MOMENTS = {
     "steps": ("backward", None, 2),
     "gpt2": ("backward", None, 2),
     "checkpointing": ("backward", None, 2),
+    "checkpointing_torch26": ("backward", None, 2),
     "loss_oom": ("loss", None, 1),
     "fsdp2_forward_oom": ("forward", 2, 1),
 }
@@ -134,6 +135,14 @@ def test_gradients_are_found_in_backward_by_their_size(tmp_path: Path) -> None:
 def test_checkpointed_activations_are_small_and_named(tmp_path: Path) -> None:
     memory, full = diagnosed("checkpointing").memory, diagnosed("steps").memory
     assert memory["activations"] < full["activations"] / 5
+
+
+def test_snapshots_of_an_older_pytorch_are_attributed_in_the_same_way() -> None:
+    """The same training with torch 2.6 and transformers 4.57 as with torch 2.13 and transformers 5.23."""
+    old, new = diagnosed("checkpointing_torch26").memory, diagnosed("checkpointing").memory
+    assert old.keys() == new.keys()
+    for category, n_bytes in new.items():
+        assert old[category] == pytest.approx(n_bytes, rel=0.01), category
 
 
 def test_sharded_memory_is_attributed_to_fsdp() -> None:
