@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.rehearsal.inside import launchers, meter, ranks
+from fsdp_advisor.rehearsal.inside.data import use_random_data
 from fsdp_advisor.rehearsal.inside.import_hooks import after_import
 from fsdp_advisor.rehearsal.inside.values import answer_values
 from fsdp_advisor.rehearsal.inside.weights import use_empty_weights
@@ -13,6 +14,7 @@ def start() -> None:
     after_import("torch", answer_values)
     after_import("torch", meter.install)
     use_empty_weights()
+    use_random_data()
     if ranks.selected_ranks() or launchers.starts_all_nodes():
         after_import("torch.distributed.launcher.api", launchers.answer_torchrun)
         after_import("deepspeed.launcher.runner", launchers.answer_deepspeed)

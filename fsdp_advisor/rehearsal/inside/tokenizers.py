@@ -47,7 +47,7 @@ def write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
         vocabulary[name] = number
         names[role] = name
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(vocabulary, names)))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **names}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **names}
     settings |= {
         "model_max_length": int(text.get("max_position_embeddings") or 1 << 30),
         "clean_up_tokenization_spaces": False,

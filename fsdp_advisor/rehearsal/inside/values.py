@@ -77,6 +77,10 @@ ASSUMED = frozenset((*COMPARISONS, *REDUCTIONS, *LOSSES))
 COPIES = ("aten::copy_",)
 """Operators without a CUDA kernel of their own: they call another one, below the dispatcher."""
 
+WITH_DEVICE_NUMBERS = ("aten::pow.Tensor_Tensor", "aten::pow.Tensor_Tensor_out")
+"""Operators that PyTorch calls with a number wrapped as a tensor of the GPU, which has no form in Python. Source: pow.Scalar in
+aten/src/ATen/native/Pow.cpp (2.13)."""
+
 torch: Any = None
 _host_generator: Any = None
 
@@ -96,7 +100,7 @@ def answer_values(module: ModuleType) -> None:
         space, _, operator = name.partition("::")
         base = operator.partition(".")[0]
         make = _makers().get(base) or _makers().get(base.removesuffix("_")) if space == "aten" else None
-        if make is None:
+        if make is None or name in WITH_DEVICE_NUMBERS:
             continue
         overload = getattr(getattr(torch.ops.aten, base), operator.partition(".")[2] or "default")
         kernel = _taking_numbers(overload, torch.library.get_kernel(name, "CUDA").call_boxed)

@@ -11,17 +11,20 @@ import hashlib
 import inspect
 import json
 import os
+import socket
 import tempfile
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 from fsdp_advisor.rehearsal.inside.import_hooks import after_import
 from fsdp_advisor.rehearsal.inside.tokenizers import write_tokenizer
 
 ARCHITECTURES = Path(__file__).parents[2] / "model" / "architectures.yaml"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+HUB_TIMEOUT_S = 2.0
 CATALOG_DTYPE = "bfloat16"
 """The dtype of catalogued models; the catalog has none."""
 SHARD_BYTES = 5_000_000_000
@@ -34,47 +37,67 @@ _DTYPES = {
 
 
 def use_empty_weights() -> None:
-    """Answer `from_pretrained` without weights and without the hub, if the rehearsal asks for it."""
-    if os.environ.get("REHEARSAL_EMPTY_WEIGHTS") == "1":
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    """Answer `from_pretrained` without weights and without the hub, if the rehearsal asks for it.
+
+    Random data come with tokenizers for models that have none on this machine.
+    """
+    if "1" in (os.environ.get("REHEARSAL_EMPTY_WEIGHTS"), os.environ.get("REHEARSAL_RANDOM_DATA")):
+        after_import("huggingface_hub.constants", _notice_offline)
         after_import("transformers.utils.hub", _answer_files)
+    if os.environ.get("REHEARSAL_EMPTY_WEIGHTS") == "1":
         after_import("transformers.modeling_utils", _answer_weights)
 
 
-def _answer_files(hub: ModuleType) -> None:
+def _notice_offline(constants: Any) -> None:
+    """Turn the hub's offline mode on where the hub cannot be reached: no file is waited for."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=HUB_TIMEOUT_S).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
+def _answer_files(hub: Any) -> None:
     """Configurations and tokenizers that are not on this machine come from a folder of their own."""
     original = hub.cached_files
 
     def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
         name = str(path_or_repo_id)
-        folder = _folder(name)
-        if all(_is_tokenizer_file(file) for file in filenames):
-            if _local(name, "tokenizer.json", original) or _local(name, "tokenizer_config.json", original):
-                folder = None
-            elif folder is not None and not (folder / "tokenizer.json").exists():
-                _write_tokenizer(name, folder, original)
-        elif _local(name, "config.json", original):
-            folder = None
-        return original(path_or_repo_id if folder is None else str(folder), filenames, *args, **kwargs)
+        find = _tokenizer_folder if all(map(_is_tokenizer_file, filenames)) else _config_folder
+        return original(find(name, original) or path_or_repo_id, filenames, *args, **kwargs)
 
-    hub.cached_files = cached_files  # type: ignore[attr-defined]
     cached_files.original = original  # type: ignore[attr-defined]
+    hub.cached_files = cached_files
 
 
 def _is_tokenizer_file(name: str) -> bool:
-    return "token" in name or name in (
-        "vocab.json",
-        "merges.txt",
-        "chat_template.jinja",
-        "vocab.txt",
-        "added_tokens.json",
-    )
+    return "token" in name or name in ("vocab.json", "merges.txt", "chat_template.jinja", "vocab.txt")
 
 
-def _write_tokenizer(name: str, folder: Path, original: Any) -> None:
-    config = _local(name, "config.json", original) or folder / "config.json"
-    if Path(config).exists():
-        write_tokenizer(folder, json.loads(Path(config).read_text()))
+def _config_folder(name: str, cached_files: Any) -> Path | None:
+    """The folder of a catalogued model whose config.json is not on this machine."""
+    if not name or _local(name, "config.json", cached_files):
+        return None
+    folder = folder_of(name)
+    return folder if (folder / "config.json").exists() else None
+
+
+@cache
+def _tokenizer_folder(name: str, cached_files: Any) -> Path | None:
+    """A folder with a tokenizer for a model whose own one is neither on this machine nor on a hub that can be reached."""
+    if not name or any(_local(name, file, cached_files) for file in TOKENIZERS):
+        return None
+    with contextlib.suppress(Exception):
+        if not Path(name).is_dir() and cached_files(name, TOKENIZERS[:1]):
+            return None
+    folder = folder_of(name)
+    config = Path(_local(name, "config.json", cached_files) or folder / "config.json")
+    if not config.exists():
+        return None
+    write_tokenizer(folder, json.loads(config.read_text()))
+    return folder
 
 
 def _local(name: str, file: str, cached_files: Any) -> str | None:
@@ -89,11 +112,9 @@ def _local(name: str, file: str, cached_files: Any) -> str | None:
 
 
 @cache
-def _folder(name: str) -> Path | None:
-    """The folder of what a model lacks on this machine. It starts with the config.json of a catalogued model."""
-    if not name:
-        return None
-    key = hashlib.sha256(os.path.abspath(name).encode() if Path(name).is_dir() else name.encode()).hexdigest()[:12]
+def folder_of(name: str) -> Path:
+    """The folder of what a model lacks on this machine. It begins with the config.json of a catalogued model."""
+    key = hashlib.sha256(str(Path(name).resolve() if Path(name).is_dir() else name).encode()).hexdigest()[:12]
     folder = Path(os.environ.get("REHEARSAL_FOLDER") or tempfile.gettempdir()) / f"empty-{os.getpid()}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     config = _catalogued(name)
@@ -111,7 +132,7 @@ def _catalogued(name: str) -> dict[str, Any] | None:
     return None
 
 
-def _answer_weights(modeling_utils: ModuleType) -> None:
+def _answer_weights(modeling_utils: Any) -> None:
     """A model whose weights are not on this machine is loaded from an empty checkpoint."""
     model = modeling_utils.PreTrainedModel
     original = model.from_pretrained.__func__
@@ -126,8 +147,7 @@ def _answer_weights(modeling_utils: ModuleType) -> None:
         config = kwargs.get("config") or cls.config_class.from_pretrained(name)
         if isinstance(config, (str, os.PathLike)):
             config = cls.config_class.from_pretrained(config)
-        folder = _folder(name)
-        assert folder is not None
+        folder = folder_of(name)
         write_checkpoint(cls, config, folder)
         found = original(cls, str(folder), *args, **{**kwargs, "config": config})
         loaded = found[0] if isinstance(found, tuple) else found
@@ -164,7 +184,7 @@ def write_checkpoint(cls: Any, config: Any, folder: Path) -> None:
             room = max(size, SHARD_BYTES)
         files[-1][name] = tensor
         room -= size
-    index = {}
+    index: dict[str, str] = {}
     for number, tensors in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
         _write_shard(folder / file, tensors)
