@@ -51,9 +51,9 @@ class TimelinePoint:
     high_bytes: int
 
 
-def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> StepPeak:
-    """The peak of a step at micro-batch `b` and `t` tokens. `fused_loss`: without the loss's own tensors."""
-    reader = _Reader(program, b, t, _WORKSPACE_AND_LOSS if fused_loss else _WORKSPACE)
+def step_peak(program: StepProgram, b: int, t: int) -> StepPeak:
+    """The peak of a step at micro-batch `b` and `t` tokens."""
+    reader = _Reader(program, b, t, _WORKSPACE)
     best, phase_peaks = None, dict.fromkeys(("forward", "backward", "optimizer"), 0)
     for visit, _, high, highest_at in reader.walk():
         if best is None or high > best[0]:
@@ -68,6 +68,12 @@ def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False)
         phase_peaks=phase_peaks,
         at_peak=dict(zip(ACCOUNTS, reader.accounts_at(visit, highest_at), strict=False)),
     )
+
+
+def peak_bytes(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> int:
+    """The bytes of `step_peak`, without the work of finding what is alive. `fused_loss`: without the loss's own tensors."""
+    reader = _Reader(program, b, t, _WORKSPACE_AND_LOSS if fused_loss else _WORKSPACE)
+    return max(high for _, _, high, _ in reader.walk())
 
 
 def step_timeline(program: StepProgram, b: int, t: int) -> tuple[TimelinePoint, ...]:

@@ -256,7 +256,6 @@ class Meter:
             ],
             "out_of_memory": self.out_of_memory,
             "timeline": points or [],
-            "decisions": decisions(),
             "job": self.facts,
             "decisions": decisions(),
         }
