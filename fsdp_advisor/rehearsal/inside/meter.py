@@ -258,7 +258,6 @@ class Meter:
             "timeline": points or [],
             "decisions": decisions(),
             "job": self.facts,
-            "decisions": decisions(),
         }
         path = self.folder / f"process-{os.getpid()}.json"
         temporary = path.with_suffix(".tmp")
