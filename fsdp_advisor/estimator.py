@@ -8,12 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor import configs
-from fsdp_advisor.configs import ConfigFiles
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.fsdp2.units import padding_warnings
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
+from fsdp_advisor.engines.job_peaks import job_peaks
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
@@ -46,7 +44,7 @@ from fsdp_advisor.memory.allocator import (
 )
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
-from fsdp_advisor.memory.live import StepPeak, TimelinePoint, step_peak, step_timeline
+from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.model.tape_key import TapeKey
@@ -57,6 +55,8 @@ from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unk
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fsdp_advisor.configs import ConfigFiles
 
 DEFAULT_GPU = "H100-80GB"
 DEFAULT_SEQ_LEN = 2048
@@ -84,8 +84,17 @@ def estimate(
     explanation needs. Raises AdvisorError with a hint.
     """
     fields, model = split_recorder({**options, "config_file": config_file})
-    request = settled(request or configs.make_request(fields, EstimateRequest))
+    request = settled(request or requested(fields, EstimateRequest))
     return estimate_resolved(request, model or resolve(request.model), explain=explain)
+
+
+def requested(fields: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
+    """The request of these fields, and of the configuration files that `config_file` names. Raises UsageError."""
+    if not fields.get("config_file"):
+        return make_request({name: value for name, value in fields.items() if name != "config_file"}, kind)
+    from fsdp_advisor import configs  # most jobs need none of its readers
+
+    return configs.make_request(fields, kind)
 
 
 def settled(request: AnyRequest) -> AnyRequest:
@@ -167,28 +176,32 @@ def estimate_plan(
     """
     if model.profile is None:
         return _count_estimate(model.parameters, plan, gpu)
-    base = _without_step(model.profile, plan, gpu, host_memory_bytes)
     try:
         key, tape = select_tape(model, model.profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and model.source != "catalog":
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
+        base = _without_step(model.profile, plan, gpu, host_memory_bytes)
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
-    return _with_step(base, model.profile, key, tape, gpu, explain, conf, host_memory_bytes)
+    return _with_step(model.profile, key, tape, plan, gpu, explain, conf, host_memory_bytes)
 
 
 def tensor_bytes(model: Resolved, plan: Plan) -> int:
     """Peak tensor bytes of a plan's step on a GPU, a lower bound of its memory. Raises AdvisorError if there is no tape."""
     assert model.profile is not None
     tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
-    return peak_of_step(model.profile, tape, plan).peak
+    return _peak_bytes(model.profile, tape, plan)
 
 
-def peak_of_step(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> StepPeak:
+def peak_of_step(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
     """The peak of a plan's step over a tape."""
+    return step_peak(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len)
+
+
+def _peak_bytes(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> int:
     program = step_program(profile, tape, plan)
-    return step_peak(program, plan.micro_batch_size, plan.seq_len, fused_loss=fused_loss)
+    return peak_bytes(program, plan.micro_batch_size, plan.seq_len, fused_loss=fused_loss)
 
 
 def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
@@ -234,8 +247,10 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
     return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; say --gpu for another"]
 
 
-def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int | None) -> StrategyEstimate:
-    """The row of a plan without a tape: states, host memory, loading and saving."""
+def _without_step(
+    profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int | None, tensors: StepPeak | None = None
+) -> StrategyEstimate:
+    """The row of a plan without a tape: states, host memory, loading and saving. `tensors`: the step's, if they are known."""
     states = states_of(profile, plan)
     host = host_memory(profile, plan)
     unknown = not_modelled(profile, plan)
@@ -243,7 +258,16 @@ def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int
         unknown.append(f"{TIME_UNKNOWN}: {why}")
     copy = one_copy_bytes(profile, plan)
     overhead = device_overhead(gpu, plan)
-    job = _job_peaks(profile, plan, gpu, overhead, host_memory_bytes, None)
+    job = job_peaks(
+        profile,
+        plan,
+        gpu,
+        states=states,
+        host=host,
+        overhead=overhead,
+        phase_peaks=tensors.phase_peaks if tensors else None,
+        host_memory_bytes=host_memory_bytes,
+    )
     kept = sum(s.rounded for s in (states.parameters, states.gradients, states.optimizer, states.communication))
     return StrategyEstimate(
         plan=plan,
@@ -266,20 +290,22 @@ def _without_step(profile: Profile, plan: Plan, gpu: Gpu, host_memory_bytes: int
 
 
 def _with_step(
-    base: StrategyEstimate,
     profile: Profile,
     key: TapeKey,
     tape: Tape,
+    plan: Plan,
     gpu: Gpu,
     explain: bool,
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,
 ) -> StrategyEstimate:
     """The row of a plan with its step: tensors, allocator, verdict and time."""
-    plan, overhead, unknown = base.plan, base.overhead, list(base.not_modelled)
-    assert overhead is not None
     gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
     on_gpu = profile.tapes.get(gpu_key.name) or tape
+    tensors = peak_of_step(profile, on_gpu, plan)
+    base = _without_step(profile, plan, gpu, host_memory_bytes, tensors)
+    overhead, job, unknown = base.overhead, base.job, list(base.not_modelled)
+    assert overhead is not None and job is not None
     if key.engine != tape_key_of(plan, profile).engine:
         unknown.append(NO_AUTOCAST)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
@@ -287,8 +313,6 @@ def _with_step(
     warnings = base.warnings
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
-    tensors = peak_of_step(profile, on_gpu, plan)
-    job = _job_peaks(profile, plan, gpu, overhead, host_memory_bytes, tensors.phase_peaks)
     allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
     step = step_of(profile, key, tape, plan, gpu)
     if step is not None:
@@ -301,38 +325,17 @@ def _with_step(
         needed_bytes=needed,
         headroom_bytes=available - needed,
         peak_tensor_bytes=tensors.peak,
-        simulated_peak_bytes=peak_of_step(profile, tape, plan).peak,
         peak_phase=tensors.phase,
         peak_where=tensors.where,
         phase_peaks=tensors.phase_peaks,
         at_peak=tensors.at_peak,
-        fused_loss_peak_bytes=peak_of_step(profile, on_gpu, plan, fused_loss=True).peak if explain else None,
+        fused_loss_peak_bytes=_peak_bytes(profile, on_gpu, plan, fused_loss=True) if explain else None,
         allocator=allocator,
         step=step,
-        job=job,
         warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
         not_modelled=tuple(unknown),
+        simulate_peak=partial(_peak_bytes, profile, tape, plan),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
-    )
-
-
-def _job_peaks(
-    profile: Profile,
-    plan: Plan,
-    gpu: Gpu,
-    overhead: DeviceOverhead,
-    host_memory_bytes: int | None,
-    phase_peaks: Mapping[str, int] | None,
-) -> JobPeaks:
-    return job_peaks(
-        profile,
-        plan,
-        gpu,
-        states=states_of(profile, plan),
-        host=host_memory(profile, plan),
-        overhead=overhead,
-        phase_peaks=phase_peaks,
-        host_memory_bytes=host_memory_bytes,
     )
 
 

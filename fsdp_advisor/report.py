@@ -53,7 +53,6 @@ class StrategyEstimate:
     and `fails_in` names the phase.
     `states` are kept from step to step; `at_peak` is what is alive at the tensors' peak, by account.
     `units` describes the FSDP units of a wrap policy other than `layer`.
-    `simulated_peak_bytes` is the tensors' peak of PyTorch's own code under fake tensors on a CPU.
     """
 
     plan: Plan
@@ -61,7 +60,6 @@ class StrategyEstimate:
     needed_bytes: int | None = None
     headroom_bytes: int | None = None
     peak_tensor_bytes: int | None = None
-    simulated_peak_bytes: int | None = None
     peak_phase: str | None = None
     peak_where: str | None = None
     phase_peaks: dict[str, int] | None = None
@@ -77,7 +75,13 @@ class StrategyEstimate:
     units: str | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
+    simulate_peak: Callable[[], int] | None = field(default=None, repr=False, compare=False)
     replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def simulated_peak_bytes(self) -> int | None:
+        """The tensors' peak of PyTorch's own code under fake tensors on a CPU. Computed when asked for."""
+        return None if self.simulate_peak is None else self.simulate_peak()
 
     @property
     def timeline(self) -> tuple[TimelinePoint, ...]:

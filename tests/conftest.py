@@ -9,15 +9,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tiny_llama import LLAMA, OTHER, PARAMETERS, SHIPPED, with_tapes
 
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import dump
 
+settings.register_profile("any speed", settings(), deadline=None)  # on a busy machine an example may take any time
+settings.load_profile("any speed")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files and the README's outputs")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With `-n`, neighbouring tests run on the same worker and share its fixtures and caches."""
+    if config.getoption("numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fsdp_advisor import configs
 from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
@@ -18,9 +17,8 @@ from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
 from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
-from fsdp_advisor.configs import ConfigFiles
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, settled
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, requested, settled
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
@@ -32,6 +30,8 @@ from fsdp_advisor.units import format_gib
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fsdp_advisor.configs import ConfigFiles
 
 
 def any_plan(plan: Plan) -> bool:
@@ -54,7 +54,7 @@ def recommend(
     configuration files of other tools; keywords win over them. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
     fields, recorded = split_recorder({**options, "config_file": config_file})
-    request = settled(request or configs.make_request(fields, RecommendRequest))
+    request = settled(request or requested(fields, RecommendRequest))
     model = recorded or resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))

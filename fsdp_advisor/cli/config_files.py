@@ -8,7 +8,6 @@ from textwrap import fill
 from typing import Any
 
 from fsdp_advisor.cli.output import note
-from fsdp_advisor.configs import complete, from_paths, make_request
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.request import EstimateRequest
@@ -21,6 +20,8 @@ def request_of_files(
 
     Raises UsageError for a file that cannot be read, and for a job that is incomplete.
     """
+    from fsdp_advisor.configs import complete, from_paths, make_request  # only jobs with files need its readers
+
     if not partial:
         return make_request({**given, "config_file": files}, kind)
     found = complete(from_paths(files), read_fields(given, fields_of(kind)))

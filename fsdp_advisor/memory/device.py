@@ -146,7 +146,7 @@ def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead
     parts = [_part("CUDA context", context), _part("kernels", kernels)]
     fewest, most = communicators(plan)
     if most:
-        one_low, one_high = _communicator(gpu, plan)
+        one_low, one_high = communicator_range(gpu, plan.world_size, plan.nnodes)
         parts.append(_part("NCCL kernels", NCCL_KERNEL_BYTES))
         parts.append(_part("NCCL buffers", (fewest * one_low, most * one_high)))
     return DeviceOverhead(tuple(parts))
@@ -165,17 +165,20 @@ def _context(gpu: Gpu) -> tuple[int, int]:
     return low * gpu.multiprocessors, high * gpu.multiprocessors
 
 
-def _communicator(gpu: Gpu, plan: Plan) -> tuple[int, int]:
-    """Bytes of one communicator's buffers: at least those of the rings, at most those of rings, trees and NVLink SHARP."""
+def communicator_range(gpu: Gpu, ranks: int, nnodes: int = 1) -> tuple[int, int]:
+    """Bytes of one communicator's buffers on each GPU of `ranks` on `nnodes`: at least those of the rings, at most those of rings,
+    trees and NVLink SHARP. Zero for one rank."""
+    if ranks == 1:
+        return 0, 0
     nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
     channels = NVLINK_CHANNELS.get(gpu.architecture or "", PCIE_CHANNELS) if nvlink else PCIE_CHANNELS
     if gpu.intra_node is None:
         channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU with a memory size only
     one = connection_bytes()
-    low, high = channels[0] * one, channels[1] * one * (1 if plan.world_size == 2 else 2)
-    if plan.nnodes > 1:
+    low, high = channels[0] * one, channels[1] * one * (1 if ranks == 2 else 2)
+    if nnodes > 1:
         high = 2 * channels[1] * NETWORK_CONNECTION_BYTES
-    if gpu.architecture in ("hopper", "blackwell", None) and plan.ranks_per_node > 2:
+    if gpu.architecture in ("hopper", "blackwell", None) and ranks // nnodes > 2:
         low, high = low + NVLS_BYTES[0], high + NVLS_BYTES[1]
     return low, high
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from fsdp_advisor.model.profile import evaluate
@@ -51,9 +52,9 @@ class TimelinePoint:
     high_bytes: int
 
 
-def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> StepPeak:
-    """The peak of a step at micro-batch `b` and `t` tokens. `fused_loss`: without the loss's own tensors."""
-    reader = _Reader(program, b, t, _WORKSPACE_AND_LOSS if fused_loss else _WORKSPACE)
+def step_peak(program: StepProgram, b: int, t: int) -> StepPeak:
+    """The peak of a step at micro-batch `b` and `t` tokens."""
+    reader = _Reader(program, b, t, _WORKSPACE)
     best, phase_peaks = None, dict.fromkeys(("forward", "backward", "optimizer"), 0)
     for visit, _, high, highest_at in reader.walk():
         if best is None or high > best[0]:
@@ -70,12 +71,30 @@ def step_peak(program: StepProgram, b: int, t: int, *, fused_loss: bool = False)
     )
 
 
+def peak_bytes(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> int:
+    """The bytes of `step_peak`, without the work of finding what is alive. `fused_loss`: without the loss's own tensors."""
+    reader = _Reader(program, b, t, _WORKSPACE_AND_LOSS if fused_loss else _WORKSPACE)
+    return max(high for _, _, high, _ in reader.walk())
+
+
 def step_timeline(program: StepProgram, b: int, t: int) -> tuple[TimelinePoint, ...]:
     """Live memory visit by visit. A run of repeated layers has its first two visits, its last two, and one for all others."""
     points: list[TimelinePoint] = []
     for visit, live, high, _ in _Reader(program, b, t, _WORKSPACE).walk():
         points.append(TimelinePoint(visit.phase, visit.name, live, high))
     return tuple(points)
+
+
+def step_moments(program: StepProgram, b: int, t: int, phase: Phase) -> tuple[Callable[[], dict[str, int]], ...]:
+    """For each visit of a phase in the last micro-batch, in order, a function that returns the bytes alive at its peak, by account."""
+    reader = _Reader(program, b, t, _WORKSPACE)
+    last = {id(visit) for visit in (*program.micro_batches[-1].visits, program.optimizer)}
+    peaks = [(visit, at) for visit, _, _, at in reader.walk() if id(visit) in last and visit.phase == phase]
+    return tuple(partial(_accounts, reader, visit, at) for visit, at in peaks)
+
+
+def _accounts(reader: _Reader, visit: Visit, at: int) -> dict[str, int]:
+    return dict(zip(ACCOUNTS, reader.accounts_at(visit, at), strict=False))
 
 
 class _Reader:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp_advisor.errors import RehearsalError
 from fsdp_advisor.hardware.gpus import Gpu
-from fsdp_advisor.memory.device import context_range
+from fsdp_advisor.memory.device import NCCL_KERNEL_BYTES, communicator_range, context_range
 
 SITE = Path(__file__).parent / "inside" / "site"
 """The folder that Python finds first in a rehearsed process. Its sitecustomize.py runs before the script."""
@@ -20,9 +20,15 @@ _SHARED_KIB = {7: 96, 8: 163, 9: 227, 10: 227, 12: 99}
 _UNKNOWN_MULTIPROCESSORS = 100
 
 
-def machine_of(gpu: Gpu, gpus_per_node: int) -> Machine:
-    """The simulated machine with the memory that `memory.device` expects CUDA to take: the middle of its range."""
-    return Machine(gpu=gpu, gpus_per_node=gpus_per_node, context_bytes=sum(context_range(gpu)) // 2)
+def machine_of(gpu: Gpu, gpus_per_node: int, nnodes: int = 1) -> Machine:
+    """The simulated machine with the memory that `memory.device` expects CUDA and NCCL to take: the middle of its ranges."""
+    return Machine(
+        gpu=gpu,
+        gpus_per_node=gpus_per_node,
+        context_bytes=sum(context_range(gpu)) // 2,
+        nccl_bytes=sum(NCCL_KERNEL_BYTES) // 2,
+        communicator_bytes=sum(communicator_range(gpu, gpus_per_node * nnodes, nnodes)) // 2,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +38,10 @@ class Machine:
     gpu: Gpu
     gpus_per_node: int
     context_bytes: int
+    nccl_bytes: int = 0
+    """Memory of NCCL's kernels, which the first communicator of more than one rank loads."""
     communicator_bytes: int = 0
-    """Memory of one NCCL communicator of more than one rank."""
+    """Memory of each NCCL communicator of more than one rank."""
 
     def __post_init__(self) -> None:
         if self.gpu.compute_capability is None or (self.gpu.architecture or "").startswith("cdna"):
@@ -54,6 +62,7 @@ class Machine:
             "REHEARSAL_DEVICES": str(self.gpus_per_node),
             "REHEARSAL_TOTAL_BYTES": str(self.gpu.memory_bytes),
             "REHEARSAL_CONTEXT_BYTES": str(self.context_bytes),
+            "REHEARSAL_NCCL_BYTES": str(self.nccl_bytes),
             "REHEARSAL_COMMUNICATOR_BYTES": str(self.communicator_bytes),
             "REHEARSAL_MAJOR": str(major),
             "REHEARSAL_MINOR": str(minor),

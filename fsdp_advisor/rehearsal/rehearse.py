@@ -57,7 +57,7 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
         raise UsageError(f"{settings.gpus} GPUs cannot be divided among {settings.nnodes} nodes", hint="change --gpus")
     gpu = find_gpu(settings.gpu)
     installation = find_installation(interpreter_of(command))
-    machine = machine_of(gpu, settings.gpus // settings.nnodes)
+    machine = machine_of(gpu, settings.gpus // settings.nnodes, settings.nnodes)
     variables = environment(machine, libraries_for(installation), os.environ)
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:

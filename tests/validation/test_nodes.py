@@ -130,6 +130,8 @@ def test_two_nodes_meet_and_the_one_with_rank_0_writes_the_record(cluster: Clust
     assert shown == record.as_dict()
     assert record.measured["ranks_per_node"] == [2, 2] and len(record.measured["by_rank"]["peak_tensor_bytes"]) == 4
     assert record.measured["phase_peaks"] == record.predicted["phase_peaks"]  # only right with a shard degree of 2
+    assert record.measured["spread"]["peak_tensor_bytes"] == 0
+    assert record.measured["step_seconds"] > 0 and record.fits_really is True
     assert sum("Rank 0 has the record" in err for _, _, err in ended) == 1
 
 

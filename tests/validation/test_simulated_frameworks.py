@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated_cases import Case, plan_of
+from matrix import taken
+from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, Case, plan_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
@@ -31,59 +32,13 @@ from fsdp_advisor.validation.simulate import simulate
 pytestmark = pytest.mark.slow
 
 SCALARS_BYTES = 16 * 512
-TINY = {
+TINY_CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }  # fmt: skip
 
-UNTIED, TIED = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B"
-QWEN2, GPT2, GEMMA, OPT = "Qwen/Qwen2.5-0.5B", "openai-community/gpt2", "google/gemma-2b", "facebook/opt-125m"
-WHISPER, T5, BERT = "openai/whisper-tiny", "google-t5/t5-small", "google-bert/bert-base-uncased"
-GPTJ, NEOX, VIT = "EleutherAI/gpt-j-6b", "EleutherAI/pythia-70m", "google/vit-base-patch16-224"
 
-CASES = [
-    Case(UNTIED, "fsdp2", "zero3", 8, 2, 512, framework="accelerate"),
-    Case(UNTIED, "fsdp2", "zero3", 64, 1, 2048, activation_checkpointing="full", framework="trainer"),
-    Case(UNTIED, "fsdp2", "zero2", 7, 2, 512, "bf16", framework="accelerate"),
-    Case(UNTIED, "fsdp2", "hsdp", 16, 1, 1024, nnodes=2, framework="accelerate"),
-    Case(GPT2, "fsdp2", "zero3", 4, 1, 512, gradient_accumulation_steps=3, framework="trainer"),
-    Case(TIED, "fsdp2", "zero3", 256, 1, 4096, framework="trainer"),
-    Case(TIED, "fsdp2", "zero3", 2, 2, 512, "fp32", "full", framework="accelerate"),
-    Case(QWEN2, "fsdp2", "zero3", 3, 4, 512, gradient_accumulation_steps=2, framework="accelerate"),
-    Case(GPT2, "fsdp2", "zero3", 4, 8, 1024, attention="eager", framework="trainer"),
-    Case(GEMMA, "fsdp2", "zero3", 8, 2, 1024, activation_checkpointing="full", framework="accelerate"),
-    Case(OPT, "fsdp2", "zero2", 8, 4, 512, activation_checkpointing="full", framework="trainer"),
-    Case(WHISPER, "fsdp2", "zero3", 8, 2, 448, framework="accelerate"),
-    Case(VIT, "fsdp2", "zero3", 8, 4, 197, "bf16", framework="accelerate"),
-    Case(VIT, "fsdp2", "zero2", 3, 4, 197, "fp32", "full", framework="trainer"),
-    Case(UNTIED, "fsdp2", "zero3", 8, 2, 512, activation_checkpointing="full", wrap="none"),
-    Case(GPT2, "fsdp2", "zero2", 3, 2, 512, gradient_accumulation_steps=2, wrap="none"),
-    Case(UNTIED, "fsdp2", "zero3", 8, 1, 256, gradient_accumulation_steps=2, wrap="none", framework="trainer"),
-    Case(UNTIED, "fsdp1", "zero3", 8, 2, 512, activation_checkpointing="full", framework="accelerate"),
-    Case(QWEN2, "fsdp1", "zero2", 8, 2, 512, gradient_accumulation_steps=3, framework="accelerate"),
-    Case(GPT2, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
-    Case(GPT2, "fsdp1", "zero3", 3, 4, 512, framework="trainer"),
-    Case(T5, "fsdp1", "zero3", 8, 4, 512, framework="accelerate"),
-    Case(T5, "fsdp1", "zero3", 2, 2, 256, activation_checkpointing="full", framework="trainer"),
-    Case(T5, "fsdp1", "zero2", 8, 2, 512, "bf16", framework="accelerate"),
-    Case(WHISPER, "fsdp1", "zero3", 8, 2, 448, framework="accelerate"),
-    Case(WHISPER, "fsdp1", "zero3", 64, 4, 448, activation_checkpointing="full", framework="trainer"),
-    Case(GPTJ, "fsdp1", "zero3", 8, 2, 512, attention="eager", framework="accelerate"),
-    Case(NEOX, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
-    Case(BERT, "fsdp1", "zero3", 8, 4, 512, framework="accelerate"),
-    Case(VIT, "fsdp1", "zero2", 8, 4, 197, framework="accelerate"),
-    Case(GPT2, "ddp", "ddp", 8, 4, 512, framework="accelerate"),
-    Case(UNTIED, "ddp", "ddp", 8, 2, 512, framework="trainer"),
-    Case(GPT2, "ddp", "ddp", 8, 4, 512, "fp32", framework="trainer"),
-    Case(T5, "ddp", "ddp", 8, 4, 512, framework="trainer"),
-    Case(WHISPER, "ddp", "ddp", 8, 4, 448, framework="trainer"),
-    Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
-    Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
-    Case(OPT, "ddp", "ddp", 2, 4, 512, activation_checkpointing="full", framework="trainer"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", taken(FRAMEWORKS, MORE_FRAMEWORKS), ids=str)
 def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> None:
     plan = plan_of(case)
     model = resolve(case.model)
@@ -119,8 +74,10 @@ def test_fsdp2_frees_unsharded_parameters_before_the_first_step(
 
     monkeypatch.setattr(_fsdp_init, "_move_states_to_device", move)
     monkeypatch.setattr(getattr(frameworks, trainer), "forward", before)
-    case = Case(UNTIED, "fsdp2", "zero3", 4, 2, 64, framework=framework)
-    simulate(TransformersSource(TINY | {"tie_word_embeddings": tied}, name="tiny", task="causal-lm"), plan_of(case))
+    case = Case(TINY, "fsdp2", "zero3", 4, 2, 64, framework=framework)
+    simulate(
+        TransformersSource(TINY_CONFIG | {"tie_word_embeddings": tied}, name="tiny", task="causal-lm"), plan_of(case)
+    )
     assert [kind for kind, _ in moved].count("parameter") > 20
     assert alive and set(alive) == {"buffer"}
 
@@ -136,9 +93,9 @@ def test_models_that_accelerate_cannot_wrap_have_a_note(name: str) -> None:
 
 
 def test_frameworks_are_always_simulated() -> None:
-    assert choose_mode(plan_of(CASES[0]), None, "cpu").mode == "simulate"
+    assert choose_mode(plan_of(FRAMEWORKS[0]), None, "cpu").mode == "simulate"
     with pytest.raises(ModeUnavailable, match="can be simulated, not measured"):
-        check(plan_of(CASES[0]), "cuda")
+        check(plan_of(FRAMEWORKS[0]), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from matrix import ALL
 
 torch = pytest.importorskip("torch")
 
@@ -47,7 +48,10 @@ def plans_of(world: int) -> list[Plan]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_predicted_states_equal_a_real_run(world: int) -> None:
+    """On three ranks a third of the plans runs, with every pair of engine, precision and optimizer."""
     plans = plans_of(world)
+    if world == 3 and not ALL:
+        plans = [plan for n, plan in enumerate(plans) if (n // 9 + n // 3 + n) % 3 == 0]
     run = subprocess.run(
         [
             sys.executable,

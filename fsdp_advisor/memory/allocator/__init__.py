@@ -7,14 +7,13 @@ reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.operations import StepOperations, step_operations
-from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Refused, Verdict, completes, simulate_allocator
+from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Verdict, completes, simulate_allocator
 
 __all__ = [
     "AllocatorConf",
     "AllocatorResult",
     "CachingAllocator",
     "OutOfMemory",
-    "Refused",
     "Segment",
     "StepOperations",
     "Verdict",

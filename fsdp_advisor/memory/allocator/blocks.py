@@ -1,4 +1,4 @@
-"""The allocator's data structures: blocks by address, free blocks by size, and the driver that supplies memory.
+"""The allocator's data structures: free blocks by size and by address, and the driver that supplies memory.
 
 Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.13), struct Block, struct BlockPool.
 """
@@ -16,20 +16,29 @@ ADDRESS = (1 << SHIFT) - 1
 
 The largest possible request needs addresses of about 70 bits. The driver's 48 bits are too few for requests that fit no GPU.
 """
+NO_KEY = 1 << 2 * SHIFT
+"""Larger than every key."""
 
 
 class Driver:
     """The driver supplies at most `limit_bytes`; the allocator requests at most `allowed_bytes` (`setMemoryFraction`).
 
     The driver's addresses are unknown, so ascending addresses stand in for them. They matter only for the choice between free
-    blocks of equal size.
+    blocks of equal size. `asked_peak`: the most that was reserved and asked for together; expandable segments may then map
+    less, because they have a part of it.
     """
 
     def __init__(self, limit_bytes: int | None, allowed_bytes: int) -> None:
         self._limit = UNLIMITED if limit_bytes is None else limit_bytes
         self.allowed_bytes = allowed_bytes
-        self.reserved = self.peak = self.calls = 0
+        self.reserved = self.peak = self.asked_peak = self.calls = 0
         self._top = ROUND_LARGE
+
+    def allows(self, n_bytes: int) -> bool:
+        """Whether the allocator may ask for this."""
+        asked = self.reserved + n_bytes
+        self.asked_peak = max(self.asked_peak, asked)
+        return asked <= self.allowed_bytes
 
     def take(self, n_bytes: int) -> bool:
         if self.reserved + n_bytes > self._limit:
@@ -50,59 +59,60 @@ class Driver:
         return start
 
 
-class Blocks:
-    """All blocks. A `pool` number is twice the stream's number, plus one for the large pool.
+class FreeBlocks:
+    """The free blocks. A `pool` number is twice the stream's number, plus one for the large pool.
 
-    `size`: a block's bytes, negative while the block is free. `before`: the address of the block that ends where this one
-    begins. `free`: the keys of free blocks, by pool.
+    `keys`: the sorted keys by pool. `edges`: the key of the block that begins or ends at an address. Two free blocks are never
+    adjacent, so there is only one.
     """
 
     def __init__(self) -> None:
-        self.size: dict[int, int] = {}
-        self.before: dict[int, int] = {}
-        self.free: defaultdict[int, list[int]] = defaultdict(list)
-        self.ages: dict[int, int] | None = None  # kept for garbage collection: `gc_count_base`
+        self.keys: defaultdict[int, list[int]] = defaultdict(list)
+        self.edges: dict[int, int] = {}
+        self.keeps_ages = False  # only garbage collection needs them
+        self.ages: dict[int, int] = {}  # by address: `gc_count_base`
         self.searches = [0, 0]  # for the small and the large pool: `get_free_blocks_call_count`
 
-    def is_free(self, address: int | None) -> bool:
-        return address is not None and self.size.get(address, 0) < 0
+    def starting_at(self, address: int) -> int:
+        """Bytes of the free block that begins at an address; 0 if there is none."""
+        key = self.edges.get(address, 0)
+        return key >> SHIFT if key & ADDRESS == address else 0
 
-    def put(self, pool: int, start: int, n_bytes: int) -> None:
-        """Insert a block into the free list."""
-        self.size[start] = -n_bytes
-        insort(self.free[pool], n_bytes << SHIFT | start)
-        if self.ages is not None:
-            self.ages[start] = self.searches[pool & 1]
+    def ending_at(self, address: int) -> int | None:
+        """The start of the free block that ends at an address; None if there is none."""
+        key = self.edges.get(address)
+        return None if key is None or key & ADDRESS == address else key & ADDRESS
 
-    def take(self, pool: int, start: int) -> int:
-        """Remove a block from the free list and return its bytes."""
-        n_bytes = -self.size.pop(start)
-        free = self.free[pool]
-        del free[bisect_left(free, n_bytes << SHIFT | start)]
-        return n_bytes
+    def age(self, pool: int, start: int) -> None:
+        """Note since when the block at an address is free."""
+        self.ages[start] = self.searches[pool & 1]
 
-    def give_back(self, pool: int, start: int) -> None:
-        """Free a block and merge it with its free neighbours. Source: free_block, try_merge_blocks."""
-        size, before, free = self.size, self.before, self.free[pool]
-        n_bytes = size[start]
-        end = start + n_bytes
-        other = size.get(end, 0)
-        if other < 0:
-            del free[bisect_left(free, -other << SHIFT | end)]
-            del size[end], before[end]
-            n_bytes -= other
-        prior = before.get(start)
-        if prior is not None:
-            other = size.get(prior, 0)
-            if other < 0:
-                del free[bisect_left(free, -other << SHIFT | prior)]
-                del size[start], before[start]
-                start = prior
-                n_bytes -= other
-        size[start] = -n_bytes
-        end = start + n_bytes
-        if end in before:
-            before[end] = start
-        insort(free, n_bytes << SHIFT | start)
-        if self.ages is not None:
-            self.ages[start] = self.searches[pool & 1]
+    def put(self, pool: int, start: int, end: int) -> int:
+        """Insert a block that has no free neighbours, and return its key."""
+        key = (end - start) << SHIFT | start
+        self.edges[start] = self.edges[end] = key
+        insort(self.keys[pool], key)
+        if self.keeps_ages:
+            self.age(pool, start)
+        return key
+
+    def take(self, pool: int, key: int) -> None:
+        """Remove a block."""
+        keys, start = self.keys[pool], key & ADDRESS
+        del keys[bisect_left(keys, key)], self.edges[start], self.edges[start + (key >> SHIFT)]
+
+    def give_back(self, pool: int, keys: list[int], start: int, end: int) -> None:
+        """Insert a block into `keys`, those of its pool, merged with its free neighbours. Source: free_block, try_merge_blocks."""
+        edges = self.edges
+        after = edges.pop(end, None)
+        if after is not None:
+            del keys[bisect_left(keys, after)]
+            end += after >> SHIFT
+        before = edges.pop(start, None)
+        if before is not None:
+            del keys[bisect_left(keys, before)]
+            start = before & ADDRESS
+        edges[start] = edges[end] = key = (end - start) << SHIFT | start
+        insort(keys, key)
+        if self.keeps_ages:
+            self.age(pool, start)

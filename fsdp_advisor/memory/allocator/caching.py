@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.memory.allocator.blocks import ADDRESS, SHIFT, Blocks, Driver
+from fsdp_advisor.memory.allocator.blocks import ADDRESS, NO_KEY, SHIFT, Driver, FreeBlocks
 from fsdp_advisor.memory.allocator.conf import (
     MIN_LARGE_ALLOC,
     ROUND_LARGE,
@@ -80,6 +80,11 @@ class Segment:
         return sum(size for size, _ in self.blocks)
 
 
+_Need = tuple[int, list[int], int, int, int]
+"""What a request needs: its pool, the keys of the pool's free blocks, its bytes, the least key of a block that is large enough,
+and the least key of a block that is split."""
+
+
 class CachingAllocator:
     """One device's allocator. The driver supplies at most `limit_bytes`. `device_bytes`: the device's memory, to which
     fractions refer.
@@ -99,129 +104,138 @@ class CachingAllocator:
         gpu_keeps_up: bool = False,
     ) -> None:
         self.conf = conf = conf or AllocatorConf()
-        if any(conf.roundup_power2_divisions):
-            requests = [round_size(r & ~STREAM_MASK, conf) | (r & STREAM_MASK) for r in requests]
-        self._requests = requests
         device = device_bytes if device_bytes is not None else limit_bytes
         allowed = UNLIMITED if device is None else int(conf.per_process_memory_fraction * device)
         self.driver = Driver(limit_bytes, allowed)
-        self.blocks = Blocks()
-        self._expandable = ExpandableSegments(self.blocks, self.driver, conf) if conf.expandable_segments else None
+        self.free_blocks = FreeBlocks()
+        self._expandable = ExpandableSegments(self.free_blocks, self.driver, conf) if conf.expandable_segments else None
+        self._takes_first_fit = self._expandable is None and conf.max_split_bytes == UNLIMITED
         self._collects = conf.collects_garbage and device is not None
-        if self._collects:
-            self.blocks.ages = {}
-        self.address = [0] * len(requests)
+        self.free_blocks.keeps_ages = self._collects
         self.allocated = self.allocated_peak = self.requested = self.requested_peak = self.retries = 0
         self._segments: dict[int, tuple[int, int]] = {}  # address -> (bytes, pool)
+        self.delays_frees = False  # whether another stream ever delayed a free
         self._late: deque[int] = deque()  # freed storages that another stream still uses
         self._late_over = 0
         self._gpu_keeps_up = gpu_keeps_up
+        self.address: list[int] = []
+        self._block_bytes: list[int] = []  # of each storage's block; 0 while the storage has none
+        self._needs: list[_Need] = []  # of each storage
+        self.extend(requests)
+
+    def extend(self, requests: Iterable[int]) -> None:
+        """Add storages, which get the next numbers."""
+        known: dict[int, _Need] = {}
+        for request in requests:
+            if request not in known:
+                known[request] = self._need(request & ~STREAM_MASK, request & STREAM_MASK)
+            self._needs.append(known[request])
+            self.address.append(0)
+            self._block_bytes.append(0)
+
+    def _need(self, n_bytes: int, stream: int) -> _Need:
+        """What a request needs. Source: get_pool, should_split."""
+        if any(self.conf.roundup_power2_divisions):
+            n_bytes = round_size(n_bytes, self.conf)
+        is_large = n_bytes > SMALL_SIZE
+        least_rest = SMALL_SIZE + 1 if is_large and self._expandable is None else ALIGNMENT
+        stays_whole = is_large and self._expandable is None and n_bytes >= self.conf.max_split_bytes
+        split_from = NO_KEY if stays_whole else (n_bytes + least_rest) << SHIFT
+        pool = 2 * stream + is_large
+        return pool, self.free_blocks.keys[pool], n_bytes, n_bytes << SHIFT, split_from
 
     # Walking
 
     def run(self, operations: Sequence[int]) -> None:
         """Execute operations in order. Raises OutOfMemory."""
-        requests, address, blocks, collects = self._requests, self.address, self.blocks, self._collects
-        late, gpu_keeps_up = self._late, self._gpu_keeps_up
-        size, before, free, give_back = blocks.size, blocks.before, blocks.free, blocks.give_back
-        whole_from = UNLIMITED if self._expandable else self.conf.max_split_bytes
-        split_above = ALIGNMENT - 1 if self._expandable else SMALL_SIZE
-        plain = self._expandable is None and self.conf.max_split_bytes == UNLIMITED
-        allocated, allocated_peak, requested, requested_peak = (
-            self.allocated, self.allocated_peak, self.requested, self.requested_peak
-        )  # fmt: skip
-        try:
-            for operation in operations:
-                kind = operation & 3
-                number = operation >> 2
-                if kind == MALLOC:
-                    if gpu_keeps_up and late:  # process_events
-                        requested -= self._end_late(len(late))
-                    request = requests[number]
-                    stream = request & STREAM_MASK
-                    need = request - stream
-                    is_large = need > SMALL_SIZE  # get_pool
-                    pool = 2 * stream + is_large
-                    cached = free[pool]
-                    if collects:
-                        blocks.searches[is_large] += 1
-                    # get_free_block: the smallest block that is large enough, at the lowest address
-                    at = bisect_left(cached, need << SHIFT)
-                    if at < len(cached) and (plain or (at := self._choose(pool, at, need)) >= 0):
-                        key = cached.pop(at)
-                        start = key & ADDRESS
-                        have = key >> SHIFT
-                    else:
-                        self.requested = requested
-                        start, have = self._new_block(number, pool, need)
-                        requested = self.requested
-                    # should_split, alloc_found_block: the front is used, the rest stays free
-                    rest = have - need
-                    if (rest > split_above and need < whole_from) if is_large else rest >= ALIGNMENT:
-                        size[start] = have = need
-                        tail = start + need
-                        size[tail] = -rest
-                        before[tail] = start
-                        end = tail + rest
-                        if end in before:
-                            before[end] = tail
-                        insort(cached, rest << SHIFT | tail)
-                        if blocks.ages is not None:
-                            blocks.ages[tail] = blocks.searches[is_large]
-                    else:
-                        size[start] = have
-                    address[number] = start
-                    allocated += have
-                    requested += need
-                    if allocated > allocated_peak:
-                        allocated_peak = allocated
-                    if requested > requested_peak:
-                        requested_peak = requested
-                elif kind == WAIT:
-                    requested -= self._end_late(number - self._late_over)
-                else:
-                    request = requests[number]
-                    stream = request & STREAM_MASK
-                    need = request - stream
-                    start = address[number]
-                    have = size[start]
-                    allocated -= have
-                    if kind == FREE:
-                        requested -= need
-                        give_back(2 * stream + (need > SMALL_SIZE), start)
-                    else:  # free, insert_events: another stream still uses it
-                        late.append(number)
-        finally:
-            self.allocated, self.allocated_peak, self.requested, self.requested_peak = (
-                allocated, allocated_peak, requested, requested_peak
-            )  # fmt: skip
+        needs, address, block_bytes = self._needs, self.address, self._block_bytes
+        malloc, give_back = self._malloc, self.free_blocks.give_back
+        for operation in operations:
+            kind = operation & 3
+            number = operation >> 2
+            if kind == MALLOC:
+                malloc(number)
+            elif kind == FREE:
+                pool, keys, need, _, _ = needs[number]
+                start = address[number]
+                n_bytes = block_bytes[number]
+                block_bytes[number] = 0
+                self.allocated -= n_bytes
+                self.requested -= need
+                give_back(pool, keys, start, start + n_bytes)
+            elif kind == FREE_LATER:  # free, insert_events: another stream still uses it
+                self.allocated -= block_bytes[number]
+                self._late.append(number)
+                self.delays_frees = True
+            else:
+                self._end_late(number - self._late_over)
+
+    def _malloc(self, number: int) -> None:
+        """Source: malloc, get_free_block, alloc_found_block."""
+        if self._gpu_keeps_up and self._late:  # process_events
+            self._end_late(len(self._late))
+        pool, keys, need, least_key, split_from = self._needs[number]
+        blocks = self.free_blocks
+        edges = blocks.edges
+        if self._collects:
+            blocks.searches[pool & 1] += 1
+        at = bisect_left(keys, least_key)  # the smallest block that is large enough, at the lowest address
+        if at == len(keys) or not (self._takes_first_fit or (at := self._choose(pool, at, need)) >= 0):
+            at = bisect_left(keys, self._new_block(number, pool, need))
+        key = keys[at]
+        start = key & ADDRESS
+        n_bytes = key >> SHIFT
+        del edges[start]
+        if key < split_from:  # the whole block
+            del keys[at], edges[start + n_bytes]
+        else:  # its front
+            rest = key - least_key + need
+            edges[start + need] = edges[start + n_bytes] = rest
+            n_bytes = need
+            if at and keys[at - 1] > rest:
+                del keys[at]
+                insort(keys, rest, 0, at)
+            else:
+                keys[at] = rest
+            if self._collects:
+                blocks.age(pool, start + need)
+        self.address[number] = start
+        self._block_bytes[number] = n_bytes
+        self.allocated += n_bytes
+        self.requested += need
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak = self.allocated
+        if self.requested > self.requested_peak:
+            self.requested_peak = self.requested
 
     def synchronize(self) -> None:
         """Free all blocks that another stream still uses; the host waits for the GPU. Source: synchronize_and_free_events."""
-        self.requested -= self._end_late(len(self._late))
+        self._end_late(len(self._late))
 
-    def begin_step(self) -> None:
-        """Begin a step: count late frees from zero."""
+    def begin_step(self, carried_over: Iterable[tuple[int, int]] = ()) -> None:
+        """Begin a step: count late frees from zero. `carried_over`: storages of the last step and their numbers in this one."""
         self.synchronize()
         self._late_over = 0
+        for before, now in carried_over:
+            self.address[now] = self.address[before]
+            self._block_bytes[now], self._block_bytes[before] = self._block_bytes[before], 0
 
-    def _end_late(self, count: int) -> int:
-        """End the first `count` late frees and return their requested bytes, which count as requested until now (free_block)."""
-        n_bytes = 0
+    def _end_late(self, count: int) -> None:
+        """End the first `count` late frees. Their bytes count as requested until now (free_block)."""
         for _ in range(count):
-            number = self._late.popleft()
             self._late_over += 1
-            request = self._requests[number]
-            stream = request & STREAM_MASK
-            n_bytes += request - stream
-            self.blocks.give_back(2 * stream + (request - stream > SMALL_SIZE), self.address[number])
-        return n_bytes
+            number = self._late.popleft()
+            pool, keys, need, _, _ = self._needs[number]
+            start = self.address[number]
+            self.requested -= need
+            self.free_blocks.give_back(pool, keys, start, start + self._block_bytes[number])
+            self._block_bytes[number] = 0
 
     # Cached blocks
 
     def _choose(self, pool: int, at: int, need: int) -> int:
         """The index of the free block to use, from `at` on; -1 if none is suitable. Source: get_free_block."""
-        cached, conf, expandable = self.blocks.free[pool], self.conf, self._expandable
+        cached, conf, expandable = self.free_blocks.keys[pool], self.conf, self._expandable
         if expandable is not None:
             sizes = (expandable.size_with_space(pool, key & ADDRESS, key >> SHIFT) for key in cached[at:])
             smallest = next(sizes)
@@ -236,9 +250,9 @@ class CachingAllocator:
             return -1
         return at
 
-    def _new_block(self, number: int, pool: int, need: int) -> tuple[int, int]:
-        """Get a block from the driver after garbage collection. If the driver refuses, release the cache and retry. Source:
-        malloc.
+    def _new_block(self, number: int, pool: int, need: int) -> int:
+        """The key of a new free block from the driver, after garbage collection. If the driver refuses, release the cache and
+        retry. Source: malloc.
         """
         asked = allocation_size(need, self.conf)
         if self._collects:
@@ -254,9 +268,9 @@ class CachingAllocator:
             raise OutOfMemory(number, asked)
         return block
 
-    def _alloc_block(self, pool: int, need: int, asked: int) -> tuple[int, int] | None:
+    def _alloc_block(self, pool: int, need: int, asked: int) -> int | None:
         """Source: alloc_block."""
-        if self.driver.reserved + asked > self.driver.allowed_bytes:
+        if not self.driver.allows(asked):
             return None
         if self._expandable is not None:
             return self._expandable.allocate(pool, need)
@@ -264,17 +278,17 @@ class CachingAllocator:
             return None
         start = self.driver.addresses(asked)
         self._segments[start] = (asked, pool)
-        return start, asked
+        return self.free_blocks.put(pool, start, start + asked)
 
     # Giving back to the driver
 
     def release_cached(self) -> None:
         """Release every segment that is entirely free, and every free page of expandable ones. Source: release_cached_blocks."""
         self.synchronize()
-        for pool in sorted(self.blocks.free, key=lambda pool: (not pool & 1, pool)):
-            for key in list(self.blocks.free[pool]):
+        for pool in sorted(self.free_blocks.keys, key=lambda pool: (not pool & 1, pool)):
+            for key in list(self.free_blocks.keys[pool]):
                 if self._expandable is not None:
-                    self._expandable.unmap(pool, key & ADDRESS)
+                    self._expandable.unmap(pool, key)
                 elif self._is_whole(key):
                     self._release(pool, key)
 
@@ -284,16 +298,16 @@ class CachingAllocator:
 
     def _release(self, pool: int, key: int) -> None:
         """Source: release_block."""
-        start = key & ADDRESS
-        self.driver.give(self.blocks.take(pool, start))
-        del self._segments[start]
+        self.free_blocks.take(pool, key)
+        self.driver.give(key >> SHIFT)
+        del self._segments[key & ADDRESS]
 
     def _release_available(self, pool: int, need: int) -> bool:
         """Release oversize blocks of this stream, only as many as needed. Source: release_available_cached_blocks."""
         conf = self.conf
         if conf.max_split_bytes == UNLIMITED or self._expandable is not None:
             return False
-        cached, target = self.blocks.free[pool], max(need, conf.max_split_bytes)
+        cached, target = self.free_blocks.keys[pool], max(need, conf.max_split_bytes)
         at = bisect_left(cached, target << SHIFT)
         if at < len(cached):
             self._release(pool, cached[at])
@@ -308,13 +322,13 @@ class CachingAllocator:
         """Release large free segments that have been free for longer than the average. Source: garbage_collect_cached_blocks."""
         threshold = int(self.conf.garbage_collection_threshold * self.driver.allowed_bytes)
         target = self.driver.reserved - threshold
-        ages = self.blocks.ages
-        if target <= 0 or ages is None or self._expandable is not None:
+        if target <= 0 or self._expandable is not None:
             return
+        ages = self.free_blocks.ages
         left = [
-            (pool, key, self.blocks.searches[1] - ages[key & ADDRESS])
-            for pool in sorted(self.blocks.free)
-            for key in self.blocks.free[pool]
+            (pool, key, self.free_blocks.searches[1] - ages[key & ADDRESS])
+            for pool in sorted(self.free_blocks.keys)
+            for key in self.free_blocks.keys[pool]
             if pool & 1 and self._is_whole(key)
         ]
         total_age, reclaimed, freed = sum(age for _, _, age in left), 0, True
@@ -334,26 +348,32 @@ class CachingAllocator:
 
     def segments(self) -> Iterator[Segment]:
         """Every segment, as in `snapshot`. An expandable segment yields each stretch of mapped memory."""
+        in_use = {start: size for start, size in zip(self.address, self._block_bytes, strict=True) if size}
         expandable = self._expandable
         for start, (n_bytes, pool) in sorted((self._segments if expandable is None else expandable.segments).items()):
-            yield from self._stretches(pool, start, start + n_bytes, expandable.unmapped[pool] if expandable else {})
+            unmapped = expandable.unmapped[pool] if expandable else {}
+            for first, blocks in self._stretches(start, start + n_bytes, in_use, unmapped):
+                yield Segment(
+                    stream=pool >> 1,
+                    is_large=bool(pool & 1),
+                    is_expandable=expandable is not None,
+                    address=first,
+                    blocks=blocks,
+                )
 
-    def _stretches(self, pool: int, at: int, end: int, unmapped: dict[int, int]) -> Iterator[Segment]:
-        blocks: list[tuple[int, bool]] = []
-        begin = at
-        while at < end or blocks:
-            if at >= end or at in unmapped:
+    def _stretches(
+        self, at: int, end: int, in_use: Mapping[int, int], unmapped: Mapping[int, int]
+    ) -> Iterator[tuple[int, tuple[tuple[int, bool], ...]]]:
+        """The start and the blocks (bytes, whether in use) of each stretch of mapped memory in a segment."""
+        first, blocks = at, list[tuple[int, bool]]()
+        while at < end:
+            if at in unmapped:
                 if blocks:
-                    yield Segment(
-                        stream=pool >> 1,
-                        is_large=bool(pool & 1),
-                        is_expandable=self._expandable is not None,
-                        address=begin,
-                        blocks=tuple(blocks),
-                    )
-                at += unmapped.get(at, 0)
-                begin, blocks = at, []
+                    yield first, tuple(blocks)
+                at += unmapped[at]
+                first, blocks = at, []
             else:
-                size = self.blocks.size[at]
-                blocks.append((abs(size), size > 0))
-                at += abs(size)
+                blocks.append((in_use.get(at) or self.free_blocks.starting_at(at), at in in_use))
+                at += blocks[-1][0]
+        if blocks:
+            yield first, tuple(blocks)

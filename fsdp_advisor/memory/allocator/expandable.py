@@ -5,7 +5,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.13), ExpandableSegment and th
 
 from __future__ import annotations
 
-from fsdp_advisor.memory.allocator.blocks import Blocks, Driver
+from fsdp_advisor.memory.allocator.blocks import ADDRESS, SHIFT, Driver, FreeBlocks
 from fsdp_advisor.memory.allocator.conf import SMALL_BUFFER, AllocatorConf
 
 ADDRESS_SPACE_BYTES = 2**40
@@ -13,11 +13,9 @@ ADDRESS_SPACE_BYTES = 2**40
 
 
 class ExpandableSegments:
-    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block; `before` contains these blocks
-    too.
-    """
+    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block."""
 
-    def __init__(self, blocks: Blocks, driver: Driver, conf: AllocatorConf) -> None:
+    def __init__(self, blocks: FreeBlocks, driver: Driver, conf: AllocatorConf) -> None:
         self._blocks, self._driver, self._conf = blocks, driver, conf
         self.unmapped: dict[int, dict[int, int]] = {}
         self.segments: dict[int, tuple[int, int]] = {}  # address -> (bytes of address space, pool)
@@ -30,20 +28,18 @@ class ExpandableSegments:
         """Bytes of a free block, with the unmapped space directly after it. Source: get_free_block, expandable_size."""
         return n_bytes + self.unmapped[pool].get(start + n_bytes, 0)
 
-    def allocate(self, pool: int, need: int) -> tuple[int, int] | None:
-        """(address, bytes) of contiguous free and unmapped space, mapped as needed; None if the driver refuses.
+    def allocate(self, pool: int, need: int) -> int | None:
+        """The key of a free block with at least `need` bytes, mapped as needed; None if the driver refuses.
 
         Source: try_allocate_expandable_block.
         """
         start = self._find(pool, need)
         space, blocks = self.unmapped[pool], self._blocks
-        if start in space and not self._map(pool, start, min(space[start], need)):
-            return None
-        while (have := -blocks.size[start]) < need:
+        while (have := blocks.starting_at(start)) < need:
             following = start + have
             if not self._map(pool, following, min(space[following], need - have)):
                 return None
-        return start, blocks.take(pool, start)
+        return blocks.edges[start]
 
     def _find(self, pool: int, need: int) -> int:
         """The lowest address at which contiguous free and unmapped blocks of at least `need` bytes begin.
@@ -51,13 +47,11 @@ class ExpandableSegments:
         Source: find_expandable_block.
         """
         blocks, space = self._blocks, self.unmapped.setdefault(pool, {})
-        for start in sorted(space):
-            prior = blocks.before.get(start)
-            if prior is not None and blocks.is_free(prior):
-                start = prior
-            end = start
-            while end - start < need and (end in space or blocks.is_free(end)):
-                end += space[end] if end in space else -blocks.size[end]
+        for unmapped in sorted(space):
+            before = blocks.ending_at(unmapped)
+            start = end = unmapped if before is None else before
+            while end - start < need and (n_bytes := space.get(end, 0) or blocks.starting_at(end)):
+                end += n_bytes
             if end - start >= need:
                 return start
         page = self.page_bytes(pool)
@@ -76,47 +70,29 @@ class ExpandableSegments:
         n_bytes = -(-n_bytes // page) * page
         if not self._driver.take(n_bytes):
             return False
-        blocks, space = self._blocks, self.unmapped[pool]
+        space = self.unmapped[pool]
         left = space.pop(start) - n_bytes
         if left:
-            rest = start + n_bytes
-            space[rest] = left
-            blocks.before[rest] = start
-            if rest + left in blocks.before:
-                blocks.before[rest + left] = rest
-        blocks.size[start] = n_bytes
-        blocks.give_back(pool, start)
+            space[start + n_bytes] = left
+        self._blocks.give_back(pool, self._blocks.keys[pool], start, start + n_bytes)
         return True
 
-    def unmap(self, pool: int, start: int) -> None:
+    def unmap(self, pool: int, key: int) -> None:
         """Return the whole pages of a free block to the driver. Source: unmap_block, ExpandableSegment::unmap."""
         blocks, space, page = self._blocks, self.unmapped[pool], self.page_bytes(pool)
+        start = key & ADDRESS
+        end = start + (key >> SHIFT)
         base = max(s for s, (_, p) in self.segments.items() if p == pool and s <= start)
-        after = start - blocks.size[start]
         first = base + -(-(start - base) // page) * page
-        last = base + (after - base) // page * page
+        last = base + (end - base) // page * page
         if last <= first:
             return
-        blocks.take(pool, start)
-        prior = blocks.before.pop(start, None)
+        blocks.take(pool, key)
         if start < first:  # the partial page at the beginning stays mapped
-            blocks.put(pool, start, first - start)
-            if prior is not None:
-                blocks.before[start] = prior
-            prior = start
-        if last < after:  # and the one at the end
-            blocks.put(pool, last, after - last)
-            if after in blocks.before:
-                blocks.before[after] = last
-        at, end = first, last
-        if end in space:  # merge with an unmapped neighbour
-            end += space.pop(end)
-            blocks.before.pop(last, None)
-        if prior is not None and prior in space:
-            at = prior
-        elif prior is not None:
-            blocks.before[at] = prior
-        space[at] = end - at
-        if at + space[at] in blocks.size:
-            blocks.before[end] = at
+            blocks.put(pool, start, first)
+        if last < end:  # and the one at the end
+            blocks.put(pool, last, end)
+        # merge with unmapped neighbours
+        before = next((at for at, n_bytes in space.items() if at + n_bytes == first), first)
+        space[before] = last + space.pop(last, 0) - before
         self._driver.give(last - first)

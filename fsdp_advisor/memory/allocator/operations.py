@@ -51,12 +51,6 @@ class StepOperations:
     carried_over: tuple[tuple[int, int], ...]
     visits: tuple[tuple[int, str, str], ...]
 
-    def where(self, storage: int) -> tuple[str, str]:
-        """The phase and the unit in which a storage is allocated."""
-        operation = storage * 4 + MALLOC
-        at = self.following.index(operation) if operation in self.following else 0
-        return next(((phase, name) for start, phase, name in reversed(self.visits) if start <= at), ("forward", ""))
-
 
 def step_operations(
     program: StepProgram,

@@ -26,15 +26,6 @@ Verdict = Literal["fits", "fits_with_retries", "does_not_fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """The allocation that fails: the driver refuses it even after the allocator has released its cache."""
-
-    phase: str
-    where: str
-    asked_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorResult:
     """The result of the simulation. Bytes.
 
@@ -52,7 +43,6 @@ class AllocatorResult:
     retries_per_step: int = 0
     steps_until_steady: int | None = None
     expandable_segments_help: bool | None = None
-    refused: Refused | None = None
 
 
 def simulate_allocator(
@@ -68,10 +58,11 @@ def simulate_allocator(
     the limit).
     """
     conf = conf or AllocatorConf()
-    within = _Run(operations, conf, limit_bytes, device_bytes)
-    verdict, run, helps = within.verdict, within, None
-    if verdict == "does_not_fit":
-        run = _Run(operations, conf, None, None)
+    roomy = _Run(operations, conf)
+    within = _run_within(roomy, limit_bytes, device_bytes)
+    verdict = within.verdict if within else "does_not_fit"
+    run = roomy if within is None or verdict == "does_not_fit" else within
+    helps = None
     could_fit = limit_bytes is not None and run.allocator.allocated_peak <= limit_bytes
     if verdict != "fits" and could_fit and not conf.expandable_segments:
         other = _Run(operations, replace(conf, expandable_segments=True), limit_bytes, device_bytes)
@@ -81,10 +72,9 @@ def simulate_allocator(
         requested_peak_bytes=run.allocator.requested_peak,
         reserved_peak_bytes=run.allocator.driver.peak,
         verdict=verdict,
-        retries_per_step=within.retries_per_step if verdict == "fits_with_retries" else 0,
+        retries_per_step=run.retries_per_step if verdict == "fits_with_retries" else 0,
         steps_until_steady=run.steady_after,
         expandable_segments_help=helps,
-        refused=within.refused,
     )
 
 
@@ -92,7 +82,20 @@ def completes(
     operations: StepOperations, *, conf: AllocatorConf | None = None, limit_bytes: int, device_bytes: int
 ) -> bool:
     """Whether a job's steps run within the limit, with or without retries."""
-    return _Run(operations, conf or AllocatorConf(), limit_bytes, device_bytes).verdict != "does_not_fit"
+    return _Run(operations, conf or AllocatorConf(), limit_bytes, device_bytes).completes
+
+
+def _run_within(roomy: _Run, limit_bytes: int | None, device_bytes: int | None) -> _Run | None:
+    """The run within a limit, given the one without it; None if the tensors alone exceed the limit."""
+    conf, allocator = roomy.conf, roomy.allocator
+    if limit_bytes is None:
+        return roomy
+    allowed = min(limit_bytes, int(conf.per_process_memory_fraction * (device_bytes or limit_bytes)))
+    if max(allocator.driver.peak, allocator.driver.asked_peak) <= allowed and not conf.collects_garbage:
+        return roomy  # the driver refuses nothing
+    if allocator.requested_peak > limit_bytes and not allocator.delays_frees:
+        return None
+    return _Run(roomy.operations, conf, limit_bytes, device_bytes)
 
 
 _RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}
@@ -106,32 +109,33 @@ class _Run:
     """
 
     def __init__(
-        self, operations: StepOperations, conf: AllocatorConf, limit_bytes: int | None, device_bytes: int | None
+        self,
+        operations: StepOperations,
+        conf: AllocatorConf,
+        limit_bytes: int | None = None,
+        device_bytes: int | None = None,
     ) -> None:
+        self.operations, self.conf = operations, conf
         self.allocator = CachingAllocator(operations.requests, conf, limit_bytes=limit_bytes, device_bytes=device_bytes)
         self.steady_after: int | None = None
         self.retries_per_step = 0
-        self.refused: Refused | None = None
+        self.completes = True
         try:
-            self._simulate(operations)
-        except OutOfMemory as error:
-            phase, where = operations.where(error.storage)
-            self.refused = Refused(phase=phase, where=where, asked_bytes=error.asked_bytes)
+            self._simulate()
+        except OutOfMemory:
+            self.completes = False
 
-    def _simulate(self, operations: StepOperations) -> None:
-        allocator, seen, retrying = self.allocator, dict[tuple[int, ...], int](), 0
+    def _simulate(self) -> None:
+        operations, allocator, seen, retrying = self.operations, self.allocator, dict[tuple[int, ...], int](), 0
         allocator.run(operations.setup)
         allocator.allocated_peak, allocator.requested_peak = allocator.allocated, allocator.requested
         for number in range(1, MAX_STEPS + 1):
             before = allocator.retries
             allocator.run(operations.first if number == 1 else operations.following)
-            allocator.begin_step()
-            address = allocator.address
-            for allocated, known in operations.carried_over:
-                address[known] = address[allocated]
+            allocator.begin_step(operations.carried_over)
             self.retries_per_step = allocator.retries - before
             retrying = retrying + 1 if self.retries_per_step else 0
-            state = (allocator.driver.calls, *(address[known] for _, known in operations.carried_over))
+            state = (allocator.driver.calls, *(allocator.address[known] for _, known in operations.carried_over))
             if retrying == RETRYING_STEPS:
                 return
             if state in seen:
@@ -141,7 +145,7 @@ class _Run:
 
     @property
     def verdict(self) -> Verdict:
-        if self.refused is not None:
+        if not self.completes:
             return "does_not_fit"
         # repeating steps make no driver calls: all retries happened before them
         steady = self.steady_after is not None

@@ -1,6 +1,6 @@
 // NCCL between processes of one machine, without GPUs. Small collectives and messages move their data, because scripts read them on
 // the host: counts, norms, seeds, pickled objects. Large ones return at once and leave their buffers as they are. A communicator of
-// several ranks takes REHEARSAL_COMMUNICATOR_BYTES of the GPU's memory.
+// several ranks takes REHEARSAL_COMMUNICATOR_BYTES of the GPU's memory, and the first one REHEARSAL_NCCL_BYTES for NCCL's kernels.
 //
 // With REHEARSAL_RANKS a rank runs alone. The other ranks are answered as if each had this rank's data: an all-gather copies it, a sum
 // multiplies it, a broadcast from another rank leaves the buffer, a message from another rank holds zeros.
@@ -72,12 +72,13 @@ int ncclGetUniqueId(identity *made) {
 }
 
 static int take_memory(struct communicator *c) {
-  c->bytes = (long long)setting("REHEARSAL_COMMUNICATOR_BYTES", 0);
-  if (c->n == 1) c->bytes = 0;
-  if (rehearsal_take_library_bytes(c->device, c->bytes)) return OK;
-  u64 bytes = c->bytes;
-  c->bytes = 0;
-  return failed(CUDA_ERROR, "Cuda failure 2 'out of memory': a communicator of %d ranks needs %llu MiB of GPU memory", c->n, bytes >> 20);
+  static int loaded;  // NCCL's kernels stay
+  if (c->n == 1) return OK;
+  u64 kernels = loaded ? 0 : setting("REHEARSAL_NCCL_BYTES", 0), buffers = setting("REHEARSAL_COMMUNICATOR_BYTES", 0);
+  if (!rehearsal_take_library_bytes(c->device, (long long)(kernels + buffers)))
+    return failed(CUDA_ERROR, "Cuda failure 2 'out of memory': a communicator of %d ranks needs %llu MiB of GPU memory", c->n, (kernels + buffers) >> 20);
+  c->bytes = (long long)buffers, loaded = 1;
+  return OK;
 }
 
 static struct communicator *communicator_of(int rank, int n, const void *id) {
@@ -287,7 +288,7 @@ static int attempt(struct operation **waiting, int *moved) {
   for (struct operation *o = first; o; o = o->next) {
     if (o->done) continue;
     if (o->c->aborted) return failed(REMOTE_ERROR, "the communicator of rank %d was aborted", o->c->rank);
-    if (atomic_load(&o->c->shared->failed)) return failed(REMOTE_ERROR, "another rank of the communicator has failed");
+    if (atomic_load(&o->c->shared->failed)) return failed(REMOTE_ERROR, "%s", o->c->shared->failure);
     int error = follows(o) ? OK : o->kind < SEND ? collect(o, moved) : exchange(o, moved);
     if (error) return error;
     if (!o->done && !*waiting) *waiting = o;
@@ -311,6 +312,7 @@ static int execute(void) {
       error = failed(SYSTEM_ERROR, "rank %d waited %.0f seconds in %s; ranks may call collectives in different orders", waiting->c->rank, now() - since, NAMES[waiting->kind]);
     if (error) {
       at->c->error = error;
+      if (!atomic_load(&at->c->shared->failed)) snprintf(at->c->shared->failure, sizeof at->c->shared->failure, "%s", message);
       atomic_store(&at->c->shared->failed, 1);
       announce(at->c->shared);
       return error;

@@ -28,6 +28,7 @@ struct queue { _Atomic u64 written, read; };
 struct shared {
   atomic_uint changes;      // the word on which ranks wait
   atomic_uint failed;
+  char failure[256];        // of the first rank that failed
   _Atomic u64 arrivals;     // of all ranks in all rounds
   struct member members[];  // then n * n queues, n * 2 slots, and the data of the queues
 };

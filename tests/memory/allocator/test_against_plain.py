@@ -21,17 +21,15 @@ def test_alike(conf: str, limit_mib: int) -> None:
 
 
 def _compare(draw: random.Random, conf: AllocatorConf, limit: int) -> None:
-    requests: list[int] = []
-    fast = CachingAllocator(requests, conf, limit_bytes=limit, device_bytes=2**52)
+    fast = CachingAllocator([], conf, limit_bytes=limit, device_bytes=2**52)
     max_split = ENDLESS if conf.max_split_bytes > 2**60 else conf.max_split_bytes
     plain = PlainAllocator(expandable=conf.expandable_segments, limit=limit, max_split=max_split)
     live: list[tuple[int, Block]] = []
     for _ in range(120):
         choice = draw.random()
         if choice < 0.55 or not live:
-            size, stream, number = draw.choice(SIZES), draw.randrange(3), len(requests)
-            requests.append(size | stream)
-            fast.address.append(0)
+            size, stream, number = draw.choice(SIZES), draw.randrange(3), len(fast.address)
+            fast.extend([size | stream])
             block = None
             try:
                 block = plain.malloc(size, stream)

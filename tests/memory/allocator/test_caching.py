@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -21,16 +20,12 @@ class Device:
 
     def __init__(self, conf: str = "", limit: int | None = None, device: int | None = None) -> None:
         self.requests: list[int] = []
-        self.allocator = CachingAllocator(
-            self.requests, AllocatorConf.parse(conf), limit_bytes=limit, device_bytes=device
-        )
+        self.allocator = CachingAllocator([], AllocatorConf.parse(conf), limit_bytes=limit, device_bytes=device)
 
     def malloc(self, n_bytes: int, stream: int = 0) -> int:
         number = len(self.requests)
-        conf = self.allocator.conf
-        self.requests.append(round_size(n_bytes, conf) | stream)
-        self.allocator._requests = self.requests  # a trace knows them all beforehand
-        self.allocator.address.append(0)
+        self.requests.append(round_size(n_bytes, self.allocator.conf) | stream)
+        self.allocator.extend(self.requests[-1:])
         self.allocator.run([number * 4 + MALLOC])
         return number
 
@@ -327,12 +322,15 @@ def test_blocks_tile_segments(conf: str, steps: Sequence[tuple[int, int, int]], 
         segments = list(allocator.segments())
         assert sum(segment.n_bytes for segment in segments) == allocator.driver.reserved
         assert max(allocator.requested, allocator.allocated) <= allocator.driver.reserved
-        taken = sorted(
-            (address, allocator.blocks.size[address]) for number in live for address in [allocator.address[number]]
-        )
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(taken))
+        in_use: dict[int, int] = {}
+        for segment in segments:
+            start = segment.address
+            for n_bytes, is_used in segment.blocks:
+                in_use |= {start: n_bytes} if is_used else {}
+                start += n_bytes
+        assert len({device.address(number) for number in live}) == len(live)
         for number in live:
-            assert allocator.blocks.size[allocator.address[number]] >= device.requests[number] // 512 * 512
+            assert in_use[device.address(number)] >= device.requests[number] // 512 * 512
     device.free(*live)
     device.allocator.synchronize()
     assert device.allocator.allocated == device.allocator.requested == 0

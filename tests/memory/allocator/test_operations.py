@@ -40,9 +40,7 @@ def simulated(steps: StepOperations, conf: AllocatorConf | None = None) -> tuple
     for operations in (steps.first, steps.following, steps.following):
         allocator.requested_peak = 0
         allocator.run(operations)
-        allocator.begin_step()
-        for allocated, known in steps.carried_over:
-            allocator.address[known] = allocator.address[allocated]
+        allocator.begin_step(steps.carried_over)
         after.append(allocator.requested)
     return allocator, after
 

@@ -1,0 +1,16 @@
+"""How much of a large matrix of cases the tests take: a part that covers every setting, or everything with `CASES=all`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+ALL = os.environ.get("CASES") == "all"
+
+
+def taken(part: Sequence[T], more: Sequence[T]) -> list[T]:
+    """The part, followed by the other cases if all are asked for."""
+    return [*part, *(more if ALL else ())]

@@ -1,0 +1,214 @@
+"""Small jobs of the usual frameworks on several ranks, and the predictions of those that `estimate` describes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+HEAD = f"""
+import torch._dynamo
+import os, torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(**{ {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")} })
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+
+def batches():
+    for _ in range(4):
+        yield torch.randint(0, 32000, (2, 512), device=device)
+"""
+
+LOOP = """
+model.train()
+for ids in batches():
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+DDP = (
+    HEAD
+    + """
+dist.init_process_group("nccl")
+model = LlamaForCausalLM(config).to(device)
+model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+"""
+    + LOOP
+)
+
+FSDP2 = (
+    HEAD
+    + """
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+dist.init_process_group("nccl")
+with torch.device("meta"):
+    model = LlamaForCausalLM(config)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for layer in model.model.layers:
+    fully_shard(layer, mp_policy=policy)
+fully_shard(model, mp_policy=policy)
+model.to_empty(device=device)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+"""
+    + LOOP
+)
+
+DEEPSPEED = (
+    HEAD
+    + """
+import deepspeed
+settings = {
+    "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+}
+deepspeed.init_distributed()
+with deepspeed.zero.Init(config_dict_or_path=settings):
+    model = LlamaForCausalLM(config)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+for ids in batches():
+    engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+    engine.step()
+"""
+)
+
+PEFT = (
+    HEAD
+    + """
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+accelerator = Accelerator(mixed_precision="bf16")
+model = get_peft_model(LlamaForCausalLM(config).bfloat16(), LoraConfig(target_modules="all-linear"))
+optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+model, optimizer = accelerator.prepare(model, optimizer)
+model.train()
+for ids in batches():
+    accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+TITAN = """
+[job]
+dump_folder = "outputs"
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "tokenizer"
+[training]
+local_batch_size = 2
+seq_len = 512
+steps = 4
+dataset = "c4_test"
+[parallelism]
+data_parallel_shard_degree = 2
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "selective"
+"""
+
+
+def rehearsed(python: Path, folder: Path, *command: str, gpus: int) -> dict[str, Any]:
+    """The JSON of a rehearsal of three steps, which must complete on every rank."""
+    words = ["rehearse", "--gpu", "A100-80GB", "--gpus", str(gpus), "--timeout", "500", "--json", "--"]
+    program, *rest = command
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_advisor", *words, str(python.parent / program), *rest],
+        capture_output=True, text=True, cwd=folder, timeout=900, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert [rank["rank"] for rank in found["ranks"]] == list(range(gpus))
+    assert all(rank["steps"] == 3 for rank in found["ranks"])
+    return found
+
+
+def torchrun(python: Path, folder: Path, text: str, *, gpus: int = 2) -> dict[str, Any]:
+    (folder / "train.py").write_text(text)
+    return rehearsed(python, folder, "torchrun", "--nproc-per-node", str(gpus), "train.py", gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "tolerance"),
+    [
+        (DDP, {"strategy": "ddp", "precision": "fp32"}, 0.005),
+        (FSDP2, {"strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed"}, 0.005),
+        (DEEPSPEED, {"strategy": "zero3", "backend": "deepspeed", "precision": "bf16-mixed"}, 0.02),
+    ],
+    ids=["ddp", "fsdp2", "deepspeed"],
+)
+def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
+    rehearsal_python: Path, tmp_path: Path, text: str, options: dict[str, str], tolerance: float
+) -> None:
+    found = torchrun(rehearsal_python, tmp_path, text)
+    prediction = found["prediction"]
+    assert prediction["reason"] is None
+    assert options.items() <= prediction["options"].items()
+    assert (prediction["options"]["micro-batch-size"], prediction["options"]["seq-len"]) == ("2", "512")
+    predicted, measured = prediction["figures"]["peak_allocated_bytes"], found["peak_allocated_bytes"]
+    assert abs(predicted - measured) <= tolerance * measured, (predicted, measured)
+    peaks = {rank["phases"][-1]["peak_allocated_bytes"] for rank in found["ranks"]}
+    assert len(peaks) == 1, "all ranks do the same"
+
+
+def test_accelerate_launch_of_a_peft_script_keeps_state_for_the_adapters_only(
+    rehearsal_python: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(PEFT)
+    launch = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "train.py")
+    found = rehearsed(rehearsal_python, tmp_path, *launch, gpus=2)
+    job = found["ranks"][0]["job"]
+    adapters, base = job["trainable_parameters"], job["parameters"] - job["trainable_parameters"]
+    assert job["framework"] == "accelerate" and job["engine"]["backend"] == "ddp"
+    kept = found["ranks"][0]["phases"][-1]["allocated_bytes_at_end"]
+    weights_and_state = 2 * base + (4 + 8) * adapters
+    assert weights_and_state <= kept <= weights_and_state + 4 * adapters + (64 << 20), (
+        "and DDP's bucket, the last logits"
+    )
+    assert "adapters" in found["prediction"]["reason"]
+
+
+def test_torchtitan_runs_with_tensor_parallelism_and_fsdp2(rehearsal_python: Path, tmp_path: Path) -> None:
+    make_titan_assets(tmp_path)
+    command = ("torchrun", "--nproc-per-node", "4", "-m", "torchtitan.train", "--job.config_file", "job.toml")
+    found = rehearsed(rehearsal_python, tmp_path, *command, gpus=4)
+    first, last = (found["ranks"][0]["phases"][i] for i in (1, -1))
+    assert first["phase"] == "forward" and last["phase"] == "optimizer"
+    parameters = found["ranks"][0]["job"]["parameters"]  # DTensors count all of their elements
+    shards = parameters * 4 // 4
+    assert last["allocated_bytes_at_end"] >= 3 * shards * 0.9, "fp32 weights and AdamW's state, over four ranks"
+
+
+def make_titan_assets(folder: Path) -> None:
+    """What torchtitan's debug model reads: a tokenizer, and its test data set in tests/assets/c4_test."""
+    vocabulary = {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<unk>": 2} | {f"w{i}": 3 + i for i in range(100)}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }  # fmt: skip
+    words = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "add_bos_token": True}
+    for path in ("tokenizer", "tests/assets/c4_test"):
+        (folder / path).mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(words))
+    lines = [json.dumps({"text": " ".join(f"w{(i * j) % 100}" for j in range(2000))}) for i in range(1, 60)]
+    (folder / "tests" / "assets" / "c4_test" / "data.json").write_text("\n".join(lines))
+    (folder / "job.toml").write_text(TITAN)
