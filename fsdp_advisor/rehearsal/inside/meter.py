@@ -260,7 +260,6 @@ class Meter:
             "out_of_memory": self.out_of_memory,
             "timeline": points or [],
             "job": self.facts,
-            "decisions": decisions(),
         }
         path = self.folder / f"process-{os.getpid()}.json"
         temporary = path.with_suffix(".tmp")
