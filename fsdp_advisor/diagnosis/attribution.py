@@ -116,6 +116,8 @@ class _Attribution:
         self._evidence = evidence
         self._now = evidence.steps.at(evidence.last)
         self._made_before_forward = next((r.first for r in evidence.steps.regions if r.phase != "loading"), 0)
+        made = {evidence.trace.stacks[at] for at, action in enumerate(evidence.trace.actions) if action == ALLOC}
+        self._optimizer_recorded = any(evidence.sites[stack].category == "optimizer" for stack in made)
         self._times = Counter(item.stack for item in evidence.alive.live)
         self._sizes: dict[Category, set[int]] = {"parameters": set(), "loss": set()}
         for item in evidence.alive.live:
@@ -127,6 +129,8 @@ class _Attribution:
     def of(self, item: Live) -> tuple[Category, str, str]:
         """(category, module, place)"""
         if item.event is None and item.stack == NO_STACK:
+            if item.freed == NEVER and self._optimizer_recorded:  # what else is made before the first step and stays
+                return "parameters", "", "allocated before recording began"
             return "unattributed", "", "allocated before recording began, or its event was dropped"
         site = self._evidence.sites[item.stack]
         if item.n_bytes in _WORKSPACES and site.category in ("activations", "temporaries") and item.freed == NEVER:

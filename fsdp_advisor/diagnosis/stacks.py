@@ -100,7 +100,7 @@ _BACKWARD = re.compile(
 _CHECKPOINT = re.compile(r"^(recompute_fn|unpack_hook|backward|inner_unpack\w*)$")
 _MODULE_FRAMES = re.compile(r"/torch/nn/modules/(?!module\.py)(\w+)\.py$")
 _NOT_CODE = re.compile(
-    r"/torch/|/torch/_|<frozen|<string>|/deepspeed/|/accelerate/|transformers/(utils|modeling_layers|activations|integrations)|/functools\.py|/contextlib\.py|/peft/|fsdp_advisor/rehearsal/inside/"
+    r"/torch/|/torch/_|<frozen|<string>|/deepspeed/|/accelerate/|transformers/(utils|modeling_layers|activations|integrations)|/functools\.py|/contextlib\.py|/peft/|/fsdp_advisor/rehearsal/"
 )
 _ENGINE = "torch::autograd::Engine"
 _AUTOCAST = "at::autocast::cached_cast"

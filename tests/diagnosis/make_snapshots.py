@@ -1,14 +1,16 @@
-"""Write the snapshots in data/: PyTorch's own, of a small Llama or GPT-2, without a GPU.
+"""Write the snapshots in data/: PyTorch's own, of a small Llama or GPT-2, on a simulated GPU.
 
-    python tests/cuda_without_kernels/run.py --gpu A100-40GB tests/diagnosis/make_snapshots.py NAME OUTPUT
+    python tests/diagnosis/make_snapshots.py NAME OUTPUT
 
-needs PyTorch's CUDA build and transformers (tests/cuda_without_kernels/README.md). STUB_TOTAL_BYTES sets the GPU's memory; CASES
-has the one of each file. `checkpointing_torch26` is `checkpointing` with torch 2.6.0 and transformers 4. Paths are shortened, so that files do not name the machine that made them.
+needs PyTorch's CUDA build and transformers (fsdp_advisor/rehearsal/README.md). CASES has the GPU's memory of each file. Paths are
+shortened, so that files do not name the machine that made them. `checkpointing_torch26` is `checkpointing` with torch 2.6.0 and
+transformers 4.57.
 """
 
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 import re
 import sys
@@ -16,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.rehearsal.build import find_installation, libraries_for
+from fsdp_advisor.rehearsal.environment import environment, machine_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Case:
 
 CASES = {
     "steps": Case(None, 2, "python"),
-    "loss_oom": Case(943_000_000, 1, "python"),
-    "fsdp2_forward_oom": Case(680_000_000, 1, "all", sharded=True),
+    "loss_oom": Case(985_991_616, 1, "python"),
+    "fsdp2_forward_oom": Case(722_991_616, 1, "all", sharded=True),
     "checkpointing": Case(None, 2, "python", sharded=True, checkpointing=True),
     "gpt2": Case(None, 2, "python", sharded=True, gpt2=True),
 }
@@ -43,6 +46,9 @@ LAYERS = 3
 
 
 def model_of(case: Case) -> Any:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=4000, hidden_size=256, intermediate_size=688, num_hidden_layers=LAYERS, num_attention_heads=4
     )
@@ -64,7 +70,9 @@ def model_of(case: Case) -> Any:
     return model
 
 
-def train(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def train(case: Case, model: Any, optimizer: Any) -> None:
+    import torch
+
     for _ in range(case.steps):
         tokens = torch.zeros(1 if case.gpt2 else 8, 1024, dtype=torch.long, device="cuda")
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -88,8 +96,20 @@ def stacks_of(snapshot: Any) -> Any:
     yield from (segment["frames"] for segment in snapshot["segments"])
 
 
+def simulate(case: Case) -> None:
+    """Start this script again in the environment of a simulated GPU."""
+    memory = {} if case.gpu_bytes is None else {"REHEARSAL_TOTAL_BYTES": str(case.gpu_bytes)}
+    libraries = libraries_for(find_installation(Path(sys.executable)))
+    variables = environment(machine_of(find_gpu("A100-40GB"), 1), libraries, {**os.environ, **memory})
+    os.execve(sys.executable, [sys.executable, *sys.argv], variables)
+
+
 def main() -> None:
     case, output = CASES[sys.argv[1]], Path(sys.argv[2])
+    if "REHEARSAL_DEVICES" not in os.environ:
+        simulate(case)  # before torch is imported
+    import torch
+
     torch.cuda.memory._record_memory_history(stacks=case.stacks)
     model = model_of(case)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

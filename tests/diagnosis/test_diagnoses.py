@@ -210,6 +210,20 @@ def test_a_full_history_is_said_to_lack_its_beginning(tmp_path: Path) -> None:
     assert found.memory["parameters"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=1e-3)
 
 
+def test_what_was_made_before_recording_and_stays_is_parameters_if_the_optimizer_was_recorded(tmp_path: Path) -> None:
+    content = recorded("steps")
+    events = events_of(content)
+    first = next(n for n, e in enumerate(events) if any(f["name"] == "_call_impl" for f in e["frames"]))
+    content["device_traces"][content["device_traces"].index(events)] = events[first:]
+    earlier = {event["addr"] for event in events[:first] if event["action"] == "alloc"}
+    for segment in content["segments"]:
+        for block in segment["blocks"]:
+            if block["address"] in earlier:
+                block["frames"] = []
+    found = diagnose_file(written(content, tmp_path))
+    assert found.memory["parameters"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=1e-3)
+
+
 def test_the_gpu_with_the_error_is_chosen_and_another_can_be(tmp_path: Path) -> None:
     content, other = recorded("loss_oom"), recorded("steps")
     for segment in other["segments"]:
