@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice, recommend
-    from fsdp_advisor.api import export, gpus, models
+    from fsdp_advisor.api import diagnose, export, gpus, models
     from fsdp_advisor.comparison import Comparison, compare
+    from fsdp_advisor.diagnosis import Diagnosis
     from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.estimator import estimate
     from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
@@ -26,11 +27,13 @@ __all__ = [
     "Advice",
     "AdvisorError",
     "Comparison",
+    "Diagnosis",
     "EstimateRequest",
     "RecommendRequest",
     "Report",
     "StrategyEstimate",
     "compare",
+    "diagnose",
     "estimate",
     "export",
     "gpus",
@@ -43,11 +46,13 @@ _HOME = {
     "Advice": "advice",
     "AdvisorError": "errors",
     "Comparison": "comparison",
+    "Diagnosis": "diagnosis",
     "EstimateRequest": "job.request",
     "RecommendRequest": "job.request",
     "Report": "report",
     "StrategyEstimate": "report",
     "compare": "comparison",
+    "diagnose": "api",
     "estimate": "estimator",
     "gpus": "api",
     "models": "api",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_advisor import configs
 from fsdp_advisor.advice import Advice
+from fsdp_advisor.configs import ConfigFiles
+from fsdp_advisor.diagnosis import Diagnosis, diagnose_file, job_of
 from fsdp_advisor.errors import MissingExtra, UsageError
 from fsdp_advisor.export import Exported, Job
 from fsdp_advisor.export import export as write
@@ -38,6 +42,26 @@ def export(target: str, job: EstimateRequest | Advice | None = None, /, **option
         return write(target, Job.of(job.report, estimate, environment=winner.environment))
     report = report_for(target, job or make_request(options))
     return write(target, Job.of(report, report.estimates[0]))
+
+
+@with_signature_of(EstimateRequest)
+def diagnose(
+    path: str | Path,
+    job: EstimateRequest | None = None,
+    /,
+    *,
+    device: int | None = None,
+    config_file: ConfigFiles = (),
+    **options: Unpack[EstimateOptions],
+) -> Diagnosis:
+    """Why a GPU ran out of memory: the diagnosis of an error's text, a log or a memory snapshot (`-`: standard input).
+
+    The job, if it is known, is a request, or its fields as keywords, or `config_file`; the diagnosis then says how the memory
+    differs from its estimate. `device` chooses the GPU of a snapshot that has several. Raises AdvisorError with a hint.
+    """
+    if job is None and (options or config_file):
+        job = configs.make_request({**options, "config_file": config_file}, EstimateRequest)
+    return diagnose_file(path, None if job is None else job_of(job), device=device)
 
 
 def models(pattern: str | None = None) -> list[catalog.Entry]:

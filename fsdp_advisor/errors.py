@@ -6,6 +6,7 @@
     |   +-- UnknownModel
     |   +-- UnknownGpu
     +-- UnreadableConfig      a config.json that cannot be read or is invalid
+    +-- UnreadableDiagnosis   a file with neither an out-of-memory error nor a memory snapshot
     +-- HubError              the Hugging Face hub did not answer, or refused the request
     +-- NotRecordable         a model that the recorder cannot run or describe
     |   +-- NoSuchAttention   an attention implementation that the model does not have
@@ -79,6 +80,10 @@ class UnknownGpu(UsageError):
 
 class UnreadableConfig(AdvisorError):
     """A model configuration that cannot be read or does not describe a model."""
+
+
+class UnreadableDiagnosis(AdvisorError):
+    """A file that has neither an out-of-memory error nor a snapshot of the caching allocator."""
 
 
 class HubError(AdvisorError):

@@ -32,6 +32,7 @@ LAYERS = (
     "estimator",
     "comparison",
     "advice",
+    "diagnosis",
     "export",
     "render",
     "validation",

@@ -24,6 +24,10 @@ CONSOLE = re.compile(r"```console\n\$ (fsdp-advisor [^\n]*)\n(.*?)```", re.DOTAL
 AXOLOTL = (
     "{base_model: meta-llama/Llama-2-7b-hf, micro_batch_size: 2, fsdp_version: 2, dp_shard_size: 8, fsdp_config: {}}"
 )
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 39.39 GiB of which 1.00 GiB is free. Of the "
+    "allocated memory 34.00 GiB is allocated by PyTorch, and 3.00 GiB is reserved by PyTorch but unallocated."
+)
 SMALL = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -66,6 +70,7 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(SMALL))
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    (tmp_path / "train.log").write_text(OUT_OF_MEMORY)
     run = _run(command, tmp_path)
     assert run.returncode in (0, 1), run.stderr
     assert run.stdout

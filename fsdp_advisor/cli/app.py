@@ -87,6 +87,10 @@ COMMANDS: dict[str, Command] = {
         "One line and an exit status: does the job fit?",
         "check", "check", "CheckOptions", "--config-file FILE --gpu GPU [options]", EstimateRequest,
     ),
+    "diagnose": Command(
+        "Why a GPU ran out of memory, from an error's text or a memory snapshot.",
+        "diagnose", "diagnose", "DiagnoseOptions", "FILE [options]", EstimateRequest, partial=True,
+    ),
     "validate": Command(
         "Run a job and compare it with its estimate.",
         "validate", "validate", "ValidateOptions", JOB, EstimateRequest, partial=True,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from fsdp_advisor.model.profile import evaluate
@@ -82,6 +83,18 @@ def step_timeline(program: StepProgram, b: int, t: int) -> tuple[TimelinePoint, 
     for visit, live, high, _ in _Reader(program, b, t, _WORKSPACE).walk():
         points.append(TimelinePoint(visit.phase, visit.name, live, high))
     return tuple(points)
+
+
+def step_moments(program: StepProgram, b: int, t: int, phase: Phase) -> tuple[Callable[[], dict[str, int]], ...]:
+    """For each visit of a phase in the last micro-batch, in order, a function that returns the bytes alive at its peak, by account."""
+    reader = _Reader(program, b, t, _WORKSPACE)
+    last = {id(visit) for visit in (*program.micro_batches[-1].visits, program.optimizer)}
+    peaks = [(visit, at) for visit, _, _, at in reader.walk() if id(visit) in last and visit.phase == phase]
+    return tuple(partial(_accounts, reader, visit, at) for visit, at in peaks)
+
+
+def _accounts(reader: _Reader, visit: Visit, at: int) -> dict[str, int]:
+    return dict(zip(ACCOUNTS, reader.accounts_at(visit, at), strict=False))
 
 
 class _Reader:

@@ -1,8 +1,11 @@
-"""A report or a recommendation as text, Markdown or HTML: what `print(answer)` and a notebook show."""
+"""A report, a recommendation or a diagnosis as text, Markdown or HTML: what `print(answer)` and a notebook show."""
 
 from __future__ import annotations
 
+from html import escape
+
 from fsdp_advisor.advice import Advice
+from fsdp_advisor.diagnosis.facts import Diagnosis
 from fsdp_advisor.render.document import Block, to_html, to_markdown
 from fsdp_advisor.render.markdown import report_blocks
 from fsdp_advisor.render.view import report_view
@@ -18,6 +21,10 @@ def as_text(answer: Printable) -> str:
         from fsdp_advisor.render.advice_view import advice_view
 
         return advice_text(advice_view(answer), Screen())
+    if isinstance(answer, Diagnosis):
+        from fsdp_advisor.render.diagnosis_text import diagnosis_text
+
+        return diagnosis_text(answer, Screen())
     from fsdp_advisor.render.text import text
 
     return text(report_view(_report(answer)), Screen())
@@ -25,11 +32,15 @@ def as_text(answer: Printable) -> str:
 
 def as_markdown(answer: Printable) -> str:
     """The text of `--format markdown`."""
+    if isinstance(answer, Diagnosis):
+        return f"```text\n{as_text(answer)}\n```"
     return to_markdown(_blocks(answer))
 
 
 def as_html(answer: Printable) -> str:
     """An HTML fragment with the same tables."""
+    if isinstance(answer, Diagnosis):
+        return f"<pre>{escape(as_text(answer))}</pre>"
     return to_html(_blocks(answer))
 
 

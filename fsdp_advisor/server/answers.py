@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from fsdp_advisor.advice import Advice, recommend_resolved
 from fsdp_advisor.comparison import compare_resolved
+from fsdp_advisor.diagnosis import diagnose_text, job_of
 from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved, settled
 from fsdp_advisor.export import Job, export, find
@@ -112,6 +113,15 @@ def compare_document(model: Resolved, a: EstimateRequest, b: EstimateRequest) ->
     other = model if a.model == b.model else resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=False)
     found = compare_resolved((decided(a), model), (decided(b), other))
     return Document.of(to_json(found.as_dict(), inf_nan_mode="null"), lasting=model.source != "hub")
+
+
+def diagnose_document(text: str, request: EstimateRequest | None) -> Document:
+    """Why a GPU ran out of memory, from an error's text and the job, if it is known, as JSON."""
+    job = None
+    if request is not None:
+        model = resolve(request.model, allow_hub=False, allow_paths=False, allow_recording=False)
+        job = job_of(decided(request), model)
+    return Document.of(to_json(diagnose_text(text, job).as_dict(), inf_nan_mode="null"))
 
 
 def recommend_document(model: Resolved, request: RecommendRequest, explain: bool) -> Document:

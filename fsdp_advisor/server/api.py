@@ -19,6 +19,7 @@ from fsdp_advisor.server.answers import (
     check_document,
     compare_document,
     decided,
+    diagnose_document,
     estimate_document,
     export_document,
     recommend_document,
@@ -28,6 +29,7 @@ from fsdp_advisor.server.api_models import (
     CheckBody,
     CheckQuery,
     CompareBody,
+    DiagnoseBody,
     EstimateBody,
     EstimateQuery,
     ExportBody,
@@ -115,6 +117,13 @@ async def post_check(request: Request, body: CheckBody) -> Response:
 async def post_compare(request: Request, body: CompareBody) -> Response:
     a, b = (decided(job.request(EstimateRequest)) for job in (body.a, body.b))
     return document_response(request, await service_of(request).answer(ModelSource(a.model), compare_document, a, b))
+
+
+@router.post("/diagnose", summary="Why a GPU ran out of memory, from the text of the error", tags=["answers"],
+             response_model=schema.Diagnosis)  # fmt: skip
+async def post_diagnose(request: Request, body: DiagnoseBody) -> Response:
+    job = None if body.job is None else body.job.request(EstimateRequest)
+    return document_response(request, await service_of(request).page(diagnose_document, body.text, job))
 
 
 @router.get("/export/{target}", summary="The file that launches a job, or the recommended one", tags=["answers"],

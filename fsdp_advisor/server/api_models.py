@@ -163,6 +163,21 @@ class CheckBody(_Body, _Estimate):  # type: ignore[misc]
     """A posted job to check: `model`, or `config` in its place."""
 
 
+class DiagnoseBody(BaseModel):
+    """The text of an out-of-memory error, or a log that has one, and the job. Its model must be in the catalog."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: Annotated[str, Field(min_length=1, max_length=200_000, description="PyTorch's message, or a log.")]
+    job: CheckBody | None = None
+
+    @model_validator(mode="after")
+    def _names_model(self) -> DiagnoseBody:
+        if self.job is not None and self.job.config is not None:
+            raise ValueError("diagnose takes a model by name, not a config")
+        return self
+
+
 class CompareBody(BaseModel):
     """Two jobs to compare. Each names its model, or has a configuration file that does; a `config` cannot be compared."""
 

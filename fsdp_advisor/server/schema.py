@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from fsdp_advisor.diagnosis.facts import MomentPhase
 from fsdp_advisor.job.request import Backend, EstimateRequest, Offload, RecommendRequest, Strategy
 from fsdp_advisor.server.request_models import model_of
 
@@ -177,6 +178,94 @@ class Comparison(BaseModel):
     cure: Annotated[
         list[str], Field(description="Options whose values of `a` together make `b` fit, if none alone does")
     ]
+
+
+class OutOfMemory(BaseModel):
+    """One out-of-memory error, as PyTorch's message gives it."""
+
+    rank: int | None
+    gpu: int | None
+    requested_bytes: Bytes | None
+    total_bytes: Bytes | None
+    free_bytes: Bytes | None
+    allowed_bytes: Annotated[Bytes | None, Field(description="The process's limit, if it has one")]
+    process_bytes: Annotated[Bytes | None, Field(description="Reserved memory, CUDA context and NCCL")]
+    other_processes: Annotated[dict[str, Bytes], Field(description="Bytes by process id")]
+    allocated_bytes: Bytes | None
+    private_pool_bytes: Bytes
+    unallocated_bytes: Annotated[Bytes | None, Field(description="Reserved, and in no tensor")]
+
+
+class StepMoment(BaseModel):
+    """When in the step. Layers and steps count from 1."""
+
+    phase: MomentPhase
+    layer: int | None
+    layers: int | None
+    step: int | None
+    where: Annotated[str, Field(description="The line of code")]
+    text: str
+
+
+class Holding(BaseModel):
+    """Tensors of one category that one line of code allocated."""
+
+    category: str
+    module: str
+    where: str
+    bytes: Bytes
+    count: int
+    largest_bytes: Bytes
+
+
+class Change(BaseModel):
+    """A change that makes the job fit, or saves memory."""
+
+    what: str
+    because: str
+    options: Annotated[dict[str, Any], Field(description="Options of estimate, if the change is one of them")]
+    saves_bytes: Annotated[Bytes | None, Field(description="What it can save at most")]
+
+
+class CategoryDifference(BaseModel):
+    """A category that differs from the estimate, and the tensors that hold most of it."""
+
+    category: str
+    measured_bytes: Bytes
+    predicted_bytes: Bytes
+    because: str
+    holdings: list[Holding]
+
+
+class Prediction(BaseModel):
+    """The estimate of the job, for its worst moment and for the moment of the diagnosis."""
+
+    job: str
+    fits: bool | None
+    needed_bytes: Bytes | None
+    peak_at: str | None
+    at_moment: Annotated[dict[str, Bytes], Field(description="Bytes by category")]
+    moment: str
+    differences: list[CategoryDifference]
+    notes: list[str]
+
+
+class Diagnosis(BaseModel):
+    """What filled a GPU's memory, when, and what makes the job fit. Changes start with the cheapest."""
+
+    schema_version: Literal[1]
+    file: str
+    source: Literal["error", "snapshot"]
+    device: int | None
+    moment: StepMoment
+    out_of_memory: OutOfMemory | None
+    memory: Annotated[dict[str, Bytes], Field(description="Bytes by category")]
+    holdings: list[Holding]
+    ranks: Annotated[list[OutOfMemory], Field(description="Every error of a log")]
+    changes: list[Change]
+    prediction: Prediction | None
+    notes: list[str]
+    unknown: Annotated[list[str], Field(description="What cannot be told, and why")]
 
 
 class ModelRow(BaseModel):

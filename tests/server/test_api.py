@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from fsdp_advisor.diagnosis import diagnose_text, job_of
 from fsdp_advisor.estimator import estimate_resolved, make_request
 from fsdp_advisor.export import TARGETS
 from fsdp_advisor.model.resolve import resolve
@@ -61,6 +62,26 @@ def test_recommend_returns_the_choice_and_its_path(client: TestClient, find: str
     chosen = answer["recommendation"]
     assert chosen["strategy"] in ("ddp", "zero1", "zero2", "zero3") and chosen["path"]
     assert all({"question", "answer", "because"} <= set(node) for node in chosen["path"])
+
+
+OUT_OF_MEMORY = (
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 1 has a total capacity of 39.39 GiB of which "
+    "1.00 GiB is free. Of the allocated memory 34.00 GiB is allocated by PyTorch, and 3.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize("job", [None, {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3"}])
+def test_diagnose_returns_what_python_returns(client: TestClient, job: dict[str, Any] | None) -> None:
+    answer = client.post("/api/v1/diagnose", json={"text": OUT_OF_MEMORY, "job": job}).json()
+    schema.Diagnosis.model_validate(answer)
+    assert set(answer) == set(schema.Diagnosis.model_fields)
+    expected = diagnose_text(OUT_OF_MEMORY, None if job is None else job_of(make_request(job))).as_dict()
+    assert answer == json.loads(json.dumps(expected))
+
+
+def test_diagnose_refuses_text_without_an_error(client: TestClient) -> None:
+    answer = client.post("/api/v1/diagnose", json={"text": "loss 2.3"})
+    assert answer.status_code == 422 and "no out-of-memory error" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 SECONDS = 3600
 """Time limit of one request, for a configuration that is recorded on a busy machine."""
 EXAMPLES = 40 if ALL else 3
-"""Requests per operation, of which there are 14."""
+"""Requests per operation, of which there are 15."""
 
 EXCLUDED = [positive_data_acceptance, negative_data_rejection]
 """A valid name may be unknown and a valid job impossible; words are accepted in any case, and numbers as text."""

@@ -14,6 +14,7 @@ import os
 import socket
 import tempfile
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +45,7 @@ def use_empty_weights() -> None:
     if "1" in (os.environ.get("REHEARSAL_EMPTY_WEIGHTS"), os.environ.get("REHEARSAL_RANDOM_DATA")):
         after_import("huggingface_hub.constants", _notice_offline)
         after_import("transformers.utils.hub", _answer_files)
+        after_import("transformers.models.auto.tokenization_auto", _answer_tokenizers)
     if os.environ.get("REHEARSAL_EMPTY_WEIGHTS") == "1":
         after_import("transformers.modeling_utils", _answer_weights)
 
@@ -70,6 +72,25 @@ def _answer_files(hub: Any) -> None:
 
     cached_files.original = original  # type: ignore[attr-defined]
     hub.cached_files = cached_files
+
+
+def _answer_tokenizers(auto: Any) -> None:
+    """AutoTokenizer takes a tokenizer of ours as it is; the class of some models would rebuild it."""
+    original = auto.AutoTokenizer.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        hub = import_module("transformers.utils.hub")
+        folder = _tokenizer_folder(str(pretrained_model_name_or_path), hub.cached_files.original)
+        if folder is None:
+            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        fast = import_module("transformers").PreTrainedTokenizerFast.from_pretrained(str(folder))
+        fast.name_or_path = str(pretrained_model_name_or_path)
+        for name in ("padding_side", "truncation_side", "model_max_length"):
+            if name in kwargs:
+                setattr(fast, name, kwargs[name])
+        return fast
+
+    auto.AutoTokenizer.from_pretrained = classmethod(from_pretrained)
 
 
 def _is_tokenizer_file(name: str) -> bool:
@@ -139,7 +160,7 @@ def _answer_weights(modeling_utils: Any) -> None:
 
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         name = str(pretrained_model_name_or_path)
-        hub = __import__("transformers.utils.hub", fromlist=["hub"])
+        hub = import_module("transformers.utils.hub")
         if kwargs.get("state_dict") is not None or any(
             _local(name, file, hub.cached_files.original) for file in WEIGHTS
         ):

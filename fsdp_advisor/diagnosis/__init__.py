@@ -1,0 +1,10 @@
+"""Why a GPU ran out of memory: what was alive, when, and what makes the job fit.
+
+It reads the text of an error, or a snapshot of PyTorch's caching allocator. It needs no torch.
+"""
+
+from fsdp_advisor.diagnosis.diagnose import diagnose_file, diagnose_text
+from fsdp_advisor.diagnosis.facts import CATEGORIES, Diagnosis
+from fsdp_advisor.diagnosis.prediction import Job, job_of
+
+__all__ = ["CATEGORIES", "Diagnosis", "Job", "diagnose_file", "diagnose_text", "job_of"]

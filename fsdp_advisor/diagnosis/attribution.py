@@ -1,0 +1,175 @@
+"""What each live storage of a snapshot is: its category, and the line of code that allocated it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdp_advisor.diagnosis.facts import Category, Holding, Moment
+from fsdp_advisor.diagnosis.modules import class_of
+from fsdp_advisor.diagnosis.replay import NEVER, Alive, Live
+from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, Trace
+from fsdp_advisor.diagnosis.stacks import Site
+from fsdp_advisor.diagnosis.steps import NO_LAYER, Region, Steps
+from fsdp_advisor.memory.libraries import LARGE_WORKSPACE, SMALL_WORKSPACE
+
+EARLIER_STEP = "kept from an earlier step: "
+"""What the place of a holding begins with if no tensor of the current step is in it."""
+_WORKSPACES = (SMALL_WORKSPACE, LARGE_WORKSPACE)
+_OF_THE_STEP = ("activations", "loss", "temporaries")
+_IN_MODULES = ("activations", "loss")
+_MANY = 8
+"""Tensors from one line that are taken for parameters. A batch has fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A trace with what was found out about it. `freed`: see `replay.lifetimes`. `failed`: the moment is an out-of-memory error, not a peak.
+
+    After an error Python frees what it unwinds, so how long a tensor lived says nothing.
+    """
+
+    trace: Trace
+    sites: Sequence[Site]
+    steps: Steps
+    alive: Alive
+    freed: Sequence[int]
+    failed: bool
+
+    @property
+    def last(self) -> int:
+        """The event that decides the phase: the failed allocation, or the one that reached the peak."""
+        return self.alive.at if self.failed else max(self.alive.at - 1, 0)
+
+
+def holdings(evidence: Evidence) -> tuple[Holding, ...]:
+    """Every live storage by category and place, the largest first."""
+    groups: defaultdict[tuple[Category, str, str], list[int]] = defaultdict(list)
+    attribute = _Attribution(evidence)
+    for item in evidence.alive.live:
+        groups[attribute.of(item)].append(item.n_bytes)
+    found = (
+        Holding(
+            category=category,
+            module=module,
+            where=where,
+            n_bytes=sum(sizes),
+            count=len(sizes),
+            largest_bytes=max(sizes),
+        )
+        for (category, module, where), sizes in groups.items()
+    )
+    return tuple(sorted(found, key=lambda holding: -holding.n_bytes))
+
+
+def by_category(found: Iterable[Holding]) -> dict[Category, int]:
+    """Bytes by category."""
+    totals: Counter[Category] = Counter()
+    for holding in found:
+        totals[holding.category] += holding.n_bytes
+    return dict(totals)
+
+
+def moment(evidence: Evidence) -> Moment:
+    """When in the step the trace stops being replayed."""
+    trace, steps = evidence.trace, evidence.steps
+    if not len(trace):
+        return Moment(phase="unknown")
+    last = min(evidence.last, len(trace) - 1)
+    site = evidence.sites[trace.stacks[last]] if trace.actions[last] in (ALLOC, OOM) else None
+    where = site.where if site and (site.code or site.phase != "backward") else ""
+    region = steps.at(last)
+    if region is None:
+        return Moment(phase="unknown", where=where)
+    if region.phase == "backward":
+        layer = _layer_in_backward(evidence, region, last)
+    else:
+        layer = next((n for n in reversed(steps.layers[region.first : last + 1]) if n), NO_LAYER)
+    if region.phase == "backward" and not layer:
+        where = where or "its start"
+    return Moment(
+        phase=region.phase,
+        layer=layer or None,
+        layers=steps.n_layers if layer else None,
+        step=None if region.phase == "loading" else region.step,
+        where=where,
+    )
+
+
+def _layer_in_backward(evidence: Evidence, region: Region, last: int) -> int:
+    """The layer that is recomputed, or else the lowest one of which backward has freed an activation."""
+    layers = evidence.steps.layers
+    recomputed = next((n for n in reversed(layers[region.first : last + 1]) if n), NO_LAYER)
+    if recomputed:
+        return recomputed
+    first = next(r.first for r in evidence.steps.regions if r.step == region.step)
+    freed = evidence.freed
+    begun = (layers[at] for at in range(first, region.first) if layers[at] and region.first <= freed[at] < last)
+    return min(begun, default=NO_LAYER)
+
+
+class _Attribution:
+    """Decides the category of one storage after the other."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._now = evidence.steps.at(evidence.last)
+        self._made_before_forward = next((r.first for r in evidence.steps.regions if r.phase != "loading"), 0)
+        self._times = Counter(item.stack for item in evidence.alive.live)
+        self._sizes: dict[Category, set[int]] = {"parameters": set(), "loss": set()}
+        for item in evidence.alive.live:
+            site = evidence.sites[item.stack]
+            category: Category = "parameters" if self._is_parameter(item, site) else site.category
+            if item.stack != NO_STACK and category in self._sizes:
+                self._sizes[category].add(item.n_bytes)
+
+    def of(self, item: Live) -> tuple[Category, str, str]:
+        """(category, module, place)"""
+        if item.event is None and item.stack == NO_STACK:
+            return "unattributed", "", "allocated before recording began, or its event was dropped"
+        site = self._evidence.sites[item.stack]
+        if item.n_bytes in _WORKSPACES and site.category in ("activations", "temporaries") and item.freed == NEVER:
+            return "libraries", "", "cuBLAS workspace"
+        if item.event is None:
+            return site.kept, "", site.where
+        region = self._evidence.steps.at(item.event)
+        category = self._category(item, site, region)
+        where = site.where
+        if region and self._now and region.step < self._now.step and category in _OF_THE_STEP:
+            where = EARLIER_STEP + where
+        return category, _module(site) if category in _IN_MODULES else "", where
+
+    def _is_parameter(self, item: Live, site: Site) -> bool:
+        """Whether a script's own code made it like many others before the first forward, and it stays."""
+        if item.event is None or site.category != "other" or item.freed != NEVER:
+            return False
+        return item.event < self._made_before_forward and self._times[item.stack] >= _MANY
+
+    def _category(self, item: Live, site: Site, region: Region | None) -> Category:
+        """A storage that outlives its phase is kept: a gradient, an optimizer state. One that does not is a temporary."""
+        if self._is_parameter(item, site):
+            return "parameters"
+        if site.casts and 2 * item.n_bytes in self._sizes["parameters"]:
+            return "unsharded_parameters"
+        if region is None or site.category == site.kept:
+            return site.category
+        if self._now is not None and region.first < self._now.first:
+            return site.kept
+        if site.kept == "gradients":
+            if item.n_bytes in self._sizes["parameters"]:
+                return "gradients" if self._evidence.failed or _outlives(item, region) else site.category
+            if item.n_bytes in self._sizes["loss"] and site.category == "temporaries":
+                return "loss"
+        if not self._evidence.failed and _outlives(item, region):
+            return site.kept
+        return site.category
+
+
+def _module(site: Site) -> str:
+    """The class of the nearest method in a stack; empty if no file is on this machine."""
+    return next((name for name in map(class_of, site.code) if name), "")
+
+
+def _outlives(item: Live, region: Region) -> bool:
+    return item.freed == NEVER or item.freed >= region.end

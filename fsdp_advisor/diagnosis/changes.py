@@ -1,0 +1,272 @@
+"""Changes that make a job fit that ran out of memory, the cheapest first.
+
+What the facts alone say: other processes, limits, fragmentation, memory that is kept by mistake. If the job is known, its options
+are tried one after the other with the estimate, plus what the job used beyond its estimate; then `advice.remedies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_advisor.advice import recommend_resolved
+from fsdp_advisor.diagnosis.attribution import EARLIER_STEP
+from fsdp_advisor.diagnosis.facts import Category, Change, Holding, Moment, OutOfMemory
+from fsdp_advisor.diagnosis.prediction import Job
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.fields import dashed
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.units import format_bytes, format_gib
+
+_LARGE_SHARE = 0.1
+"""A category below this share of the memory is not worth a change."""
+_EXPANDABLE = "expandable_segments:True"
+_SHARDED = ("zero2", "zero3")
+_ENOUGH = ", which is enough"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the changes are derived from."""
+
+    error: OutOfMemory | None
+    moment: Moment
+    memory: Mapping[Category, int]
+    holdings: Sequence[Holding]
+    checkpointed: bool
+    expandable: bool
+    lacking_in_estimate: int = 0
+
+    @property
+    def lacking_bytes(self) -> int | None:
+        """What the failed allocation lacks, or the whole job by its estimate, if that is more. None if it is unknown."""
+        error = self.error
+        if error is None or error.requested_bytes is None:
+            return None
+        free = error.free_bytes or 0
+        if error.allowed_bytes is not None and error.reserved_bytes is not None:
+            free = min(free, error.allowed_bytes - error.reserved_bytes)
+        return max(error.requested_bytes - max(free, 0), self.lacking_in_estimate)
+
+
+def changes(facts: Facts, job: Job | None) -> tuple[Change, ...]:
+    """All changes that are worth a try: freeing memory that is not needed, changes of the job, then what is not enough alone."""
+    if job is not None and (headroom := job.row.headroom_bytes) is not None and headroom < 0:
+        facts = replace(facts, lacking_in_estimate=-headroom)
+    general = [*_freeing(facts), *_less(facts, job)]
+    if job is None:
+        return tuple(general)
+    enough = [change for change in general if change.because.endswith(_ENOUGH)]
+    return (*enough, *_of_job(job, facts), *(change for change in general if change not in enough))
+
+
+def _freeing(facts: Facts) -> Iterator[Change]:
+    """Memory that training does not need at all."""
+    error, lacking = facts.error, facts.lacking_bytes
+    if error is not None and error.other_processes:
+        total = sum(error.other_processes.values())
+        pids = ", ".join(f"{pid} ({format_bytes(n)})" for pid, n in error.other_processes.items())
+        shared = len(error.other_processes) > 1 and error.gpu == 0
+        several = "; several ranks on one GPU: call torch.cuda.set_device(local_rank) first" if shared else ""
+        yield Change(
+            what=f"end the other processes on this GPU: {pids}{several}",
+            because=f"they hold {format_bytes(total)}{_enough(total, lacking)}",
+            saves_bytes=total,
+        )
+    outside = facts.memory.get("outside", 0)
+    if error is not None and not error.other_processes and outside > _LARGE_SHARE * sum(facts.memory.values()):
+        yield Change(
+            what="look for other processes with nvidia-smi, and check that the GPU is the one of the job",
+            because=f"{format_bytes(outside)} are in use outside of PyTorch's allocator{_enough(outside, lacking)}",
+            saves_bytes=outside,
+        )
+    if error is not None and error.allowed_bytes is not None and error.total_bytes is not None:
+        more = error.total_bytes - error.allowed_bytes
+        if more > 0:
+            yield Change(
+                what="raise the limit of set_per_process_memory_fraction or per_process_memory_fraction",
+                because=f"it allows {format_bytes(error.allowed_bytes)} of {format_bytes(error.total_bytes)}",
+                saves_bytes=more,
+            )
+    fragmentation = facts.memory.get("fragmentation", 0)
+    if not facts.expandable and lacking is not None and fragmentation >= max(lacking, 1):
+        yield Change(
+            what=f"set PYTORCH_ALLOC_CONF={_EXPANDABLE} (before torch 2.9: PYTORCH_CUDA_ALLOC_CONF)",
+            because=f"{format_bytes(fragmentation)} are reserved and in no tensor{_enough(fragmentation, lacking)}",
+            options={"allocator_conf": _EXPANDABLE},
+            saves_bytes=fragmentation,
+        )
+    yield from _kept_by_mistake(facts)
+
+
+def _kept_by_mistake(facts: Facts) -> Iterator[Change]:
+    lacking = facts.lacking_bytes
+    cache = sum(h.n_bytes for h in facts.holdings if "cache_utils.py" in h.where)
+    if cache and facts.moment.phase in ("backward", "optimizer"):  # in forward the attention saves the same tensors
+        yield Change(
+            what="pass use_cache=False, or set model.config.use_cache = False",
+            because=f"the cache of keys and values keeps {format_bytes(cache)} until the outputs are deleted",
+            saves_bytes=cache,
+        )
+    left = sum(h.n_bytes for h in facts.holdings if h.where.startswith(EARLIER_STEP))
+    if left > _LARGE_SHARE * sum(facts.memory.values()):
+        yield Change(
+            what="delete outputs and losses of the last step before the next one, and log loss.item() or loss.detach()",
+            because=f"{format_bytes(left)} are left from earlier steps{_enough(left, lacking)}",
+            saves_bytes=left,
+        )
+
+
+def _less(facts: Facts, job: Job | None) -> Iterator[Change]:
+    """Memory that training needs in its present form, largest first. For a known job the estimate decides instead."""
+    memory, lacking = facts.memory, facts.lacking_bytes
+    limit = _LARGE_SHARE * sum(memory.values())
+    found: list[tuple[int, Change]] = []
+    loss, activations = memory.get("loss", 0), memory.get("activations", 0)
+    if loss > limit:
+        found.append((loss, Change(
+            what="use a fused or chunked loss, such as Liger's fused linear cross-entropy",
+            because=f"logits and loss hold {format_bytes(loss)}{_enough(loss, lacking)}", saves_bytes=loss,
+        )))  # fmt: skip
+    if activations > limit and job is None:
+        if not facts.checkpointed:
+            found.append((activations, Change(
+                what="switch on activation checkpointing",
+                because=f"activations hold {format_bytes(activations)}; all but the layers' inputs can be recomputed",
+                options={"activation_checkpointing": "full"}, saves_bytes=activations,
+            )))  # fmt: skip
+        found.append((activations // 2, Change(
+            what="halve the micro-batch and double gradient accumulation",
+            because=f"activations hold {format_bytes(activations)} and halve with it", saves_bytes=activations // 2,
+        )))  # fmt: skip
+    states = {name: memory.get(name, 0) for name in ("parameters", "gradients", "optimizer")}
+    if sum(states.values()) > 3 * limit and job is None:
+        largest = max(states, key=lambda name: states[name])
+        found.append((sum(states.values()) // 2, Change(
+            what="shard parameters, gradients and optimizer state (FSDP, ZeRO-3) over more GPUs, or offload them",
+            because=f"they hold {format_bytes(sum(states.values()))}, most of it {largest}",
+        )))  # fmt: skip
+    if job is None and "allocated" in memory:
+        yield from _without_categories(facts)
+    yield from (change for _, change in sorted(found, key=lambda item: -item[0]))
+
+
+def _without_categories(facts: Facts) -> Iterator[Change]:
+    """General advice for an error message, by the moment at which it occurred."""
+    match facts.moment.phase:
+        case "loading":
+            yield Change(
+                what="shard the model while it loads: build it on the meta device, or load shards rank by rank",
+                because="the error occurred while the model was loaded, before any activation",
+            )
+        case "optimizer":
+            yield Change(
+                what="shard the optimizer state over more GPUs (ZeRO, FSDP), use an 8-bit optimizer, or offload it",
+                because="the error occurred in the optimizer step, which makes the optimizer state in its first step",
+            )
+        case "loss":
+            yield Change(
+                what="use a fused or chunked loss, such as Liger's fused linear cross-entropy",
+                because="the error occurred in the loss, which keeps several copies of the logits",
+            )
+            yield _smaller_batch()
+        case "forward" | "backward":
+            yield Change(
+                what="switch on activation checkpointing",
+                because=f"the error occurred in {facts.moment.phase}, where activations are largest",
+                options={"activation_checkpointing": "full"},
+            )
+            yield _smaller_batch()
+        case "unknown":
+            yield _smaller_batch()
+
+
+def _smaller_batch() -> Change:
+    return Change(
+        what="halve the micro-batch and double gradient accumulation, or shorten the sequence",
+        because="activations and logits are proportional to both",
+    )
+
+
+def _of_job(job: Job, facts: Facts) -> Iterator[Change]:
+    """Changes of the job's options after which its estimate fits, together with what the job used beyond its estimate."""
+    if job.row.needed_bytes is None:
+        return
+    excess = _excess(job, facts.error)
+    if job.row.fits and not excess:
+        return
+    seen: list[Mapping[str, Any]] = []
+    for options, what in _attempts(job):
+        needed = _needed(job, options)
+        if needed is not None and needed + excess <= job.report.gpu_memory_bytes:
+            seen.append(options)
+            beyond = f", with the {format_gib(excess)} that this run used beyond its estimate" if excess else ""
+            yield Change(
+                what=what,
+                because=f"the job then needs {format_gib(needed + excess)} of {format_gib(job.report.gpu_memory_bytes)}{beyond}",
+                options=options,
+                saves_bytes=job.row.needed_bytes - needed,
+            )
+    if job.row.fits:
+        return
+    for remedy in _remedies(job):
+        if dict(remedy.options) not in [dict(options) for options in seen]:
+            words = " ".join(f"{dashed(name)} {value}" for name, value in remedy.options.items())
+            yield Change(what=words or "change the loss", because=remedy.because, options=remedy.options)
+
+
+def _excess(job: Job, error: OutOfMemory | None) -> int:
+    """Bytes that the run wanted when it failed, beyond its estimate."""
+    if error is None or error.requested_bytes is None or error.free_bytes is None or job.row.needed_bytes is None:
+        return 0
+    total = error.total_bytes or job.report.gpu_memory_bytes
+    return max(total - error.free_bytes + error.requested_bytes - job.row.needed_bytes, 0)
+
+
+def _attempts(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
+    """Options to try, from the cheapest to the most expensive in time."""
+    plan, request = job.plan, job.request
+    if not request.allocator_conf:
+        yield {"allocator_conf": _EXPANDABLE}, f"PYTORCH_ALLOC_CONF={_EXPANDABLE}"
+    batch, accumulation = plan.micro_batch_size, plan.gradient_accumulation_steps
+    while batch % 2 == 0:
+        batch, accumulation = batch // 2, accumulation * 2
+        options = {"micro_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        yield options, f"--micro-batch-size {batch} --gradient-accumulation-steps {accumulation}"
+    if plan.world_size > 1 and plan.strategy != "zero3":
+        for strategy in _SHARDED[_SHARDED.index(plan.strategy) + 1 if plan.strategy in _SHARDED else 0 :]:
+            yield {"strategy": strategy, "backend": "auto"}, f"--strategy {strategy}"
+    if plan.activation_checkpointing == "none":
+        yield {"activation_checkpointing": "full"}, "--activation-checkpointing full"
+
+
+def _fixed(job: Job) -> dict[str, Any]:
+    """The options of the job with the strategy of its row."""
+    plan = job.plan
+    values = {name: getattr(job.request, name) for name in fields_of(EstimateRequest)}
+    decided = ("strategy", "backend", "offload", "offload_device", "micro_batch_size", "gradient_accumulation_steps")
+    return values | {name: getattr(plan, name) for name in decided} | {"global_batch_size": None}
+
+
+def _needed(job: Job, options: Mapping[str, Any]) -> int | None:
+    """Bytes that the job needs with other options; None if it is impossible or unknown."""
+    try:
+        row = estimate_resolved(EstimateRequest(**(_fixed(job) | dict(options))), job.model).estimates[0]
+    except (AdvisorError, ValueError):
+        return None
+    return row.needed_bytes
+
+
+def _remedies(job: Job) -> Sequence[Any]:
+    """What `recommend` would change if the job's options are fixed; empty if it cannot search this job."""
+    request = RecommendRequest(**(_fixed(job) | {"activation_checkpointing": job.plan.activation_checkpointing}))
+    try:
+        return recommend_resolved(job.report, job.model, request).remedies
+    except AdvisorError:
+        return ()
+
+
+def _enough(saved: int, lacking: int | None) -> str:
+    return _ENOUGH if lacking is not None and saved >= lacking > 0 else ""

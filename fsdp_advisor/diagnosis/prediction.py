@@ -1,0 +1,197 @@
+"""The estimate of the job that was diagnosed, and what of the measured memory differs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_advisor.comparison import best_row
+from fsdp_advisor.diagnosis.facts import Category, Difference, Holding, Moment, Prediction
+from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.estimator import estimate_resolved, gpu_of, settled
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.memory.live import step_moments
+from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.program.accounts import ACCOUNTS, Phase
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.tapes import gpu_tape, select_tape
+from fsdp_advisor.units import format_gib
+
+_SMALL_SHARE = 0.01
+"""Differences below this share of the larger total are not reported: rounding, workspaces."""
+_NAMED_HOLDINGS = 3
+_PHASES: Mapping[str, Phase] = {
+    "forward": "forward",
+    "loss": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+}
+_RISING = ("activations", "loss", "temporaries", "allocated")
+"""Categories that grow within a moment."""
+_NOT_COMPARED = ("free", "other_processes", "outside")
+_LOGITS_BYTES = (2, 4)
+"""Bytes of one logit: bf16 or fp16, and fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The job as it was meant to run, with its estimate. `row` is that of its strategy, or the best one if it leaves it open."""
+
+    request: EstimateRequest
+    model: Resolved
+    report: Report
+    row: StrategyEstimate
+
+    @property
+    def plan(self) -> Plan:
+        return self.row.plan
+
+    @property
+    def label(self) -> str:
+        plan = self.plan
+        return (
+            f"{self.report.model_name}, {self.row.label} ({plan.backend}), {plan.world_size} x {self.report.gpu_name}, "
+            f"micro-batch {plan.micro_batch_size}, {plan.seq_len} tokens"
+        )
+
+
+def job_of(request: EstimateRequest, model: Resolved | None = None) -> Job:
+    """The job of a request, whose model may be found already. Raises the errors of `estimate`."""
+    request, model = settled(request), model or resolve(request.model)
+    report = estimate_resolved(request, model)
+    return Job(request=request, model=model, report=report, row=best_row(report))
+
+
+def predicted(job: Job, moment: Moment, memory: Mapping[Category, int], holdings: Sequence[Holding]) -> Prediction:
+    """The prediction for the moment of the diagnosis, and the differences from what was measured."""
+    row = job.row
+    at_moment, name = _at_moment(job, moment)
+    differences = tuple(_differences(at_moment, moment, memory, holdings)) if at_moment else ()
+    return Prediction(
+        job=job.label,
+        fits=row.fits,
+        needed_bytes=row.needed_bytes,
+        peak_at=f"{row.peak_phase}, {row.peak_where}" if row.peak_phase else None,
+        at_moment=at_moment,
+        moment=name,
+        differences=differences,
+        notes=tuple(_notes(job, moment, holdings)),
+    )
+
+
+def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
+    """Predicted bytes by category at a moment, and the moment in words; empty if the job has no step."""
+    breakdown, profile = job.row.needed_breakdown, job.model.profile
+    if breakdown is None or profile is None:
+        return {}, "unknown"
+    outside = {name: n for name, n in breakdown.items() if name not in ACCOUNTS and name != "loading_or_saving"}
+    phase = _PHASES.get(moment.phase)
+    if phase is None:
+        return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"
+    plan = job.plan
+    tape = gpu_tape(profile, select_tape(job.model, profile, plan), plan, gpu_of(job.request)[0])
+    moments = step_moments(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len, phase)
+    number = _visit(moment, len(moments))
+    if number is None:
+        accounts = max((read() for read in moments), key=lambda found: sum(found.values()))
+        return {**accounts, **outside}, f"the peak of {moment.phase}"
+    place = f" of layer {moment.layer}" if moment.layer else ""
+    return {**moments[number](), **outside}, f"{moment.phase}{place}"
+
+
+def _visit(moment: Moment, visits: int) -> int | None:
+    """The index of a moment among the visits of its phase: the root, each layer, the root. None if it is not known."""
+    if moment.phase == "optimizer":
+        return visits - 1
+    if moment.phase == "loss":
+        return visits - 1
+    if moment.layer is None:
+        return 0 if moment.phase == "backward" else None
+    layers = visits - 2
+    if moment.layer > layers or (moment.layers is not None and moment.layers != layers):
+        return None
+    return moment.layer if moment.phase == "forward" else layers + 1 - moment.layer
+
+
+def _differences(
+    at_moment: Mapping[Category, int],
+    moment: Moment,
+    memory: Mapping[Category, int],
+    holdings: Sequence[Holding],
+) -> Iterator[Difference]:
+    """The categories that differ, the largest difference first."""
+    measured = {name: n for name, n in memory.items() if name not in _NOT_COMPARED}
+    expected = dict(at_moment)
+    if "allocated" in measured:  # an error message has no categories
+        tensors = (*ACCOUNTS, "libraries")
+        total = sum(expected.pop(name, 0) for name in tensors)
+        expected["allocated"] = total
+    else:  # events have the bytes that were asked for, not those of the blocks
+        for found in (measured, expected):
+            found["fragmentation"] = found.get("fragmentation", 0) + found.pop("libraries", 0)
+    if "cuda_and_nccl" not in measured:
+        expected.pop("cuda_and_nccl", None)
+    small = _SMALL_SHARE * max(sum(measured.values()), sum(expected.values()))
+    differences = [
+        Difference(
+            category=name,
+            measured_bytes=measured.get(name, 0),
+            predicted_bytes=expected.get(name, 0),
+            because=_because(name, measured.get(name, 0), expected.get(name, 0), moment),
+            holdings=tuple(holding for holding in holdings if holding.category == name)[:_NAMED_HOLDINGS],
+        )
+        for name in dict.fromkeys((*expected, *measured))
+        if abs(measured.get(name, 0) - expected.get(name, 0)) > small
+        and not (name == "fragmentation" and measured.get(name, 0) < expected.get(name, 0))  # it grows with the steps
+    ]
+    yield from sorted(differences, key=lambda d: -abs(d.measured_bytes - d.predicted_bytes))
+
+
+def _because(category: Category, measured: int, expected: int, moment: Moment) -> str:
+    """A cause that follows from the moment; empty if none does."""
+    if category == "optimizer" and not measured and expected and moment.step in (None, 1):
+        return "the optimizer makes its state in its first step, so the job will need it in addition"
+    if category == "gradients" and measured < expected and moment.phase in ("forward", "loss"):
+        return "no gradients are kept from a step before"
+    if category in _RISING and measured < expected and moment.phase in _PHASES:
+        return "the estimate is for the highest point of this moment, which comes later"
+    if category == "fragmentation":
+        return "with libraries and rounding"
+    return ""
+
+
+def _notes(job: Job, moment: Moment, holdings: Sequence[Holding]) -> Iterator[str]:
+    if job.request.strategy == "all":
+        yield f"the job leaves the strategy open; compared with {job.row.label} ({job.plan.backend})"
+    if moment.layers is not None and job.model.profile is not None:
+        layers = sum(stack.depth for stack in job.model.profile.stacks)
+        if layers != moment.layers:
+            yield f"the script ran {moment.layers} layers, but {job.report.model_name} has {layers}: is it the same model?"
+    yield from _tokens(job, holdings)
+
+
+def _tokens(job: Job, holdings: Sequence[Holding]) -> Iterator[str]:
+    """Whether the logits have another number of tokens than the job's micro-batch."""
+    plan, vocabulary = job.plan, _vocabulary(job)
+    largest = max((h.largest_bytes for h in holdings if h.category == "loss"), default=0)
+    if vocabulary is None:
+        return
+    expected = plan.micro_batch_size * plan.seq_len
+    shifted = expected - plan.micro_batch_size  # some losses leave out the last token of each sequence
+    found = {largest // (vocabulary * size) for size in _LOGITS_BYTES if largest % (vocabulary * size) == 0} - {0}
+    if found and not found & {expected, shifted}:
+        tokens = " or ".join(str(n) for n in sorted(found))
+        yield (
+            f"the largest tensor of the loss has {format_gib(largest)}, which is {tokens} tokens; the job has "
+            f"{plan.micro_batch_size} x {plan.seq_len} = {expected} per micro-batch"
+        )
+
+
+def _vocabulary(job: Job) -> int | None:
+    """The rows of the language model's head; None if it has none."""
+    profile = job.model.profile
+    if profile is None:
+        return None
+    rows = [p.shape[0] for p in profile.root.parameters if len(p.shape) == 2 and p.role in ("embedding", "head")]
+    return max(rows, default=None)

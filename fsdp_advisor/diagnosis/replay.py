@@ -1,0 +1,147 @@
+"""What is alive at one moment of a trace, from the events before it and the segments at its end.
+
+An allocation that the trace does not have was made before recording began, or its event was dropped because the trace was full.
+It is alive if a later event frees it, or if it is still in a segment at the dump.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_advisor.diagnosis.snapshot import (
+    ALLOC,
+    FREES,
+    NO_STACK,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Block,
+    Segment,
+    Snapshot,
+    Trace,
+)
+
+NEVER = -1
+_ALIGNMENT = 512
+"""Bytes to which the allocator rounds. Source: c10/core/CachingDeviceAllocator.h, kMinBlockSize."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A tensor's storage that is alive. `event` allocated it; None if the trace lacks the event. `freed` is NEVER if it stays."""
+
+    n_bytes: int
+    stack: int
+    event: int | None
+    freed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """What is alive just before event `at` (the length of the trace: at the dump), and the bytes that the allocator reserves."""
+
+    at: int
+    live: tuple[Live, ...]
+    reserved_bytes: int
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(item.n_bytes for item in self.live)
+
+
+def segments_of(snapshot: Snapshot, device: int) -> tuple[Segment, ...]:
+    return tuple(segment for segment in snapshot.segments if segment.device == device)
+
+
+def moment_of(trace: Trace, segments: Sequence[Segment]) -> int:
+    """The event to explain: the last out-of-memory error, else the one after the peak, else the end."""
+    errors = [at for at, action in enumerate(trace.actions) if action == OOM]
+    if errors:
+        return errors[-1]
+    earlier, _ = _earlier(trace, segments)
+    now = highest = sum(item.n_bytes for item in earlier)
+    sizes: dict[int, int] = {}
+    peak = len(trace) if not len(trace) else 0
+    for at, action in enumerate(trace.actions):
+        address = trace.addresses[at]
+        if action == ALLOC:
+            sizes[address] = rounded(trace.sizes[at])
+            now += sizes[address]
+        elif action in FREES:
+            now -= sizes.pop(address, rounded(trace.sizes[at]))
+        if now > highest:
+            highest, peak = now, at + 1
+    return peak
+
+
+def alive_at(trace: Trace, segments: Sequence[Segment], moment: int) -> Alive:
+    """What is alive before event `moment`."""
+    earlier, freed = _earlier(trace, segments)
+    live = [item for item in earlier if item.freed == NEVER or item.freed >= moment]
+    current: dict[int, int] = {}
+    for at in range(moment):
+        action, address = trace.actions[at], trace.addresses[at]
+        if action == ALLOC:
+            current[address] = at
+        elif action in FREES:
+            current.pop(address, None)
+    live += [Live(rounded(trace.sizes[at]), trace.stacks[at], at, freed.get(at, NEVER)) for at in current.values()]
+    reserved = sum(segment.total_bytes for segment in segments)
+    for at in range(moment, len(trace)):
+        if trace.actions[at] in (SEGMENT_ALLOC, SEGMENT_MAP):
+            reserved -= trace.sizes[at]
+        elif trace.actions[at] in (SEGMENT_FREE, SEGMENT_UNMAP):
+            reserved += trace.sizes[at]
+    return Alive(at=moment, live=tuple(live), reserved_bytes=max(reserved, sum(item.n_bytes for item in live)))
+
+
+def _earlier(trace: Trace, segments: Sequence[Segment]) -> tuple[list[Live], dict[int, int]]:
+    """What was alive before the trace began, and the event that frees each allocation of the trace."""
+    earlier: list[Live] = []
+    current: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    for at, action in enumerate(trace.actions):
+        address = trace.addresses[at]
+        if action == ALLOC:
+            current[address] = at
+        elif action in FREES:
+            event = current.pop(address, None)
+            if event is None:
+                earlier.append(Live(rounded(trace.sizes[at]), NO_STACK, None, at))
+            else:
+                freed[event] = at
+    earlier += [
+        Live(rounded(block.requested), block.stack, None, NEVER)
+        for block in _active(segments)
+        if block.address not in current
+    ]
+    return earlier, freed
+
+
+def _active(segments: Sequence[Segment]) -> Iterator[Block]:
+    return (block for segment in segments for block in segment.blocks if block.state != "inactive")
+
+
+def lifetimes(trace: Trace) -> array[int]:
+    """For each allocation of the trace the event that frees it, NEVER if none does; NEVER for other events."""
+    result = array("q", [NEVER]) * len(trace)
+    current: dict[int, int] = {}
+    for at, action in enumerate(trace.actions):
+        if action == ALLOC:
+            current[trace.addresses[at]] = at
+        elif action in FREES and (event := current.pop(trace.addresses[at], None)) is not None:
+            result[event] = at
+    return result
+
+
+def rounded(n_bytes: int) -> int:
+    """The bytes of a block that holds a tensor of `n_bytes`.
+
+    >>> rounded(1), rounded(1024)
+    (512, 1024)
+    """
+    return max(_ALIGNMENT, -(-n_bytes // _ALIGNMENT) * _ALIGNMENT)

@@ -1,0 +1,229 @@
+"""Diagnoses of PyTorch's own snapshots (make_snapshots.py)."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_advisor
+from fsdp_advisor.diagnosis import CATEGORIES, Diagnosis, diagnose_file
+
+DATA = Path(__file__).parent / "data"
+NAMES = sorted(path.name.removesuffix(".pickle.gz") for path in DATA.glob("*.pickle.gz"))
+MIB = 2**20
+LLAMA_PARAMETER_BYTES = 2 * (2 * 4000 * 256 + 3 * (4 * 256 * 256 + 3 * 256 * 688 + 2 * 256) + 256)
+"""The small Llama's parameters in bf16: embedding and head, three layers, norms."""
+
+
+def path_of(name: str) -> Path:
+    return DATA / f"{name}.pickle.gz"
+
+
+def diagnosed(name: str) -> Diagnosis:
+    return diagnose_file(path_of(name))
+
+
+def recorded(name: str) -> Any:
+    return pickle.loads(gzip.decompress(path_of(name).read_bytes()))
+
+
+def written(content: Any, folder: Path) -> Path:
+    file = folder / "snapshot.pickle"
+    file.write_bytes(pickle.dumps(content))
+    return file
+
+
+def events_of(content: Any) -> list[dict[str, Any]]:
+    return max(content["device_traces"], key=len)
+
+
+MOMENTS = {
+    "steps": ("backward", None, 2),
+    "gpt2": ("backward", None, 2),
+    "checkpointing": ("backward", None, 2),
+    "checkpointing_torch26": ("backward", None, 2),
+    "loss_oom": ("loss", None, 1),
+    "fsdp2_forward_oom": ("forward", 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_moment_is_the_error_or_the_peak(name: str) -> None:
+    found = diagnosed(name)
+    assert (found.moment.phase, found.moment.layer, found.moment.step) == MOMENTS[name]
+    assert (found.out_of_memory is not None) == name.endswith("oom")
+
+
+def test_the_error_equals_pytorchs_message() -> None:
+    """The message was: Tried to allocate 64.00 MiB; 49.31 MiB free; 306.56 MiB allocated, 43.44 MiB unallocated.
+
+    A trace has the bytes that were asked for, and a block may be up to 1 MiB larger.
+    """
+    error = diagnosed("loss_oom").out_of_memory
+    assert error is not None and error.requested_bytes == 64 * MIB
+    assert error.free_bytes == pytest.approx(49.31 * MIB, abs=0.01 * MIB)
+    assert error.reserved_bytes == 350 * MIB
+    assert error.allocated_bytes == pytest.approx(306.56 * MIB, abs=1 * MIB)
+
+
+def test_the_peak_equals_pytorchs_figure() -> None:
+    """`max_memory_allocated` of the run was 744,233,472 bytes; cuBLAS and small blocks included."""
+    found = diagnosed("steps")
+    tensors = sum(n for name, n in found.memory.items() if name != "fragmentation")
+    assert tensors == pytest.approx(744_233_472, rel=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_holdings_sum_to_the_categories(name: str) -> None:
+    found = diagnosed(name)
+    for category, n_bytes in found.memory.items():
+        assert category in CATEGORIES
+        if category not in ("fragmentation", "free", "outside"):
+            assert sum(h.n_bytes for h in found.holdings if h.category == category) == n_bytes
+    assert "unattributed" not in found.memory
+
+
+@pytest.mark.parametrize("name", ["steps", "loss_oom"])
+def test_parameters_and_optimizer_state_have_their_exact_size(name: str) -> None:
+    memory = diagnosed(name).memory
+    assert memory["parameters"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=1e-3)
+    if name == "steps":
+        assert memory["optimizer"] == pytest.approx(2 * LLAMA_PARAMETER_BYTES, rel=0.01)
+
+
+def cut_at(name: str, event: int, folder: Path) -> Diagnosis:
+    """The diagnosis if the allocation after `event` events had failed."""
+    content = recorded(name)
+    events = events_of(content)
+    at = next(n for n in range(event, len(events)) if events[n]["action"] == "alloc")
+    failed = {key: value for key, value in events[at].items() if key != "addr"}
+    events.insert(at, failed | {"action": "oom", "device_free": 0})
+    return diagnose_file(written(content, folder))
+
+
+def moments_through(name: str, folder: Path, step: int = 25) -> list[tuple[str, int | None]]:
+    total = len(events_of(recorded(name)))
+    found = (cut_at(name, event, folder).moment for event in range(0, total - total // 10, total // step))
+    return [(moment.phase, moment.layer) for moment in found]
+
+
+@pytest.mark.parametrize("name", ["steps", "checkpointing"])
+def test_moments_follow_the_step(name: str, tmp_path: Path) -> None:
+    """Cut at regular intervals: layers rise in forward, fall in backward, and the phases come in order."""
+    moments = moments_through(name, tmp_path)
+    phases = [phase for phase, _ in moments]
+    assert {"loading", "forward", "backward", "optimizer"} <= set(phases)
+    first_backward = phases.index("backward")
+    forward = [layer for phase, layer in moments[:first_backward] if phase == "forward" and layer]
+    backward = [layer for phase, layer in moments[first_backward : phases.index("optimizer")] if layer]
+    assert forward == sorted(forward) and max(forward) == 3
+    assert backward == sorted(backward, reverse=True) and min(backward) == 1
+
+
+def test_gradients_are_found_in_backward_by_their_size(tmp_path: Path) -> None:
+    content = recorded("steps")
+    events = events_of(content)
+    optimizer = next(n for n, e in enumerate(events) if any("torch/optim" in f["filename"] for f in e["frames"]))
+    memory = cut_at("steps", optimizer - 30, tmp_path).memory
+    assert memory["gradients"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=0.1)
+
+
+def test_checkpointed_activations_are_small_and_named(tmp_path: Path) -> None:
+    memory, full = diagnosed("checkpointing").memory, diagnosed("steps").memory
+    assert memory["activations"] < full["activations"] / 5
+
+
+def test_snapshots_of_an_older_pytorch_are_attributed_in_the_same_way() -> None:
+    """The same training with torch 2.6 and transformers 4.57 as with torch 2.13 and transformers 5.23."""
+    old, new = diagnosed("checkpointing_torch26").memory, diagnosed("checkpointing").memory
+    assert old.keys() == new.keys()
+    for category, n_bytes in new.items():
+        assert old[category] == pytest.approx(n_bytes, rel=0.01), category
+
+
+def test_sharded_memory_is_attributed_to_fsdp() -> None:
+    memory = diagnosed("fsdp2_forward_oom").memory
+    assert memory["parameters"] == pytest.approx(2 * LLAMA_PARAMETER_BYTES / 4, rel=0.01), "fp32, over 4 ranks"
+    assert memory["unsharded_parameters"] and memory["communication"]
+
+
+GPT2 = {"model": "openai-community/gpt2", "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3", "seq_len": 1024}
+
+
+def test_every_category_equals_the_estimate_of_the_same_job() -> None:
+    """PyTorch's snapshot of GPT-2 under FSDP2, attributed by stacks, and the estimate at the same moment."""
+    found = fsdp_advisor.diagnose(path_of("gpt2"), **GPT2)  # type: ignore[arg-type]  # options by name
+    assert found.prediction is not None and found.prediction.differences == ()
+    for category in ("parameters", "optimizer", "unsharded_parameters", "communication", "activations", "loss"):
+        assert found.memory[category] == pytest.approx(found.prediction.at_moment[category], rel=0.02), category
+
+
+def test_a_larger_micro_batch_than_configured_is_noticed() -> None:
+    found = fsdp_advisor.diagnose(path_of("gpt2"), **(GPT2 | {"seq_len": 512}))  # type: ignore[arg-type]  # options by name
+    assert found.prediction is not None
+    assert [d.category for d in found.prediction.differences[:2]] == ["loss", "activations"]
+    assert found.prediction.differences[1].holdings[0].where.startswith("modeling_gpt2.py")
+    assert any("1 x 512 = 512" in note for note in found.prediction.notes)
+
+
+def test_another_model_is_noticed() -> None:
+    found = fsdp_advisor.diagnose(path_of("steps"), **(GPT2 | {"gpus": 1, "strategy": "ddp"}))  # type: ignore[arg-type]  # options
+    assert found.prediction is not None
+
+
+def test_history_that_was_not_recorded_is_said_to_be_missing(tmp_path: Path) -> None:
+    content = recorded("steps")
+    content["device_traces"] = [[] for _ in content["device_traces"]]
+    for segment in content["segments"]:
+        for block in segment["blocks"]:
+            block["frames"] = []
+    found = diagnose_file(written(content, tmp_path))
+    assert found.moment.phase == "unknown"
+    assert set(found.memory) == {"unattributed", "fragmentation"}
+    assert any("history was not recorded" in text for text in found.unknown)
+
+
+def test_stacks_that_were_not_recorded_are_said_to_be_missing(tmp_path: Path) -> None:
+    content = recorded("steps")
+    for event in events_of(content):
+        event["frames"] = []
+    for segment in content["segments"]:
+        for block in segment["blocks"]:
+            block["frames"] = []
+    found = diagnose_file(written(content, tmp_path))
+    assert any("stacks were not recorded" in text for text in found.unknown)
+    assert "gradients" not in found.memory
+
+
+def test_a_full_history_is_said_to_lack_its_beginning(tmp_path: Path) -> None:
+    """Blocks that live keep their stack, so the states are still attributed."""
+    content = recorded("steps")
+    device = content["device_traces"].index(events_of(content))
+    content["device_traces"][device] = events_of(content)[-600:]
+    found = diagnose_file(written(content, tmp_path))
+    assert any("max_entries" in text for text in found.unknown)
+    assert found.memory["optimizer"] == pytest.approx(2 * LLAMA_PARAMETER_BYTES, rel=0.01)
+    assert found.memory["parameters"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=1e-3)
+
+
+def test_the_gpu_with_the_error_is_chosen_and_another_can_be(tmp_path: Path) -> None:
+    content, other = recorded("loss_oom"), recorded("steps")
+    for segment in other["segments"]:
+        segment["device"] = 1
+    content["segments"] += other["segments"]
+    content["device_traces"] = [events_of(content), events_of(other)]
+    file = written(content, tmp_path)
+    assert diagnose_file(file).device == 0
+    assert diagnose_file(file, device=1).out_of_memory is None
+    with pytest.raises(fsdp_advisor.AdvisorError, match="GPU 7"):
+        diagnose_file(file, device=7)
+
+
+def test_a_diagnosis_prints_itself() -> None:
+    found = diagnosed("loss_oom")
+    assert "Moment: loss" in str(found)
+    assert found.to_markdown().startswith("```text")
