@@ -77,12 +77,13 @@ def test_ranks_together_one_rank_alone_and_a_fake_process_group_have_the_same_pe
     assert together[0]["sum_on_cpu"] == alone[0]["sum_on_cpu"] == NODE
 
 
-def test_one_rank_of_1024_runs_alone_and_another_too(run: Run) -> None:
-    job = {"REHEARSAL_WORLD_SIZE": "1024", "REHEARSAL_GPUS_PER_NODE": str(NODE)}
+def test_ranks_of_1024_train_and_save_alone(run: Run, tmp_path: Path) -> None:
+    job = {"FOLDER": str(tmp_path), "REHEARSAL_WORLD_SIZE": "1024", "REHEARSAL_GPUS_PER_NODE": str(NODE)}
     launch = ["--nnodes=256", f"--nproc-per-node={NODE}", "--rdzv-backend=c10d", "--rdzv-endpoint=elsewhere:29500"]
     found = peaks(run("torchrun", *launch, str(JOBS / "fsdp2.py"), REHEARSAL_RANKS="0,777", **job))
     assert sorted(found) == [0, 777]
     assert found[777]["answers"] == [777] * 4
+    assert (tmp_path / "0" / ".metadata").exists(), "rank 0 saves the checkpoint of all ranks"
     fake = peaks(run("python", str(JOBS / "fsdp2.py"), "fake", RANK="0", WORLD_SIZE="1024"))
     assert found[0]["allocated"] == fake[0]["allocated"]
 

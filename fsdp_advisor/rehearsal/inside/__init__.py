@@ -25,3 +25,4 @@ def start() -> None:
         after_import("torch.distributed", ranks.answer_rendezvous)
         after_import("torch.multiprocessing.spawn", launchers.refuse_spawn)
         after_import("deepspeed.runtime.zero.utils", ranks.answer_deepspeed_checks)
+        after_import("torch.distributed.checkpoint.default_planner", ranks.accept_partial_checkpoints)

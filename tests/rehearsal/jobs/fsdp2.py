@@ -1,6 +1,7 @@
 """A small Llama under FSDP2, and with `tp` tensor parallelism over two ranks. Prints the rank's peaks as JSON.
 
 `fake`: one process with PyTorch's fake process group in place of NCCL. SHAPE: width, layers, vocabulary, tokens.
+FOLDER: where to save a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,6 +102,8 @@ def main() -> None:
         dist.all_reduce(on_cpu)
         peaks["sum_on_cpu"] = int(on_cpu.item())
         dist.barrier()
+    if "FOLDER" in os.environ:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{os.environ['FOLDER']}/{RANK}")
     dist.destroy_process_group()
     sys.stdout.write(json.dumps({"rank": RANK, **peaks, "answers": answers[:4]}) + "\n")
 
