@@ -229,6 +229,7 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
+// CUDA 12's header gives this function another name: cudaGetDeviceProperties_v2(p, device).
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
   const char *name = getenv("REHEARSAL_NAME");
   *p = (struct cudaDeviceProp){
@@ -283,6 +284,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigne
   return cudaSuccess;
 }
 
+#if CUDART_VERSION < 13000
+cudaError_t cudaGetDriverEntryPoint(const char *name, void **f, unsigned long long flags, enum cudaDriverEntryPointQueryResult *found) {
+  return cudaGetDriverEntryPointByVersion(name, f, 0, flags, found);
+}
+#endif
+
 // ---- Streams and events
 
 static void *handle(void) { return calloc(1, 64); }
@@ -314,8 +321,13 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *
   *status = capturing(s) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+#if CUDART_VERSION < 13000
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
+                                        const cudaGraphNode_t **nodes, size_t *n) {
+#else
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
                                      const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
+#endif
   if (id) *id = captures;
   if (graph) *graph = 0;
   if (n) *n = 0;
