@@ -176,6 +176,8 @@ cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
   *p = mmap(0, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return *p == MAP_FAILED ? failed(cudaErrorMemoryAllocation) : cudaSuccess;
 }
+// Managed memory starts on the host. Pages that a kernel would move to the GPU are not counted there.
+cudaError_t cudaMallocManaged(void **p, size_t size, unsigned flags) { return cudaHostAlloc(p, size, 0); }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int device = rehearsal_device_of(p);
   *a = (struct cudaPointerAttributes){.type = device >= 0 ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered, .device = device >= 0 ? device : -2};
