@@ -259,6 +259,7 @@ class Meter:
             ],
             "out_of_memory": self.out_of_memory,
             "timeline": points or [],
+            "decisions": decisions(),
             "job": self.facts,
         }
         path = self.folder / f"process-{os.getpid()}.json"

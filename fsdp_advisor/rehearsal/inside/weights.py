@@ -30,6 +30,12 @@ CATALOG_DTYPE = "bfloat16"
 """The dtype of catalogued models; the catalog has none."""
 SHARD_BYTES = 5_000_000_000
 """The size of one file, as most published checkpoints have it. Linux refuses to map a file that is larger than its memory."""
+CLASSES = {
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}  # fmt: skip
+"""transformers' names of the classes for each task of the catalog."""
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -149,7 +155,8 @@ def _catalogued(name: str) -> dict[str, Any] | None:
 
     for row in yaml.safe_load(ARCHITECTURES.read_text()):
         if name.lower() in (each.lower() for each in (row["id"], *row.get("aliases", ()))):
-            return {"dtype": CATALOG_DTYPE, **row["config"]}
+            classes = getattr(import_module("transformers.models.auto.modeling_auto"), CLASSES[row["task"]])
+            return {"dtype": CATALOG_DTYPE, "architectures": [classes[row["config"]["model_type"]]], **row["config"]}
     return None
 
 
