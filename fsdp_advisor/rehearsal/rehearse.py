@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.diagnosis import diagnose_file
+from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.rehearsal.build import find_installation, libraries_for
 from fsdp_advisor.rehearsal.environment import environment, machine_of
@@ -63,7 +64,7 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
     try:
         inside = variables | _variables_of(settings, folder)
         ended = run(command, inside, timeout_s=settings.timeout_s, quiet=settings.quiet)
-        ranks = read_ranks(folder)
+        ranks = tuple(_with_diagnosis(rank) for rank in read_ranks(folder))
         prediction = None
         if settings.predict and ranks and not ended.interrupted:
             prediction = _prediction(ranks[0], settings, folder, variables)
@@ -97,6 +98,19 @@ def _variables_of(settings: Settings, folder: Path) -> dict[str, str]:
             settings.ranks[0], settings.gpus, per_node, free_port()
         )  # for a script without a launcher
     return found
+
+
+def _with_diagnosis(rank: RankResult) -> RankResult:
+    """The rank with what was alive when it first ran out of memory."""
+    if not rank.out_of_memory or rank.out_of_memory[0].snapshot is None:
+        return rank
+    first, *rest = rank.out_of_memory
+    try:
+        found = diagnose_file(str(first.snapshot), device=first.device)
+    except AdvisorError:
+        return rank
+    changes = tuple(f"{change.what}: {change.because}" for change in found.changes)
+    return replace(rank, out_of_memory=(replace(first, alive=dict(found.memory), changes=changes), *rest))
 
 
 def _prediction(rank: RankResult, settings: Settings, folder: Path, variables: dict[str, str]) -> Prediction:

@@ -35,7 +35,10 @@ class PhasePeak:
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """An allocation that failed. `frames` are places in the script, innermost first; `snapshot` is a file for `diagnose`."""
+    """An allocation that failed. `frames` are places in the script, innermost first; `snapshot` is a file for `diagnose`.
+
+    `alive`: bytes by category, such as activations, at that moment. `changes`: what would free memory, the cheapest first.
+    """
 
     device: int
     requested_bytes: int
@@ -47,6 +50,8 @@ class OutOfMemory:
     phase: str
     frames: tuple[str, ...] = ()
     snapshot: str | None = None
+    alive: Mapping[str, int] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

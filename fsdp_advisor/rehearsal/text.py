@@ -14,6 +14,8 @@ from fsdp_advisor.units import GIB, format_bytes, format_gib
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = ".:-=+*#@"
 _MOST_RANKS = 8
+_SMALL_BYTES = 1 << 20
+"""Categories below it are not listed."""
 _MOST_DECISIONS = 5
 _HEADERS = {
     "peak_allocated_bytes": "allocated",
@@ -119,6 +121,11 @@ def _out_of_memory(rank: RankResult) -> Iterator[str]:
             f"requested; {format_bytes(each.allocated_bytes)} were allocated, {format_bytes(each.reserved_bytes)} reserved, "
             f"{format_bytes(each.free_bytes)} free. At: {' < '.join(each.frames[:4])}"
         )
+        alive = sorted(((n, name) for name, n in each.alive.items() if n >= _SMALL_BYTES), reverse=True)
+        if alive:
+            yield "Alive: " + ", ".join(f"{name} {format_bytes(n)}" for n, name in alive)
+        if each.changes:
+            yield "To try: " + "; ".join(f"({i}) {change}" for i, change in enumerate(each.changes, 1))
         if each.snapshot:
             yield f"What was alive: fsdp-advisor diagnose {each.snapshot}"
 

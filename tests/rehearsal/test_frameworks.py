@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+README = Path(__file__).parents[2] / "README.md"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536,
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
@@ -168,12 +170,13 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
     assert len(peaks) == 1, "all ranks do the same"
 
 
-def test_accelerate_launch_of_a_peft_script_keeps_state_for_the_adapters_only(
+def test_the_line_of_the_readme_rehearses_a_peft_script_which_keeps_state_for_the_adapters_only(
     rehearsal_python: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(PEFT)
-    launch = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "train.py")
-    found = rehearsed(rehearsal_python, tmp_path, *launch, gpus=2)
+    line = re.search(r"^fsdp-advisor rehearse .* --gpus 4 -- (.*)$", README.read_text(), re.MULTILINE)
+    assert line is not None
+    found = rehearsed(rehearsal_python, tmp_path, *line[1].split(), gpus=4)
     job = found["ranks"][0]["job"]
     adapters, base = job["trainable_parameters"], job["parameters"] - job["trainable_parameters"]
     assert job["framework"] == "accelerate" and job["engine"]["backend"] == "ddp"

@@ -15,6 +15,7 @@ def start() -> None:
     after_import("torch", meter.install)
     use_empty_weights()
     use_random_data()
+    after_import("torch.optim.optimizer", ranks.let_nccl_settle)
     if ranks.selected_ranks() or launchers.starts_all_nodes():
         after_import("torch.distributed.launcher.api", launchers.answer_torchrun)
         after_import("deepspeed.launcher.runner", launchers.answer_deepspeed)
@@ -23,3 +24,5 @@ def start() -> None:
         after_import("torch.distributed.distributed_c10d", ranks.answer_process_groups)
         after_import("torch.distributed", ranks.answer_rendezvous)
         after_import("torch.multiprocessing.spawn", launchers.refuse_spawn)
+        after_import("deepspeed.runtime.zero.utils", ranks.answer_deepspeed_checks)
+        after_import("torch.distributed.checkpoint.default_planner", ranks.accept_partial_checkpoints)

@@ -90,7 +90,8 @@ def _value(column: str, draw: random.Random) -> Any:
 
 
 def _text(draw: random.Random, words: int) -> str:
-    return " ".join(map(word, draw.choices(range(_WORDS_FROM, _WORDS_TO), k=words)))
+    """Words, each followed by a space: texts that a script joins stay words."""
+    return "".join(f"{word(i)} " for i in draw.choices(range(_WORDS_FROM, _WORDS_TO), k=words))
 
 
 class _Probe(dict[str, Any]):

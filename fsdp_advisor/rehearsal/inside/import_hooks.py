@@ -20,21 +20,20 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        hooks = self.hooks.pop(name, None)
-        if hooks is None:
+        if name not in self.hooks:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, hooks)
+                spec.loader = _Loader(spec.loader, self.hooks)
                 return spec
         return None
 
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, and its hooks afterwards."""
+    """A module's own loader, and its hooks afterwards. Finding a module (importlib.util.find_spec) leaves its hooks for its import."""
 
-    def __init__(self, loader: importlib.abc.Loader, hooks: list[Hook]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hooks: dict[str, list[Hook]]) -> None:
         self.loader = loader
         self.hooks = hooks
 
@@ -45,7 +44,7 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        for hook in self.hooks:
+        for hook in self.hooks.pop(module.__name__, ()):
             hook(module)
 
 

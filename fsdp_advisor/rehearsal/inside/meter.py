@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -73,6 +74,7 @@ class Meter:
         torch.autograd.backward = counted_backward
         import_module("torch.optim.optimizer").register_optimizer_step_post_hook(self.after_optimizer)
         self._watch_forward()
+        torch.cuda._lazy_call(self._start_history)
         excepthook = sys.excepthook
 
         def note_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -86,13 +88,13 @@ class Meter:
         self.forward_hook = self.torch.nn.modules.module.register_module_forward_pre_hook(self.before_module)
 
     def _start_history(self) -> None:
-        """Record allocations once CUDA is in use, and note every failed one."""
+        """Record allocations from the start of CUDA, and note every failed one."""
         self.history_runs = True
         self.alive_before_history = {
             device: _leaf(stats, "requested_bytes.all.current") for device, stats in self._all_stats()
         }
         self.torch.cuda.memory._record_memory_history(
-            enabled="all", context="all" if self.snapshot else "state", stacks="python", max_entries=HISTORY_ENTRIES
+            enabled="all", context="all" if self.snapshot else "alloc", stacks="python", max_entries=HISTORY_ENTRIES
         )
         self.torch._C._cuda_attach_out_of_memory_observer(self.after_out_of_memory)
 
@@ -146,8 +148,6 @@ class Meter:
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """Close the current phase and begin another."""
-        if not self.history_runs:
-            self._start_history()
         self._close_phase()
         self.phase, self.step = phase, self.step if step is None else step
 
@@ -207,6 +207,9 @@ class Meter:
             "reserved_bytes": _leaf(stats, "reserved_bytes.all.current"),
             "step": self.step, "phase": self.phase, "frames": _user_frames(),
         }  # fmt: skip
+        if "optimizer" not in self.facts:
+            made = [each for each in gc.get_objects() if isinstance(each, self.torch.optim.Optimizer)]
+            self.facts |= {"optimizer": job_facts.optimizer_of(made[0])} if made else {}
         if not self.out_of_memory:
             path = self.folder / f"out-of-memory-{os.getpid()}.pickle"
             self.torch.cuda.memory._dump_snapshot(str(path))
@@ -256,8 +259,8 @@ class Meter:
             ],
             "out_of_memory": self.out_of_memory,
             "timeline": points or [],
-            "job": self.facts,
             "decisions": decisions(),
+            "job": self.facts,
         }
         path = self.folder / f"process-{os.getpid()}.json"
         temporary = path.with_suffix(".tmp")
@@ -286,8 +289,9 @@ def _is_forked_worker(torch: ModuleType) -> bool:
 
 
 def _user_frames(most: int = 12) -> list[str]:
-    """Where in the script the current call is, innermost first, without the frames of this package."""
-    frames = [f for f in reversed(traceback.extract_stack()) if "/rehearsal/inside/" not in f.filename]
+    """Where in the script the current call is, innermost first, without the frames of this package and of module calls."""
+    left_out = ("/rehearsal/inside/", "/torch/nn/modules/module.py")
+    frames = [f for f in reversed(traceback.extract_stack()) if not any(part in f.filename for part in left_out)]
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[:most]]
 
 

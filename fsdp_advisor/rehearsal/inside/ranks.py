@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +19,52 @@ _ANSWERED = "rehearsal"
 """The backend that takes gloo's place: PyTorch's fake process group."""
 _COMMUNICATORS = 8
 """Communicators that one process group may make for a device: PyTorch makes one, and another after it aborts one."""
+_SETTLED_STEPS = 2
+_SETTLING_SECONDS = 0.25
 
 
 def selected_ranks() -> tuple[int, ...]:
     """The ranks that run alone; empty if all ranks run together."""
     return tuple(int(word) for word in os.environ.get(RANKS, "").split(",") if word.strip())
+
+
+def let_nccl_settle(optimizer: ModuleType) -> None:
+    """Pause after the first optimizer steps. `optimizer` is torch.optim.optimizer.
+
+    A thread of PyTorch looks every 100 ms for collectives that are complete, and frees their tensors. DDP gives up its first buckets
+    before its second step. On a GPU the first step takes longer than 100 ms, here it may not.
+    Source: ProcessGroupNCCL.cpp (torch 2.13), kWatchdogThreadSleepMillis; Reducer::rebuild_buckets.
+    """
+    steps = 0
+
+    def pause(*_: Any) -> None:
+        nonlocal steps
+        from torch import distributed
+
+        steps += 1
+        if steps <= _SETTLED_STEPS and distributed.is_available() and distributed.is_initialized():
+            time.sleep(_SETTLING_SECONDS)
+
+    optimizer.register_optimizer_step_post_hook(pause)
+
+
+def answer_deepspeed_checks(utils: ModuleType) -> None:
+    """DeepSpeed's parameters are the same on all ranks. `utils` is deepspeed.runtime.zero.utils, which compares them with rank 0's."""
+    utils.assert_lst_len_same_as_other_ranks = _nothing  # type: ignore[attr-defined]
+    utils.assert_ints_same_as_other_ranks = _nothing  # type: ignore[attr-defined]
+
+
+def accept_partial_checkpoints(planner: ModuleType) -> None:
+    """A checkpoint holds this rank's shards, once for each rank. `planner` is torch.distributed.checkpoint.default_planner.
+
+    Its check returns a list of errors (torch 2.13) or whether the plan is valid (before).
+    """
+    original: Any = planner._validate_global_plan
+
+    def validate(*arguments: Any) -> Any:
+        return [] if isinstance(original(*arguments), list) else True
+
+    planner._validate_global_plan = validate  # type: ignore[attr-defined]
 
 
 def answer_rendezvous(module: ModuleType) -> None:

@@ -331,7 +331,7 @@ def _copied(operator: Any, kernel: Kernel) -> Kernel:
         ):
             _repeat(operator, (to, source), {}, result)
         if source.is_cuda and not to.is_cuda:
-            if to.is_floating_point():
+            if to.is_floating_point() and to.element_size() > 1:  # float8 has no nan_to_num
                 with torch._C.DisableTorchFunction():
                     to.detach().nan_to_num_(nan=ONE)
             note("copy to the host", f"{str(source.dtype).removeprefix('torch.')} {list(source.shape)}", in_torch=False)

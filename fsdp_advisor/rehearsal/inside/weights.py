@@ -14,6 +14,7 @@ import os
 import socket
 import tempfile
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,12 @@ CATALOG_DTYPE = "bfloat16"
 """The dtype of catalogued models; the catalog has none."""
 SHARD_BYTES = 5_000_000_000
 """The size of one file, as most published checkpoints have it. Linux refuses to map a file that is larger than its memory."""
+CLASSES = {
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}  # fmt: skip
+"""transformers' names of the classes for each task of the catalog."""
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -44,6 +51,7 @@ def use_empty_weights() -> None:
     if "1" in (os.environ.get("REHEARSAL_EMPTY_WEIGHTS"), os.environ.get("REHEARSAL_RANDOM_DATA")):
         after_import("huggingface_hub.constants", _notice_offline)
         after_import("transformers.utils.hub", _answer_files)
+        after_import("transformers.models.auto.tokenization_auto", _answer_tokenizers)
     if os.environ.get("REHEARSAL_EMPTY_WEIGHTS") == "1":
         after_import("transformers.modeling_utils", _answer_weights)
 
@@ -70,6 +78,25 @@ def _answer_files(hub: Any) -> None:
 
     cached_files.original = original  # type: ignore[attr-defined]
     hub.cached_files = cached_files
+
+
+def _answer_tokenizers(auto: Any) -> None:
+    """AutoTokenizer takes a tokenizer of ours as it is; the class of some models would rebuild it."""
+    original = auto.AutoTokenizer.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        hub = import_module("transformers.utils.hub")
+        folder = _tokenizer_folder(str(pretrained_model_name_or_path), hub.cached_files.original)
+        if folder is None:
+            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        fast = import_module("transformers").PreTrainedTokenizerFast.from_pretrained(str(folder))
+        fast.name_or_path = str(pretrained_model_name_or_path)
+        for name in ("padding_side", "truncation_side", "model_max_length"):
+            if name in kwargs:
+                setattr(fast, name, kwargs[name])
+        return fast
+
+    auto.AutoTokenizer.from_pretrained = classmethod(from_pretrained)
 
 
 def _is_tokenizer_file(name: str) -> bool:
@@ -128,7 +155,8 @@ def _catalogued(name: str) -> dict[str, Any] | None:
 
     for row in yaml.safe_load(ARCHITECTURES.read_text()):
         if name.lower() in (each.lower() for each in (row["id"], *row.get("aliases", ()))):
-            return {"dtype": CATALOG_DTYPE, **row["config"]}
+            classes = getattr(import_module("transformers.models.auto.modeling_auto"), CLASSES[row["task"]])
+            return {"dtype": CATALOG_DTYPE, "architectures": [classes[row["config"]["model_type"]]], **row["config"]}
     return None
 
 
@@ -139,7 +167,7 @@ def _answer_weights(modeling_utils: Any) -> None:
 
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         name = str(pretrained_model_name_or_path)
-        hub = __import__("transformers.utils.hub", fromlist=["hub"])
+        hub = import_module("transformers.utils.hub")
         if kwargs.get("state_dict") is not None or any(
             _local(name, file, hub.cached_files.original) for file in WEIGHTS
         ):

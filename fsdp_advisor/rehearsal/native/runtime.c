@@ -176,6 +176,8 @@ cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
   *p = mmap(0, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return *p == MAP_FAILED ? failed(cudaErrorMemoryAllocation) : cudaSuccess;
 }
+// Managed memory starts on the host. Pages that a kernel would move to the GPU are not counted there.
+cudaError_t cudaMallocManaged(void **p, size_t size, unsigned flags) { return cudaHostAlloc(p, size, 0); }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int device = rehearsal_device_of(p);
   *a = (struct cudaPointerAttributes){.type = device >= 0 ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered, .device = device >= 0 ? device : -2};
@@ -229,6 +231,7 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
+// CUDA 12's header gives this function another name: cudaGetDeviceProperties_v2(p, device).
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
   const char *name = getenv("REHEARSAL_NAME");
   *p = (struct cudaDeviceProp){
@@ -283,6 +286,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigne
   return cudaSuccess;
 }
 
+#if CUDART_VERSION < 13000
+cudaError_t cudaGetDriverEntryPoint(const char *name, void **f, unsigned long long flags, enum cudaDriverEntryPointQueryResult *found) {
+  return cudaGetDriverEntryPointByVersion(name, f, 0, flags, found);
+}
+#endif
+
 // ---- Streams and events
 
 static void *handle(void) { return calloc(1, 64); }
@@ -314,8 +323,13 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *
   *status = capturing(s) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+#if CUDART_VERSION < 13000
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
+                                        const cudaGraphNode_t **nodes, size_t *n) {
+#else
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
                                      const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
+#endif
   if (id) *id = captures;
   if (graph) *graph = 0;
   if (n) *n = 0;
