@@ -4,10 +4,10 @@
 //
 // With REHEARSAL_RANKS a rank runs alone. The other ranks are answered as if each had this rank's data: an all-gather copies it, a sum
 // multiplies it, a broadcast from another rank leaves the buffer, a message from another rank holds zeros.
+//
+// Functions that only return success are generated.
 #define _GNU_SOURCE
-#include <pthread.h>
 #include <stdarg.h>
-#include <stdlib.h>
 #include <sys/random.h>
 
 #include "nccl_numbers.h"
@@ -72,12 +72,12 @@ int ncclGetUniqueId(identity *made) {
 }
 
 static int take_memory(struct communicator *c) {
-  static int loaded;  // NCCL's kernels stay
+  static char loaded[16];  // NCCL's kernels stay on a GPU
   if (c->n == 1) return OK;
-  u64 kernels = loaded ? 0 : setting("REHEARSAL_NCCL_BYTES", 0), buffers = setting("REHEARSAL_COMMUNICATOR_BYTES", 0);
+  u64 kernels = loaded[c->device] ? 0 : setting("REHEARSAL_NCCL_BYTES", 0), buffers = setting("REHEARSAL_COMMUNICATOR_BYTES", 0);
   if (!rehearsal_take_library_bytes(c->device, (long long)(kernels + buffers)))
     return failed(CUDA_ERROR, "Cuda failure 2 'out of memory': a communicator of %d ranks needs %llu MiB of GPU memory", c->n, (kernels + buffers) >> 20);
-  c->bytes = (long long)buffers, loaded = 1;
+  c->bytes = (long long)buffers, loaded[c->device] = 1;
   return OK;
 }
 
@@ -132,7 +132,6 @@ static int leave(struct communicator *c) {
   c->bytes = 0;
   return OK;
 }
-int ncclCommFinalize(struct communicator *c) { return OK; }
 int ncclCommDestroy(struct communicator *c) { return leave(c); }
 int ncclCommAbort(struct communicator *c) { if (c) c->aborted = 1; return leave(c); }
 int ncclCommRevoke(struct communicator *c, int flags) { if (c) c->aborted = 1; return OK; }
@@ -140,8 +139,6 @@ int ncclCommCount(const struct communicator *c, int *n) { *n = c->n; return OK; 
 int ncclCommUserRank(const struct communicator *c, int *rank) { *rank = c->rank; return OK; }
 int ncclCommCuDevice(const struct communicator *c, int *device) { *device = c->device; return OK; }
 int ncclCommGetAsyncError(struct communicator *c, int *error) { *error = c->error; return OK; }
-int ncclCommSuspend(struct communicator *c, int flags) { return OK; }
-int ncclCommResume(struct communicator *c) { return OK; }
 
 // ---- Collectives: in every round each rank shows the next SLOT of its contribution and reads that of the others
 
@@ -398,20 +395,12 @@ int ncclRedOpCreatePreMulSum(int *operation, const void *factor, int type, int w
   *operation = OPERATIONS + at;
   return OK;
 }
-int ncclRedOpDestroy(int operation, comm c) { return OK; }
 
 // ---- Communicators from communicators
 
 static int derive(comm *made, comm parent, int rank, int n, unsigned what) {
   identity id = {{0}};
-  memcpy(id.bytes, parent->identity, IDENTITY);
-  u64 words[2], mixed = 1469598103934665603ull;
-  memcpy(words, id.bytes, sizeof words);
-  for (int i = 0; i < 2; i++) {
-    u64 parts[] = {words[0], words[1], what, (u64)parent->splits, (u64)i};
-    for (int j = 0; j < 5; j++) mixed = (mixed ^ parts[j]) * 1099511628211ull, mixed ^= mixed >> 29;
-    memcpy(id.bytes + 8 * i, &mixed, 8);
-  }
+  derive_identity(id.bytes, parent->identity, (u64)parent->splits, what);
   return connect_ranks(made, n, &id, rank);
 }
 
@@ -445,9 +434,7 @@ extern int cudaMalloc(void **, size_t), cudaFree(void *);
 int ncclMemAlloc(void **p, size_t bytes) { return cudaMalloc(p, bytes) ? failed(CUDA_ERROR, "out of memory") : OK; }
 int ncclMemFree(void *p) { return cudaFree(p) ? failed(CUDA_ERROR, "not memory of ncclMemAlloc") : OK; }
 int ncclCommRegister(comm c, void *buffer, size_t bytes, void **handle) { *handle = buffer; return OK; }
-int ncclCommDeregister(comm c, void *handle) { return OK; }
 int ncclCommWindowRegister(comm c, void *buffer, size_t bytes, void **window, int flags) { *window = buffer; return OK; }
-int ncclCommWindowDeregister(comm c, void *window) { return OK; }
 int ncclCommMemStats(comm c, int which, unsigned long long *value) { *value = which == 0 ? (u64)c->bytes : 0; return OK; }
 
 // Kernels that write into the memory of other GPUs cannot run.
@@ -455,7 +442,6 @@ static int unsupported(void) {
   return failed(INVALID_USAGE, "symmetric memory needs a GPU: disable async tensor parallelism and torch.distributed._symmetric_memory");
 }
 int ncclDevCommCreate(comm c, const void *wanted, void *made) { return unsupported(); }
-int ncclDevCommDestroy(comm c, const void *made) { return OK; }
 int ncclGetLsaMultimemDevicePointer(void *window, size_t at, void **p) { return unsupported(); }
 int ncclGetPeerDevicePointer(void *window, size_t at, int peer, void **p) { return unsupported(); }
 int ncclPutSignal(void) { return unsupported(); }

@@ -71,6 +71,17 @@ static int has_ended(int process) {
   return state == 'Z' || state == 'X';
 }
 
+// The identity of a communicator made from another one: all its ranks compute the same.
+static void derive_identity(unsigned char *made, const unsigned char *parent, u64 splits, u64 what) {
+  u64 words[2], mixed = 1469598103934665603ull;  // FNV-1a, with a shift for the upper bits
+  memcpy(words, parent, IDENTITY);
+  for (u64 i = 0; i < 2; i++) {
+    u64 parts[] = {words[0], words[1], what, splits, i};
+    for (int j = 0; j < 5; j++) mixed = (mixed ^ parts[j]) * 1099511628211ull, mixed ^= mixed >> 29;
+    memcpy(made + 8 * i, &mixed, 8);
+  }
+}
+
 static socklen_t address_of(struct sockaddr_un *address, const unsigned char *identity) {
   memset(address, 0, sizeof *address);
   address->sun_family = AF_UNIX;
