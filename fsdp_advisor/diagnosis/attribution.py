@@ -12,11 +12,11 @@ from fsdp_advisor.diagnosis.replay import NEVER, Alive, Live
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, Trace
 from fsdp_advisor.diagnosis.stacks import Site
 from fsdp_advisor.diagnosis.steps import NO_LAYER, Region, Steps
-from fsdp_advisor.memory.libraries import LARGE_WORKSPACE, SMALL_WORKSPACE
+from fsdp_advisor.memory.libraries import LARGE_WORKSPACE, SMALL_WORKSPACE, WORKSPACES
 
 EARLIER_STEP = "kept from an earlier step: "
 """What the place of a holding begins with if no tensor of the current step is in it."""
-_WORKSPACES = (SMALL_WORKSPACE, LARGE_WORKSPACE)
+_WORKSPACE_BYTES = (SMALL_WORKSPACE, LARGE_WORKSPACE)
 _OF_THE_STEP = ("activations", "loss", "temporaries")
 _IN_MODULES = ("activations", "loss")
 _MANY = 8
@@ -118,6 +118,7 @@ class _Attribution:
         self._made_before_forward = next((r.first for r in evidence.steps.regions if r.phase != "loading"), 0)
         made = {evidence.trace.stacks[at] for at, action in enumerate(evidence.trace.actions) if action == ALLOC}
         self._optimizer_recorded = any(evidence.sites[stack].category == "optimizer" for stack in made)
+        self._of_size = Counter(item.n_bytes for item in evidence.alive.live)
         self._times = Counter(item.stack for item in evidence.alive.live)
         self._sizes: dict[Category, set[int]] = {"parameters": set(), "loss": set()}
         for item in evidence.alive.live:
@@ -133,7 +134,7 @@ class _Attribution:
                 return "parameters", "", "allocated before recording began"
             return "unattributed", "", "allocated before recording began, or its event was dropped"
         site = self._evidence.sites[item.stack]
-        if item.n_bytes in _WORKSPACES and site.category in ("activations", "temporaries") and item.freed == NEVER:
+        if self._is_workspace(item, site):
             return "libraries", "", "cuBLAS workspace"
         if item.event is None:
             return site.kept, "", site.where
@@ -143,6 +144,12 @@ class _Attribution:
         if region and self._now and region.step < self._now.step and category in _OF_THE_STEP:
             where = EARLIER_STEP + where
         return category, _module(site) if category in _IN_MODULES else "", where
+
+    def _is_workspace(self, item: Live, site: Site) -> bool:
+        """Whether it may be a workspace of cuBLAS, if C++'s frames were not recorded: as many of its size as there are threads."""
+        if item.n_bytes not in _WORKSPACE_BYTES or item.freed != NEVER:
+            return False
+        return site.category in ("activations", "temporaries") and self._of_size[item.n_bytes] <= WORKSPACES
 
     def _is_parameter(self, item: Live, site: Site) -> bool:
         """Whether a script's own code made it like many others before the first forward, and it stays."""

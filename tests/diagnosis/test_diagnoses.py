@@ -224,6 +224,16 @@ def test_what_was_made_before_recording_and_stays_is_parameters_if_the_optimizer
     assert found.memory["parameters"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=1e-3)
 
 
+def test_activations_of_the_size_of_a_workspace_remain_activations(tmp_path: Path) -> None:
+    content = recorded("loss_oom")
+    for event in events_of(content):
+        if event["action"] == "alloc" and any(f["filename"].endswith("modeling_llama.py") for f in event["frames"]):
+            event["size"] = 32 * MIB  # cuBLAS's workspace on an H100
+    memory = diagnose_file(written(content, tmp_path)).memory
+    assert memory["activations"] > 20 * 32 * MIB
+    assert "libraries" not in memory
+
+
 def test_the_gpu_with_the_error_is_chosen_and_another_can_be(tmp_path: Path) -> None:
     content, other = recorded("loss_oom"), recorded("steps")
     for segment in other["segments"]:
