@@ -131,10 +131,15 @@ def _out_of_memory(rank: RankResult) -> Iterator[str]:
 
 
 def _decisions(rank: RankResult) -> Iterator[str]:
-    """Where the script read values from the GPU: its results are not computed there."""
+    """Where the script read values from the GPU, and what it got: only integers and scalars are computed there."""
     if rank.decisions:
-        places = "; ".join(f"{each['place']} ({each['operation']})" for each in rank.decisions[:_MOST_DECISIONS])
-        yield f"The script read values from the GPU, which computes none: {places}. Check that they do not change its course."
+        places = "; ".join(
+            f"{each['place']} ({each['operation']}: {each['value']})" for each in rank.decisions[:_MOST_DECISIONS]
+        )
+        yield (
+            f"The script read values from the GPU, where a rehearsal computes integers and scalars only: {places}. "
+            "Check that they do not change its course."
+        )
 
 
 def _notes(found: Rehearsal) -> Iterator[str]:
