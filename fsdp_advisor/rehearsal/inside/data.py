@@ -25,7 +25,7 @@ COLUMNS = {
     "sharegpt": ("conversations",), "slimorca": ("conversations",), "ultrafeedback": ("prompt", "chosen", "rejected"),
     "hh-rlhf": ("chosen", "rejected"), "gsm8k": ("question", "answer"), "imdb": ("text", "label"), "tldr": ("prompt", "completion"),
     "squad": ("id", "title", "context", "question", "answers"), "mrpc": ("sentence1", "sentence2", "label", "idx"),
-    "sst2": ("sentence", "label", "idx"), "samsum": ("id", "dialogue", "summary"), "code_alpaca": ("prompt", "completion"),
+    "metamathqa": ("type", "query", "original_question", "response"), "sst2": ("sentence", "label", "idx"), "samsum": ("id", "dialogue", "summary"), "code_alpaca": ("prompt", "completion"),
 }  # fmt: skip
 """Columns of well-known data sets, by a part of their name. Source: their pages on the hub. Others begin with `text`."""
 
@@ -112,8 +112,9 @@ def _add_missing_columns(dataset: Any) -> None:
     """Let the methods that name columns add those that a random data set lacks."""
     columns_of: dict[str, Callable[..., Iterable[str]]] = {
         "map": _columns_of_function, "filter": _columns_of_function,
-        "remove_columns": _named, "select_columns": _named, "rename_column": lambda _, name, *a, **k: [name],
-        "rename_columns": lambda _, names, *a, **k: list(names),
+        "remove_columns": _named, "select_columns": _named,
+        "rename_column": lambda _, original_column_name, *args, **kwargs: [original_column_name],
+        "rename_columns": lambda _, column_mapping, *args, **kwargs: list(column_mapping),
         "__getitem__": lambda _, key: [key] if isinstance(key, str) else [],
     }  # fmt: skip
     for method, columns in columns_of.items():

@@ -29,8 +29,8 @@ LARGEST_MASKS = 256 << 10
 """Bytes of a floating-point tensor that is filled, drawn, compared or converted: one number for each of 8 x 8,192 tokens."""
 MOST_EXPERTS = 4096
 """The largest dimension whose choices are taken for experts of a router. Longer ones are vocabularies."""
-ONE = 1.0
-"""The value of a loss or a norm that is not known."""
+UNKNOWN = 1.5
+"""The value of a loss or a norm that is not known: a plausible loss of a language model, because scripts check theirs."""
 
 COMPARISONS = (
     "eq",
@@ -260,7 +260,7 @@ def _assume(name: str, args: Any, result: Any) -> None:
             same = len(args) > 1 and args[0] is args[1]  # isfinite(x) is (x == x) & (abs(x) != inf)
             _host(tensor).fill_((name in ("all", "ne") and not same) or (name in ("eq", "le", "ge") and same))
         elif tensor.is_floating_point() and name not in COMPARISONS:
-            _host(tensor).fill_(ONE)
+            _host(tensor).fill_(UNKNOWN)
 
 
 # ---- Choices: of experts by a router, of the next token, of samples
@@ -311,7 +311,7 @@ def _read(operator: Any, kernel: Kernel) -> Kernel:
     def run(keys: Any, tensor: Any) -> Any:
         value = kernel(keys, tensor)
         if isinstance(value, float) and not math.isfinite(value):
-            value = ONE
+            value = UNKNOWN
         note("item()", value if isinstance(value, (bool, int, float)) else str(value))
         return value
 
@@ -333,7 +333,7 @@ def _copied(operator: Any, kernel: Kernel) -> Kernel:
         if source.is_cuda and not to.is_cuda:
             if to.is_floating_point() and to.element_size() > 1:  # float8 has no nan_to_num
                 with torch._C.DisableTorchFunction():
-                    to.detach().nan_to_num_(nan=ONE)
+                    to.detach().nan_to_num_(nan=UNKNOWN)
             note("copy to the host", f"{str(source.dtype).removeprefix('torch.')} {list(source.shape)}", in_torch=False)
         return result
 
