@@ -32,6 +32,17 @@ PREFIXES = {
     "libnvJitLink": "nvJitLink", "libnccl": "nccl", "libnvshmem_host": "nvshmem", "libnvidia-ml": "nvml",
 }  # fmt: skip
 """The prefix of each library's functions."""
+_WORKSPACE_ARGUMENTS = {
+    "cusolverDngeqrf": (5,), "cusolverDngetrf": (5,), "cusolverDnpotrf": (5,), "cusolverDnsytrf": (4,), "cusolverDnorgqr": (7,),
+    "cusolverDnungqr": (7,), "cusolverDnormqr": (11,), "cusolverDnunmqr": (11,), "cusolverDngesvd": (3,),
+    "cusolverDngesvdj": (12,), "cusolverDngesvdjBatched": (11,), "cusolverDngesvdaStridedBatched": (16,),
+    "cusolverDnsyevd": (7,), "cusolverDnheevd": (7,), "cusolverDnsyevjBatched": (7,), "cusolverDnheevjBatched": (7,),
+    "cusolverDnXgeqrf": (10, 11), "cusolverDnXpotrf": (8, 9), "cusolverDnXsyevd": (11, 12), "cusolverDnXsyevBatched": (11, 12),
+    "cusolverDnXgeev": (17, 18), "cusolverDnXsytrs": (11, 12), "cusparseSpMM": (10,), "cusparseSDDMM": (10,),
+    "cusparseSpSM": (10,), "cusparseSpMV": (9,), "cusparseSpSV": (9,), "cufftXtMakePlanMany": (12,),
+}  # fmt: skip
+"""Which arguments, from 0, point to the size of a workspace in functions that ask for one (`..._bufferSize`), without the letter of
+the element type. Source: the manuals of cuSOLVER, cuSPARSE and cuFFT (CUDA 13)."""
 HEADERS = ("cuda_runtime_api.h", "cuda.h")
 ARCHITECTURES = ("x86_64", "aarch64")
 _INCLUDES = "#include <stdio.h>\n#include <stdlib.h>\n"
@@ -205,7 +216,14 @@ def _wanted(base: str, version: str, imports: Imports) -> set[str]:
 
 
 def _stub(name: str) -> str:
-    """A C function that returns success. Functions that create something also return a handle."""
+    """A C function that returns success. Functions that create something also return a handle, and those that say how large a
+    workspace must be say 0."""
+    sizes = _WORKSPACE_ARGUMENTS.get(re.sub(r"(?<=cusolverDn)[SDCZ](?=[a-z])", "", name).removesuffix("_bufferSize"))
+    if sizes is not None:
+        kind = "int" if re.match(r"cusolverDn[SDCZ]", name) else "size_t"
+        arguments = [f"{kind} *a{i}" if i in sizes else f"long a{i}" for i in range(max(sizes) + 1)]
+        zeros = " ".join(f"*a{i} = 0;" for i in sizes)
+        return f"int {name}({', '.join(arguments)}) {{ {zeros} return 0; }}"
     if re.search(r"Create|_init$|Init$", name) and not name.startswith("__"):
         return f"int {name}(void **handle) {{ *handle = calloc(1, 4096); return 0; }}"
     return f"int {name}(void) {{ return 0; }}"

@@ -87,7 +87,7 @@ def environment(machine: Machine, libraries: Path, outside: Mapping[str, str]) -
         "TRITON_LIBCUDA_PATH": str(libraries),
     }
     kept = {name: value for name, value in outside.items() if name.startswith("REHEARSAL_")}
-    hidden = {"CUDA_VISIBLE_DEVICES"}  # of the real machine
+    hidden = {"CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"}  # of the real machine
     return {name: value for name, value in outside.items() if name not in hidden} | found | kept
 
 
