@@ -71,7 +71,13 @@ def home(catalog_zip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A catalog of one model, an empty cache, and nothing remembered from another test."""
 
     def forget() -> None:
-        for memory in (catalog.entries, catalog.entries_by_name, catalog.profile, cache.installed_versions):
+        for memory in (
+            catalog.entries,
+            catalog.entries_by_name,
+            catalog.entries_by_short_name,
+            catalog.profile,
+            cache.installed_versions,
+        ):
             getattr(memory, "cache_clear", lambda: None)()
 
     monkeypatch.setattr(catalog, "PATH", catalog_zip)

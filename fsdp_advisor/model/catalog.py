@@ -66,11 +66,12 @@ def by_short_name(name: str) -> list[Entry]:
     >>> [entry.id for entry in by_short_name("llama-3-8b")]
     ['meta-llama/Meta-Llama-3-8B']
     """
-    return [] if "/" in name else list(_entries_by_short_name().get(_short(name), ()))
+    return [] if "/" in name else list(entries_by_short_name().get(_short(name), ()))
 
 
 @lru_cache(maxsize=1)
-def _entries_by_short_name() -> dict[str, tuple[Entry, ...]]:
+def entries_by_short_name() -> dict[str, tuple[Entry, ...]]:
+    """The entries by their names as `_short` writes them; several may share one."""
     found: dict[str, dict[str, Entry]] = {}
     for entry in entries():
         for name in (entry.id, *entry.aliases):
