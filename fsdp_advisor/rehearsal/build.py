@@ -33,13 +33,18 @@ PREFIXES = {
 }  # fmt: skip
 """The prefix of each library's functions."""
 _WORKSPACE_ARGUMENTS = {
-    "cusolverDngeqrf": (5,), "cusolverDngetrf": (5,), "cusolverDnpotrf": (5,), "cusolverDnsytrf": (4,), "cusolverDnorgqr": (7,),
-    "cusolverDnungqr": (7,), "cusolverDnormqr": (11,), "cusolverDnunmqr": (11,), "cusolverDngesvd": (3,),
-    "cusolverDngesvdj": (12,), "cusolverDngesvdjBatched": (11,), "cusolverDngesvdaStridedBatched": (16,),
-    "cusolverDnsyevd": (7,), "cusolverDnheevd": (7,), "cusolverDnsyevjBatched": (7,), "cusolverDnheevjBatched": (7,),
-    "cusolverDnXgeqrf": (10, 11), "cusolverDnXpotrf": (8, 9), "cusolverDnXsyevd": (11, 12), "cusolverDnXsyevBatched": (11, 12),
-    "cusolverDnXgeev": (17, 18), "cusolverDnXsytrs": (11, 12), "cusparseSpMM": (10,), "cusparseSDDMM": (10,),
-    "cusparseSpSM": (10,), "cusparseSpMV": (9,), "cusparseSpSV": (9,), "cufftXtMakePlanMany": (12,),
+    "cusolverDngeqrf_bufferSize": (5,), "cusolverDngetrf_bufferSize": (5,), "cusolverDnpotrf_bufferSize": (5,),
+    "cusolverDnsytrf_bufferSize": (4,), "cusolverDnorgqr_bufferSize": (7,), "cusolverDnungqr_bufferSize": (7,),
+    "cusolverDnormqr_bufferSize": (11,), "cusolverDnunmqr_bufferSize": (11,), "cusolverDngesvd_bufferSize": (3,),
+    "cusolverDngesvdj_bufferSize": (12,), "cusolverDngesvdjBatched_bufferSize": (11,),
+    "cusolverDngesvdaStridedBatched_bufferSize": (16,), "cusolverDnsyevd_bufferSize": (7,),
+    "cusolverDnheevd_bufferSize": (7,), "cusolverDnsyevjBatched_bufferSize": (7,),
+    "cusolverDnheevjBatched_bufferSize": (7,), "cusolverDnXgeqrf_bufferSize": (10, 11),
+    "cusolverDnXpotrf_bufferSize": (8, 9), "cusolverDnXsyevd_bufferSize": (11, 12),
+    "cusolverDnXsyevBatched_bufferSize": (11, 12), "cusolverDnXgeev_bufferSize": (17, 18),
+    "cusolverDnXsytrs_bufferSize": (11, 12), "cusparseSpMM_bufferSize": (10,), "cusparseSDDMM_bufferSize": (10,),
+    "cusparseSpSM_bufferSize": (10,), "cusparseSpMV_bufferSize": (9,), "cusparseSpSV_bufferSize": (9,),
+    "cufftXtMakePlanMany": (12,),
 }  # fmt: skip
 """Which arguments, from 0, point to the size of a workspace in functions that ask for one (`..._bufferSize`), without the letter of
 the element type. Source: the manuals of cuSOLVER, cuSPARSE and cuFFT (CUDA 13)."""
@@ -218,7 +223,7 @@ def _wanted(base: str, version: str, imports: Imports) -> set[str]:
 def _stub(name: str) -> str:
     """A C function that returns success. Functions that create something also return a handle, and those that say how large a
     workspace must be say 0."""
-    sizes = _WORKSPACE_ARGUMENTS.get(re.sub(r"(?<=cusolverDn)[SDCZ](?=[a-z])", "", name).removesuffix("_bufferSize"))
+    sizes = _WORKSPACE_ARGUMENTS.get(re.sub(r"(?<=cusolverDn)[SDCZ](?=[a-z])", "", name))
     if sizes is not None:
         kind = "int" if re.match(r"cusolverDn[SDCZ]", name) else "size_t"
         arguments = [f"{kind} *a{i}" if i in sizes else f"long a{i}" for i in range(max(sizes) + 1)]

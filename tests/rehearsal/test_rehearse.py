@@ -162,6 +162,21 @@ print("child:", os.wait()[1] != 0)
     assert len(found["ranks"]) == 1
 
 
+def test_functions_that_ask_for_a_workspace_run(rehearsal_python: Path, script: Script) -> None:
+    text = """
+import torch
+x = torch.randn(64, 64, device="cuda")
+for function in (torch.linalg.qr, torch.linalg.svd, torch.linalg.eigh, torch.linalg.eig, torch.linalg.pinv, torch.fft.fft,
+                 torch.linalg.cholesky_ex, torch.linalg.lu_factor_ex, torch.linalg.inv_ex, torch.sort, torch.cumsum):
+    function(x) if function is not torch.cumsum else function(x, 0)
+torch.linalg.svd(torch.randn(4, 16, 16, device="cuda"))
+torch.linalg.solve_ex(x, x)
+"""
+    status, found, printed = run(rehearsal_python, script(text))
+    assert status == 0, printed
+    assert found["peak_allocated_bytes"] < 64 << 20, "no workspace of an undefined size"
+
+
 @pytest.mark.parametrize(
     ("command", "settings", "message"),
     [
