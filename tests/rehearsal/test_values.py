@@ -67,7 +67,7 @@ def test_values_that_scripts_decide_by_let_training_continue(kernels: dict[str, 
     checks = kernels["checks"]
     assert checks["gradient_scaler"]["value"] == [1.5, pytest.approx(1.5 * 2**0.5), 65536.0, 2]
     assert checks["masks_and_counts"]["value"] == [False, [0, 100, 200, 300, 400], 400, [400]]
-    assert checks["unknown_floats"]["value"] == [False, True, 1.0, 0.5]
+    assert checks["unknown_floats"]["value"] == [False, True, 1.5, 0.5]
     assert checks["router_choices"]["value"] == [128] * 16
 
 
