@@ -27,6 +27,8 @@ from fsdp_advisor.hardware import (
     usual_nodes,
 )
 from fsdp_advisor.hardware.links import ETHERNET_100G
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.ignored import ignored_in_estimate
@@ -89,7 +91,8 @@ def estimate(
 
 
 def requested(fields: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
-    """The request of these fields, and of the configuration files that `config_file` names. Raises UsageError."""
+    """The request of these fields, and of the configuration files that they name. Raises UsageError."""
+    fields = with_files_read(fields)
     if not fields.get("config_file"):
         return make_request({name: value for name, value in fields.items() if name != "config_file"}, kind)
     from fsdp_advisor import configs  # most jobs need none of its readers
@@ -131,6 +134,7 @@ def _assumptions(request: EstimateRequest, gpu: Gpu) -> list[str]:
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate` for a model that is already resolved."""
     request = divided(request)
+    model = model.adapted(adaptation_of(request))
     gpu, notes = gpu_of(request)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = _seq_len(request, model.profile)

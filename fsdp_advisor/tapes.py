@@ -43,6 +43,10 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
     precision = _PRECISIONS[plan.precision]
     if plan.backend == "deepspeed" and plan.mixed:
         precision = "bf16"
+    if plan.backend == "deepspeed" and profile is not None and profile.mixes_dtypes:
+        engine = "plain+cast"
+    if plan.backend == "ddp" and plan.stores_half:
+        precision = "bf16-weights-mixed"
     wrap = tape_wrap(profile, plan) if profile is not None else ""
     return _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1, wrap)
 

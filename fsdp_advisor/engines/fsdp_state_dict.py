@@ -14,6 +14,7 @@ from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.transfer import Files
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.policies.dtypes import stored_bytes
 
 DCP_IN_FLIGHT_BYTES = 10_000_000
 """Bytes that `dcp.save` copies from the GPU ahead of writing. Source: distributed/checkpoint/filesystem.py, FileSystemWriter,
@@ -22,7 +23,7 @@ per_thread_copy_ahead."""
 
 def shard_bytes(parameter: Parameter, plan: Plan) -> int:
     """Bytes of rank 0's rows of a parameter: the largest chunk of dim 0."""
-    return prod(shard_shape(parameter.shape, plan.shard_degree)) * plan.param_bytes
+    return prod(shard_shape(parameter.shape, plan.shard_degree)) * stored_bytes(plan, parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StateDictBytes:
         for unit, count in profile.counted_units():
             for p in unit.parameters:
                 entries = count * (1 + len(p.tied))
-                whole, shard = p.elements * plan.param_bytes, shard_bytes(p, plan)
+                whole, shard = p.elements * stored_bytes(plan, p), shard_bytes(p, plan)
                 full += whole * entries
                 sharded += shard * entries
                 largest, largest_shard = max(largest, whole), max(largest_shard, shard)

@@ -6,6 +6,7 @@ Host bytes of a method include a private copy of the model only where the checkp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from fsdp_advisor.engines.ddp import loading as ddp
 from fsdp_advisor.engines.deepspeed import loading as deepspeed
@@ -15,6 +16,7 @@ from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.dtypes import stored_bytes
 
 
 def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = None) -> tuple[LoadMethod, ...]:
@@ -53,7 +55,7 @@ def one_copy_bytes(profile: Profile, plan: Plan) -> int:
     """Bytes of the whole model in the dtype in which it is loaded. FSDP and DDP load the masters, DeepSpeed the compute dtype."""
     match plan.backend:
         case "ddp" | "fsdp1" | "fsdp2":
-            return profile.parameters * plan.param_bytes
+            return profile.bytes_of(partial(stored_bytes, plan))
         case "deepspeed":
             return profile.parameters * plan.compute_bytes
         case _:

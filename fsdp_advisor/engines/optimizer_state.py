@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 
 SCALAR_BYTES = 4
@@ -34,7 +35,7 @@ def saved_state(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], Se
     for unit, count in profile.counted_units():
         for p in unit.parameters:
             if p.trainable:
-                state = optimizer.state_storages(p, shape_of(p), plan.param_bytes)
+                state = optimizer.state_storages(p, shape_of(p), stored_bytes(plan, p))
                 on_host = optimizer.host_state_bytes if state.exact else 0
                 total += (state.exact + on_host) * count
                 scalars += (sum(n for n in state.each() if n == SCALAR_BYTES) + on_host) * count

@@ -8,6 +8,7 @@ from fsdp_advisor.engines.units import places, total
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
@@ -27,7 +28,7 @@ def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: b
             if parameter.trainable:
                 if optimizer.step_flops(parameter) or optimizer.step_collectives(parameter):
                     raise NotImplementedError(f"no time model for the FLOPs and collectives of {plan.optim}")
-                n_bytes += optimizer.step_bytes(parameter, plan.param_bytes) * count
+                n_bytes += optimizer.step_bytes(parameter, stored_bytes(plan, parameter)) * count
     per_element = n_bytes / max(1, profile.trainable_parameters)
     return elements * (per_element + (MASTER_BYTES if masters else 0))
 
@@ -37,7 +38,7 @@ def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Para
     optimizer = optimizer_named(plan.optim)
 
     def of_one(parameter: Parameter) -> Storages:
-        return optimizer.step_temporaries(parameter, shape_of(parameter), plan.param_bytes, plan.framework)
+        return optimizer.step_temporaries(parameter, shape_of(parameter), stored_bytes(plan, parameter), plan.framework)
 
     if optimizer.steps_one_by_one(plan.framework):
         each = (of_one(p) for _, unit, _ in places(profile) for p in unit.parameters if p.trainable)

@@ -22,13 +22,13 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
     """Every save method of the plan's backend, the usual one first."""
     match plan.backend:
         case "ddp":
-            return ddp.save_methods(profile, plan)
+            return ddp.save_methods(profile.saved, plan)
         case "fsdp1":
             return fsdp1.save_methods(profile, plan)
         case "fsdp2":
-            return fsdp2.save_methods(profile, plan)
+            return fsdp2.save_methods(profile.saved, plan)
         case "deepspeed":
-            return deepspeed.save_methods(profile, plan)
+            return deepspeed.save_methods(profile.saved, plan)
         case _:
             return assert_never(plan.backend)
 

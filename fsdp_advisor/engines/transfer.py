@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.program.storages import WeightTransfer
 
 CHECKPOINT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -87,8 +87,8 @@ class LoadedCheckpoint:
     def of(cls, profile: Profile, element_bytes: int) -> LoadedCheckpoint:
         """Load all of `profile` as weights of `element_bytes` per element."""
         stored = checkpoint_element_bytes(profile)
-        mapped = None if stored is None else stored * profile.parameters
-        return cls(0 if stored == element_bytes else element_bytes * profile.parameters, mapped)
+        mapped = None if stored is None else stored * profile.base_parameters
+        return cls(0 if stored == element_bytes else element_bytes * profile.base_parameters, mapped)
 
 
 def checkpoint_element_bytes(profile: Profile) -> int | None:
@@ -111,16 +111,20 @@ def peak_bytes(transfers: Iterable[WeightTransfer]) -> int:
     return peak
 
 
-def pretrained_files(profile: Profile, element_bytes: int) -> Files:
-    """Files of `save_pretrained`, which fills them in the model's order and never splits a tensor.
+def pretrained_files(profile: Profile, bytes_of: Callable[[Parameter], int]) -> Files:
+    """Files of `save_pretrained`, which fills them in the model's order and never splits a tensor. PEFT writes one file.
 
-    Source: huggingface_hub, split_state_dict_into_shards_factory.
+    `bytes_of`: bytes per element of a parameter. Source: huggingface_hub, split_state_dict_into_shards_factory;
+    peft/peft_model.py, save_pretrained.
     """
-    if profile.parameters * element_bytes <= MAX_SHARD_BYTES:
-        return Files(name="model.safetensors", tensor_bytes=profile.parameters * element_bytes)
+    whole = profile.bytes_of(bytes_of)
+    if profile.adapter_parameters:
+        return Files(name="adapter_model.safetensors", tensor_bytes=whole)
+    if whole <= MAX_SHARD_BYTES:
+        return Files(name="model.safetensors", tensor_bytes=whole)
     alone, full, filled = [], [], 0
     for p in profile.in_order():
-        n_bytes = p.elements * element_bytes
+        n_bytes = p.elements * bytes_of(p)
         if n_bytes > MAX_SHARD_BYTES:
             alone.append(n_bytes)
             continue

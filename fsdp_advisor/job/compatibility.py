@@ -221,6 +221,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         forward_prefetch=request.forward_prefetch,
         reshard_after_forward=request.reshard_after_forward,
         save_only_model=request.save_only_model,
+        dtype=request.dtype,
     )
     check_fsdp_options(plan)
     return plan

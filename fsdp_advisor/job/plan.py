@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fsdp_advisor.job.adapter_fields import StoredDtype
 from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
 from fsdp_advisor.job.request import (
     Attention,
@@ -47,6 +48,7 @@ class Plan:
     forward_prefetch: bool = False
     reshard_after_forward: str = "auto"
     save_only_model: bool = False
+    dtype: StoredDtype = "auto"
 
     @property
     def without_batch(self) -> Plan:
@@ -112,7 +114,12 @@ class Plan:
     @property
     def param_bytes(self) -> int:
         """Bytes per element of the parameters that the optimizer steps (fp32 masters under mixed precision)."""
-        return 2 if self.precision == "bf16" else 4
+        return 2 if self.precision == "bf16" or self.stores_half else 4
+
+    @property
+    def stores_half(self) -> bool:
+        """Whether mixed precision keeps weights in bf16. DeepSpeed makes fp32 masters of weights in any dtype."""
+        return self.mixed and self.dtype == "bfloat16" and self.backend != "deepspeed"
 
     @property
     def compute_bytes(self) -> int:
@@ -132,7 +139,7 @@ class Plan:
     @property
     def reduce_bytes(self) -> int:
         """Bytes per element in which FSDP reduces gradients."""
-        return self.compute_bytes if self.facts.reduces_in_compute_dtype else self.param_bytes
+        return self.compute_bytes if self.facts.reduces_in_compute_dtype or not self.mixed else 4
 
     @property
     def defers_reduction(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from fsdp_advisor.job import adapter_fields as adapters
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, dashed, fields_of
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
@@ -347,6 +348,24 @@ class EstimateRequest:
             group="Training",
         ),
     ] = False
+    dtype: adapters.Dtype = "auto"
+
+    use_peft: adapters.UsePeft = False
+    lora_r: adapters.LoraR = 16
+    lora_alpha: adapters.LoraAlpha = 32
+    lora_dropout: adapters.LoraDropout = 0.0
+    lora_target_modules: adapters.LoraTargetModules = None
+    lora_target_parameters: adapters.LoraTargetParameters = None
+    lora_modules_to_save: adapters.LoraModulesToSave = None
+    use_dora: adapters.UseDora = False
+    use_rslora: adapters.UseRslora = False
+    peft_config: adapters.PeftConfig = None
+    freeze: adapters.Freeze = ()
+    load_in_4bit: adapters.LoadIn4bit = False
+    load_in_8bit: adapters.LoadIn8bit = False
+    bnb_4bit_quant_type: adapters.Bnb4bitQuantType = "nf4"
+    use_bnb_nested_quant: adapters.UseBnbNestedQuant = False
+    bnb_4bit_quant_storage: adapters.Bnb4bitQuantStorage = "uint8"
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     assumed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -354,9 +373,11 @@ class EstimateRequest:
 
     def __post_init__(self) -> None:
         for name, option in fields_of(type(self)).items():
-            expected = option.expected(getattr(self, name))
-            if expected is not None:
-                raise ValueError(f"{name} must be {expected}, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            for each in value if option.many else (value,):
+                expected = option.expected(each)
+                if expected is not None:
+                    raise ValueError(f"{name} must be {expected}, not {each!r}")
         uneven = uneven_nodes(self.gpus, self.nnodes)
         if uneven is not None:
             raise ValueError(uneven)

@@ -7,20 +7,9 @@ from difflib import get_close_matches
 
 from fsdp_advisor.errors import InvalidOption
 
-_ALL_PARAMETERS = "without it, the figures are those of training all parameters, which needs more memory"
 _DATA_PARALLEL = "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
 
 _TOPICS: dict[str, tuple[str, str]] = {
-    "LoRA and other adapters are": (
-        "lora qlora dora peft adapter use_peft use_lora use_dora peft_config lora_r lora_rank lora_alpha lora_dropout "
-        "lora_target_modules lora_modules_to_save target_modules",
-        _ALL_PARAMETERS,
-    ),
-    "freezing parameters is": ("freeze frozen freeze_layers trainable unfrozen_parameters", _ALL_PARAMETERS),
-    "quantized weights are": (
-        "load_in_4bit load_in_8bit quantize quantization bits bnb int8 int4 nf4",
-        "without it, the figures are those of weights in the precision, which need more memory",
-    ),
     "fused and chunked losses are": (
         "loss liger use_liger use_liger_kernel liger_kernel cce chunked_loss fused_loss",
         "estimate --explain ROW shows what one would save",
@@ -68,10 +57,6 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "clip_grad gradient_clipping max_grad_norm clip_grad_norm",
         "framework trainer clips gradients, the others do not",
     ),
-    "a storage type apart from the precision is": (
-        "dtype torch_dtype",
-        "the precision says how weights are stored",
-    ),
 }
 """Subjects that are not modelled, with the options that name them and what is possible instead."""
 _TOPIC_OF = {name: (subject, hint) for subject, (names, hint) in _TOPICS.items() for name in names.split()}
@@ -101,6 +86,10 @@ _VALUES: dict[str, tuple[str, str]] = {
     "flash_attn": ("attention", "flash_attention_2"),
     "flash_attention": ("attention", "flash_attention_2"),
     "flash_attention_2": ("attention", "flash_attention_2"),
+    "qlora": ("load_in_4bit", "--use-peft"),
+    "int8": ("load_in_8bit", "--use-peft"),
+    "int4": ("load_in_4bit", "--use-peft"),
+    "nf4": ("load_in_4bit", "--use-peft"),
 }
 """Words that are options elsewhere and values here."""
 
@@ -127,6 +116,14 @@ _MEANT: dict[str, str] = {
         "interconnect": "network bandwidth fabric",
         "output": "out outfile output_file",
         "quiet": "silent",
+        "use_peft": "lora use_lora peft adapter",
+        "use_dora": "dora",
+        "lora_r": "lora_rank",
+        "lora_target_modules": "target_modules lora_target",
+        "lora_modules_to_save": "modules_to_save",
+        "freeze": "frozen freeze_layers trainable unfrozen_parameters",
+        "load_in_4bit": "quantize quantization bits bnb",
+        "dtype": "torch_dtype",
     }.items()
     for name in names.split()
 }  # fmt: skip
@@ -139,8 +136,8 @@ def unknown_option(
 
     >>> unknown_option("seqlen", ["seq_len", "optim"]).hint
     'did you mean seq_len?'
-    >>> unknown_option("lora", ["seq_len"]).message
-    'lora: LoRA and other adapters are not modelled yet'
+    >>> unknown_option("tp_size", ["seq_len"]).message
+    'tp_size: tensor parallelism is not modelled yet'
     """
     plain = name[:80].strip("-").replace("-", "_").lower()
     written = spell(name)
@@ -163,8 +160,8 @@ def unknown_option(
 def topic_of(name: str) -> str | None:
     """The subject of an option or of a configuration's key that is not modelled yet; None for any other name.
 
-    >>> topic_of("lora_r")
-    'LoRA and other adapters'
+    >>> topic_of("tp_size")
+    'tensor parallelism'
     """
     subject, _ = _TOPIC_OF.get(name.lower(), ("", ""))
     return subject.rpartition(" ")[0] or None

@@ -11,8 +11,8 @@ Shapes: B = micro-batch (sequences), T = tokens per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from math import prod
@@ -48,12 +48,12 @@ Size = Polynomial | Staging
 """The size of a storage in bytes."""
 
 
-ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "other"]
+ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "adapter", "other"]
 """The role of a parameter's module in the model.
 
 ``embedding``: the input embedding, also if it is tied to the head; ``head``: the other parameters of the module that makes the logits;
 ``final_norm``: the last norm among the base model's own children; ``norm``: any other norm; ``expert``: one of the experts of a
-mixture. Embedding and head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`).
+mixture; ``adapter``: one that an adapter adds, or a trained copy. Embedding and head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`).
 """
 
 
@@ -277,6 +277,10 @@ class Profile:
                 yield from unit.parameters
         yield from self.root.parameters[done:]
 
+    def bytes_of(self, element_bytes: Callable[[Parameter], int]) -> int:
+        """Bytes of all parameters, of which each element has `element_bytes(parameter)`."""
+        return sum(p.elements * element_bytes(p) * n for unit, n in self.counted_units() for p in unit.parameters)
+
     @cached_property
     def parameters(self) -> int:
         """The number of parameter elements; tied parameters count once."""
@@ -285,6 +289,45 @@ class Profile:
     @cached_property
     def trainable_parameters(self) -> int:
         return sum(unit.trainable_elements * count for unit, count in self.counted_units())
+
+    @cached_property
+    def adapter_parameters(self) -> int:
+        """The number of elements that adapters add, trained copies included."""
+        return sum(
+            p.elements * count for unit, count in self.counted_units() for p in unit.parameters if p.role == "adapter"
+        )
+
+    @cached_property
+    def saved(self) -> Profile:
+        """The part that a checkpoint contains: the adapters if the model has any, else the model.
+
+        Source: peft/peft_model.py, save_pretrained.
+        """
+        if not self.adapter_parameters:
+            return self
+
+        def adapters(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+            return tuple(p for p in parameters if p.role == "adapter")
+
+        def of(unit: Unit) -> Unit:
+            return Unit(unit.kind, adapters(unit.parameters))
+
+        return replace(
+            self,
+            root=of(self.root),
+            stacks=tuple(replace(stack, units=tuple(map(of, stack.units))) for stack in self.stacks),
+            order=tuple(len(adapters(self.root.parameters[:before])) for before in self.order),
+        )
+
+    @cached_property
+    def base_parameters(self) -> int:
+        """The number of elements that a published checkpoint of the model has."""
+        return self.parameters - self.adapter_parameters
+
+    @cached_property
+    def mixes_dtypes(self) -> bool:
+        """Whether parameters have dtypes of their own, so that a model in half precision has weights in fp32 too."""
+        return any(p.dtype is not None for unit, _ in self.counted_units() for p in unit.parameters)
 
     @cached_property
     def window(self) -> int | None:
@@ -316,7 +359,7 @@ class Profile:
 
     @cached_property
     def largest_parameter_elements(self) -> int:
-        return max(p.elements for unit, _ in self.counted_units() for p in unit.parameters)
+        return max((p.elements for unit, _ in self.counted_units() for p in unit.parameters), default=0)
 
     @property
     def layer_classes(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Code in a hub repository is never run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -24,6 +25,7 @@ from fsdp_advisor.errors import (
     from_payload,
     to_payload,
 )
+from fsdp_advisor.job.adaptation import CONFIG_KEY, UNCHANGED, Adaptation
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.tape_key import TapeKey
@@ -61,6 +63,8 @@ class Resolved:
     """Whether the profile of a catalog model was recorded with the installed versions instead of taken from the catalog."""
     recorder: Recorder | None = None
     """The recorder of a model that is no configuration and is not cached."""
+    adaptation: Adaptation = UNCHANGED
+    """What is changed about the model before it trains."""
 
     @property
     def from_catalog(self) -> bool:
@@ -91,6 +95,13 @@ class Resolved:
                     tapes[key.name] = self._load_cached(key) or self._record_now(key)
         return tapes[key.name]
 
+    def adapted(self, adaptation: Adaptation) -> Resolved:
+        """The model after an adaptation, from the cache or recorded now. Raises AdvisorError if that is not possible."""
+        if not adaptation or adaptation == self.adaptation:
+            return self
+        assert not self.adaptation
+        return _adapted(self, adaptation)
+
     def _is_refused(self, key: TapeKey) -> bool:
         """Whether an earlier attempt showed that the tape cannot be recorded with the installed versions."""
         from fsdp_advisor.model import cache
@@ -102,8 +113,9 @@ class Resolved:
 
     @property
     def _task(self) -> str | None:
-        """The task of a catalog model; None for others, whose task is derived from the configuration."""
-        return self.profile.task if self.profile and self.source == "catalog" else None
+        """The task of a model of the catalog or with adapters; None for others, whose task is derived from the configuration."""
+        adapted = bool(self.adaptation)
+        return self.profile.task if self.profile and (self.source == "catalog" or adapted) else None
 
     def _load_cached(self, key: TapeKey) -> Tape | None:
         """The tape in the cache; None if there is none. Raises the cached error of a failed recording."""
@@ -139,6 +151,48 @@ class Resolved:
             raise
         cache.keep(recorder.profile, self._task)
         return tape
+
+
+def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
+    """The model after an adaptation. Adapters count as parameters; a quantized base counts as before."""
+    from fsdp_advisor.model import cache
+
+    if model.profile is None:
+        raise UsageError(f"{model.name} is a bare parameter count: it has no modules to adapt", hint="name a model")
+    if model.source == "module":
+        raise UsageError(
+            "a recorded module is trained as it was built", hint="add adapters in the function that builds the module"
+        )
+    config = {**model.profile.config, CONFIG_KEY: adaptation.as_dict() | {"versions": _adapter_versions(adaptation)}}
+    task = model.profile.task
+    profile = cache.fetch(config, task)
+    if profile is None:
+        if not model.recording_allowed:
+            raise NotRecordable(
+                f"{model.name} with these adapters is not recorded yet", hint="the command line records it, with torch"
+            )
+        with _RECORDER_LOCK:
+            profile = _recorder_for(config, model.name, task, f"{model.name} with adapters is not recorded yet").profile
+    return replace(
+        model,
+        profile=_renamed(profile, model.name),
+        parameters=model.parameters + profile.adapter_parameters,
+        trainable_parameters=profile.trainable_parameters,
+        recorded_locally=True,
+        adaptation=adaptation,
+    )
+
+
+def _adapter_versions(adaptation: Adaptation) -> dict[str, str | None]:
+    """The versions of the packages that adapt a model; None for one that is not installed."""
+    from importlib import metadata
+
+    packages = ["peft"] * bool(adaptation.peft) + ["bitsandbytes"] * bool(adaptation.quantization)
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def split_recorder(options: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved | None]:
@@ -288,9 +342,9 @@ def build_recorder(config: str, name: str, task: str | None) -> Recorder:
     """The recorder of a configuration, given as JSON. Imports torch and transformers."""
     import huggingface_hub.constants  # noqa: F401  # reads HF_HUB_OFFLINE before the recorder sets it for transformers
 
-    from fsdp_advisor.recording import Recorder, TransformersSource
+    from fsdp_advisor.recording import Recorder, source_of
 
-    return Recorder(TransformersSource(json.loads(config), name=name, task=task))
+    return Recorder(source_of(json.loads(config), name=name, task=task))
 
 
 def _same_inventory(one: Profile, other: Profile) -> bool:

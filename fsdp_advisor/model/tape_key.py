@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast, get_args
 
-TapeEngine = Literal["plain", "fsdp2", "fsdp1", "fsdp1+autocast"]
-"""The engine whose hooks and casts ran. ``plain``: DDP and DeepSpeed. ``fsdp1+autocast``: FSDP1's mixed precision under accelerate
+TapeEngine = Literal["plain", "plain+cast", "fsdp2", "fsdp1", "fsdp1+autocast"]
+"""The engine whose hooks and casts ran. ``plain``: DDP and DeepSpeed. ``plain+cast``: DeepSpeed, which casts every weight, with a
+model whose weights have several dtypes. ``fsdp1+autocast``: FSDP1's mixed precision under accelerate
 (accelerator.py, `prepare_model`), which the Trainer uses too."""
 
-TapePrecision = Literal["bf16", "bf16-mixed", "fp32"]
+TapePrecision = Literal["bf16", "bf16-mixed", "bf16-weights-mixed", "fp32"]
+"""``bf16-mixed``: autocast, or FSDP's casts, of fp32 weights; ``bf16-weights-mixed``: autocast with weights in bf16."""
 TapeDevice = Literal["cpu", "gpu"]
 """``cpu``: PyTorch's step under fake tensors on a CPU; ``gpu``: its step on a GPU (`recording.on_gpu`)."""
 
@@ -47,7 +49,13 @@ class TapeKey:
 
     @property
     def mixed(self) -> bool:
+        """Whether forward and backward compute under autocast or FSDP's mixed precision."""
         return self.precision.endswith("-mixed")
+
+    @property
+    def weights_in_half(self) -> bool:
+        """Whether the model's weights are in bf16 before an engine casts them."""
+        return self.precision in ("bf16", "bf16-weights-mixed")
 
     @property
     def autocasts(self) -> bool:

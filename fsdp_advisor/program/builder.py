@@ -328,6 +328,8 @@ def _entries(profile: Profile, parts: tuple[LayoutPart, ...], *, backward: bool)
             layers.reverse()
         last = {recorded: at for at, (recorded, _, _) in enumerate(layers)}
         for at, (recorded, number, repetition) in enumerate(layers):
+            if recorded not in part.steps:
+                continue  # nothing below or in this layer is trained, so it has no backward
             is_last = recorded in part.last and last[recorded] == at
             steps = part.last[recorded] if is_last else part.steps[recorded]
             yield _Entry((part.stack, recorded), number, steps, part.segments[recorded], repetition)

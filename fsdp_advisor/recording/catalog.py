@@ -30,12 +30,11 @@ from fsdp_advisor.recording.transformers_models import TransformersSource
 
 ARCHITECTURES = PATH.with_name("architectures.yaml")
 ENGINES: tuple[TapeEngine, ...] = ("fsdp2", "plain", "fsdp1", "fsdp1+autocast")
+PRECISIONS: tuple[TapePrecision, ...] = ("bf16", "bf16-mixed", "fp32")
 ATTENTIONS: tuple[TapeAttention, ...] = ("sdpa", "eager")
 ON_CPU = tuple(
     TapeKey(*fields)
-    for fields in itertools.product(
-        ENGINES, get_args(TapePrecision), ATTENTIONS, get_args(TapeCheckpointing), (False, True)
-    )
+    for fields in itertools.product(ENGINES, PRECISIONS, ATTENTIONS, get_args(TapeCheckpointing), (False, True))
     if fields[0] != "fsdp1+autocast" or (fields[1] == "bf16-mixed" and fields[2] != "eager")
 )
 FLASH = tuple(  # the kernel supports half precision only, and treats every B the same

@@ -79,7 +79,8 @@ class FlatUnit:
             self._places[index[id(parameter)]].append((module, name))
         dtype = parameters[0].dtype
         self._splits, self._is_padding = aligned_splits([p.numel() for p in parameters], dtype.itemsize)
-        self.flat = nn.Parameter(torch.empty(sum(self._splits), dtype=dtype))
+        is_trained = any(p.requires_grad for p in parameters)
+        self.flat = nn.Parameter(torch.empty(sum(self._splits), dtype=dtype), requires_grad=is_trained)
 
     def use_views(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Set every parameter attribute to a view of the flat parameter, as FSDP1 does before a unit's forward."""
@@ -87,7 +88,8 @@ class FlatUnit:
         views = (split for split, padding in zip(splits, self._is_padding, strict=True) if not padding)
         for split, shape, places in zip(views, self._shapes, self._places, strict=True):
             view = split.view(shape)
-            view.register_hook(on_gradient)
+            if view.requires_grad:
+                view.register_hook(on_gradient)
             for module, name in places:
                 setattr(module, name, view)
 

@@ -36,6 +36,13 @@ def signature(layer: nn.Module) -> Hashable:
     return (tuple(settings), tuple(tensors))
 
 
+def trained_before(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, bool]:
+    """By layer, whether a parameter before it is trained, so that gradients flow through it to its inputs."""
+    numbers = {id(p): number for number, p in enumerate(model.parameters())}
+    first = min((numbers[id(p)] for p in model.parameters() if p.requires_grad), default=len(numbers))
+    return {layer: any(numbers[id(p)] >= first for p in layer.parameters()) for layer in layers}
+
+
 def contexts(kinds: Sequence[int]) -> list[tuple[int, ...]]:
     """Each layer's kind with the kinds of its neighbours; -1 beyond the ends.
 

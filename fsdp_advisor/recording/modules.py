@@ -17,6 +17,7 @@ class ModuleSource:
     task: str = "module"
     max_seq_len: int | None = None
     alike_up_to: int | None = None
+    inventory_dtype = torch.float32
 
     def __init__(
         self,
@@ -79,6 +80,9 @@ class ModuleSource:
 
     def root_modules(self, module: nn.Module) -> RootModules:
         return RootModules()
+
+    def is_adapter(self, parameter: str) -> bool:
+        return False
 
     def config(self) -> dict[str, object]:
         return {"module": self.name, "wrap": [w if isinstance(w, str) else w.__name__ for w in self._wrap]}

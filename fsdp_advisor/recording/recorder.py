@@ -49,17 +49,18 @@ class Recorder:
         self._kept: dict[str, list[int]] = {}
         self._made: list[tuple[object, Fitted]] = []
         self._warm = False
-        full = self._build(torch.float32)
+        full = self._build(source.inventory_dtype)
         stacks = source.stacks(full)
         self._kinds = {}
+        trained_before = kinds.trained_before(full, [layer for stack in stacks for layer in stack.layers])
         for stack in stacks:
-            signatures = [kinds.signature(layer) for layer in stack.layers]
+            signatures = [(kinds.signature(layer), trained_before[layer]) for layer in stack.layers]
             numbers = {s: i for i, s in enumerate(dict.fromkeys(signatures))}
             self._kinds[stack.path] = [numbers[s] for s in signatures]
             self._kept[stack.path] = kinds.representatives(self._kinds[stack.path])
         self.profile = self._inventory(full, stacks)
         source.keep_layers(full, self._kept)
-        self._models[torch.float32] = full
+        self._models[source.inventory_dtype] = full
 
     def tape(self, key: TapeKey) -> Tape:
         """Record the tape of one key. On a GPU tape, gradients are summed in place, as autograd does without a dispatch mode.
@@ -124,7 +125,8 @@ class Recorder:
         return copy.deepcopy(self._models[dtype])
 
     def _inventory(self, model: nn.Module, stacks: list[LayerStack]) -> Profile:
-        roles = parameter_roles(model, self.source.root_modules(model))
+        roles = parameter_roles(model, self.source.root_modules(model), self.source.is_adapter)
+        usual = self.source.inventory_dtype
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -139,7 +141,7 @@ class Recorder:
                 prefixes.append(prefix)
                 seen |= {id(p) for p in layer.parameters()}
                 if index in self._kept[stack.path]:
-                    units.append(_unit(layer, prefix, names, roles))
+                    units.append(_unit(layer, prefix, names, roles, usual))
             recorded.append(
                 Stack(stack.path, tuple(units), kinds.runs(self._kinds[stack.path], self._kept[stack.path]))
             )
@@ -151,6 +153,7 @@ class Recorder:
                 p.requires_grad,
                 tuple(m for m in names[id(p)] if m != n and not m.startswith(starts)),
                 roles[id(p)],
+                _own_dtype(p, usual),
             )
             for n, p in model.named_parameters()
             if id(p) not in seen
@@ -180,7 +183,7 @@ class Recorder:
     @contextlib.contextmanager
     def _step(self, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
         """The model on fake tensors, ready to take steps of this key."""
-        dtype = torch.bfloat16 if key.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if key.weights_in_half else torch.float32
         model = self._model(dtype)
         checkpoints = key.checkpointing == "full"
         units = units_to_record(self.source, self.profile, key)
@@ -194,7 +197,8 @@ class Recorder:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         on_gpu = as_on_gpu(by_cudnn=key.kernel == "cudnn") if key.device == "gpu" else contextlib.nullcontext()
         with steady(), softmax_scratch(), on_gpu, fake_tensors():
-            half = torch.bfloat16 if key.mixed and key.engine != "plain" else None
+            casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
+            half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
             yield Step(self.source, model, key, units, sums_in_place=sums_in_place)
 
@@ -244,15 +248,27 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
 
 
-def _unit(layer: nn.Module, prefix: str, names: dict[int, list[str]], roles: Mapping[int, ParameterRole]) -> Unit:
+def _unit(
+    layer: nn.Module,
+    prefix: str,
+    names: dict[int, list[str]],
+    roles: Mapping[int, ParameterRole],
+    usual: torch.dtype,
+) -> Unit:
     def tied(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         others = (n for n in names[id(parameter)] if n != prefix + name and n.startswith(prefix))
         return tuple(n.removeprefix(prefix) for n in others)
 
     parameters = tuple(
-        Parameter(n, tuple(p.shape), p.requires_grad, tied(n, p), roles[id(p)]) for n, p in layer.named_parameters()
+        Parameter(n, tuple(p.shape), p.requires_grad, tied(n, p), roles[id(p)], _own_dtype(p, usual))
+        for n, p in layer.named_parameters()
     )
     return Unit(type(layer).__name__, parameters, tuple(_buffer(n, b) for n, b in layer.named_buffers()))
+
+
+def _own_dtype(parameter: nn.Parameter, usual: torch.dtype) -> str | None:
+    """The dtype of a parameter that does not have the model's."""
+    return None if parameter.dtype == usual else str(parameter.dtype).removeprefix("torch.")
 
 
 def _buffer(name: str, buffer: torch.Tensor) -> Buffer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from fsdp_advisor.model.profile import ParameterRole
@@ -13,9 +15,9 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__
 
 
-def parameter_roles(model: nn.Module, root: RootModules) -> dict[int, ParameterRole]:
+def parameter_roles(model: nn.Module, root: RootModules, is_adapter: Callable[[str], bool]) -> dict[int, ParameterRole]:
     """The role of every parameter, by the parameter's `id`. A shared parameter has the role that is assigned first below."""
-    roles: dict[int, ParameterRole] = {}
+    roles: dict[int, ParameterRole] = {id(p): "adapter" for name, p in model.named_parameters() if is_adapter(name)}
     named: list[tuple[ParameterRole, nn.Module | None]] = [
         ("embedding", root.embedding),
         ("head", root.head),

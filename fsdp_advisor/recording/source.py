@@ -38,6 +38,8 @@ class Source(Protocol):
     max_seq_len: int | None
     alike_up_to: int | None
     """The number of tokens above which the model runs slightly different code. Recordings use fewer tokens."""
+    inventory_dtype: torch.dtype
+    """The dtype in which the inventory is built. Parameters that then have another dtype have it at every precision."""
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The whole model in training mode, on the meta device."""
@@ -65,6 +67,9 @@ class Source(Protocol):
 
     def root_modules(self, module: nn.Module) -> RootModules:
         """Embedding, final norm and head. The head's outputs are the logits, where the loss chain begins."""
+
+    def is_adapter(self, parameter: str) -> bool:
+        """Whether the parameter of this name was added to the model: an adapter's weight, or a copy that is trained."""
 
     def config(self) -> dict[str, object]:
         """The values that identify the model, JSON-compatible."""

@@ -198,7 +198,7 @@ class Step:
             self._inputs(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=self._key.autocasts):
                 loss = self._source.loss(self._model, batch)
-            if self._key.engine == "plain":
+            if self._key.engine.startswith("plain"):
                 self._mark(Op.POST_FORWARD, MarkedUnit.OUTPUTS)
             self._phase = "backward"
             self._begin("backward", ROOT, 0)

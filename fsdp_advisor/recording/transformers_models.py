@@ -35,6 +35,8 @@ TASKS = tuple(_AUTO)
 class TransformersSource:
     """A model that transformers builds from a configuration."""
 
+    inventory_dtype = torch.float32
+
     def __init__(self, config: Mapping[str, Any], *, name: str, task: str | None = None) -> None:
         """Check the configuration. `config` is as in config.json: `model_type` and the values that differ from its defaults.
 
@@ -60,6 +62,9 @@ class TransformersSource:
         )  # a copy, because transformers modifies nested dicts
         config.use_cache = False
         return config
+
+    def is_adapter(self, parameter: str) -> bool:
+        return False
 
     def config(self) -> dict[str, object]:
         return {"model_type": self._model_type, **self._values}

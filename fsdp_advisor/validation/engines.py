@@ -74,7 +74,7 @@ def half(plan: Plan) -> torch.dtype:
 
 def weight_dtype(plan: Plan) -> torch.dtype:
     """The dtype of the model's weights before an engine wraps them."""
-    return torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    return torch.bfloat16 if plan.precision == "bf16" or plan.stores_half else torch.float32
 
 
 def wrap(

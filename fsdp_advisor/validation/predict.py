@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, peak_of_step, timeline_of_step
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, Segment
@@ -54,9 +55,9 @@ class Prediction:
 
     def source(self) -> Source:
         """The model to run. Imports torch."""
-        from fsdp_advisor.recording import TransformersSource
+        from fsdp_advisor.recording import source_of
 
-        return TransformersSource(self.config, name=str(self.request["model"]), task=self.task)
+        return source_of(self.config, name=str(self.request["model"]), task=self.task)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,7 +90,7 @@ def predict(
     """
     if request.strategy == "all":
         raise UsageError("a run needs one strategy", hint="--strategy ddp, zero1, zero2, zero3 or hsdp")
-    model = recorded_with_installed_versions(request.model)
+    model = recorded_with_installed_versions(request.model).adapted(adaptation_of(request))
     on_gpu = mode != "simulate" and device == "cuda"
     report = estimate_resolved(request, model)
     (row,) = report.estimates

@@ -6,6 +6,7 @@ from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 LOADER_THREADS = 4
@@ -22,12 +23,13 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     Source: torch/nn/parallel/distributed.py, _sync_module_states, _ddp_init_helper; reducer.cpp, initialize_buckets.
     """
     checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
-    weights, largest = NO_STORAGES, 0
+    weights, largest, gradient_buckets = NO_STORAGES, 0, 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:
-            weights += Storages.of(p.elements * plan.param_bytes, count)
-            largest = max(largest, p.elements * plan.param_bytes)
-    gradient_buckets = profile.trainable_parameters * plan.param_bytes
+            n_bytes = p.elements * stored_bytes(plan, p)
+            weights += Storages.of(n_bytes, count)
+            largest = max(largest, n_bytes)
+            gradient_buckets += n_bytes * count if p.trainable else 0
     broadcast_buckets = min(weights.exact, 2 * (BROADCAST_BUCKET_BYTES + largest))
     buckets = max(gradient_buckets, broadcast_buckets) if plan.world_size > 1 else 0
     gpu = weights.rounded + buffers(profile).rounded + buckets

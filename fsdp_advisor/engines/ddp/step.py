@@ -20,6 +20,7 @@ from fsdp_advisor.engines.wrapping import (
 )
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import ROOT, Op, Parameter, Profile, Segment, Tape, Unit
+from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
@@ -31,22 +32,26 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @lru_cache(maxsize=64)
-def buckets(profile: Profile, element_bytes: int) -> Storages:
+def buckets(profile: Profile, plan: Plan) -> Storages:
     """DDP's buckets: parameters in reverse order; a bucket closes as soon as it has reached its limit.
 
     Source: `compute_bucket_assignment_by_size` in reducer.cpp.
     """
-    return _assigned(reversed([p for p in profile.in_order() if p.trainable]), element_bytes)
+    return _assigned(reversed([p for p in profile.in_order() if p.trainable]), plan)
 
 
-def _assigned(parameters: Iterable[Parameter], element_bytes: int) -> Storages:
-    result, filled, limit = NO_STORAGES, 0, FIRST_BUCKET_BYTES
+def _assigned(parameters: Iterable[Parameter], plan: Plan) -> Storages:
+    """The buckets of these parameters. Each dtype has its own buckets, of which the first one is small."""
+    result = NO_STORAGES
+    filled: dict[str | None, int] = {}
+    limits: dict[str | None, int] = {}
     for parameter in parameters:
-        filled += parameter.elements * element_bytes
-        if filled >= limit:
-            result += Storages.of(filled)
-            filled, limit = 0, BUCKET_BYTES
-    return result + Storages.of(filled)
+        dtype = parameter.dtype
+        filled[dtype] = filled.get(dtype, 0) + parameter.elements * stored_bytes(plan, parameter)
+        if filled[dtype] >= limits.get(dtype, FIRST_BUCKET_BYTES):
+            result += Storages.of(filled.pop(dtype))
+            limits[dtype] = BUCKET_BYTES
+    return sum(map(Storages.of, filled.values()), result)
 
 
 def _ready_order(profile: Profile, tape: Tape) -> Iterator[Parameter]:
@@ -61,7 +66,8 @@ def _ready_order(profile: Profile, tape: Tape) -> Iterator[Parameter]:
             layers = {other.layer: other for other in backward if other.stack == segment.stack}
             for run in reversed(profile.stacks[segment.stack].runs):
                 for layer in run.pattern[::-1] * run.repeats:
-                    yield from _ready(profile, layers[layer])
+                    if layer in layers:
+                        yield from _ready(profile, layers[layer])
 
 
 def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
@@ -74,22 +80,26 @@ def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
 @lru_cache(maxsize=64)
 def ddp_states(profile: Profile, plan: Plan) -> States:
     """The states of every rank: all parameters, gradients and optimizer states, and the buckets."""
-    element, stepping = plan.param_bytes, optimizer_named(plan.optim)
+    stepping = optimizer_named(plan.optim)
+
+    def of(parameter: Parameter) -> Storages:
+        return Storages.of(parameter.elements * stored_bytes(plan, parameter))
 
     def parameters(unit: Unit) -> Storages:
-        return sum((Storages.of(p.elements * element) for p in unit.parameters), NO_STORAGES)
+        return sum(map(of, unit.parameters), NO_STORAGES)
 
     def gradients(unit: Unit) -> Storages:
-        return sum((Storages.of(p.elements * element) for p in unit.parameters if p.trainable), NO_STORAGES)
+        return sum((of(p) for p in unit.parameters if p.trainable), NO_STORAGES)
 
     def optimizer(unit: Unit) -> Storages:
-        return sum((stepping.state_storages(p, p.shape, element) for p in unit.parameters if p.trainable), NO_STORAGES)
+        trained = (p for p in unit.parameters if p.trainable)
+        return sum((stepping.state_storages(p, p.shape, stored_bytes(plan, p)) for p in trained), NO_STORAGES)
 
     return States(
         parameters=total(profile, parameters),
         gradients=total(profile, gradients),
         optimizer=total(profile, optimizer),
-        communication=buckets(profile, element) if plan.world_size > 1 else NO_STORAGES,
+        communication=buckets(profile, plan) if plan.world_size > 1 else NO_STORAGES,
         buffers=buffers(profile),
     )
 
@@ -170,7 +180,7 @@ class DdpStep(StepHooks):
         """
         if self._plan.world_size == 1 or clones_outputs(self._plan):
             return NO_STORAGES
-        return _assigned(_ready_order(self._profile, tape.read()), self._plan.param_bytes)
+        return _assigned(_ready_order(self._profile, tape.read()), self._plan)
 
     def _unit(self, unit: UnitId) -> Unit:
         return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
@@ -185,8 +195,8 @@ class DdpStep(StepHooks):
         """Add the copies into and out of the buckets and, in the last micro-batch, the all-reduce."""
         if self._plan.world_size == 1 or not share:
             return
-        trainable = parameters.trainable_elements
-        reduced = trainable * self._plan.param_bytes
+        trained = (p for p in parameters.parameters if p.trainable)
+        reduced = sum(p.elements * stored_bytes(self._plan, p) for p in trained)
         step.add(Copy(unit, 4 * share * reduced))
         if self._is_last:
             step.add(AllReduce(unit, share * reduced, "replica", messages=share * -(-reduced // BUCKET_BYTES)))
@@ -195,4 +205,5 @@ class DdpStep(StepHooks):
         """The share of the root's elements that belong to parameters after the last stack."""
         order, root = self._profile.order, self._profile.root
         after = order[-1] if order else 0
-        return sum(p.elements for p in root.parameters[after:]) / root.elements if root.elements else 0.0
+        trained = root.trainable_elements
+        return sum(p.elements for p in root.parameters[after:] if p.trainable) / trained if trained else 0.0

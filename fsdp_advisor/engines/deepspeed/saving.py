@@ -26,7 +26,7 @@ def _save_weights(profile: Profile, plan: Plan) -> SaveMethod:
     Source: runtime/engine.py, _zero3_consolidated_16bit_state_dict.
     """
     if stage(plan) < 3:
-        pretrained = pretrained_files(profile, plan.compute_bytes)
+        pretrained = pretrained_files(profile, lambda _: plan.compute_bytes)
         return SaveMethod(
             way="save_pretrained",
             how="rank 0: model.save_pretrained",

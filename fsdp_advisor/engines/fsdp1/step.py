@@ -57,6 +57,10 @@ class Fsdp1Step(StepHooks):
         self.marked_units = marked_units(profile, plan)
         policy, self._units, self.states = fsdp1_units(profile, plan.without_step)
         self._policy = policy
+        root = self._units.get(AT_ROOT)
+        self._keeps_root = root is not None and not root.trainable_elements and (self._reshard or self._one_shard)
+        """Whether the root stays gathered for ever: its parameters are frozen, so no hook after its backward frees them, and
+        after forward only its views were changed (`_catch_all_reshard`)."""
         # State within one step
         self._previous_gradients = NO_BUFFER
         self._prefetched: set[UnitId] = set()
@@ -65,6 +69,7 @@ class Fsdp1Step(StepHooks):
         self._targets: dict[UnitId, UnitId | None] = {}  # the unit to prefetch after a unit's backward
         self._unsharded: defaultdict[UnitId, list[tuple[Buffer, Buffer]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
+        self._frozen: list[UnitId] = []  # layers without trained parameters whose backward is over
         self._offloaded: list[Buffer] = []
         self._freed: deque[int] = deque()
 
@@ -75,6 +80,8 @@ class Fsdp1Step(StepHooks):
         # NO_SHARD keeps the gradients that autograd allocates
         stream = Stream.ALL_GATHER if self._one_shard and not self._plan.mixed else Stream.REDUCE_SCATTER
         self._previous_gradients = step.alloc(Account.GRADIENTS, self.states.gradients, stream)
+        if self._keeps_root:
+            step.alloc(Account.UNSHARDED_PARAMETERS, self._units[AT_ROOT].unsharded, Stream.ALL_GATHER)
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first
@@ -91,7 +98,7 @@ class Fsdp1Step(StepHooks):
         if unit not in self._units:
             return
         step.add(PythonHooks())
-        if self._is_first or self._reshard or not self._plan.defers_reduction:
+        if (self._is_first or self._reshard or not self._plan.defers_reduction) and not self._stays(unit):
             if unit not in self._prefetched:
                 self._unshard(step, unit, "with previous compute")
             self._prefetched.discard(unit)
@@ -116,6 +123,7 @@ class Fsdp1Step(StepHooks):
             return
         step.add(PythonHooks())
         if not self._reshard:
+            self._free_frozen(step)
             return
         if unit != AT_ROOT or self._uploads_whole:
             if unit not in self._prefetched:
@@ -130,6 +138,18 @@ class Fsdp1Step(StepHooks):
         if target is not None and self._plan.backward_prefetch == "pre":
             self._prefetched.add(target)
             self._unshard(step, target, "with next compute")
+        self._free_frozen(step)
+
+    def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
+        """Remember a frozen layer: the hook that frees it runs after the next layer's hook before backward, on the same tensor."""
+        if unit in self._units and not self._units[unit].trainable_elements and self._unsharded[unit]:
+            self._frozen.append(unit)
+
+    def _free_frozen(self, step: StepBuilder) -> None:
+        """`_register_post_backward_reshard_only_hook`."""
+        for unit in self._frozen:
+            self._free(step, unit)
+        self._frozen.clear()
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
         """Reduce and free the unit's gradient. While the reduction is deferred, the gradient stays, and so do parameters that
@@ -146,6 +166,8 @@ class Fsdp1Step(StepHooks):
             self._prefetched.add(target)
             self._unshard(step, target, "after compute")
         gradients = step.gradients_of(unit) if self._policy is None else [b for _, b in step.owned_by(unit)]
+        if not self._units[unit].trainable_elements:
+            return
         if self._one_shard and not self._plan.mixed:  # NO_SHARD keeps the flat gradient itself
             if self._is_first:
                 step.reclassify(Account.GRADIENTS, *gradients)
@@ -162,6 +184,9 @@ class Fsdp1Step(StepHooks):
                 return
             gradients = self._unreduced[unit].popleft()
         self._reduce(step, unit, gradients)
+
+    def _stays(self, unit: UnitId) -> bool:
+        return unit == AT_ROOT and self._keeps_root
 
     def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
         """The unit of a flat parameter's gradient: the place itself, or a module in it."""
@@ -190,9 +215,14 @@ class Fsdp1Step(StepHooks):
         step.free(*gradients, used_on=stream)
 
     def end_backward(self, step: StepBuilder) -> None:
-        """Free the sharded gradients that were copied to the host; FSDP1 does not free them earlier.
-        Source: `_accumulate_sharded_grad`, `_offload_grad`, `prepare_gradient_for_optim`.
+        """Free the parameters of units without a backward (`_catch_all_reshard`), and the sharded gradients that were copied to
+        the host, which FSDP1 does not free earlier (`_accumulate_sharded_grad`, `_offload_grad`, `prepare_gradient_for_optim`).
         """
+        self._frozen.clear()
+        if self._reduces or self._reshard:
+            for unit, kept in self._unsharded.items():
+                while kept:
+                    self._free(step, unit)
         step.free(*self._offloaded)
         self._offloaded = []
 

@@ -11,10 +11,12 @@ from functools import lru_cache
 
 from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import wrapping_for
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import Units
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
+from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
@@ -69,7 +71,9 @@ class UnitBytes:
 
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
+    _check_dtypes(unit, plan)
     alone = plan.shard_degree == 1
+    trains = unit.trainable_elements > 0
     stepping = optimizer_named(plan.optim)
     numels = [p.elements for p in unit.parameters]
     elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
@@ -101,11 +105,20 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         reduce_input=Storages.of(elements * plan.reduce_bytes) if casts else NO_STORAGES,
         reduce_output=Storages.of(local * plan.reduce_bytes) if reduces_low else NO_STORAGES,
         norms=norms,
-        gradients=Storages.of(local * plan.param_bytes),
+        gradients=Storages.of(local * plan.param_bytes) if trains else NO_STORAGES,
         elements=unit.elements,
         trainable_elements=unit.trainable_elements,
         initial=initial,
     )
+
+
+def _check_dtypes(unit: Unit, plan: Plan) -> None:
+    """Raises UsageError if FSDP1 cannot flatten the unit. Source: `_validate_tensors_to_flatten`."""
+    if len({stored_bytes(plan, p) for p in unit.parameters}) > 1:
+        raise UsageError(
+            "FSDP1 flattens the parameters of a unit, which must have one dtype; adapters are in fp32",
+            hint="--dtype float32 with --precision bf16-mixed, or --backend fsdp2",
+        )
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ from fsdp_advisor.engines.fsdp_state_dict import shard_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 
 
@@ -25,5 +26,5 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
             pinned += 2 * shard if p.trainable else shard
             if p.trainable:
                 local = shard_shape(p.shape, plan.shard_degree)
-                pageable += optimizer.state_storages(p, local, plan.param_bytes).exact * count
+                pageable += optimizer.state_storages(p, local, stored_bytes(plan, p)).exact * count
     return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)

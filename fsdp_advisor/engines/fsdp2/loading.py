@@ -22,6 +22,7 @@ from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 
 Transfers = tuple[WeightTransfer, ...]
@@ -133,7 +134,7 @@ def _sharding(plan: Plan) -> Callable[[Unit], ShardedUnit]:
     def sharded(unit: Unit) -> ShardedUnit:
         return ShardedUnit(
             tuple(
-                ShardedParameter(p, Storages.of(p.elements * plan.param_bytes), Storages.of(shard_bytes(p, plan)))
+                ShardedParameter(p, Storages.of(p.elements * stored_bytes(plan, p)), Storages.of(shard_bytes(p, plan)))
                 for p in unit.parameters
             )
         )

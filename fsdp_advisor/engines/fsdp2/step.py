@@ -150,7 +150,8 @@ class Fsdp2Step(StepHooks):
         """Reduce and free the unit's gradients. While the reduction is deferred they stay, and autograd adds to them."""
         if self._is_empty(unit):
             return
-        self._free(step, unit)
+        if self._unsharded[unit]:  # a unit without a backward of its own was freed after forward
+            self._free(step, unit)
         self._owned = step.owned_by(unit)
         gradients = self._gradients_of(step, unit)
         if self._plan.defers_reduction:
@@ -166,6 +167,9 @@ class Fsdp2Step(StepHooks):
         sizes = self._units[unit]
         gradients, last = self._split_last_gradient(step, unit, gradients)
         step.free(self._previous_reduce_input)
+        self._previous_reduce_input = NO_BUFFER
+        if not sizes.trainable_elements:
+            return
         self._previous_reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input)
         step.free(*gradients)
         reduced = step.alloc(Account.COMMUNICATION, sizes.reduce_output, Stream.REDUCE_SCATTER)
@@ -188,8 +192,12 @@ class Fsdp2Step(StepHooks):
     def end_backward(self, step: StepBuilder) -> None:
         """Reduce the remaining units. FSDP2 does so in a final callback of autograd, which still holds the loss's gradient."""
         gradient = step.alloc(Account.LOSS, Storages.of(ALIGNMENT))
-        for unit in self._wrapping.last if self._policy is None else self._not_reduced():
+        for unit in self._not_reduced():
             self._end_backward_of(step, unit)
+        step.free(
+            *self._gathered.values()
+        )  # units that were gathered in advance and have no backward (`finalize_backward`)
+        self._gathered.clear()
         step.free(gradient)
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
@@ -234,9 +242,13 @@ class Fsdp2Step(StepHooks):
         return target
 
     def _not_reduced(self) -> list[UnitId]:
-        """The units whose post-backward hook has not run, in the order of `all_states`: the root, then the model's order."""
-        assert self._wrapping.units is not None
-        return [AT_ROOT, *sorted(unit for unit, kept in self._unsharded.items() if kept and unit != AT_ROOT)]
+        """The units whose post-backward hook has not run, in the order of `all_states`: the root, then the model's order.
+
+        Those are the root's units, and layers to whose inputs no gradient flows.
+        """
+        first = (AT_ROOT,) if self._policy is not None else self._wrapping.last
+        rest = sorted((unit, len(kept)) for unit, kept in self._unsharded.items() if kept and unit not in first)
+        return [*first, *(unit for unit, times in rest for _ in range(times))]
 
     def _gradients_of(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
         """A unit's unsharded gradients."""
@@ -295,7 +307,7 @@ class Fsdp2Step(StepHooks):
             return
         sizes = self._units[unit]
         if again and (ranks := self._plan.post_forward_ranks) is not None:
-            n_bytes = sizes.elements * self._plan.compute_bytes
+            n_bytes = sizes.gathered_bytes
             copied = Storages.of(n_bytes // ranks) if self._plan.mixed and not self._offload else NO_STORAGES
             parts = step.alloc(Account.COMMUNICATION, copied, Stream.COPY_IN)
             self._gathered[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
@@ -309,21 +321,19 @@ class Fsdp2Step(StepHooks):
         )
         self._gathered[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
         step.free(*inputs)
-        step.add(AllGather(unit, sizes.elements * self._plan.compute_bytes, start))
+        step.add(AllGather(unit, sizes.gathered_bytes, start))
 
     def _upload(self, step: StepBuilder, unit: UnitId, start: Start) -> list[Buffer]:
         """With offload, copy each shard to the GPU and cast it. All inputs live until the all-gather is issued."""
         inputs = []
-        for elements in self._units[unit].shards:
-            shard = step.alloc(Account.COMMUNICATION, Storages.of(elements * self._plan.param_bytes), Stream.COPY_IN)
-            if self._plan.mixed:
-                cast = step.alloc(
-                    Account.COMMUNICATION, Storages.of(elements * self._plan.compute_bytes), Stream.COPY_IN
-                )
+        for n_bytes in self._units[unit].shards:
+            shard = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.stored), Stream.COPY_IN)
+            if n_bytes.computed != n_bytes.stored:
+                cast = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.computed), Stream.COPY_IN)
                 step.free(shard)
                 shard = cast
             inputs.append(shard)
-        step.add(HostTransfer(unit, self._own(unit) * self._plan.param_bytes, "parameters", start))
+        step.add(HostTransfer(unit, self._own_bytes(unit), "parameters", start))
         return inputs
 
     def _copy_out(self, step: StepBuilder, unit: UnitId, *, forward: bool) -> None:
@@ -356,15 +366,14 @@ class Fsdp2Step(StepHooks):
         last = NO_BUFFER
         unsharded = []
         if self._offload:
-            n_bytes = self._own(unit) * self._plan.param_bytes
-            step.add(HostTransfer(unit, n_bytes, "parameters", "with previous compute"))
+            step.add(HostTransfer(unit, self._own_bytes(unit), "parameters", "with previous compute"))
             step.add(WaitFor(unit))
-        for elements in self._units[unit].shards:
-            compute = Storages.of(elements * self._plan.compute_bytes)
+        for n_bytes in self._units[unit].shards:
+            compute = Storages.of(n_bytes.computed)
             fresh = NO_BUFFER
             if self._offload:
-                fresh = step.alloc(Account.COMMUNICATION, Storages.of(elements * self._plan.param_bytes))
-            if self._plan.mixed:
+                fresh = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.stored))
+            if n_bytes.computed != n_bytes.stored:
                 cast = step.alloc(Account.COMMUNICATION, compute)
                 step.free(fresh)
                 fresh = cast
@@ -380,24 +389,23 @@ class Fsdp2Step(StepHooks):
 
     # Time
 
-    def _own(self, unit: UnitId) -> float:
-        """Elements of a unit that a rank keeps, without padding."""
-        return self._units[unit].elements / self._plan.shard_degree
+    def _own_bytes(self, unit: UnitId) -> int:
+        """Bytes of a unit's parameters as this rank keeps them."""
+        return sum(shard.stored for shard in self._units[unit].shards)
 
     def _add_gather_copies(self, step: StepBuilder, unit: UnitId) -> None:
         """Add two copies: the cast of the shards into the all-gather's input, and the split of its output into parameters."""
-        plan = self._plan
-        casts = self._own(unit) * (plan.param_bytes + plan.compute_bytes) if plan.mixed else 0.0
-        splits = 0 if self._one_shard else 2 * self._units[unit].elements * plan.compute_bytes
+        casts = sum(sum(shard) for shard in self._units[unit].shards if shard.computed != shard.stored)
+        splits = 0 if self._one_shard else 2 * self._units[unit].gathered_bytes
         step.add(Copy(unit, casts + splits))
 
     def _send_gradients(self, step: StepBuilder, unit: UnitId, sizes: UnitBytes) -> None:
         plan, n = self._plan, self._plan.shard_degree
-        reduced = sizes.trainable_elements * plan.reduce_bytes
+        reduced = sizes.reduced_bytes
         if n > 1:
             step.add(Copy(unit, sizes.trainable_elements * plan.compute_bytes + 2 * reduced))
         step.add(ReduceScatter(unit, reduced))
         if plan.replica_degree > 1:
             step.add(AllReduce(unit, reduced / n, "replica"))
         if self._offload:
-            step.add(HostTransfer(unit, sizes.trainable_elements / n * plan.param_bytes, "gradients"))
+            step.add(HostTransfer(unit, sizes.gradients.exact, "gradients"))

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.parallelism.placement import Shard
+from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
@@ -34,6 +36,13 @@ def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
     return PLACEMENT.local_shape(shape, shards)
 
 
+class ShardBytes(NamedTuple):
+    """Bytes of one parameter's local shard as it is kept, and in the dtype in which it is gathered."""
+
+    stored: int
+    computed: int
+
+
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
     """One unit's storages on rank 0."""
@@ -46,7 +55,9 @@ class UnitBytes:
     unsharded: Storages  # the gathered parameters, one storage each, padded
     reduce_input: Storages
     reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
-    shards: tuple[int, ...]  # elements of each parameter's local shard
+    shards: tuple[ShardBytes, ...]  # of each parameter
+    gathered_bytes: int  # that an all-gather returns
+    reduced_bytes: int  # that a reduce-scatter takes
     elements: int  # that a collective gathers, with padding
     trainable_elements: int  # that a collective reduces, with padding
 
@@ -56,29 +67,35 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     stepping = optimizer_named(plan.optim)
     shapes = [shard_shape(p.shape, n) for p in unit.parameters]
     locals_ = [prod(s) for s in shapes]
-    elements = sum(locals_)
-    reduced = 0
+    shards = []
+    kept = reduced = trained = 0
     parameters = optimizer = unsharded = NO_STORAGES
     for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
-        parameters += Storages.of(e * plan.param_bytes)
-        unsharded += Storages.of(e * n * plan.compute_bytes)
+        stored, computed = stored_bytes(plan, parameter), compute_bytes(plan, parameter)
+        parameters += Storages.of(e * stored)
+        unsharded += Storages.of(e * n * computed)
+        shards.append(ShardBytes(e * stored, e * computed))
         if parameter.trainable:
-            optimizer += stepping.state_storages(parameter, shape, plan.param_bytes)
-            reduced += e
+            optimizer += stepping.state_storages(parameter, shape, stored)
+            kept += e * stored
+            reduced += e * gradient_bytes(plan, parameter)
+            trained += e
+    gathered = sum(shard.computed for shard in shards)
+    cast = sum(shard.computed for shard in shards if shard.computed != shard.stored)
     return UnitBytes(
         parameters=parameters,
         optimizer=optimizer,
-        gradients=Storages.of(reduced * plan.param_bytes),
-        gather_input=Storages.of(elements * plan.compute_bytes) if plan.mixed and not offload else NO_STORAGES,
-        gather_output=Storages.of(elements * n * plan.compute_bytes),
+        gradients=Storages.of(kept),
+        gather_input=Storages.of(cast) if not offload else NO_STORAGES,
+        gather_output=Storages.of(gathered * n),
         unsharded=unsharded,
-        reduce_input=Storages.of(reduced * n * plan.reduce_bytes),
-        reduce_output=Storages.of(reduced * plan.reduce_bytes)
-        if plan.reduce_bytes != plan.param_bytes
-        else NO_STORAGES,
-        shards=tuple(locals_),
-        elements=elements * n,
-        trainable_elements=reduced * n,
+        reduce_input=Storages.of(reduced * n),
+        reduce_output=Storages.of(reduced) if reduced != kept else NO_STORAGES,
+        shards=tuple(shards),
+        gathered_bytes=gathered * n,
+        reduced_bytes=reduced * n,
+        elements=sum(locals_) * n,
+        trainable_elements=trained * n,
     )
 
 

@@ -1,0 +1,131 @@
+"""What is changed about a model before it trains: adapters, frozen parameters, a quantized base.
+
+A model with other trained parameters is another model: it has its own inventory and its own tapes. `Adaptation` identifies it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.request import EstimateRequest
+
+CONFIG_KEY = "fsdp_advisor_adaptation"
+"""The key of a model's configuration under which its adaptation is kept."""
+
+LORA_OPTIONS = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
+    "use_dora", "use_rslora",
+)  # fmt: skip
+"""The options that describe a LoRA adapter. They need `use_peft`."""
+QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+"""The options that describe how bitsandbytes stores a base in 4 bits."""
+
+_WITHOUT_EFFECT = (
+    "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "lora_alpha", "alpha_pattern",
+)  # fmt: skip
+"""Keys of an adapter_config.json that change no tensor of a training step."""
+_INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
+"""Keys that choose the first values of adapters. Some of these need the values of the weights, which a recording lacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """What is changed about a model.
+
+    `peft`: the values of PEFT's adapter_config.json; empty for a model without adapters. `freeze`: patterns of the names of
+    parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig; empty for a base in its own
+    dtype.
+    """
+
+    peft: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    freeze: tuple[str, ...] = ()
+    quantization: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.peft or self.freeze or self.quantization)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values as JSON has them."""
+        return json.loads(json.dumps(asdict(self), sort_keys=True))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Adaptation:
+        """The adaptation that `as_dict` made these values of. Other keys are left aside."""
+        return cls(peft=values["peft"], freeze=tuple(values["freeze"]), quantization=values["quantization"])
+
+
+UNCHANGED = Adaptation()
+
+
+def adaptation_of(request: EstimateRequest) -> Adaptation:
+    """The adaptation that a request describes, empty if it trains the whole model. Raises UsageError if options contradict."""
+    peft = _peft_config(request)
+    quantization = _quantization(request)
+    if quantization and not peft:
+        raise UsageError(
+            "weights in 4 or 8 bits cannot be trained themselves", hint="train adapters on them: add --use-peft"
+        )
+    if peft and request.freeze:
+        raise UsageError("PEFT freezes the whole base model, so --freeze has no effect", hint="leave --freeze out")
+    return Adaptation(peft=peft, freeze=tuple(sorted(set(request.freeze))), quantization=quantization)
+
+
+def _peft_config(request: EstimateRequest) -> dict[str, Any]:
+    described = [name for name in LORA_OPTIONS if name in request.given]
+    if request.peft_config is not None:
+        if described:
+            raise UsageError(
+                f"both --peft-config and {described[0]} describe the adapter",
+                hint="change the value in the configuration file",
+            )
+        values = json.loads(request.peft_config)
+        dropped = (*_WITHOUT_EFFECT, *_INITIALIZATIONS)
+        return {k: v for k, v in values.items() if k not in dropped and v is not None}
+    if not request.use_peft:
+        if described:
+            raise UsageError(f"{described[0]} describes an adapter, and the job has none", hint="add --use-peft")
+        return {}
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "r": request.lora_r,
+        "lora_dropout": request.lora_dropout,
+        "target_modules": names(request.lora_target_modules),
+        "target_parameters": names(request.lora_target_parameters),
+        "modules_to_save": names(request.lora_modules_to_save),
+        "use_dora": request.use_dora,
+        "use_rslora": request.use_rslora,
+    }
+    return {k: v for k, v in config.items() if v}
+
+
+def names(text: str | None) -> list[str] | str | None:
+    """Names separated by commas, as PEFT takes them; `all-linear` is no list.
+
+    >>> names("q_proj, v_proj"), names("all-linear"), names(None)
+    (['q_proj', 'v_proj'], 'all-linear', None)
+    """
+    if text is None or text == "all-linear":
+        return text
+    return sorted({name.strip() for name in text.split(",")} - {""})
+
+
+def _quantization(request: EstimateRequest) -> dict[str, Any]:
+    if request.load_in_4bit and request.load_in_8bit:
+        raise UsageError("a base is either in 4 or in 8 bits", hint="leave out load_in_4bit or load_in_8bit")
+    described = [name for name in QUANTIZATION_OPTIONS if name in request.given]
+    if described and not request.load_in_4bit:
+        raise UsageError(f"{described[0]} describes a base in 4 bits", hint="add --load-in-4bit")
+    if request.load_in_8bit:
+        return {"load_in_8bit": True}
+    if not request.load_in_4bit:
+        return {}
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": request.bnb_4bit_quant_type,
+        "bnb_4bit_use_double_quant": request.use_bnb_nested_quant,
+        "bnb_4bit_quant_storage": request.bnb_4bit_quant_storage,
+    }

@@ -1,0 +1,138 @@
+"""The options about what is trained: adapters, frozen parameters, and how the base is stored.
+
+The names are those of TRL's ModelConfig, the meanings those of PEFT 0.21 and of transformers' BitsAndBytesConfig.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.fields import Rule
+
+GROUP = "Adapters"
+MAX_NAMES = 4096
+MAX_CONFIG = 65_536
+"""Characters of an adapter_config.json."""
+
+StoredDtype = Literal["auto", "float32", "bfloat16"]
+QuantType = Literal["nf4", "fp4"]
+QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]
+
+
+def read_adapter_config(text: str) -> str | None:
+    """The text of an adapter_config.json with sorted keys; None if it is none.
+
+    >>> read_adapter_config('{"r": 8, "peft_type": "LORA"}'), read_adapter_config("adapter_config.json")
+    ('{"peft_type": "LORA", "r": 8}', None)
+    """
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
+        return None
+    return json.dumps(values, sort_keys=True)
+
+
+def with_files_read(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in which `peft_config` is the text of the file or the mapping that is given. Raises UsageError.
+
+    For the command line and Python. A server takes texts only.
+    """
+    values = dict(given)
+    config = values.get("peft_config")
+    if isinstance(config, Mapping):
+        values["peft_config"] = json.dumps(config)
+    elif isinstance(config, str | Path) and not str(config).lstrip().startswith("{"):
+        path = Path(config)
+        path = path / "adapter_config.json" if path.is_dir() else path
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{config} cannot be read: {error}", hint="peft_config is an adapter_config.json"
+            ) from error
+        if read_adapter_config(text) is None:
+            raise UsageError(f"{config} is no adapter_config.json", hint="it is JSON with the key peft_type")
+        values["peft_config"] = text
+    return values
+
+
+UsePeft = Annotated[bool, Rule(about="train LoRA adapters on a frozen base model", group=GROUP)]
+LoraR = Annotated[int, Rule(about="the rank of the adapters", group=GROUP, ge=1, le=65_536)]
+LoraAlpha = Annotated[
+    int, Rule(about="the scale of the adapters, for exported files; it changes no figure", group=GROUP, ge=1, le=10**6)
+]
+LoraDropout = Annotated[float, Rule(about="the dropout rate in front of the adapters", group=GROUP, ge=0, lt=1)]
+LoraTargetModules = Annotated[
+    str | None,
+    Rule(
+        about="the modules that get adapters: names separated by commas, or all-linear",
+        group=GROUP,
+        metavar="NAMES",
+        default="PEFT's for the architecture",
+        max_length=MAX_NAMES,
+    ),
+]
+LoraTargetParameters = Annotated[
+    str | None,
+    Rule(
+        about="the parameters that get adapters directly, as weights of experts: names separated by commas",
+        group=GROUP,
+        metavar="NAMES",
+        max_length=MAX_NAMES,
+    ),
+]
+LoraModulesToSave = Annotated[
+    str | None,
+    Rule(
+        about="the modules that are trained whole, as copies: names separated by commas",
+        group=GROUP,
+        metavar="NAMES",
+        max_length=MAX_NAMES,
+    ),
+]
+UseDora = Annotated[bool, Rule(about="train magnitude and direction apart (DoRA)", group=GROUP)]
+UseRslora = Annotated[bool, Rule(about="scale adapters by the root of their rank (rank-stabilized LoRA)", group=GROUP)]
+PeftConfig = Annotated[
+    str | None,
+    Rule(
+        about="the adapter_config.json of any PEFT method, instead of the options of LoRA",
+        group=GROUP,
+        metavar="FILE",
+        max_length=MAX_CONFIG,
+        word=read_adapter_config,
+        example="the text of an adapter_config.json",
+    ),
+]
+Freeze = Annotated[
+    tuple[str, ...],
+    Rule(
+        about="the parameters that are not trained, by patterns of their names: model.embed_tokens, visual.*",
+        group=GROUP,
+        metavar="PATTERN",
+        min_length=1,
+        max_length=256,
+    ),
+]
+Dtype = Annotated[
+    StoredDtype,
+    Rule(
+        about="the dtype in which the weights of the model are stored; auto is as precision and framework have it",
+        group="Training",
+        synonyms={"fp32": "float32", "bf16": "bfloat16"},
+        not_modelled=("float16", "fp16", "float8"),
+    ),
+]
+LoadIn4bit = Annotated[bool, Rule(about="keep the base model in 4 bits with bitsandbytes (QLoRA)", group=GROUP)]
+LoadIn8bit = Annotated[bool, Rule(about="keep the base model in 8 bits with bitsandbytes", group=GROUP)]
+Bnb4bitQuantType = Annotated[QuantType, Rule(about="the data type of a base in 4 bits", group=GROUP)]
+UseBnbNestedQuant = Annotated[bool, Rule(about="quantize the scales of a base in 4 bits too", group=GROUP)]
+Bnb4bitQuantStorage = Annotated[
+    QuantStorage,
+    Rule(about="the dtype that holds the packed weights; FSDP shards only floating-point ones", group=GROUP),
+]

@@ -1,0 +1,40 @@
+"""The dtypes of single parameters under a plan. A parameter has the plan's dtype, or one of its own (adapters, packed weights)."""
+
+from __future__ import annotations
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Parameter
+
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1, "int8": 1,
+}  # fmt: skip
+
+
+FP32_BYTES = 4
+
+
+def is_floating(parameter: Parameter) -> bool:
+    return parameter.dtype is None or "float" in parameter.dtype
+
+
+def stored_bytes(plan: Plan, parameter: Parameter) -> int:
+    """Bytes per element in which DDP and FSDP keep the parameter, its gradient and its optimizer state.
+
+    Under mixed precision accelerate keeps trained parameters in fp32 for FSDP. Source: accelerate/utils/fsdp_utils.py,
+    fsdp2_prepare_model; accelerate/accelerator.py, prepare_model.
+    """
+    if plan.stores_half and plan.uses_accelerate and plan.backend != "ddp" and parameter.trainable:
+        return FP32_BYTES
+    return plan.param_bytes if parameter.dtype is None else ITEM_BYTES[parameter.dtype]
+
+
+def compute_bytes(plan: Plan, parameter: Parameter) -> int:
+    """Bytes per element in which FSDP gathers the parameter: mixed precision casts floating-point parameters."""
+    if plan.mixed and is_floating(parameter):
+        return plan.compute_bytes
+    return plan.compute_bytes if parameter.dtype is None else ITEM_BYTES[parameter.dtype]
+
+
+def gradient_bytes(plan: Plan, parameter: Parameter) -> int:
+    """Bytes per element in which FSDP reduces the parameter's gradient."""
+    return plan.reduce_bytes if plan.mixed else compute_bytes(plan, parameter)

@@ -1,0 +1,126 @@
+"""A transformers model as it trains with adapters, frozen parameters or a quantized base. PEFT's own code changes the model."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_advisor.errors import MissingExtra, UsageError
+from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.recording.source import LayerStack, RootModules, Source
+from fsdp_advisor.recording.transformers_models import TransformersSource
+
+_TASK_TYPES = {
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+}
+"""PEFT's name of a task, which chooses the class around the model. Other tasks have the class `PeftModel`."""
+
+
+def source_of(config: Mapping[str, Any], *, name: str, task: str | None = None) -> Source:
+    """The source of a configuration, which may contain an adaptation."""
+    values = dict(config)
+    adaptation = values.pop(CONFIG_KEY, None)
+    plain = TransformersSource(values, name=name, task=task)
+    return plain if adaptation is None else AdaptedSource(plain, adaptation)
+
+
+class AdaptedSource:
+    """A transformers model after an adaptation. The adapters' own dtypes stay, whatever the base is stored in."""
+
+    inventory_dtype = torch.bfloat16
+    """A parameter with another dtype has it at every precision, as the fp32 weights of adapters."""
+
+    def __init__(self, base: TransformersSource, adaptation: Mapping[str, Any]) -> None:
+        """`adaptation`: the values of an `Adaptation`, and under `versions` those of the packages that adapt the model."""
+        self._base, self._recorded_as = base, dict(adaptation)
+        self._adaptation = Adaptation.from_dict(adaptation)
+        self.name = base.name
+        self.task = base.task
+        self.max_seq_len = base.max_seq_len
+        self.alike_up_to = base.alike_up_to
+        self.drops_out = base.drops_out or bool(self._adaptation.peft.get("lora_dropout"))
+
+    def config(self) -> dict[str, object]:
+        return {**self._base.config(), CONFIG_KEY: self._recorded_as}
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        model = self._base.build(dtype)
+        if self._adaptation.freeze:
+            freeze(model, self._adaptation.freeze, self.name)
+        return self._with_adapters(model) if self._adaptation.peft else model
+
+    def stacks(self, module: nn.Module) -> list[LayerStack]:
+        return self._base.stacks(module)
+
+    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        self._base.keep_layers(module, kept)
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+    ) -> None:
+        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._base.loss(module, batch)
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        return self._base.batch(micro_batch_size, seq_len)
+
+    def root_modules(self, module: nn.Module) -> RootModules:
+        return self._base.root_modules(module)
+
+    def is_adapter(self, parameter: str) -> bool:
+        """Whether the parameter of this name belongs to an adapter or is a trained copy of one of the base's."""
+        return bool(self._adaptation.peft) and (".default" in parameter or parameter.startswith("prompt_encoder."))
+
+    def _with_adapters(self, model: nn.Module) -> nn.Module:
+        """The model inside a PeftModel. Raises UsageError if PEFT refuses the configuration, MissingExtra without PEFT."""
+        try:
+            import peft
+        except ImportError as error:
+            raise MissingExtra(f"{self.name}: recording adapters needs peft") from error
+        values = dict(self._adaptation.peft)
+        try:
+            kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(str(values.pop("peft_type")).upper())]
+            config = kind(task_type=_TASK_TYPES.get(self.task), **{k: v for k, v in values.items() if k != "task_type"})
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+        except Exception as error:  # PEFT raises many kinds for a configuration that does not fit the model
+            raise UsageError(
+                f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}",
+                hint="see the names in the model's modules; all-linear targets all linear layers but the head",
+            ) from error
+        return adapted.train()
+
+
+def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
+    """Freeze the parameters whose name, or the name of a module around them, matches a pattern. Raises UsageError if none does."""
+    for pattern in patterns:
+        matched = [p for n, p in model.named_parameters() if _matches(n, pattern)]
+        if not matched:
+            parts = ", ".join(
+                sorted({n.rpartition(".")[0] for n, _ in model.named_parameters() if n.count(".") <= 3})[:6]
+            )
+            raise UsageError(
+                f"{name} has no parameter that matches {pattern!r}", hint=f"its modules are named so: {parts}"
+            )
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("all parameters are frozen", hint="leave a part of the model to train")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches the name of a parameter or of a module around it, from its beginning or after a dot.
+
+    >>> _matches("model.embed_tokens.weight", "embed_tokens"), _matches("model.layers.10.mlp.weight", "model.layers.1")
+    (True, False)
+    """
+    return any(fnmatch.fnmatchcase(f".{name}.", f"{start}.{pattern}.{end}") for start in ("", "*") for end in ("", "*"))
