@@ -51,7 +51,8 @@ from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.program.storages import States
+from fsdp_advisor.report import Adapters, Report, StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
@@ -156,6 +157,9 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         layer_classes=profile.layer_classes if profile else (),
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
         hidden_size=hidden_size(profile) if profile else None,
+        adapters=Adapters(method=method, parameters=profile.adapter_parameters)
+        if profile and (method := model.adaptation.method)
+        else None,
         notes=(
             *model.notes,
             *notes,
@@ -283,6 +287,7 @@ def _without_step(
             "communication": states.communication.exact,
             "buffers": states.buffers.exact,
         },
+        parameter_parts=_parameter_parts(profile, plan, states),
         host_bytes_per_node=host.steady,
         host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
@@ -291,6 +296,14 @@ def _without_step(
         warnings=(*(padding_warnings(profile, plan) if plan.backend == "fsdp2" else ()), *wrap_warnings(profile, plan)),
         not_modelled=tuple(unknown),
     )
+
+
+def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, int] | None:
+    """The bytes of rank 0's parameters in the base and in the adapters; None for a model without adapters."""
+    if not profile.adapter_parameters:
+        return None
+    adapters = states_of(profile.saved, plan).parameters.exact
+    return {"base": states.parameters.exact - adapters, "adapters": adapters}
 
 
 def _with_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.engines.job_peaks import JobPeaks
@@ -64,6 +64,7 @@ class StrategyEstimate:
     peak_where: str | None = None
     phase_peaks: dict[str, int] | None = None
     states: dict[str, int]
+    parameter_parts: dict[str, int] | None = None
     at_peak: dict[str, int] | None = None
     host_bytes_per_node: int
     host_loading_bytes_per_node: dict[str, int] | None = None
@@ -176,6 +177,7 @@ class StrategyEstimate:
             "peak_where": self.peak_where,
             "phase_peaks": self.phase_peaks,
             "states": self.states,
+            "parameter_parts": self.parameter_parts,
             "at_peak": self.at_peak,
             "fused_loss_peak_bytes": self.fused_loss_peak_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
@@ -247,6 +249,14 @@ def _six_digits(value: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """The adapters of a model: PEFT's name of the method, and the number of elements that they add, trained copies included."""
+
+    method: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Printable):
     """The answer to one request."""
 
@@ -263,6 +273,7 @@ class Report(Printable):
     layer_classes: tuple[str, ...] = ()
     largest_parameter_elements: int | None = None
     hidden_size: int | None = None
+    adapters: Adapters | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -285,6 +296,7 @@ class Report(Printable):
                 "source": self.model_source,
                 "parameters": self.parameters,
                 "trainable_parameters": self.trainable_parameters,
+                "adapters": None if self.adapters is None else asdict(self.adapters),
             },
             "request": request,
             "gpu": {"name": self.gpu_name, "memory_bytes": self.gpu_memory_bytes},

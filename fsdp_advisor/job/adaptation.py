@@ -48,6 +48,28 @@ class Adaptation:
     def __bool__(self) -> bool:
         return bool(self.peft or self.freeze or self.quantization)
 
+    @property
+    def method(self) -> str | None:
+        """PEFT's name of the method, such as LORA; None without adapters."""
+        return str(self.peft["peft_type"]).upper() if self.peft else None
+
+    @property
+    def text(self) -> str:
+        """The adaptation in words, empty if there is none.
+
+        >>> Adaptation(peft={"peft_type": "LORA", "r": 8}, quantization={"load_in_8bit": True}).text
+        'LoRA r=8 on an 8-bit base'
+        """
+        words = []
+        if self.method is not None:
+            name = {"LORA": "DoRA" if self.peft.get("use_dora") else "LoRA"}.get(self.method, self.method)
+            words.append(name + (f" r={self.peft['r']}" if "r" in self.peft else ""))
+        if self.quantization:
+            words.append("on a 4-bit base" if "load_in_4bit" in self.quantization else "on an 8-bit base")
+        if self.freeze:
+            words.append(f"without training {', '.join(self.freeze)}")
+        return " ".join(words)
+
     def as_dict(self) -> dict[str, Any]:
         """The values as JSON has them."""
         return json.loads(json.dumps(asdict(self), sort_keys=True))  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.render.parts import PARTS, STATES, MemoryPart, PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, Sizes, format_rate
@@ -214,6 +215,9 @@ def job_items(report: Report) -> tuple[str, ...]:
         if request.gradient_accumulation_steps > 1:
             items.append(f"accumulation {request.gradient_accumulation_steps}")
         items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
+    items += [changed] if (changed := adaptation_of(request).text) else []
+    if request.dtype != "auto":
+        items.append(f"weights in {request.dtype}")
     if request.wrap != "layer":
         items.append("one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}")
     if request.framework != "torch":

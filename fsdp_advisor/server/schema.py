@@ -19,6 +19,13 @@ _Estimated: Any = model_of(EstimateRequest)
 _Searched: Any = model_of(RecommendRequest)
 
 
+class Adapters(BaseModel):
+    """The adapters of a model: PEFT's name of the method, and the elements that they add."""
+
+    method: str
+    parameters: int
+
+
 class Model(BaseModel):
     """The trained model."""
 
@@ -26,6 +33,7 @@ class Model(BaseModel):
     source: Literal["catalog", "config", "hub", "count"]
     parameters: int
     trainable_parameters: int
+    adapters: Adapters | None
 
 
 class GpuMemory(BaseModel):
@@ -96,6 +104,10 @@ class StrategyEstimate(BaseModel):
     peak_where: str | None
     phase_peaks: Annotated[dict[str, Bytes] | None, Field(description="The peak of each phase")]
     states: Annotated[dict[str, Bytes], Field(description="Bytes kept from step to step")]
+    parameter_parts: Annotated[
+        dict[str, Bytes] | None,
+        Field(description="`states.parameters` divided into base and adapters; null without adapters"),
+    ]
     at_peak: Annotated[dict[str, Bytes] | None, Field(description="Live bytes at the peak, by account")]
     fused_loss_peak_bytes: Bytes | None
     host_bytes_per_node: Bytes | None
