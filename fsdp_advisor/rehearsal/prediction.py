@@ -31,8 +31,8 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         raise NotRecognized("no forward was seen")
     if not model:
         raise NotRecognized("the model is not one of transformers")
-    if model["peft"] or job["parameters"] != job["trainable_parameters"]:
-        raise NotRecognized("adapters and frozen parameters are not modelled yet")
+    if not model["peft"] and job["parameters"] != job["trainable_parameters"]:
+        raise NotRecognized("some parameters are frozen, without adapters")
     path = folder / "config.json"
     path.write_text(json.dumps(model["config"] | {"architectures": [model["class"]]}))
     return {
@@ -46,7 +46,8 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "activation-checkpointing": "full" if model["checkpointing"] else "none",
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
-        "precision": _precision(job),
+        **_precision(job),
+        **_adapter(model["peft"], folder),
         "optim": _optimizer(job),
         **_engine(job["engine"]),
     }
@@ -89,18 +90,34 @@ def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
             raise NotRecognized(f"{other} is not recognized")
 
 
-def _precision(job: Mapping[str, Any]) -> str:
-    dtypes, policy = job["dtypes"], str(job["engine"].get("precision"))
+def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
+    """The option for the adapter, if there is one, whose configuration is written into `folder`."""
+    if adapter is None:
+        return {}
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(adapter))
+    return {"peft-config": str(path)}
+
+
+def _precision(job: Mapping[str, Any]) -> dict[str, str]:
+    """The options for the precision and the dtype of the weights; with adapters, of the base's."""
     if "mixed_precision" in job["engine"]:
-        return str(job["engine"]["mixed_precision"])  # DeepSpeed keeps fp32 copies of the weights
-    if dtypes == ["torch.bfloat16"]:
-        return "bf16"
-    if dtypes == ["torch.float32"]:
-        computes = f"{job.get('autocast')} {policy}"
-        if "bfloat16" in computes:
-            return "bf16-mixed"
-        return "fp16-mixed" if "float16" in computes else "fp32"
-    raise NotRecognized(f"parameters are {' and '.join(dtypes)}")
+        return {"precision": str(job["engine"]["mixed_precision"])}  # DeepSpeed keeps fp32 copies of the weights
+    dtypes = job["frozen_dtypes"] if job["model"]["peft"] else job["dtypes"]
+    computes = f"{job.get('autocast')} {job['engine'].get('precision')}"
+    half = "bfloat16" if "bfloat16" in computes else "float16" if "float16" in computes else None
+    match dtypes, half:
+        case ["torch.bfloat16"], None:
+            return {"precision": "bf16"}
+        case ["torch.bfloat16"], "bfloat16":
+            return {"precision": "bf16-mixed", "dtype": "bfloat16"}
+        case ["torch.float32"], None:
+            return {"precision": "fp32"}
+        case ["torch.float32"], "bfloat16":
+            return {"precision": "bf16-mixed"}
+        case ["torch.float32"], "float16":
+            return {"precision": "fp16-mixed"}
+    raise NotRecognized(f"parameters are {' and '.join(dtypes)}" + (f" and computation is {half}" if half else ""))
 
 
 def _optimizer(job: Mapping[str, Any]) -> str:

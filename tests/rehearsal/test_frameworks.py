@@ -170,7 +170,7 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
     assert len(peaks) == 1, "all ranks do the same"
 
 
-def test_the_line_of_the_readme_rehearses_a_peft_script_which_keeps_state_for_the_adapters_only(
+def test_the_line_of_the_readme_rehearses_a_peft_script_as_predicted(
     rehearsal_python: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(PEFT)
@@ -185,7 +185,9 @@ def test_the_line_of_the_readme_rehearses_a_peft_script_which_keeps_state_for_th
     assert weights_and_state <= kept <= weights_and_state + 4 * adapters + (64 << 20), (
         "and DDP's bucket, the last logits"
     )
-    assert "adapters" in found["prediction"]["reason"]
+    predicted = found["prediction"]
+    assert predicted["options"]["dtype"] == "bfloat16" and "peft-config" in predicted["options"]
+    assert predicted["figures"]["peak_allocated_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=1e-3)
 
 
 def test_torchtitan_runs_with_tensor_parallelism_and_fsdp2(rehearsal_python: Path, tmp_path: Path) -> None:

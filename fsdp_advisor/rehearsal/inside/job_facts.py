@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -103,18 +104,28 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
                 "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
-                "peft": any(hasattr(m, "peft_config") for m in _unwrapped(module)),
+                "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None
 
 
+def _adapter_of(module: Any) -> dict[str, Any] | None:
+    """The adapter_config.json of the active adapter around a model; None if the module is no model of PEFT."""
+    configurations = vars(module).get("peft_config")
+    if not isinstance(configurations, dict) or not configurations:
+        return None
+    values = next(iter(configurations.values())).to_dict()
+    return json.loads(json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))  # type: ignore[no-any-return]
+
+
 def parameters_of(module: Any) -> dict[str, Any]:
-    """Elements of all and of trainable parameters as this rank sees them, and their dtypes."""
+    """Elements of all and of trainable parameters as this rank sees them, and the dtypes of all and of frozen ones."""
     parameters = list(module.parameters())
     return {
         "parameters": sum(p.numel() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "dtypes": sorted({str(p.dtype) for p in parameters}),
+        "frozen_dtypes": sorted({str(p.dtype) for p in parameters if not p.requires_grad}),
     }
 
 
