@@ -104,10 +104,12 @@ class NoSuchAttention(NotRecordable):
 
 
 class MissingExtra(AdvisorError):
-    """The request needs torch or transformers, which are not installed."""
+    """The request needs torch, transformers or another optional package, which is not installed."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, hint="in a checkout of fsdp-advisor, run: pip install '.[torch]'")
+    def __init__(
+        self, message: str, *, hint: str = "in a checkout of fsdp-advisor, run: pip install '.[torch]'"
+    ) -> None:
+        super().__init__(message, hint=hint)
 
 
 class MeasurementError(AdvisorError):

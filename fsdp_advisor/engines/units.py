@@ -85,14 +85,14 @@ def _over_units(profile: Profile, of: Callable[[Place], Storages], root: Sequenc
 
 @lru_cache(maxsize=256)
 def buffers(profile: Profile, floating_bytes: int | None = None) -> Storages:
-    """Registered buffers, all of which every rank holds. `floating_bytes`: bytes per element to which an engine casts
+    """Buffers, all of which every rank holds. `floating_bytes`: bytes per element to which an engine casts registered
     floating-point buffers.
     """
 
     def of(unit: Unit) -> Storages:
         result = NO_STORAGES
         for buffer in unit.buffers:
-            element = floating_bytes if floating_bytes and buffer.is_floating else buffer.bytes_per_element
+            element = floating_bytes if floating_bytes and buffer.is_cast else buffer.bytes_per_element
             result += Storages.of(buffer.bytes_at(element))
         return result
 

@@ -78,20 +78,25 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A registered buffer, which lives as long as the model. `bytes_per_element`: in its own dtype."""
+    """A tensor that is no parameter and lives as long as the model. `bytes_per_element`: in its own dtype.
+
+    `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor send.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes_per_element: int
+    registered: bool = True
 
     @property
     def n_bytes(self) -> int:
         return self.bytes_at(self.bytes_per_element)
 
     @property
-    def is_floating(self) -> bool:
-        return "float" in self.dtype
+    def is_cast(self) -> bool:
+        """Whether an engine that casts floating-point buffers casts this one."""
+        return self.registered and "float" in self.dtype
 
     def bytes_at(self, bytes_per_element: int) -> int:
         return prod(self.shape) * bytes_per_element

@@ -212,7 +212,7 @@ def _unit_row(unit: Unit) -> list[Any]:
     return [
         unit.kind,
         [[p.name, p.shape, p.trainable, p.tied, p.role, p.dtype] for p in unit.parameters],
-        [[b.name, b.shape, b.dtype, b.bytes_per_element] for b in unit.buffers],
+        [[b.name, b.shape, b.dtype, b.bytes_per_element, *([] if b.registered else [False])] for b in unit.buffers],
     ]
 
 
@@ -232,7 +232,7 @@ def _unit(row: list[Any]) -> Unit:
     return Unit(
         kind,
         tuple(Parameter(n, tuple(s), t, tuple(ties), role, dtype) for n, s, t, ties, role, dtype in parameters),
-        tuple(Buffer(n, tuple(s), d, b) for n, s, d, b in buffers),
+        tuple(Buffer(n, tuple(s), *rest) for n, s, *rest in buffers),
     )
 
 

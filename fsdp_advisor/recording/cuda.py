@@ -15,6 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -33,13 +34,14 @@ IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "
 AS_IT_IS = "cross_entropy_loss"
 """Operators whose arguments autocast casts only on the CPU."""
 
+_autocast_is_enabled = torch.is_autocast_enabled
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Context in which operators on CPU tensors save the same tensors as on CUDA, and `torch.autocast("cpu")` casts as on
-    CUDA.
+    CUDA. A model's code that asks whether CUDA's autocast is on gets the CPU's answer.
     """
     autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
     autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
@@ -52,7 +54,8 @@ def as_on_cuda() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the CPU kernel is overridden
             autocast.impl(_operator(AS_IT_IS), torch.library.fallthrough_kernel)
-        yield
+        with mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled):
+            yield
     finally:
         autocast._destroy()
         autograd._destroy()
@@ -80,6 +83,11 @@ def softmax_scratch() -> Iterator[None]:
         yield
     finally:
         autograd._destroy()
+
+
+def _is_autocast_enabled(device: str = "cpu") -> bool:
+    """`torch.is_autocast_enabled`, which without an argument answers for CUDA. PEFT and Nemotron ask so."""
+    return _autocast_is_enabled(device)
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ class FlatUnit:
         is_trained = any(p.requires_grad for p in parameters)
         self.flat = nn.Parameter(torch.empty(sum(self._splits), dtype=dtype), requires_grad=is_trained)
 
-    def use_views(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+    def use_views(self, on_gradient: Callable[[torch.Tensor | None], None]) -> None:
         """Set every parameter attribute to a view of the flat parameter, as FSDP1 does before a unit's forward."""
         splits = torch.split(self.flat, self._splits)
         views = (split for split, padding in zip(splits, self._is_padding, strict=True) if not padding)

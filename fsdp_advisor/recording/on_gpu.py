@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from transformers import masking_utils
 
+from fsdp_advisor.recording import quantized
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.flash import cudnn, flash, scratch
 
@@ -50,6 +51,7 @@ def as_on_gpu(*, by_cudnn: bool = False) -> Iterator[None]:
     with (
         mock.patch.object(F, "scaled_dot_product_attention", attention_by_cudnn if by_cudnn else attention),
         as_on_cuda(),
+        quantized.as_on_cuda(),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_packed_sequences),
     ):
         yield

@@ -29,6 +29,7 @@ from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.on_gpu import as_on_gpu
+from fsdp_advisor.recording.quantized import is_packed, state_tensors
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
@@ -122,7 +123,8 @@ class Recorder:
             model = self._build(dtype)
             self.source.keep_layers(model, self._kept)
             self._models[dtype] = model
-        return copy.deepcopy(self._models[dtype])
+        model = self._models[dtype]
+        return copy.deepcopy(model, {id(p): p for p in model.parameters() if is_packed(p)})  # which cannot be copied
 
     def _inventory(self, model: nn.Module, stacks: list[LayerStack]) -> Profile:
         roles = parameter_roles(model, self.source.root_modules(model), self.source.is_adapter)
@@ -158,7 +160,7 @@ class Recorder:
             for n, p in model.named_parameters()
             if id(p) not in seen
         )
-        buffers = tuple(_buffer(n, b) for n, b in model.named_buffers() if not n.startswith(starts))
+        buffers = tuple(b for b in _buffers(model) if not b.name.startswith(starts))
         order: list[int] = []
         firsts = [f"{modules[id(s.layers[0])]}." for s in stacks]
         count = 0
@@ -263,13 +265,24 @@ def _unit(
         Parameter(n, tuple(p.shape), p.requires_grad, tied(n, p), roles[id(p)], _own_dtype(p, usual))
         for n, p in layer.named_parameters()
     )
-    return Unit(type(layer).__name__, parameters, tuple(_buffer(n, b) for n, b in layer.named_buffers()))
+    return Unit(type(layer).__name__, parameters, _buffers(layer))
 
 
 def _own_dtype(parameter: nn.Parameter, usual: torch.dtype) -> str | None:
-    """The dtype of a parameter that does not have the model's."""
-    return None if parameter.dtype == usual else str(parameter.dtype).removeprefix("torch.")
+    """The dtype of a parameter that does not have the model's. A packed weight has its own, also if it is the same."""
+    return (
+        None if parameter.dtype == usual and not is_packed(parameter) else str(parameter.dtype).removeprefix("torch.")
+    )
 
 
-def _buffer(name: str, buffer: torch.Tensor) -> Buffer:
-    return Buffer(name, tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."), buffer.dtype.itemsize)
+def _buffers(module: nn.Module) -> tuple[Buffer, ...]:
+    """The registered buffers of a module, and what its quantized layers keep besides their weights."""
+    return (
+        *(_buffer(n, b) for n, b in module.named_buffers()),
+        *(_buffer(n, t, registered=False) for n, t in state_tensors(module)),
+    )
+
+
+def _buffer(name: str, buffer: torch.Tensor, *, registered: bool = True) -> Buffer:
+    dtype = str(buffer.dtype).removeprefix("torch.")
+    return Buffer(name, tuple(buffer.shape), dtype, buffer.dtype.itemsize, registered)

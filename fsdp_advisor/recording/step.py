@@ -23,6 +23,7 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.flash import in_scratch
 from fsdp_advisor.recording.operators import rows_and_columns, work_of
+from fsdp_advisor.recording.quantized import is_packed, materialise_states, state_tensors
 from fsdp_advisor.recording.root_units import mark_root_units
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.storages import StorageWatch
@@ -57,14 +58,18 @@ def fake_tensors() -> Iterator[None]:
 
 
 def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None) -> None:
-    """Replace meta tensors by fake CPU tensors, keeping ties. Floating-point parameters and buffers get the given dtypes."""
+    """Replace meta tensors by fake CPU tensors, keeping ties. Floating-point parameters and buffers get the given dtypes.
+
+    Packed weights of quantized layers keep their dtype.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in memo:
-                dtype = parameter_dtype if parameter_dtype and parameter.is_floating_point() else parameter.dtype
+                casts = parameter_dtype and parameter.is_floating_point() and not is_packed(parameter)
+                dtype = parameter_dtype if casts else parameter.dtype
                 data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
                 memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = memo[id(parameter)]
@@ -75,6 +80,7 @@ def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dt
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
+    materialise_states(model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +192,8 @@ class Step:
         self._reset()
         watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place)
         watch.on_operator = self._operator
-        for tensor in tree_iter([self._leaves, list(self._model.buffers())]):
+        states = [tensor for _, tensor in state_tensors(self._model)]
+        for tensor in tree_iter([self._leaves, list(self._model.buffers()), states]):
             watch.ignore(tensor)
         gc.collect()
         with watch:
@@ -362,7 +369,10 @@ class Step:
         if self._key.uses_flat_parameter:
             self._mark(Op.POST_BACKWARD, of.place.mark)
 
-    def _view_gradient(self, grad: torch.Tensor) -> None:
+    def _view_gradient(self, grad: torch.Tensor | None) -> None:
+        """Count the gradient of a view of a flat parameter. A packed weight has none."""
+        if grad is None:
+            return
         if (storage := self._alive.get(grad.untyped_storage()._cdata)) is not None:
             self._category[storage] = Category.UNSHARDED_GRADIENT
 

@@ -86,3 +86,14 @@ def test_the_lists_are_pytorchs() -> None:
         assert has(operator, "AutocastCUDA") and not has(operator, "AutocastCPU"), name
     operator = cuda._operator(cuda.AS_IT_IS).name()  # type: ignore[attr-defined]
     assert has(operator, "AutocastCPU") and not has(operator, "AutocastCUDA")
+
+
+def test_models_that_ask_for_autocast_get_the_answer_of_the_cpu() -> None:
+    with as_on_cuda():
+        assert not torch.is_autocast_enabled()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.is_autocast_enabled()
+            assert torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled("cuda")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.is_autocast_enabled()

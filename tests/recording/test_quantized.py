@@ -1,0 +1,302 @@
+"""A base model in 4 or 8 bits: its layers are those that transformers loads, its step allocates what bitsandbytes does on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+bitsandbytes = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from fsdp_advisor.model.profile import Category, Op, Staging, evaluate
+from fsdp_advisor.model.quantization import Quantization
+from fsdp_advisor.model.store import dump, load
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording import quantized
+from fsdp_advisor.recording.on_gpu import as_on_gpu
+from fsdp_advisor.recording.recorder import Recorder
+from fsdp_advisor.recording.step import materialise
+from fsdp_advisor.recording.storages import StorageWatch
+from fsdp_advisor.recording.transformers_models import TransformersSource
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 352,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 500,
+}  # fmt: skip
+REHEARSED = LLAMA | {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+NESTED = Quantization(method="bnb_4bit", nested=True)
+EIGHT = Quantization(method="bnb_8bit")
+
+
+class QuantizedSource(TransformersSource):
+    """A transformers model with LoRA adapters on a quantized base."""
+
+    def __init__(self, config: Mapping[str, Any], settings: Quantization, *, prepare: bool) -> None:
+        super().__init__(config, name="quantized")
+        self._settings, self._prepare = settings, prepare
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        model = super().build(torch.bfloat16)
+        quantized.quantize(model, self._settings)
+        if self._prepare:
+            quantized.prepare_for_training(model, gradient_checkpointing=False)
+        with torch.device("meta"):
+            lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+            return peft.get_peft_model(model, lora).train()
+
+    def root_modules(self, module: Any) -> Any:
+        return super().root_modules(module.get_base_model())
+
+    def configure(self, module: Any, **options: Any) -> None:
+        super().configure(module.get_base_model(), **options)
+
+
+def built(config: Mapping[str, Any], settings: Quantization) -> nn.Module:
+    model = TransformersSource(config, name="quantized").build(torch.bfloat16)
+    quantized.quantize(model, settings)
+    return model
+
+
+def described(tensors: Any) -> dict[str, tuple[object, ...]]:
+    return {name: (type(t).__name__, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (LLAMA, Quantization(method="bnb_4bit")),
+        (LLAMA, Quantization(method="bnb_4bit", quant_type="fp4", nested=True, storage_dtype="bfloat16")),
+        (QWEN, NESTED),
+        (GPT2, NESTED),
+        (LLAMA, EIGHT),
+        (QWEN, EIGHT),
+    ],
+    ids=["nf4", "fp4-in-bf16", "tied", "conv1d", "8bit", "tied-8bit"],
+)
+def test_layers_are_those_that_transformers_loads(config: dict[str, Any], settings: Quantization, tmp_path: Path):
+    (tmp_path / "plain").mkdir()
+    made = TransformersSource(config, name="plain").build(torch.bfloat16).to_empty(device="cpu")
+    for parameter in made.parameters():
+        parameter.data.normal_()
+    made.tie_weights()
+    made.save_pretrained(tmp_path / "plain")
+    is_4bit = settings.method == "bnb_4bit"
+    keywords = BitsAndBytesConfig(
+        load_in_4bit=is_4bit, load_in_8bit=not is_4bit, bnb_4bit_quant_type=settings.quant_type,
+        bnb_4bit_use_double_quant=settings.nested, bnb_4bit_quant_storage=settings.storage_dtype,
+        bnb_4bit_compute_dtype=settings.compute_dtype,
+    )  # fmt: skip
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.bfloat16, quantization_config=keywords, device_map="cpu"
+    )
+    model = built(config, settings)
+
+    trained = {name: False for name, _ in loaded.named_parameters() if type(_).__name__ in quantized.PACKED}
+    assert trained
+    expected, found = described(loaded.named_parameters()), described(model.named_parameters())
+    assert {n: d[:3] for n, d in found.items()} == {n: d[:3] for n, d in expected.items()}
+    assert {n: found[n][3] for n in trained} == trained
+    assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in loaded.named_modules()}
+    assert described(quantized.state_tensors(model)) == described(quantized.state_tensors(loaded))
+
+
+def test_prepare_stores_what_is_not_quantized_in_fp32():
+    model = built(QWEN, Quantization(method="bnb_4bit", storage_dtype="bfloat16"))
+    quantized.prepare_for_training(model, gradient_checkpointing=False)
+
+    parameters = dict(model.named_parameters())
+    assert not any(p.requires_grad for p in parameters.values())
+    assert parameters["model.embed_tokens.weight"].dtype == torch.float32
+    assert parameters["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    assert parameters["model.layers.0.self_attn.q_proj.bias"].dtype == torch.bfloat16  # of the first forward
+
+
+def test_inputs_require_gradients_under_reentrant_checkpoints():
+    model = built(LLAMA, NESTED)
+    quantized.prepare_for_training(model, gradient_checkpointing=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialise(model, None)
+        assert model.model.embed_tokens(torch.zeros(2, 8, dtype=torch.long)).requires_grad
+
+
+@pytest.mark.parametrize("settings", [NESTED, EIGHT], ids=["4bit", "8bit"])
+def test_inventory_lists_packed_weights_and_their_scales(settings: Quantization):
+    profile = Recorder(QuantizedSource(LLAMA, settings, prepare=True)).profile
+    layer = profile.stacks[0].units[0]
+    weights = {p.name: p for p in layer.parameters}
+    scales = {b.name: (b.shape, b.dtype, b.registered) for b in layer.buffers if b.name.startswith("self_attn.q_proj")}
+
+    name = "self_attn.q_proj.base_layer."
+    if settings is EIGHT:
+        assert weights[f"{name}weight"].shape == (128, 128)
+        assert scales == {f"{name}SCB": ((128,), "float32", False)}
+    else:
+        assert weights[f"{name}weight"].shape == (128 * 128 // 2, 1)
+        assert scales == {
+            f"{name}weight.absmax": ((128 * 128 // 64,), "uint8", False),
+            f"{name}weight.quant_map": ((16,), "float32", False),
+            f"{name}weight.nested_offset": ((), "float32", False),
+            f"{name}weight.nested_absmax": ((1,), "float32", False),
+            f"{name}weight.nested_quant_map": ((256,), "float32", False),
+        }
+    assert load(dump(profile)).stacks == profile.stacks
+
+
+# The operators
+
+
+def events_of(run: Callable[[], object], *inputs: torch.Tensor) -> list[tuple[int, int]]:
+    """(bytes before, bytes after) of every allocation and free, in order. `inputs` exist before."""
+    events: list[tuple[int, int]] = []
+    watch = StorageWatch(lambda _key, before, after, _name, _args: events.append((before, after)))
+    for tensor in inputs:
+        watch.ignore(tensor)
+    with watch:
+        result = run()
+        del result
+    return events
+
+
+@dataclass
+class Nested:
+    """A weight of shape (N, K) in 4 bits whose scales are quantized too."""
+
+    n: int
+    k: int
+
+    def tensors(self) -> dict[str, Any]:
+        blocks = self.n * self.k // 64
+        return {
+            "B": torch.empty(self.n * self.k // 2, 1, dtype=torch.uint8), "shapeB": [self.n, self.k],
+            "absmax": torch.empty(-(-blocks // 256)), "blocksize": 64, "quant_type": "nf4",
+            "absmax_8bit": torch.empty(blocks, dtype=torch.uint8), "absmax_code": torch.empty(256),
+            "absmax_offset": torch.empty(()),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_product_in_4_bits_allocates_as_the_cuda_code_of_bitsandbytes(
+    dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)  # PyTorch's CPU build lacks it
+    ops = importlib.import_module("bitsandbytes.backends.cuda.ops")
+    for kernel in ("_dequantize_blockwise_impl", "_dequantize_4bit_impl"):
+        monkeypatch.setattr(ops, kernel, lambda *_, **__: None)  # they fill a tensor that exists
+    with as_on_gpu(), FakeTensorMode():
+        weight = Nested(256, 128).tensors()
+        inputs = torch.empty(2, 1024, 128, dtype=dtype)
+        bias = torch.empty(256, dtype=dtype) if has_bias else None
+        expected = events_of(lambda: ops._dequant_linear_fallback(inputs, bias=bias, **weight), inputs)
+        found = events_of(lambda: torch.ops.bitsandbytes.gemm_4bit.default(inputs, bias=bias, **weight), inputs)
+    assert found == expected
+    assert (0, 256 * 128 * dtype.itemsize) in found
+
+
+def test_product_in_8_bits_allocates_as_on_cuda():
+    m, n, k = 2048, 352, 128
+    layer = built(LLAMA, EIGHT).model.layers[0].mlp.gate_proj
+    with as_on_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+        materialise(layer, torch.float32)
+        x = torch.empty(2, 1024, k, dtype=torch.bfloat16, requires_grad=True)
+        events = events_of(lambda: layer(x), x)
+    assert [after for before, after in events if not before] == [
+        2 * m * k, 4 * m, m * k, 2 * m * k, m * k, 1,  # in fp16, its rows' scales, quantized; its size, which is large, any
+        4 * m * n, 2 * m * n, 2 * m * n,  # the product, scaled in fp16, in the input's dtype
+    ]  # fmt: skip
+    assert layer.weight.dtype == torch.int8
+
+
+# The step
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Requested bytes above those before the step of a job with B = 2 and T = 1,024 on a simulated H100."""
+
+    settings: Quantization
+    prepare: bool
+    key: TapeKey
+    forward: int
+    backward: int
+
+
+def gpu_key(precision: Any, checkpointing: Any = "none") -> TapeKey:
+    kernel: Any = "default" if precision == "fp32" else "cudnn"
+    return TapeKey("plain", precision, "sdpa", checkpointing, device="gpu", kernel=kernel)
+
+
+HALF = TapeKey("plain", "fp32", "sdpa", "none", device="gpu", kernel="cudnn")
+"""Of a model that is stored in bf16 and runs without autocast."""
+
+REHEARSALS = {
+    "4bit": Rehearsed(NESTED, True, gpu_key("bf16-mixed", "full"), 124837888, 213590040),
+    "4bit, another dtype": Rehearsed(
+        Quantization(method="bnb_4bit", nested=True, compute_dtype="float32"), False, HALF, 450150448, 451190840
+    ),
+    "8bit": Rehearsed(EIGHT, False, HALF, 490012720, 506765368),
+}
+SEEDS = 16
+"""Bytes of a kernel's two random seeds, which are not recorded. They live as long as the layer's tensors."""
+
+
+def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
+    """The highest sum of live tensors and scratch in forward and backward, without the batch."""
+    tape = recorder.tape(key)
+    live, found = 0, {"forward": 0, "backward": 0}
+    born: list[list[int]] = []
+    for segment in tape.segments:
+        born.append([])
+        for op, first, second in segment.events:
+            if op == Op.ALLOC:
+                size = tape.sizes[first]
+                counts = second != Category.INPUT and not isinstance(size, Staging)
+                born[-1].append(evaluate(size, b, t) if counts else 0)  # type: ignore[arg-type]
+                live += born[-1][-1]
+            elif op == Op.FREE:
+                live -= born[first][second]
+            found[segment.phase] = max(found[segment.phase], live)
+    return found
+
+
+@pytest.mark.parametrize("name", REHEARSALS)
+def test_step_allocates_what_a_rehearsal_allocates(name: str):
+    row = REHEARSALS[name]
+    recorder = Recorder(QuantizedSource(REHEARSED, row.settings, prepare=row.prepare))
+    found = peaks(recorder, row.key, 2, 1024)
+    layers = 1 if row.key.checkpointing == "full" else 3
+    assert 0 <= row.forward - found["forward"] <= layers * SEEDS
+    assert 0 <= row.backward - found["backward"] <= layers * SEEDS
+
+
+def test_fsdp1_makes_gradients_of_packed_weights_too():
+    """Weights packed in floats are parts of the flat parameter. Autograd fills their part of its gradient with zeros."""
+    settings = Quantization(method="bnb_4bit", storage_dtype="bfloat16")
+    recorder = Recorder(QuantizedSource(LLAMA, settings, prepare=False))
+    tape = recorder.tape(TapeKey("fsdp1", "bf16-mixed", "sdpa", "none", device="gpu", kernel="cudnn"))
+    gradients = {
+        evaluate(tape.sizes[size], 1, 1)
+        for births in tape.births
+        for size, category in births
+        if category >= Category.GRADIENT and (category - Category.GRADIENT) % 2 == 0  # the layer's, not the root's
+    }
+    assert gradients == {2 * recorder.profile.stacks[0].units[0].elements}
