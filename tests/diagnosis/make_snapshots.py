@@ -85,7 +85,7 @@ def shortened(value: Any) -> None:
     for frame in {id(f): f for stack in stacks_of(value) for f in stack}.values():
         name = re.sub(r".*/site-packages/", "/venv/lib/python3.11/site-packages/", frame["filename"])
         name = re.sub(r".*/(Python-[\d.]+)/", r"/python/", name)
-        frame["filename"] = re.sub(r".*/(sitecustomize|make_snapshots)\.py", r"/work/\1.py", name).replace(
+        frame["filename"] = re.sub(r".*/(sitecustomize|make_snapshots)\.py", r"/job/\1.py", name).replace(
             Path(__file__).stem, "train"
         )
 
