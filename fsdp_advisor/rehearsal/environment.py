@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_advisor.errors import RehearsalError
-from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.memory.device import NCCL_KERNEL_BYTES, communicator_range, context_range
 from fsdp_advisor.rehearsal.build import find_installation, libraries_for
 
