@@ -163,11 +163,9 @@ def validate(given: dict[str, Any], options: ValidateOptions) -> int:
 def _rehearsed(given: dict[str, Any], options: ValidateOptions) -> int:
     """Run this command again, in stand-in mode, in a process that sees a simulated GPU. Returns its exit status."""
     from fsdp_advisor.hardware.lookup import find_gpu
-    from fsdp_advisor.rehearsal.build import find_installation, libraries_for
-    from fsdp_advisor.rehearsal.environment import environment, machine_of
+    from fsdp_advisor.rehearsal.environment import environment
 
-    machine = machine_of(find_gpu(str(given.get("gpu") or DEFAULT_GPU)), gpus_per_node=1)
-    variables = environment(machine, libraries_for(find_installation(Path(sys.executable))), os.environ)
+    variables = environment(Path(sys.executable), find_gpu(str(given.get("gpu") or DEFAULT_GPU)), gpus_per_node=1)
     own = {field.name: getattr(options, field.name) for field in fields(options)} | {"mode": "stand-in"}
     job = {name: value for name, value in given.items() if name != "gpu"}  # the attached GPU is the simulated one
     words = [word for name, value in (job | own).items() for word in _as_words(name, value)]

@@ -14,7 +14,7 @@ from fsdp_advisor.engines.loading import choose_load_method, load_methods
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import LoadMethod, SaveMethod
 from fsdp_advisor.errors import assert_never
-from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.host import HostMemory

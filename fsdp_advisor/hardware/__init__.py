@@ -5,10 +5,12 @@ May import `errors` and `units`.
 """
 
 from fsdp_advisor.hardware.attached import attached_gpu
-from fsdp_advisor.hardware.gpus import GPUS, Gpu, usual_gpus_per_node, usual_host_bytes, usual_nodes
+from fsdp_advisor.hardware.gpu import Gpu
+from fsdp_advisor.hardware.gpus import GPUS
 from fsdp_advisor.hardware.interconnects import find_interconnect
 from fsdp_advisor.hardware.links import LINKS, Link
 from fsdp_advisor.hardware.lookup import find_gpu, list_gpus
+from fsdp_advisor.hardware.nodes import usual_gpus_per_node, usual_host_bytes, usual_nodes
 
 __all__ = [
     "GPUS",

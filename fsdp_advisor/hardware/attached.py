@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.hardware.lookup import lookup
 
 _SOURCE = "NVML on this machine, total less what the driver reserves"

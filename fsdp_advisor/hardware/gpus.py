@@ -13,66 +13,11 @@ is published.
 40GB) and can be extended. None: the machine is assumed, or the buyer chooses its memory.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 from fsdp_advisor.hardware import links as via
-from fsdp_advisor.hardware.links import Link
+from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.units import GIB
 
-Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"]
-
 _MIB = 2**20
-
-USUAL_GPUS_PER_NODE = 8
-_H100_MULTIPROCESSORS = 132
-_MAX_THREADS = 2048
-_THREADS_BY_CAPABILITY = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Resident threads per multiprocessor, by compute capability, where they are fewer than _MAX_THREADS.
-
-Source: CUDA C++ Programming Guide, technical specifications.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One device as PyTorch counts devices (a MI250X board is two). None: unknown, or not supported by the hardware."""
-
-    name: str
-    full_name: str
-    aliases: tuple[str, ...] = ()
-    memory_bytes: int
-    nominal_memory_bytes: int
-    memory_source: str
-    bf16_flops: float | None = None
-    fp16_flops: float | None = None
-    tf32_flops: float | None = None
-    fp32_flops: float | None = None
-    memory_bytes_per_s: float | None = None
-    architecture: Architecture | None = None
-    compute_capability: tuple[int, int] | None = None
-    multiprocessors: int | None = None  # streaming multiprocessors; compute units on AMD
-    intra_node: Link | None = None
-    inter_node: Link | None = None  # this GPU's share of the node's network adapters
-    gpus_per_node: int | None = None  # in the node that node_source names
-    node_source: str = ""
-    host_memory_bytes: int | None = None  # of that node
-    source: str
-
-    @property
-    def lacks_bf16(self) -> bool:
-        """Whether the GPU is known not to compute in bf16, as before Ampere."""
-        return self.bf16_flops is None and self.architecture is not None
-
-    @property
-    def threads_per_multiprocessor(self) -> int:
-        """The number of threads that are resident on one multiprocessor."""
-        return _THREADS_BY_CAPABILITY.get(self.compute_capability or (0, 0), _MAX_THREADS)
-
-    @property
-    def resident_threads(self) -> int:
-        """The number of threads that are resident on the GPU. An unknown GPU counts as many multiprocessors as an H100."""
-        return (self.multiprocessors or _H100_MULTIPROCESSORS) * self.threads_per_multiprocessor
 
 
 def _gib(reading: float) -> int:
@@ -85,7 +30,6 @@ _OOM = "out-of-memory message, github.com/"
 _OOM_LOG = "out-of-memory message in a public log: total capacity of "
 _LOG = "total memory printed in a public log: "
 _SERVER = "assumed: 8 cards in a server with one 100 Gb/s port (no maker's reference node)"
-_ASSUMED = "assumed"
 _WORKSTATION = "assumed: 4 cards in a workstation with one 10 Gb/s port (no maker's reference node)"
 _DGX = "one adapter per GPU, as in NVIDIA "
 
@@ -465,38 +409,3 @@ GPUS: tuple[Gpu, ...] = (
     ),
 )
 # fmt: on
-
-
-def usual_gpus_per_node(gpu: Gpu) -> int:
-    """GPUs of the GPU's typical node, and USUAL_GPUS_PER_NODE if that is unknown.
-
-    Cards whose node is only assumed are also sold in servers of eight, as an RTX 4090 is.
-
-    >>> from fsdp_advisor.hardware import find_gpu
-    >>> [usual_gpus_per_node(find_gpu(name)) for name in ("H100", "GB200", "RTX 4090", "24GiB")]
-    [8, 4, 8, 8]
-    """
-    if gpu.gpus_per_node is None or gpu.node_source.startswith(_ASSUMED):
-        return max(gpu.gpus_per_node or 0, USUAL_GPUS_PER_NODE)
-    return gpu.gpus_per_node
-
-
-def usual_nodes(gpus: int, gpu: Gpu) -> int:
-    """The number of nodes that so many GPUs imply: the fewest of equal size with at most the usual number of GPUs each.
-
-    >>> from fsdp_advisor.hardware import find_gpu
-    >>> [usual_nodes(n, find_gpu("H100")) for n in (1, 8, 9, 12, 16, 64)]
-    [1, 1, 3, 2, 2, 8]
-    """
-    at_most = usual_gpus_per_node(gpu)
-    return next(nodes for nodes in range(-(-gpus // at_most), gpus + 1) if gpus % nodes == 0)
-
-
-def usual_host_bytes(gpu: Gpu) -> int:
-    """Bytes of host memory of the GPU's typical node; the largest value of the table if that is unknown.
-
-    >>> from fsdp_advisor.hardware import find_gpu
-    >>> [usual_host_bytes(find_gpu(name)) // GIB for name in ("A10G", "H100", "24GiB")]
-    [768, 2048, 2048]
-    """
-    return gpu.host_memory_bytes or max(known.host_memory_bytes or 0 for known in GPUS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import links as via
-from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.hardware.links import LINKS, Link
 
 BETWEEN_NODES: tuple[Link, ...] = tuple(link for link in LINKS if link.kind not in ("nvlink", "pcie", "xgmi"))

@@ -4,7 +4,8 @@ import re
 from functools import cache
 
 from fsdp_advisor.errors import UnknownGpu
-from fsdp_advisor.hardware.gpus import GPUS, Gpu
+from fsdp_advisor.hardware.gpu import Gpu
+from fsdp_advisor.hardware.gpus import GPUS
 from fsdp_advisor.units import GIB, parse_bytes
 
 # A family name selects the SXM board with the most memory: A100 -> A100-80GB, V100 -> V100-32GB, H100 -> H100-80GB.

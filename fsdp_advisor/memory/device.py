@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.plan import Plan
 
 _MIB = 2**20

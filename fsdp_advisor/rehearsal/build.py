@@ -97,8 +97,8 @@ def find_installation(python: Path) -> Installation:
         what = "no torch" if torch is None else "a build of torch without CUDA"
         raise RehearsalError(
             f"{python} has {what}; a rehearsal runs PyTorch's CUDA build",
-            hint="pip install --no-deps --index-url https://pypi.org/simple 'torch>=2.10' triton nvidia-cuda-runtime "
-            "(CUDA's own libraries are not needed)",
+            hint="install the CUDA build, which is pip's default on Linux (CUDA's own libraries are not needed): "
+            "pip install --no-deps 'torch>=2.10' triton nvidia-cuda-runtime",
         )
     return Installation(Path(python), torch)
 

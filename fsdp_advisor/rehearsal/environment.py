@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_advisor.errors import RehearsalError
-from fsdp_advisor.hardware.gpus import Gpu
+from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.memory.device import NCCL_KERNEL_BYTES, communicator_range, context_range
+from fsdp_advisor.rehearsal.build import find_installation, libraries_for
 
 SITE = Path(__file__).parent / "inside" / "site"
 """The folder that Python finds first in a rehearsed process. Its sitecustomize.py runs before the script."""
@@ -72,12 +73,17 @@ class Machine:
         }
 
 
-def environment(machine: Machine, libraries: Path, outside: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rehearsed command.
+def environment(
+    python: Path, gpu: Gpu, gpus_per_node: int, nnodes: int = 1, outside: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment in which a command that runs on this interpreter sees simulated GPUs.
 
-    `libraries` is the folder of the compiled libraries, `outside` the environment of the caller. A REHEARSAL_ variable that is
-    already set there stays.
+    `outside` is the environment of the caller. A REHEARSAL_ variable that is already set there stays. Compiles the libraries on
+    first use. Raises RehearsalError if the interpreter or the GPU cannot be simulated.
     """
+    installation = find_installation(python)
+    machine = machine_of(gpu, gpus_per_node, nnodes)
+    libraries = libraries_for(installation)
     preload = sorted(str(path) for path in libraries.glob("*.so.*"))
     found = {
         **machine.variables(),

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_advisor.errors import RehearsalError
-from fsdp_advisor.validation.process_tree import interrupts_ignored, kill_tree
+from fsdp_advisor.validation.process_tree import interrupts_ignored, is_alive, kill_tree
 
 RUN = "REHEARSAL_RUN"
 """The environment variable that marks every process of one rehearsal."""
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.5  # each poll reads all of /proc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,9 @@ def _marked(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes() and "Z" not in _state(folder):
+            if wanted in (folder / "environ").read_bytes() and is_alive(int(folder.name)):
                 found.append(int(folder.name))
     return found
-
-
-def _state(folder: Path) -> str:
-    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _resident_bytes(pid: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -12,12 +11,11 @@ from pathlib import Path
 from fsdp_advisor.diagnosis import diagnose_file
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.hardware.lookup import find_gpu
-from fsdp_advisor.rehearsal.build import find_installation, libraries_for
-from fsdp_advisor.rehearsal.environment import environment, machine_of
+from fsdp_advisor.rehearsal.environment import environment
 from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
 from fsdp_advisor.rehearsal.launch import interpreter_of, run
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of, predict
-from fsdp_advisor.rehearsal.report import Prediction, RankResult, Rehearsal, read_ranks
+from fsdp_advisor.rehearsal.report import OutOfMemory, Prediction, RankResult, Rehearsal, read_ranks
 
 STEPS = 3
 TIMEOUT_S = 1800.0
@@ -57,9 +55,7 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
     if settings.gpus % settings.nnodes:
         raise UsageError(f"{settings.gpus} GPUs cannot be divided among {settings.nnodes} nodes", hint="change --gpus")
     gpu = find_gpu(settings.gpu)
-    installation = find_installation(interpreter_of(command))
-    machine = machine_of(gpu, settings.gpus // settings.nnodes, settings.nnodes)
-    variables = environment(machine, libraries_for(installation), os.environ)
+    variables = environment(interpreter_of(command), gpu, settings.gpus // settings.nnodes, settings.nnodes)
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:
         inside = variables | _variables_of(settings, folder)
@@ -122,21 +118,13 @@ def _prediction(rank: RankResult, settings: Settings, folder: Path, variables: d
 
 def _with_kept_snapshots(ranks: Sequence[RankResult], folder: Path, kept: Path | None) -> tuple[RankResult, ...]:
     """The ranks with the paths of their snapshots in the folder that stays; without paths if none stays."""
-    if kept is None:
-        return tuple(
-            replace(rank, out_of_memory=tuple(replace(each, snapshot=None) for each in rank.out_of_memory))
-            for rank in ranks
-        )
-    kept.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.pickle"):
-        shutil.move(path, kept / path.name)
-    return tuple(
-        replace(
-            rank,
-            out_of_memory=tuple(
-                replace(each, snapshot=each.snapshot and str(kept / Path(each.snapshot).name))
-                for each in rank.out_of_memory
-            ),
-        )
-        for rank in ranks
-    )
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.pickle"):
+            shutil.move(path, kept / path.name)
+
+    def moved(error: OutOfMemory) -> OutOfMemory:
+        path = None if kept is None or error.snapshot is None else str(kept / Path(error.snapshot).name)
+        return replace(error, snapshot=path)
+
+    return tuple(replace(rank, out_of_memory=tuple(map(moved, rank.out_of_memory))) for rank in ranks)

@@ -15,6 +15,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.engines import cast_floating
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
+from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
 from fsdp_advisor.validation.engines import optimizer_for
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.records import Mode
@@ -90,8 +91,7 @@ def deepspeed_trainer(source: Source, plan: Plan, device: str, mode: Mode) -> De
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed: Any = importlib.import_module("deepspeed")
     if device == "cpu":
-        # DeepSpeed would compile its shared-memory operator, a minute, and never call it (comm/torch.py: build_shm_op)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        skip_shm_operator()
     deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
     dtype = {"fp32": torch.float32, "fp16-mixed": torch.float16}.get(plan.precision, torch.bfloat16)
     model = source.build(torch.float32 if plan.mixed else dtype)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.rehearsal.build import find_installation, libraries_for
-from fsdp_advisor.rehearsal.environment import environment, machine_of
+from fsdp_advisor.rehearsal.environment import environment
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def shortened(value: Any) -> None:
     for frame in {id(f): f for stack in stacks_of(value) for f in stack}.values():
         name = re.sub(r".*/site-packages/", "/venv/lib/python3.11/site-packages/", frame["filename"])
         name = re.sub(r".*/(Python-[\d.]+)/", r"/python/", name)
-        frame["filename"] = re.sub(r".*/(sitecustomize|make_snapshots)\.py", r"/work/\1.py", name).replace(
+        frame["filename"] = re.sub(r".*/(sitecustomize|make_snapshots)\.py", r"/job/\1.py", name).replace(
             Path(__file__).stem, "train"
         )
 
@@ -99,8 +98,7 @@ def stacks_of(snapshot: Any) -> Any:
 def simulate(case: Case) -> None:
     """Start this script again in the environment of a simulated GPU."""
     memory = {} if case.gpu_bytes is None else {"REHEARSAL_TOTAL_BYTES": str(case.gpu_bytes)}
-    libraries = libraries_for(find_installation(Path(sys.executable)))
-    variables = environment(machine_of(find_gpu("A100-40GB"), 1), libraries, {**os.environ, **memory})
+    variables = environment(Path(sys.executable), find_gpu("A100-40GB"), 1, outside={**os.environ, **memory})
     os.execve(sys.executable, [sys.executable, *sys.argv], variables)
 
 

@@ -102,7 +102,7 @@ def traceback(*frames: tuple[str, int, str]) -> list[str]:
 
 SITE = "/venv/lib/python3.11/site-packages"
 IN_LAYER = (
-    ("/work/train.py", 26, "<module>"),
+    ("/job/train.py", 26, "<module>"),
     (f"{SITE}/torch/nn/modules/module.py", 1789, "_call_impl"),
     (f"{SITE}/transformers/models/llama/modeling_llama.py", 392, "forward"),
     (f"{SITE}/torch/nn/modules/module.py", 1789, "_call_impl"),
@@ -117,17 +117,17 @@ MOMENTS = {
         (f"{SITE}/torch/nn/functional.py", 3555, "cross_entropy"),
     ),
     "backward": (
-        ("/work/train.py", 27, "<module>"),
+        ("/job/train.py", 27, "<module>"),
         (f"{SITE}/torch/_tensor.py", 623, "backward"),
         (f"{SITE}/torch/autograd/graph.py", 829, "_engine_run_backward"),
     ),
     "optimizer": (
-        ("/work/train.py", 28, "<module>"),
+        ("/job/train.py", 28, "<module>"),
         (f"{SITE}/torch/optim/optimizer.py", 530, "wrapper"),
         (f"{SITE}/torch/optim/adam.py", 169, "_init_group"),
     ),
     "loading": (
-        ("/work/train.py", 8, "<module>"),
+        ("/job/train.py", 8, "<module>"),
         (f"{SITE}/torch/nn/modules/module.py", 933, "_apply"),
         (f"{SITE}/torch/nn/modules/module.py", 1369, "convert"),
     ),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from checkpoint_worker import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
 from fsdp_advisor.validation.meter import StorageMeter
 
 MODEL = TINY | {"hidden_size": 64, "intermediate_size": 80, "vocab_size": 1001}
@@ -70,7 +71,7 @@ def main() -> None:
     folder, *stages = sys.argv[1:]
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of C++, and never called: comm/torch.py
+    skip_shm_operator()
     deepspeed.init_distributed("gloo")
     found = {}
     for stage in stages:

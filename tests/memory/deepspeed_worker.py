@@ -25,6 +25,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
+
 HIDDEN, WIDTH, VOCABULARY, LAYERS = 13, 29, 37, 3
 
 
@@ -250,7 +252,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     logging.disable(logging.WARNING)
     cases = json.loads(Path(sys.argv[1]).read_text())
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of C++, and never called: comm/torch.py
+    skip_shm_operator()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.compile(len)  # imports the compiler, as DeepSpeed's first engine would: what is frozen, collections skip
     results = [run(case) for case in cases]

@@ -35,6 +35,7 @@ from fsdp_advisor.program.storages import round_up
 from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.transformers_models import TransformersSource
+from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
 
 pytestmark = pytest.mark.slow
 
@@ -314,7 +315,7 @@ def main() -> None:
 
     logging.disable(logging.WARNING)
     cases = json.loads(Path(sys.argv[1]).read_text())
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of C++, and never called: comm/torch.py
+    skip_shm_operator()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.compile(len)  # imports the compiler, as DeepSpeed's first engine would
     results = [run(case) for case in cases]

@@ -15,7 +15,6 @@ import pytest
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.memory.device import communicator_range
-from fsdp_advisor.rehearsal.build import find_installation, libraries_for
 from fsdp_advisor.rehearsal.environment import environment, machine_of
 
 pytestmark = pytest.mark.slow
@@ -28,13 +27,11 @@ Run = Callable[..., str]
 @pytest.fixture
 def run(rehearsal_python: Path) -> Run:
     """A function that runs a command of the rehearsal's environment on a simulated node and returns what it prints."""
-    libraries = libraries_for(find_installation(rehearsal_python))
     programs = rehearsal_python.parent
 
     def start(program: str, *words: str, gpu: str = "A100-80GB", gpus: int = NODE, **variables: str) -> str:
-        machine = machine_of(find_gpu(gpu), gpus)
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-        simulated = {**environment(machine, libraries, os.environ), "PATH": path, **variables}
+        simulated = {**environment(rehearsal_python, find_gpu(gpu), gpus), "PATH": path, **variables}
         done = subprocess.run(
             [programs / program, *words], env=simulated, capture_output=True, text=True, timeout=300, check=False
         )

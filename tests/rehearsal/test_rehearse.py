@@ -79,6 +79,26 @@ def test_the_script_reads_the_same_peaks_as_without_a_meter_and_the_report_has_t
     assert rank["phases"][3]["peak_allocated_bytes"] > rank["phases"][2]["allocated_bytes_at_end"], "AdamW's state"
 
 
+def test_an_optimizer_that_steps_in_backward_ends_the_step(rehearsal_python: Path, script: Script) -> None:
+    text = """
+import torch
+model = torch.nn.Linear(64, 64, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+backwards = 0
+def step_every_second_time(parameter):
+    global backwards
+    backwards += 1
+    if backwards % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+model.weight.register_post_accumulate_grad_hook(step_every_second_time)
+for micro_batch in range(4):
+    model(torch.randn(2, 64, device="cuda")).sum().backward()
+"""
+    status, found, _ = run(rehearsal_python, script(text), "--steps", "0")
+    assert status == 0 and found["ranks"][0]["steps"] == 2
+
+
 def test_the_script_is_ended_after_the_wanted_steps(rehearsal_python: Path, script: Script) -> None:
     status, found, printed = run(rehearsal_python, script(TRAIN), "--steps", "1")
     assert status == 0 and found["ranks"][0]["steps"] == 1

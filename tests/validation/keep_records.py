@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.validation import records, report
+from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS
 
 KEPT_FIGURES = (
     "peak_allocated_bytes",
@@ -22,7 +23,7 @@ KEPT_FIGURES = (
     "phases",
     "allocator_retries",
 )
-KEPT_COUNTS = ("segments", "modelled_segments", "alike")
+KEPT_COUNTS = ("segments", "modelled_segments", EQUAL_SEGMENTS)
 
 
 def reduced(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.validation import drawing, report, report_text
 from fsdp_advisor.validation.records import Record, downsampled
+from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS
 
 GIB = 2**30
 
@@ -186,7 +187,7 @@ def test_gpu_runs_are_reported_by_phase_range_and_segment() -> None:
     peaks = {phase: {"allocated_bytes": 40 * GIB, "reserved_bytes": 50 * GIB} for phase in report.PHASES}
     said = {phase: {"allocated_bytes": 38 * GIB, "reserved_bytes": 50 * GIB} for phase in report.PHASES}
     held = {
-        "segments": 9, "modelled_segments": 8, "alike": 7, "recorded_bytes": 9, "modelled_bytes": 8,
+        "segments": 9, "modelled_segments": 8, EQUAL_SEGMENTS: 7, "recorded_bytes": 9, "modelled_bytes": 8,
         "only_recorded": ["large, 9 bytes"], "only_modelled": ["small, 8 bytes"],
     }  # fmt: skip
     measured = {"peak_reserved_bytes": 50 * GIB, "peak_device_bytes": 52 * GIB, "context_bytes": GIB}

@@ -43,6 +43,7 @@ class Meter:
         self.completed = 0
         self.backward_depth = 0
         self.gradients_pending = False
+        self.stepped_in_backward = False
         self.phases: dict[tuple[int, Phase, int], Figures] = {}
         self.since_reset: dict[int, dict[tuple[str, ...], int]] = {}
         self.out_of_memory: list[dict[str, Any]] = []
@@ -51,6 +52,7 @@ class Meter:
         self.forwards = 0
         self.started = time.monotonic()
         self.history_runs = False
+        self.alive_before_history: dict[int, int] = {}
         self.native_stats = torch.cuda.memory.memory_stats_as_nested_dict
         self.native_reset = torch._C._cuda_resetPeakMemoryStats
 
@@ -123,25 +125,22 @@ class Meter:
     def after_backward(self) -> None:
         self.backward_depth -= 1
         if self.backward_depth == 0 and self.torch.cuda.is_initialized():
-            stepped_in_backward = self.gradients_pending is False and self.step > self.completed and self._stepped
-            self.gradients_pending = not stepped_in_backward
+            self.gradients_pending = True
             self.enter("optimizer", self.completed + 1)
-            if stepped_in_backward:
+            if self.stepped_in_backward:
                 self._complete_step()
             self._watch_forward()
-
-    _stepped = False
 
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A step ends with the first optimizer's step after a backward; further optimizers belong to the same step."""
         if self.backward_depth:
-            self._stepped = True  # an optimizer in the backward pass: the step ends with it
+            self.stepped_in_backward = True
         elif self.gradients_pending:
             self.facts.setdefault("optimizer", job_facts.optimizer_of(optimizer))
             self._complete_step()
 
     def _complete_step(self) -> None:
-        self.gradients_pending = self._stepped = False
+        self.gradients_pending = self.stepped_in_backward = False
         self.completed += 1
         self.facts.setdefault("forwards_per_step", self.forwards)
         self.write("running")

@@ -11,6 +11,8 @@ import deepspeed
 import torch
 from transformers import AutoModelForCausalLM
 
+from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)  # DeepSpeed's launcher adds it
 parser.add_argument("--deepspeed")
@@ -18,7 +20,7 @@ parser.add_argument("model")
 parser.add_argument("out")
 args = parser.parse_args()
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of C++, and never called: comm/torch.py
+skip_shm_operator()
 deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 model.config.use_cache = False

@@ -1,0 +1,62 @@
+"""The type of a GPU. The rows of the table are in `gpus`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_advisor.hardware.links import Link
+
+Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"]
+
+_H100_MULTIPROCESSORS = 132
+_MAX_THREADS = 2048
+_THREADS_BY_CAPABILITY = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""Resident threads per multiprocessor, by compute capability, where they are fewer than _MAX_THREADS.
+
+Source: CUDA C++ Programming Guide, technical specifications.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device as PyTorch counts devices (a MI250X board is two). None: unknown, or not supported by the hardware."""
+
+    name: str
+    full_name: str
+    aliases: tuple[str, ...] = ()
+    memory_bytes: int
+    nominal_memory_bytes: int
+    memory_source: str
+    bf16_flops: float | None = None
+    fp16_flops: float | None = None
+    tf32_flops: float | None = None
+    fp32_flops: float | None = None
+    memory_bytes_per_s: float | None = None
+    architecture: Architecture | None = None
+    compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None  # streaming multiprocessors; compute units on AMD
+    intra_node: Link | None = None
+    inter_node: Link | None = None  # this GPU's share of the node's network adapters
+    gpus_per_node: int | None = None  # in the node that node_source names
+    node_source: str = ""  # begins with "assumed" if no node of a maker or a cloud is known
+    host_memory_bytes: int | None = None  # of that node
+    source: str
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether the GPU is known not to compute in bf16, as before Ampere."""
+        return self.bf16_flops is None and self.architecture is not None
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """The number of threads that are resident on one multiprocessor."""
+        return _THREADS_BY_CAPABILITY.get(self.compute_capability or (0, 0), _MAX_THREADS)
+
+    @property
+    def resident_threads(self) -> int:
+        """The number of threads that are resident on the GPU. An unknown GPU counts as many multiprocessors as an H100."""
+        return (self.multiprocessors or _H100_MULTIPROCESSORS) * self.threads_per_multiprocessor
+
+    @property
+    def node_is_assumed(self) -> bool:
+        """Whether no node of a maker or a cloud is known, so that the table assumes one."""
+        return self.node_source.startswith("assumed")
