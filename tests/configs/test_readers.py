@@ -252,10 +252,10 @@ def test_torchtune() -> None:
     assert found.options == {
         "framework": "torch", "model": "Qwen/Qwen2.5-7B", "micro_batch_size": 2, "gradient_accumulation_steps": 8, "seq_len": 8192,
         "precision": "bf16", "activation_checkpointing": "full", "offload": "parameters", "strategy": "zero3", "backend": "fsdp2",
+        "optim": "paged_adamw_8bit",
     }  # fmt: skip
     for words in (
         "lora_qwen2_5_7b_instruct",
-        "PagedAdamW8bit",
         "chunked loss",
         "torch.compile",
         "optimizer_in_bwd",

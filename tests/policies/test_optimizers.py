@@ -22,8 +22,8 @@ def test_every_name_has_an_optimizer_of_that_name(name: OptimizerName) -> None:
 
 
 def test_a_name_without_an_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="lion"):
-        optimizer_named("lion")  # type: ignore[arg-type]  # not in the Literal
+    with pytest.raises(ValueError, match="shampoo"):
+        optimizer_named("shampoo")  # type: ignore[arg-type]  # not in the Literal
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,6 +61,10 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("sgd_momentum", 24000, 4000),
         ("adafactor", 4 * 160, 4000),
         ("adamw_bnb_8bit", 2 * 6000 + 2 * 4 * 24, 8000),
+        ("paged_adamw_8bit", 2 * 6000 + 2 * 4 * 24, 8000),
+        ("lion_32bit", 24000, 4000),
+        ("lion_8bit", 6000 + 4 * 24, 4000),
+        ("ademamix_8bit", 3 * 6000 + 3 * 4 * 24, 12000),
     ],
 )
 def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vector: int) -> None:
@@ -78,12 +82,32 @@ def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vec
         ("sgd_momentum", 4000, 20000),
         ("adafactor", 4004, 20004),
         ("adamw_bnb_8bit", 8000, 2 * 5000 + 2 * 4 * 20),
+        ("lion_32bit", 4000, 20000),
+        ("rmsprop_bnb_8bit", 4000, 5000 + 4 * 20),
     ],
 )
 def test_state_of_a_flat_partition(name: OptimizerName, small: int, large: int) -> None:
     optimizer = optimizer_named(name)
     assert optimizer.flat_state_storages(1000, 4).exact == small
     assert optimizer.flat_state_storages(5000, 4).exact == large
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "paged"),
+    [
+        ("paged_adamw_8bit", 2 * 4 * 391, 200_000),
+        ("paged_adamw_32bit", 0, 800_000),
+        ("paged_lion_8bit", 4 * 391, 100_000),
+        ("paged_ademamix_32bit", 0, 1_200_000),
+        ("adamw_bnb_8bit", 200_000 + 2 * 4 * 391, 0),
+    ],
+)
+def test_states_of_large_tensors_are_paged(name: OptimizerName, kept: int, paged: int) -> None:
+    optimizer = optimizer_named(name)
+    large = Parameter(name="large", shape=(1000, 100))
+    assert optimizer.state_storages(large, large.shape, 4).exact == kept
+    assert optimizer.paged_state_storages(large.elements).exact == paged
+    assert optimizer.paged_state_storages(99_999).exact == 0
 
 
 def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> None:

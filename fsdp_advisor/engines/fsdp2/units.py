@@ -40,6 +40,7 @@ class UnitBytes:
 
     parameters: Storages
     optimizer: Storages
+    paged: Storages  # optimizer state in managed memory
     gradients: Storages  # one storage: the reduce-scatter's output; the sharded gradients are views of it
     gather_input: Storages  # flat copy of the shards in the compute dtype; empty if the shards themselves are gathered
     gather_output: Storages
@@ -58,16 +59,18 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     locals_ = [prod(s) for s in shapes]
     elements = sum(locals_)
     reduced = 0
-    parameters = optimizer = unsharded = NO_STORAGES
+    parameters = optimizer = paged = unsharded = NO_STORAGES
     for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
         parameters += Storages.of(e * plan.param_bytes)
         unsharded += Storages.of(e * n * plan.compute_bytes)
         if parameter.trainable:
             optimizer += stepping.state_storages(parameter, shape, plan.param_bytes)
+            paged += stepping.paged_state_storages(e)
             reduced += e
     return UnitBytes(
         parameters=parameters,
         optimizer=optimizer,
+        paged=paged,
         gradients=Storages.of(reduced * plan.param_bytes),
         gather_input=Storages.of(elements * plan.compute_bytes) if plan.mixed and not offload else NO_STORAGES,
         gather_output=Storages.of(elements * n * plan.compute_bytes),
@@ -92,7 +95,9 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
 
     states = States(buffers=buffers(profile))
     if plan.offload != "parameters":
-        kept = {what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer")}
+        kept = {
+            what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer", "paged")
+        }
         if wrapping.units or (len(wrapping.parts) == 1 and not wrapping.whole):  # one by one, in the model's order
             parts = root_parts(profile)
             states_of = [_measure(part, plan) for part in parts]
@@ -100,6 +105,7 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
             each = per_unit(profile, lambda unit: _measure(unit, plan))
             kept["parameters"] = summed(profile, each, "parameters", [part.parameters for part in weights_of])
             kept["optimizer"] = summed(profile, each, "optimizer", [part.optimizer for part in states_of])
+        kept["optimizer"] += optimizer_named(plan.optim).shared_state
         states = replace(states, **kept)
     return wrapping, units, states
 
