@@ -31,9 +31,13 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "pagedademamix8bit": "paged_ademamix_8bit",
     "rmsprop32bit": "rmsprop_bnb_32bit",
     "rmsprop8bit": "rmsprop_bnb_8bit",
+    "ao_adamw_8bit": "adamw_torch_8bit",
 }
 """The Trainer's other names, and classes of torch, bitsandbytes and DeepSpeed. `adamw_8bit` is `adamw_bnb_8bit`, `rmsprop_bnb` the
 32-bit one. Source: transformers/training_args.py, OptimizerNames (5.23)."""
+
+_OF_TORCHAO: dict[str, OptimizerName] = {"adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
+"""Classes of torchao. bitsandbytes has one of the same name, which takes no `block_size`."""
 
 _ATTENTION: dict[str, Attention] = {
     **{name: name for name in get_args(Attention)},
@@ -81,6 +85,8 @@ def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) ->
     ('paged_adamw_8bit', 'sgd_momentum', None)
     """
     plain = name.rsplit(".", 1)[-1].lower()
+    if plain in _OF_TORCHAO and ("torchao" in name or (isinstance(arguments, Mapping) and "block_size" in arguments)):
+        return _OF_TORCHAO[plain]
     optim = _OPTIMIZERS.get(plain)
     if optim == "sgd" and _has_momentum(arguments):
         return "sgd_momentum"

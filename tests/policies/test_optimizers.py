@@ -64,6 +64,7 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("paged_adamw_8bit", 2 * 6000 + 2 * 4 * 24, 8000),
         ("lion_32bit", 24000, 4000),
         ("lion_8bit", 6000 + 4 * 24, 4000),
+        ("adamw_torch_8bit", 48000, 8000),
         ("ademamix_8bit", 3 * 6000 + 3 * 4 * 24, 12000),
     ],
 )
@@ -108,6 +109,22 @@ def test_states_of_large_tensors_are_paged(name: OptimizerName, kept: int, paged
     assert optimizer.state_storages(large, large.shape, 4).exact == kept
     assert optimizer.paged_state_storages(large.elements).exact == paged
     assert optimizer.paged_state_storages(99_999).exact == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "of_a_matrix", "of_a_vector"),
+    [
+        ("adamw_torch_8bit", 2 * (8192 + 4 * 32 + 1024), 2 * 4 * 32 + 8 * 8192, 0),
+        ("adamw_torch_4bit", 2 * (4096 + 4 * 32 + 64), 2 * 4 * 32 + 24 * 8192, 2 * 4 * 32 + 24 * 8192),
+    ],
+)
+def test_torchao_quantizes_whole_blocks(name: OptimizerName, state: int, of_a_matrix: int, of_a_vector: int) -> None:
+    optimizer = optimizer_named(name)
+    matrix, vector = Parameter(name="m", shape=(64, 128)), Parameter(name="v", shape=(8192,))
+    assert optimizer.state_storages(matrix, matrix.shape, 4).exact == state
+    assert optimizer.step_temporaries(matrix, matrix.shape, 4, "torch").exact == of_a_matrix
+    assert optimizer.step_temporaries(vector, vector.shape, 4, "torch").exact == of_a_vector
+    assert optimizer.step_temporaries(matrix, (63, 127), 4, "torch").exact == 0
 
 
 def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> None:

@@ -56,7 +56,7 @@ class UnitBytes:
     shard: Storages
     optimizer: Storages
     paged: Storages  # optimizer state in managed memory
-    optimizer_temporaries: Storages
+    optimizer_temporaries: Storages  # of all parameters, or of the largest if they are updated one by one
     gathered_shard: Storages  # the all-gather's input, if it is a copy: in the compute dtype, or uploaded from the host
     uploaded_shard: Storages  # the shard on the GPU before its cast to the compute dtype
     unsharded: Storages
@@ -82,8 +82,11 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
             norms += Storages.of(CLIP_NORM_BYTES)
             optimizer += stepping.state_storages(parameter, (piece,), plan.param_bytes)
             paged += stepping.paged_state_storages(piece)
+            update = stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
             if not stepping.steps_one_by_one(plan.framework):
-                temporaries += stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
+                temporaries += update
+            elif update.exact > temporaries.exact:
+                temporaries = update
     casts = plan.reduce_bytes != plan.compute_bytes and not alone
     reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
     initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES
