@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from fsdp_advisor.job.optimizers import unable_backends
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -19,6 +20,11 @@ VECTOR = Parameter(name="bias", shape=(1000,))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_has_an_optimizer_of_that_name(name: OptimizerName) -> None:
     assert optimizer_named(name).name == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_does_not_mean_fsdp2_if_it_cannot_step_the_optimizer(name: OptimizerName) -> None:
+    assert ("fsdp2" in unable_backends(name)) == (optimizer_named(name).fsdp2 is not None)
 
 
 def test_a_name_without_an_optimizer_is_refused() -> None:
