@@ -288,6 +288,7 @@ def _without_step(
             "buffers": states.buffers.exact,
         },
         parameter_parts=_parameter_parts(profile, plan, states),
+        paged_optimizer_bytes=states.paged.exact,
         host_bytes_per_node=host.steady,
         host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
@@ -334,6 +335,8 @@ def _with_step(
     step = step_of(profile, key, tape, plan, gpu)
     if step is not None:
         step = step.with_retries(allocator.retries_per_step)
+        left = gpu.memory_bytes - overhead.middle_bytes - allocator.reserved_peak_bytes
+        step = step.with_paging(base.paged_optimizer_bytes, left, gpu)
     needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, job.phases["load"].gpu_bytes or 0, job.phases["save"].gpu_bytes or 0)  # fmt: skip
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
     return replace(

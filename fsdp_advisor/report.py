@@ -52,6 +52,8 @@ class StrategyEstimate:
     side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, `fits` is False too,
     and `fails_in` names the phase.
     `states` are kept from step to step; `at_peak` is what is alive at the tensors' peak, by account.
+    `paged_optimizer_bytes` is optimizer state in CUDA's managed memory, which is in neither: it takes what the GPU has left, and
+    moves to the host when the GPU is full. `host_bytes_per_node` contains all of it.
     `units` describes the FSDP units of a wrap policy other than `layer`.
     """
 
@@ -67,6 +69,7 @@ class StrategyEstimate:
     parameter_parts: dict[str, int] | None = None
     at_peak: dict[str, int] | None = None
     host_bytes_per_node: int
+    paged_optimizer_bytes: int = 0
     host_loading_bytes_per_node: dict[str, int] | None = None
     fused_loss_peak_bytes: int | None = None
     allocator: AllocatorResult | None = None
@@ -180,6 +183,7 @@ class StrategyEstimate:
             "parameter_parts": self.parameter_parts,
             "at_peak": self.at_peak,
             "fused_loss_peak_bytes": self.fused_loss_peak_bytes,
+            "paged_optimizer_bytes": self.paged_optimizer_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
             **_speed(self.step, self.plan.seq_len),

@@ -7,8 +7,17 @@ from functools import cached_property
 
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.optimizers import unable_backends
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Backend, Checkpointing, Offload, OffloadDevice, RecommendRequest, Strategy
+from fsdp_advisor.job.request import (
+    Backend,
+    Checkpointing,
+    Offload,
+    OffloadDevice,
+    OptimizerName,
+    RecommendRequest,
+    Strategy,
+)
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
 DEVICES: tuple[OffloadDevice, ...] = ("cpu", "nvme")
@@ -108,8 +117,7 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
     """Every choice that the request leaves open on `gpus` ranks, the simplest first.
 
     Left out unless the request names them: HSDP on one node, which equals ZeRO-3; sharding on one GPU, which shards nothing,
-    without offload; FSDP1, because `auto` means FSDP2; NVMe
-    without a limit on host memory, because it needs as much of the GPU as offload to the CPU. Also left out is whatever the
+    without offload; FSDP1 unless FSDP2 cannot step the optimizer, because `auto` means FSDP2; NVMe without a limit on host memory, because it needs as much of the GPU as offload to the CPU. Also left out is whatever the
     framework cannot do.
     """
     return tuple(
@@ -145,6 +153,13 @@ def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
     return ("cpu",) if request.host_memory is None else DEVICES
 
 
+def _automatic(optim: OptimizerName) -> frozenset[Backend]:
+    """The backends of `auto`: FSDP1 takes the place of FSDP2 if that cannot step the optimizer."""
+    unable = unable_backends(optim)
+    backends: tuple[Backend, ...] = ("ddp", "fsdp1" if "fsdp2" in unable else "fsdp2", "deepspeed")
+    return frozenset(backends) - unable
+
+
 def _is_pointless(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnodes: int) -> bool:
     """Whether a simpler choice does the same on so few ranks."""
     if choice.strategy == "hsdp":
@@ -161,7 +176,10 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
         and strategy_open
         and request.offload in ("auto", choice.offload)
         and request.activation_checkpointing in ("auto", choice.activation_checkpointing)
-        and (request.backend == choice.backend or (request.backend == "auto" and choice.backend != "fsdp1"))
+        and (
+            request.backend == choice.backend
+            or (request.backend == "auto" and choice.backend in _automatic(request.optim))
+        )
         and choice.backend in FRAMEWORKS[request.framework].backends
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
         and refusal(

@@ -15,9 +15,29 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "adam": "adamw_torch",
     "torch_adam": "adamw_torch",
     "adamw_8bit": "adamw_bnb_8bit",
+    "rmsprop_bnb": "rmsprop_bnb_32bit",
     "adamw8bit": "adamw_bnb_8bit",
+    "pagedadamw8bit": "paged_adamw_8bit",
+    "pagedadamw": "paged_adamw_32bit",
+    "pagedadamw32bit": "paged_adamw_32bit",
+    "lion": "lion_32bit",
+    "lion32bit": "lion_32bit",
+    "lion8bit": "lion_8bit",
+    "pagedlion": "paged_lion_32bit",
+    "pagedlion32bit": "paged_lion_32bit",
+    "pagedlion8bit": "paged_lion_8bit",
+    "ademamix8bit": "ademamix_8bit",
+    "pagedademamix": "paged_ademamix_32bit",
+    "pagedademamix8bit": "paged_ademamix_8bit",
+    "rmsprop32bit": "rmsprop_bnb_32bit",
+    "rmsprop8bit": "rmsprop_bnb_8bit",
+    "ao_adamw_8bit": "adamw_torch_8bit",
 }
-"""`adamw_8bit` is the Trainer's other name of `adamw_bnb_8bit`. Source: transformers/training_args.py, OptimizerNames (5.23)."""
+"""The Trainer's other names, and classes of torch, bitsandbytes and DeepSpeed. `adamw_8bit` is `adamw_bnb_8bit`, `rmsprop_bnb` the
+32-bit one. Source: transformers/training_args.py, OptimizerNames (5.23)."""
+
+_OF_TORCHAO: dict[str, OptimizerName] = {"adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
+"""Classes of torchao. bitsandbytes has one of the same name, which takes no `block_size`."""
 
 _ATTENTION: dict[str, Attention] = {
     **{name: name for name in get_args(Attention)},
@@ -50,17 +70,29 @@ def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str
     name = found.peek(key)
     if not isinstance(name, str):
         return
-    plain = name.rsplit(".", 1)[-1].lower()
-    optim = _OPTIMIZERS.get(plain)
+    optim = optimizer_of(name, arguments)
     if optim is None:
         found.lacks(key, "the optimizer is not modelled; the estimate assumes adamw_torch_fused")
         return
     found.take(key)
-    if optim == "sgd" and _has_momentum(arguments):
-        optim = "sgd_momentum"
-    if plain == "adamw" and isinstance(arguments, Mapping) and arguments.get("fused") in (True, "True"):
-        optim = "adamw_torch_fused"
     found.options["optim"] = optim
+
+
+def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) -> OptimizerName | None:
+    """The optimizer that a consumer or a class of Python calls `name`; None if it is not modelled.
+
+    >>> optimizer_of("bitsandbytes.optim.PagedAdamW8bit"), optimizer_of("SGD", {"momentum": 0.9}), optimizer_of("LBFGS")
+    ('paged_adamw_8bit', 'sgd_momentum', None)
+    """
+    plain = name.rsplit(".", 1)[-1].lower()
+    if plain in _OF_TORCHAO and ("torchao" in name or (isinstance(arguments, Mapping) and "block_size" in arguments)):
+        return _OF_TORCHAO[plain]
+    optim = _OPTIMIZERS.get(plain)
+    if optim == "sgd" and _has_momentum(arguments):
+        return "sgd_momentum"
+    if plain == "adamw" and isinstance(arguments, Mapping) and arguments.get("fused") in (True, "True"):
+        return "adamw_torch_fused"
+    return optim
 
 
 def _has_momentum(arguments: Mapping[str, Any] | str | None) -> bool:

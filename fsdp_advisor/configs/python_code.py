@@ -13,6 +13,7 @@ from typing import Any
 from fsdp_advisor.configs import torchtitan, trainer
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import wrap_of
+from fsdp_advisor.configs.names import optimizer_of
 from fsdp_advisor.errors import UsageError
 
 _CONSTANTS = {
@@ -131,7 +132,7 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     if "activation_checkpointing_enable" in calls or "gradient_checkpointing_enable" in calls:
         found.options["activation_checkpointing"] = "full"
     source = ast.unparse(tree)
-    _optimizer(found, source, calls)
+    _optimizer(found, calls)
     if "fully_shard" in calls:
         _fsdp2(found, tree, source, constants)
     elif "FullyShardedDataParallel" in calls:
@@ -143,15 +144,10 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     return found
 
 
-def _optimizer(found: Collector, source: str, calls: dict[str, dict[str, Any]]) -> None:
-    if "AdamW8bit" in calls:
-        found.options["optim"] = "adamw_bnb_8bit"
-    elif "AdamW" in calls:
-        found.options["optim"] = "adamw_torch_fused" if calls["AdamW"].get("fused") else "adamw_torch"
-    elif "SGD" in calls:
-        found.options["optim"] = "sgd_momentum" if calls["SGD"].get("momentum") else "sgd"
-    elif "Adafactor" in calls:
-        found.options["optim"] = "adafactor"
+def _optimizer(found: Collector, calls: dict[str, dict[str, Any]]) -> None:
+    for name, arguments in calls.items():
+        if (optim := optimizer_of(name, arguments)) is not None:
+            found.options["optim"] = optim
 
 
 def _half(source: str, marker: str) -> str:

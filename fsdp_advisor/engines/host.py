@@ -1,17 +1,27 @@
-"""Host memory that offload keeps from step to step. `loading` and `saving` count the temporary memory of their methods."""
+"""Host memory that offload and paged optimizers keep from step to step. `loading` and `saving` count the temporary memory of their methods."""
 
 from __future__ import annotations
 
 from fsdp_advisor.engines.deepspeed import host as deepspeed
 from fsdp_advisor.engines.fsdp2 import host as fsdp2
+from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.optimizers import optimizer_named
 
 
 def host_memory(profile: Profile, plan: Plan) -> HostMemory:
-    """Host memory of one node between steps, in bytes."""
+    """Host memory of one node between steps, in bytes. All of a paged optimizer's state counts: CUDA may move all of it there."""
+    offloaded = _offloaded(profile, plan)
+    if not optimizer_named(plan.optim).is_paged:
+        return offloaded
+    paged = states_of(profile, plan).paged.exact * plan.ranks_per_node
+    return HostMemory(pinned=offloaded.pinned, pageable=offloaded.pageable + paged)
+
+
+def _offloaded(profile: Profile, plan: Plan) -> HostMemory:
     match plan.backend:
         case "ddp":
             return HostMemory()  # DDP has no offload

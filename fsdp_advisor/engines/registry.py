@@ -18,6 +18,11 @@ from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.program.storages import States
 
+PAGED = (
+    "paged optimizer state is in CUDA's managed memory, outside needed_bytes: it uses what the GPU has left, and moves to the host "
+    "when the GPU is full; host memory counts all of it"
+)
+
 
 def step_of_engine(profile: Profile, plan: Plan) -> DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep:
     """The hooks of the plan's backend."""
@@ -52,7 +57,12 @@ def states_of(profile: Profile, plan: Plan) -> States:
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what the models of the plan's engine and framework leave out or assume."""
     notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
-    failure = optimizer_named(plan.optim).fsdp2_step_failure
-    if failure and plan.backend == "fsdp2" and plan.framework != "trainer":
-        notes.append(failure)
+    optimizer = optimizer_named(plan.optim)
+    if plan.backend == "fsdp2":
+        if optimizer.fsdp2 is not None:
+            notes.append(optimizer.fsdp2.reason)
+        elif optimizer.fsdp2_step_failure and plan.framework != "trainer":
+            notes.append(optimizer.fsdp2_step_failure)
+    if optimizer.is_paged and plan.offload == "none":
+        notes.append(PAGED)
     return notes + wrapping.not_modelled(profile, plan)

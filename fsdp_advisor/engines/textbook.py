@@ -37,13 +37,18 @@ def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
     shards = plan.shard_degree
     masters = plan.backend == "deepspeed" and plan.mixed
     weight = 2 if masters else plan.param_bytes
-    optimizer = optimizer_named(plan.optim).textbook_bytes(plan.param_bytes) * parameters
-    if masters:
-        optimizer += 4 * parameters
+    stepping = optimizer_named(plan.optim)
+    moments = stepping.textbook_bytes(plan.param_bytes) * parameters
+    optimizer = 4 * parameters if masters else 0
+    paged = 0
+    if stepping.is_paged and plan.offload == "none":
+        paged = moments
+    else:
+        optimizer += moments
     sharded = {"ddp": (1, 1, 1), "zero1": (1, 1, shards), "zero2": (1, shards, shards)}
     p, g, o = sharded.get(plan.strategy, (shards, shards, shards))
     gpu = (-(-weight * parameters // p), -(-weight * parameters // g), -(-optimizer // o))
-    host = 0
+    host = -(-paged // o) * plan.ranks_per_node
     if plan.offload != "none":
         host += gpu[2] * plan.ranks_per_node
         gpu = (gpu[0], gpu[1], 0)

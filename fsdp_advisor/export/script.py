@@ -54,6 +54,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         checkpointing=plan.activation_checkpointing == "full",
         optimizer=optimizer.call(),
         bitsandbytes=optimizer.module.startswith("bitsandbytes"),
+        torchao=optimizer.module.startswith("torchao"),
     )
     return text, ()
 

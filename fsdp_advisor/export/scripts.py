@@ -67,6 +67,7 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "checkpointing": plan.activation_checkpointing == "full" and not by_fsdp,
         "optimizer": optimizer.call(),
         "bitsandbytes": optimizer.module.startswith("bitsandbytes"),
+        "torchao": optimizer.module.startswith("torchao"),
         "layers": list(job.wrapped_classes),
         "least": plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
     }

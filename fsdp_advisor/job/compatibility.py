@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.optimizers import unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
@@ -84,8 +85,11 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
 
 
 def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
-    """The backends among which `auto` chooses: the framework's, and with NVMe only DeepSpeed, which alone offloads to it."""
-    known = FRAMEWORKS[request.framework].backends
+    """The backends among which `auto` chooses: the framework's that can step the optimizer, and with NVMe only DeepSpeed, which
+    alone offloads to it.
+    """
+    unable = unable_backends(request.optim)
+    known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
     if offload != "none" and request.offload_device == "nvme":
         return tuple(b for b in known if b == "deepspeed")
     return known
@@ -108,6 +112,16 @@ def refusal(
             hint="--backend fsdp2, or --framework accelerate",
         )
     return None
+
+
+def _refuses(request: EstimateRequest, strategy: Strategy, backend: Backend) -> UsageError | None:
+    return refusal(
+        strategy,
+        backend,
+        framework=request.framework,
+        wrap=request.wrap,
+        activation_checkpointing=request.activation_checkpointing,
+    )
 
 
 def _refused_wrap(
@@ -187,17 +201,14 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     backend = request.backend
     if backend == "auto":
         open_ones = [b for b in able if b in known]
-        backend = next((b for b in open_ones if b in _backends(request, offload)), open_ones[0])
+        backend = next(
+            (b for b in open_ones if b in _backends(request, offload) and not _refuses(request, strategy, b)),
+            open_ones[0],
+        )
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
-    refused = refusal(
-        strategy,
-        backend,
-        framework=request.framework,
-        wrap=request.wrap,
-        activation_checkpointing=request.activation_checkpointing,
-    )
+    refused = _refuses(request, strategy, backend)
     if refused is not None:
         raise refused
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":

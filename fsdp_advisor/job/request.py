@@ -19,6 +19,9 @@ Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 OptimizerName = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
+    "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
+    "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
+    "adamw_torch_8bit", "adamw_torch_4bit",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
@@ -200,27 +203,23 @@ class EstimateRequest:
         Rule(
             about="the optimizer, by its Hugging Face name",
             group="Training",
-            synonyms={"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"},
+            synonyms={
+                "adamw": "adamw_torch_fused",
+                "adam": "adamw_torch_fused",
+                "adamw_8bit": "adamw_bnb_8bit",
+                "paged_adamw": "paged_adamw_32bit",
+                "lion": "lion_32bit",
+                "paged_lion": "paged_lion_32bit",
+                "paged_ademamix": "paged_ademamix_32bit",
+                "rmsprop_bnb": "rmsprop_bnb_32bit",
+            },
             nearest={
-                "lion": "sgd_momentum, which also keeps one value per parameter",
-                "lion_32bit": "sgd_momentum, which also keeps one value per parameter",
-                "paged_adamw": "adamw_torch_fused, without the pages in host memory",
-                "paged_adamw_32bit": "adamw_torch_fused, without the pages in host memory",
-                "paged_adamw_8bit": "adamw_bnb_8bit, without the pages in host memory",
+                "lomo": "sgd, which has no state either",
+                "adalomo": "adafactor, which factors its state too",
             },
             not_modelled=(
-                "lion",
-                "lion_8bit",
-                "lion_32bit",
-                "paged_adamw",
-                "paged_adamw_8bit",
-                "paged_adamw_32bit",
-                "paged_lion_8bit",
                 "adamw_apex_fused",
                 "adamw_anyprecision",
-                "adamw_torch_4bit",
-                "adamw_torch_8bit",
-                "ademamix",
                 "adagrad",
                 "rmsprop",
                 "galore_adamw",

@@ -65,13 +65,17 @@ NO_STORAGES = Storages()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """The storages that rank 0 keeps on the GPU from step to step. `communication`: buffers of collectives (DDP, DeepSpeed)."""
+    """The storages that rank 0 keeps on the GPU from step to step. `communication`: buffers of collectives (DDP, DeepSpeed).
+
+    `paged`: optimizer state in CUDA's managed memory, which is on the GPU or on the host. PyTorch does not allocate it.
+    """
 
     parameters: Storages = NO_STORAGES
     gradients: Storages = NO_STORAGES
     optimizer: Storages = NO_STORAGES
     communication: Storages = NO_STORAGES
     buffers: Storages = NO_STORAGES
+    paged: Storages = NO_STORAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,16 @@ from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 TIMEOUT_S = 120
 _SHARDINGS = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp"}
 _OPTIMIZERS = {
-    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "AdamW8bit": "adamw_bnb_8bit",
-    "FusedAdam": "adamw_torch_fused",
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "FusedAdam": "adamw_torch_fused",
 }  # fmt: skip
+_OF_BITSANDBYTES = {
+    ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",
+    ("Lion", 32, False): "lion_32bit", ("Lion", 8, False): "lion_8bit", ("Lion", 32, True): "paged_lion_32bit",
+    ("Lion", 8, True): "paged_lion_8bit", ("AdEMAMix", 32, False): "ademamix", ("AdEMAMix", 8, False): "ademamix_8bit",
+    ("AdEMAMix", 32, True): "paged_ademamix_32bit", ("AdEMAMix", 8, True): "paged_ademamix_8bit",
+    ("RMSprop", 32, False): "rmsprop_bnb_32bit", ("RMSprop", 8, False): "rmsprop_bnb_8bit",
+}  # fmt: skip
+"""By class without `Paged` and bits, bits of the states, and whether they are paged."""
 
 
 class NotRecognized(Exception):
@@ -122,6 +129,12 @@ def _precision(job: Mapping[str, Any]) -> dict[str, str]:
 
 def _optimizer(job: Mapping[str, Any]) -> str:
     name = job.get("optimizer", {}).get("class")
+    if "bits" in job.get("optimizer", {}):
+        bits, paged = job["optimizer"]["bits"], job["optimizer"]["paged"]
+        kind = str(name).removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
+        if (kind, bits, paged) not in _OF_BITSANDBYTES:
+            raise NotRecognized(f"the optimizer {name} is not recognized")
+        return _OF_BITSANDBYTES[kind, bits, paged]
     if name not in _OPTIMIZERS:
         raise NotRecognized(f"the optimizer {name} is not recognized")
     found = _OPTIMIZERS[name]

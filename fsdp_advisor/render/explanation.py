@@ -137,7 +137,8 @@ def _states_line(estimate: StrategyEstimate, sizes: Sizes) -> str:
     states = ", ".join(f"{name} {sizes.scaled(n)}" for name, n in estimate.states.items() if n)
     if not states:
         return "Kept between steps: nothing on the GPU"
-    return f"Kept between steps: {sizes.scaled(estimate.kept_bytes)} ({states})"
+    paged = f"; paged: {sizes.scaled(n)}" if (n := estimate.paged_optimizer_bytes) else ""
+    return f"Kept between steps: {sizes.scaled(estimate.kept_bytes)} ({states}){paged}"
 
 
 def _job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:

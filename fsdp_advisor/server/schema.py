@@ -110,6 +110,12 @@ class StrategyEstimate(BaseModel):
     ]
     at_peak: Annotated[dict[str, Bytes] | None, Field(description="Live bytes at the peak, by account")]
     fused_loss_peak_bytes: Bytes | None
+    paged_optimizer_bytes: Annotated[
+        Bytes,
+        Field(
+            description="Optimizer state in CUDA's managed memory: outside `needed_bytes`, counted in `host_bytes_per_node`"
+        ),
+    ] = 0
     host_bytes_per_node: Bytes | None
     host_loading_bytes_per_node: dict[str, Bytes] | None
     tokens_per_second_per_gpu: Seconds | None

@@ -9,7 +9,7 @@ from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.instructions import MicroBatch, StepProgram
-from fsdp_advisor.timing.achieved import RETRY_S, STOLEN_BY_NCCL
+from fsdp_advisor.timing.achieved import RETRY_S, STOLEN_BY_NCCL, host_bytes_per_s
 from fsdp_advisor.timing.caveats import Caveat, caveats_of
 from fsdp_advisor.timing.operators import Device, device_of
 from fsdp_advisor.timing.timeline import (
@@ -60,6 +60,23 @@ class StepTime:
         return replace(
             self,
             breakdown=self.breakdown | {"allocator": seconds},
+            low_seconds=self.low_seconds + seconds - unsure,
+            high_seconds=self.high_seconds + seconds + SLOWER * unsure,
+        )
+
+    def with_paging(self, paged_bytes: int, left_bytes: int, gpu: Gpu) -> StepTime:
+        """The step with the traffic of `paged_bytes` of optimizer state in managed memory added.
+
+        Nothing moves if they fit into the `left_bytes` of the GPU that CUDA, NCCL and PyTorch do not hold. If not, all of them
+        move to the GPU and back: CUDA evicts the pages that came first, and each step uses them in the same order.
+        """
+        if paged_bytes <= max(0, left_bytes):
+            return self
+        seconds = 2 * paged_bytes / host_bytes_per_s(gpu)
+        unsure = seconds * UNCERTAINTY["host"]
+        return replace(
+            self,
+            breakdown=self.breakdown | {"host": self.breakdown["host"] + seconds},
             low_seconds=self.low_seconds + seconds - unsure,
             high_seconds=self.high_seconds + seconds + SLOWER * unsure,
         )

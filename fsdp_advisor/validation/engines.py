@@ -240,6 +240,10 @@ def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     if plan.backend == "fsdp2" and optimizer.fsdp2_step_failure:
         raise ModeUnavailable(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
     constructor = optimizer.measured
+    if optimizer.measured_on_cpu is not None and not any(p.is_cuda for p in model.parameters()):
+        raise ModeUnavailable(optimizer.measured_on_cpu.reason, hint="--mode rehearse, or a GPU")
+    if plan.backend == "fsdp2" and optimizer.fsdp2 is not None:
+        raise ModeUnavailable(optimizer.fsdp2.reason, hint="--backend fsdp1, or another --optim")
     if isinstance(constructor, Refusal):
         raise MeasurementError(constructor.reason, hint="try another --optim")
     made: torch.optim.Optimizer = optimizer_class(constructor)(

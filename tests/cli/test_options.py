@@ -128,7 +128,7 @@ def test_every_option_reaches_its_field(kind: type[EstimateRequest]) -> None:
 
 
 INVALID = [
-    {"gpus": "-1"}, {"gpus": "many"}, {"strategy": "zero4"}, {"optim": "lion"}, {"host_memory": "512"}, {"seq_len": "0"},
+    {"gpus": "-1"}, {"gpus": "many"}, {"strategy": "zero4"}, {"optim": "shampoo"}, {"host_memory": "512"}, {"seq_len": "0"},
     {"gpus": "5", "nnodes": "2"}, {"gpu": "x" * 500}, {"micro_batch_size": "2.5"}, {"reserved": "maybe"},
 ]  # fmt: skip
 

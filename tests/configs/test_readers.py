@@ -52,8 +52,9 @@ def test_axolotl() -> None:
         "framework": "trainer", "model": "meta-llama/Llama-3.1-8B", "seq_len": 4096, "micro_batch_size": 2,
         "gradient_accumulation_steps": 4, "attention": "flash_attention_2", "activation_checkpointing": "full",
         "backend": "fsdp1", "strategy": "zero3", "offload": "parameters", "wrap": "layer", "precision": "bf16-mixed",
+        "optim": "adamw_torch_8bit",
     }  # fmt: skip
-    for key in ("load_in_4bit", "adapter", "lora_r", "lora_target_linear", "plugins", "sample_packing", "optimizer"):
+    for key in ("load_in_4bit", "adapter", "lora_r", "lora_target_linear", "plugins", "sample_packing"):
         assert f"{key}: " in said(found, "not_modelled")
     assert "wandb_project" in said(found, "ignored")
 
@@ -252,10 +253,10 @@ def test_torchtune() -> None:
     assert found.options == {
         "framework": "torch", "model": "Qwen/Qwen2.5-7B", "micro_batch_size": 2, "gradient_accumulation_steps": 8, "seq_len": 8192,
         "precision": "bf16", "activation_checkpointing": "full", "offload": "parameters", "strategy": "zero3", "backend": "fsdp2",
+        "optim": "paged_adamw_8bit",
     }  # fmt: skip
     for words in (
         "lora_qwen2_5_7b_instruct",
-        "PagedAdamW8bit",
         "chunked loss",
         "torch.compile",
         "optimizer_in_bwd",

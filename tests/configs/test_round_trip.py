@@ -16,6 +16,8 @@ from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 
 NOT_IN_THE_FILE = {
     "accelerate": {"micro_batch_size", "seq_len", "optim", "attention", "gradient_accumulation_steps"},
@@ -81,8 +83,10 @@ def _lost(target: str, of: Job) -> set[str]:
     p, lost = of.plan, set()
     if p.backend == "deepspeed":
         lost |= {"wrap", "backward_prefetch"}
-        if p.offload != "none" or target == "deepspeed":  # DeepSpeedCPUAdam stands for every AdamW
-            lost |= {"optim"} if "adamw" in p.optim else set()
+        optimizer = optimizer_named(p.optim)
+        named = optimizer.deepspeed if p.offload == "none" else optimizer.deepspeed_offloaded
+        if p.offload != "none" or target == "deepspeed":  # DeepSpeed's own AdamW and Lion stand for all others
+            lost |= {"optim"} if isinstance(named, Refusal) or named.name in ("AdamW", "Lion") else set()
     if p.strategy == "hsdp" and p.replica_degree == 1:
         lost.add("strategy")  # one replica is ZeRO-3
     if p.backend != "fsdp1":

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,11 +14,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed.runtime.config
 import torch
-from deepspeed.runtime.config import ADAMW_OPTIMIZER, DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.runtime.config import ADAMW_OPTIMIZER, DEEPSPEED_OPTIMIZERS, LION_OPTIMIZER, DeepSpeedConfig
 from export_jobs import RANKS, job, jobs, plan
 
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
 from fsdp_advisor.export import export
+from fsdp_advisor.job.request import Offload, OptimizerName
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Refusal
 
 
 class RecordingDict(dict[str, Any]):
@@ -82,22 +86,22 @@ def test_bucket_sizes_equal_those_of_the_estimate() -> None:
     assert config.max_reuse_distance == DEFAULTS.max_reuse_distance
 
 
-def test_optimizer_arguments_exist() -> None:
-    seen = set()
-    for each in jobs("deepspeed"):
-        section = json.loads(export("deepspeed", each).text).get("optimizer")
-        if section is None:
-            assert (each.plan.optim, each.plan.offload) == ("adamw_bnb_8bit", "none")
-            continue
-        name, arguments = section["type"], dict(section["params"])
-        if name.lower() in DEEPSPEED_OPTIMIZERS:
-            assert name.lower() == ADAMW_OPTIMIZER
-            assert arguments.pop("torch_adam", each.plan.offload == "none") is (each.plan.offload == "none")
-        assert set(arguments) <= set(inspect.signature(getattr(torch.optim, name)).parameters)
-        seen.add((name, each.plan.optim))
-    assert {optim for _, optim in seen} == {
-        "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
-    }  # fmt: skip
+@pytest.mark.parametrize("optim", get_args(OptimizerName))
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_optimizer_section_names_an_optimizer_that_deepspeed_makes(optim: OptimizerName, offload: Offload) -> None:
+    optimizer = optimizer_named(optim)
+    named = optimizer.deepspeed if offload == "none" else optimizer.deepspeed_offloaded
+    each = job(plan("zero2", "deepspeed", offload=offload, optim=optim))
+    section = json.loads(export("deepspeed", each).text).get("optimizer")
+    if isinstance(named, Refusal):
+        assert section is None
+        return
+    name, arguments = section["type"], dict(section["params"])
+    if name.lower() in DEEPSPEED_OPTIMIZERS:
+        assert name.lower() in (ADAMW_OPTIMIZER, LION_OPTIMIZER)
+        assert arguments.pop("torch_adam", offload == "none") is (offload == "none")
+    made = DeepSpeedCPULion if name == "Lion" else getattr(torch.optim, name)
+    assert set(arguments) <= set(inspect.signature(made).parameters)
 
 
 def test_swap_buffer_is_at_least_the_largest_shard() -> None:

@@ -22,6 +22,7 @@ from fsdp_advisor.estimator import make_request
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.choice import NothingFits, report_for
 from fsdp_advisor.export.constants import VERSIONS
+from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.units import format_gib
 
 HOSTILE = (
@@ -120,9 +121,10 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
     for each in map(job, plans()):
         p = each.plan
         able = {name for name, target in TARGETS.items() if target.unsupported(each) is None}
-        sharded_8bit = p.backend == "fsdp2" and p.optim == "adamw_bnb_8bit"
+        optimizer = optimizer_named(p.optim)
+        refused = p.backend == "fsdp2" and optimizer.fsdp2 is not None
         bf16_on_the_host = p.backend == "deepspeed" and p.precision == "bf16" and p.offload != "none"
-        runs = not sharded_8bit and not (bf16_on_the_host and not p.optim.startswith("adamw"))
+        runs = not refused and not (bf16_on_the_host and not optimizer.is_cpu_adam)
         expected = {"torchrun", "sbatch"}
         if runs:
             own = {"ddp": {"ddp"}, "fsdp2": {"fsdp2"}, "deepspeed": {"deepspeed", "deepspeed-launch"}, "fsdp1": set()}
@@ -157,7 +159,7 @@ def test_exported_python_passes_ruff(target: str, tmp_path: Path) -> None:
         ("axolotl", plan("zero3", "fsdp1"), "axolotl cannot do ZeRO-3 (fsdp1): it no longer supports FSDP1"),
         ("axolotl", plan("zero3", "fsdp2", precision="bf16"), "it always treats bf16 as mixed precision"),
         ("accelerate", plan("hsdp", "fsdp2", 8), "accelerate cannot do HSDP (fsdp2): replicas of one GPU each are DDP"),
-        ("trainer", plan("zero3", "fsdp2", optim="adamw_bnb_8bit"), "bitsandbytes' 8-bit AdamW cannot step FSDP2's"),
+        ("trainer", plan("zero3", "fsdp2", optim="adamw_bnb_8bit"), "bitsandbytes' AdamW8bit cannot step FSDP2's"),
     ],
 )  # fmt: skip
 def test_unsupported_plan_names_targets_that_support_it(target: str, of: object, message: str) -> None:

@@ -91,6 +91,8 @@ def test_a_parameter_count_may_be_a_number() -> None:
         ("backend", "FSDP", "fsdp2"),
         ("precision", "fp16", "fp16-mixed"),
         ("optim", "adamw_8bit", "adamw_bnb_8bit"),
+        ("optim", "paged_adamw", "paged_adamw_32bit"),
+        ("optim", "lion", "lion_32bit"),
         ("activation_checkpointing", True, "full"),
         ("activation_checkpointing", "false", "none"),
         ("offload", "full", "parameters"),
@@ -153,7 +155,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not model",
         "it is the sharding strategy",
     ),
-    ({"optim": "lion"}, "optim lion is not modelled yet", "nearest is sgd_momentum"),
+    ({"optim": "lomo"}, "optim lomo is not modelled yet", "nearest is sgd, which has no state either"),
     (
         {"strategy": "zero4"},
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not zero4",

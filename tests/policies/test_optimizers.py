@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from fsdp_advisor.job.optimizers import unable_backends
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -21,9 +22,14 @@ def test_every_name_has_an_optimizer_of_that_name(name: OptimizerName) -> None:
     assert optimizer_named(name).name == name
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_does_not_mean_fsdp2_if_it_cannot_step_the_optimizer(name: OptimizerName) -> None:
+    assert ("fsdp2" in unable_backends(name)) == (optimizer_named(name).fsdp2 is not None)
+
+
 def test_a_name_without_an_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="lion"):
-        optimizer_named("lion")  # type: ignore[arg-type]  # not in the Literal
+    with pytest.raises(ValueError, match="shampoo"):
+        optimizer_named("shampoo")  # type: ignore[arg-type]  # not in the Literal
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,6 +67,11 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("sgd_momentum", 24000, 4000),
         ("adafactor", 4 * 160, 4000),
         ("adamw_bnb_8bit", 2 * 6000 + 2 * 4 * 24, 8000),
+        ("paged_adamw_8bit", 2 * 6000 + 2 * 4 * 24, 8000),
+        ("lion_32bit", 24000, 4000),
+        ("lion_8bit", 6000 + 4 * 24, 4000),
+        ("adamw_torch_8bit", 48000, 8000),
+        ("ademamix_8bit", 3 * 6000 + 3 * 4 * 24, 12000),
     ],
 )
 def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vector: int) -> None:
@@ -78,12 +89,48 @@ def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vec
         ("sgd_momentum", 4000, 20000),
         ("adafactor", 4004, 20004),
         ("adamw_bnb_8bit", 8000, 2 * 5000 + 2 * 4 * 20),
+        ("lion_32bit", 4000, 20000),
+        ("rmsprop_bnb_8bit", 4000, 5000 + 4 * 20),
     ],
 )
 def test_state_of_a_flat_partition(name: OptimizerName, small: int, large: int) -> None:
     optimizer = optimizer_named(name)
     assert optimizer.flat_state_storages(1000, 4).exact == small
     assert optimizer.flat_state_storages(5000, 4).exact == large
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "paged"),
+    [
+        ("paged_adamw_8bit", 2 * 4 * 391, 200_000),
+        ("paged_adamw_32bit", 0, 800_000),
+        ("paged_lion_8bit", 4 * 391, 100_000),
+        ("paged_ademamix_32bit", 0, 1_200_000),
+        ("adamw_bnb_8bit", 200_000 + 2 * 4 * 391, 0),
+    ],
+)
+def test_states_of_large_tensors_are_paged(name: OptimizerName, kept: int, paged: int) -> None:
+    optimizer = optimizer_named(name)
+    large = Parameter(name="large", shape=(1000, 100))
+    assert optimizer.state_storages(large, large.shape, 4).exact == kept
+    assert optimizer.paged_state_storages(large.elements).exact == paged
+    assert optimizer.paged_state_storages(99_999).exact == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "of_a_matrix", "of_a_vector"),
+    [
+        ("adamw_torch_8bit", 2 * (8192 + 4 * 32 + 1024), 2 * 4 * 32 + 8 * 8192, 0),
+        ("adamw_torch_4bit", 2 * (4096 + 4 * 32 + 64), 2 * 4 * 32 + 24 * 8192, 2 * 4 * 32 + 24 * 8192),
+    ],
+)
+def test_torchao_quantizes_whole_blocks(name: OptimizerName, state: int, of_a_matrix: int, of_a_vector: int) -> None:
+    optimizer = optimizer_named(name)
+    matrix, vector = Parameter(name="m", shape=(64, 128)), Parameter(name="v", shape=(8192,))
+    assert optimizer.state_storages(matrix, matrix.shape, 4).exact == state
+    assert optimizer.step_temporaries(matrix, matrix.shape, 4, "torch").exact == of_a_matrix
+    assert optimizer.step_temporaries(vector, vector.shape, 4, "torch").exact == of_a_vector
+    assert optimizer.step_temporaries(matrix, (63, 127), 4, "torch").exact == 0
 
 
 def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> None:

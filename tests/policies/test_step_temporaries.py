@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import pytest
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from fsdp_advisor.job.request import OptimizerName  # after the check for torch
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import bitsandbytes, optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES
 from fsdp_advisor.validation.engines import optimizer_class
 from fsdp_advisor.validation.meter import StorageMeter
@@ -48,10 +49,24 @@ def test_saved_state_has_the_predicted_bytes(name: OptimizerName) -> None:
         assert prod(shape) == parameter.numel()
 
 
-def stepped(name: OptimizerName) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
-    """Parameters of SHAPES, and the torch optimizer `name` after one step over them."""
+@pytest.mark.parametrize("name", [optimizer.name for optimizer in bitsandbytes.ALL if not optimizer.is_paged])
+def test_state_of_bitsandbytes_has_the_predicted_bytes(name: OptimizerName) -> None:
+    pytest.importorskip("bitsandbytes")
+    parameters, optimizer = stepped(name, [*SHAPES, (400, 300)])
+    policy = optimizer_named(name)
+    for parameter in parameters:
+        state = optimizer.state[parameter].items()
+        found = sum(t.nbytes for key, t in state if isinstance(t, torch.Tensor) and "qmap" not in key)
+        shape = tuple(parameter.shape)
+        assert found == policy.state_storages(Parameter(name="p", shape=shape), shape, 4).exact
+
+
+def stepped(
+    name: OptimizerName, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    """Parameters of these shapes, and the torch optimizer `name` after one step over them."""
     constructor = optimizer_named(name).script
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     optimizer = optimizer_class(constructor)(parameters, lr=1e-3, **constructor.options)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)

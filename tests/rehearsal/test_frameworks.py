@@ -170,9 +170,7 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
     assert len(peaks) == 1, "all ranks do the same"
 
 
-def test_the_line_of_the_readme_rehearses_a_peft_script_as_predicted(
-    rehearsal_python: Path, tmp_path: Path
-) -> None:
+def test_the_line_of_the_readme_rehearses_a_peft_script_as_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PEFT)
     line = re.search(r"^fsdp-advisor rehearse .* --gpus 4 -- (.*)$", README.read_text(), re.MULTILINE)
     assert line is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,31 +11,11 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.hardware.lookup import find_gpu
-from fsdp_advisor.rehearsal.environment import environment
 
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def run(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A function that runs a script on one simulated H100 and returns what it found."""
-
-    def started(script: str, *words: str, **variables: str) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("run")
-        variables |= {"REHEARSAL_FOLDER": str(folder), "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-        simulated = environment(rehearsal_python, find_gpu("H100-80GB"), 1, outside=os.environ | variables)
-        done = subprocess.run(
-            [rehearsal_python, SCRIPTS / script, *words],
-            env=simulated, capture_output=True, text=True, timeout=600, cwd=folder,
-        )  # fmt: skip
-        lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        assert lines, done.stderr[-3000:]
-        return dict(json.loads(lines[0].removeprefix("FOUND ")))
-
-    return started
 
 
 @pytest.fixture(scope="module")

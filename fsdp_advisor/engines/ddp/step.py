@@ -95,10 +95,14 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
         trained = (p for p in unit.parameters if p.trainable)
         return sum((stepping.state_storages(p, p.shape, stored_bytes(plan, p)) for p in trained), NO_STORAGES)
 
+    def paged(unit: Unit) -> Storages:
+        return sum((stepping.paged_state_storages(p.elements) for p in unit.parameters if p.trainable), NO_STORAGES)
+
     return States(
         parameters=total(profile, parameters),
         gradients=total(profile, gradients),
-        optimizer=total(profile, optimizer),
+        optimizer=total(profile, optimizer) + stepping.shared_state,
+        paged=total(profile, paged) if stepping.is_paged else NO_STORAGES,
         communication=buckets(profile, plan) if plan.world_size > 1 else NO_STORAGES,
         buffers=buffers(profile),
     )

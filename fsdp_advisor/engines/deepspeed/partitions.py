@@ -134,9 +134,12 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
             optimizer=NO_STORAGES if offloaded else kept,
             communication=Storages.of(c * largest_parameter(profile)) if offloaded else NO_STORAGES,
             buffers=buffers,
+            paged=NO_STORAGES if offloaded else optimizer.paged_state_storages(owned),
         )
     kept = Storages.of(FP64_NORM_BYTES) + Storages.of(1) + optimizer.shared_state
+    paged = NO_STORAGES
     for elements, _ in sub_groups(profile, ranks, settings):
+        paged += optimizer.paged_state_storages(elements)
         kept += Storages.of(m * elements) + optimizer.flat_state_storages(elements, m)
     return States(
         parameters=shards(profile, plan) + persistent(profile, plan, settings),
@@ -144,6 +147,7 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
         optimizer=NO_STORAGES if offloaded else kept,
         communication=Storages.of(c * settings.reduce_bucket_size),
         buffers=buffers,
+        paged=NO_STORAGES if offloaded else paged,
     )
 
 

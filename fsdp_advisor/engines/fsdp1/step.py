@@ -34,7 +34,7 @@ from fsdp_advisor.program.instructions import (
     UnitId,
     WaitFor,
 )
-from fsdp_advisor.program.storages import Storages
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 MAX_INFLIGHT_ALL_GATHERS = 2
 """Source: torch.distributed.fsdp._limiter_utils, _FreeEventQueue."""
@@ -238,10 +238,14 @@ class Fsdp1Step(StepHooks):
                 )
             )
             return
-        step.transient(
-            Account.TEMPORARIES, total_bytes(self._profile, self._policy, self._units, "optimizer_temporaries")
-        )
+        step.transient(Account.TEMPORARIES, self._optimizer_temporaries())
         step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
+
+    def _optimizer_temporaries(self) -> Storages:
+        if optimizer_named(self._plan.optim).steps_one_by_one(self._plan.framework):
+            each = (unit.optimizer_temporaries for unit in self._units.values())
+            return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
+        return total_bytes(self._profile, self._policy, self._units, "optimizer_temporaries")
 
     def first_step_transients(self) -> Storages:
         """Buffers that lazy initialization allocates and frees one by one (`init_flat_param_attributes`)."""

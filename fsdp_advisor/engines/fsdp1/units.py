@@ -57,7 +57,8 @@ class UnitBytes:
 
     shard: Storages
     optimizer: Storages
-    optimizer_temporaries: Storages
+    paged: Storages  # optimizer state in managed memory
+    optimizer_temporaries: Storages  # of all parameters, or of the largest if they are updated one by one
     gathered_shard: Storages  # the all-gather's input, if it is a copy: in the compute dtype, or uploaded from the host
     uploaded_shard: Storages  # the shard on the GPU before its cast to the compute dtype
     unsharded: Storages
@@ -79,13 +80,17 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
     local = elements // plan.shard_degree
     pieces = first_shard(numels, plan.compute_bytes, local)
-    optimizer = temporaries = norms = NO_STORAGES
+    optimizer = paged = temporaries = norms = NO_STORAGES
     for parameter, piece in zip(unit.parameters, pieces, strict=True):
         if parameter.trainable and piece:
             norms += Storages.of(CLIP_NORM_BYTES)
             optimizer += stepping.state_storages(parameter, (piece,), plan.param_bytes)
+            paged += stepping.paged_state_storages(piece)
+            update = stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
             if not stepping.steps_one_by_one(plan.framework):
-                temporaries += stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
+                temporaries += update
+            elif update.exact > temporaries.exact:
+                temporaries = update
     casts = plan.reduce_bytes != plan.compute_bytes and not alone
     reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
     initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES
@@ -96,6 +101,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     return UnitBytes(
         shard=Storages.of(local * plan.param_bytes),
         optimizer=optimizer,
+        paged=paged,
         optimizer_temporaries=temporaries,
         gathered_shard=Storages.of(local * plan.compute_bytes)
         if (not alone if plan.mixed else offload)
@@ -136,7 +142,9 @@ def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Units | None, Mapping[Uni
             states,
             parameters=total_bytes(profile, wrapping.units, units, "shard", root_last=True),
             gradients=total_bytes(profile, wrapping.units, units, "gradients"),
-            optimizer=total_bytes(profile, wrapping.units, units, "optimizer"),
+            optimizer=total_bytes(profile, wrapping.units, units, "optimizer")
+            + optimizer_named(plan.optim).shared_state,
+            paged=total_bytes(profile, wrapping.units, units, "paged"),
         )
     return wrapping.units, units, states
 

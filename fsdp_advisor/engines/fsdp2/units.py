@@ -49,6 +49,7 @@ class UnitBytes:
 
     parameters: Storages
     optimizer: Storages
+    paged: Storages  # optimizer state in managed memory
     gradients: Storages  # one storage: the reduce-scatter's output; the sharded gradients are views of it
     gather_input: Storages  # flat copy of the shards in the compute dtype; empty if the shards themselves are gathered
     gather_output: Storages
@@ -69,7 +70,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     locals_ = [prod(s) for s in shapes]
     shards = []
     kept = reduced = trained = 0
-    parameters = optimizer = unsharded = NO_STORAGES
+    parameters = optimizer = paged = unsharded = NO_STORAGES
     for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
         stored, computed = stored_bytes(plan, parameter), compute_bytes(plan, parameter)
         parameters += Storages.of(e * stored)
@@ -77,6 +78,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         shards.append(ShardBytes(e * stored, e * computed))
         if parameter.trainable:
             optimizer += stepping.state_storages(parameter, shape, stored)
+            paged += stepping.paged_state_storages(e)
             kept += e * stored
             reduced += e * gradient_bytes(plan, parameter)
             trained += e
@@ -85,6 +87,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     return UnitBytes(
         parameters=parameters,
         optimizer=optimizer,
+        paged=paged,
         gradients=Storages.of(kept),
         gather_input=Storages.of(cast) if not offload else NO_STORAGES,
         gather_output=Storages.of(gathered * n),
@@ -109,7 +112,9 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
 
     states = States(buffers=buffers(profile))
     if plan.offload != "parameters":
-        kept = {what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer")}
+        kept = {
+            what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer", "paged")
+        }
         if wrapping.units or (len(wrapping.parts) == 1 and not wrapping.whole):  # one by one, in the model's order
             parts = root_parts(profile)
             states_of = [_measure(part, plan) for part in parts]
@@ -117,6 +122,7 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
             each = per_unit(profile, lambda unit: _measure(unit, plan))
             kept["parameters"] = summed(profile, each, "parameters", [part.parameters for part in weights_of])
             kept["optimizer"] = summed(profile, each, "optimizer", [part.optimizer for part in states_of])
+        kept["optimizer"] += optimizer_named(plan.optim).shared_state
         states = replace(states, **kept)
     return wrapping, units, states
 

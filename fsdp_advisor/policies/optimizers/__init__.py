@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.job.request import OptimizerName
-from fsdp_advisor.policies.optimizers import adafactor, adamw, adamw_8bit, sgd
+from fsdp_advisor.policies.optimizers import adafactor, adamw, bitsandbytes, sgd, torchao
 from fsdp_advisor.policies.optimizers.interface import Optimizer
 
 _ALL: tuple[Optimizer, ...] = (
@@ -12,7 +12,9 @@ _ALL: tuple[Optimizer, ...] = (
     sgd.PLAIN,
     sgd.MOMENTUM,
     adafactor.ADAFACTOR,
-    adamw_8bit.ADAMW_8BIT,
+    *bitsandbytes.ALL,
+    torchao.ADAMW_8BIT,
+    torchao.ADAMW_4BIT,
 )
 _BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
 

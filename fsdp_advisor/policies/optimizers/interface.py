@@ -98,6 +98,10 @@ class Optimizer(ABC):
     """State on the GPU that exists once per process, whatever the number of parameters."""
     host_state_bytes: int = 0
     """State of one tensor on the host while the tensor is on the GPU. Checkpoints contain it."""
+    measured_on_cpu: Refusal | None = None
+    """Why a run on the CPU does not show what a GPU allocates. None: it does."""
+    is_paged: bool = False
+    """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
     deepspeed_notes: tuple[str, ...] = ()
     """Notes on the assumptions of an estimate for DeepSpeed."""
     fsdp2_step_failure: str | None = None
@@ -113,13 +117,22 @@ class Optimizer(ABC):
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
         """The state of one flat partition under DeepSpeed, on the GPU, without the masters."""
 
+    def paged_state_storages(self, elements: int) -> Storages:
+        """The state of one tensor on the GPU that is in CUDA's managed memory. The other methods do not count it.
+
+        cudaMallocManaged allocates it, not PyTorch. CUDA moves its pages to the GPU when they are used, and to the host when the
+        GPU is full.
+        """
+        return NO_STORAGES
+
     @abstractmethod
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
         """Bytes of each state tensor of one flat partition when DeepSpeed offloads it. They are pageable."""
 
     def saved_flat_bytes(self, elements: int, element_bytes: int) -> int:
         """Bytes in a checkpoint of the state of one flat partition under DeepSpeed."""
-        return self.flat_state_storages(elements, element_bytes).exact + self.host_state_bytes
+        on_gpu = self.flat_state_storages(elements, element_bytes) + self.paged_state_storages(elements)
+        return on_gpu.exact + self.host_state_bytes
 
     @abstractmethod
     def textbook_bytes(self, element_bytes: int) -> int:

@@ -91,6 +91,8 @@ def optimizer_of(optimizer: Any) -> dict[str, Any]:
     """The class of an optimizer and those of its settings that change memory."""
     settings = optimizer.param_groups[0]
     kept = {name: settings[name] for name in ("fused", "foreach", "momentum") if name in settings}
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        kept |= {"bits": optimizer.args.optim_bits, "paged": optimizer.is_paged}
     return {"class": type(optimizer).__name__, **kept}
 
 

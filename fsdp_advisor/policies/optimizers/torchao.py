@@ -1,0 +1,115 @@
+"""AdamW of torchao with 8-bit and 4-bit states, which torch.compile compiles for each parameter.
+
+Source: torchao 0.18, optim/adam.py (`_AdamBase`), optim/subclass_8bit.py, optim/subclass_4bit.py; the temporaries are those of the
+code that Inductor (torch 2.13) generates for `single_param_adam`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers.interface import (
+    Constructor,
+    NamedOptimizer,
+    Optimizer,
+    Refusal,
+    Shape,
+)
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+BLOCK_ELEMENTS = 256
+"""Elements that share one fp32 scale. It is the Trainer's value for both; torchao's own for 4 bits is 128."""
+QUANTIZED_MIN_ELEMENTS = 4096
+"""A tensor with fewer elements, or one whose elements are not a multiple of the block, keeps moments of its own dtype."""
+FP32_BYTES = 4
+INT64_BYTES = 8
+STEP_COUNT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchaoAdamW(Optimizer):
+    """Two moments, each with codes of `bits` bits, a scale per block and a table of the codes' values."""
+
+    bits: int
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        return self.flat_state_storages(prod(shape), element_bytes)
+
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        if not elements:
+            return NO_STORAGES
+        if not _quantizes(elements):
+            return Storages.of(elements * element_bytes) * 2
+        table = Storages.of(FP32_BYTES * 2**self.bits)
+        return (Storages.of(elements * self.bits // 8) + _scales(elements) + table) * 2
+
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        """DeepSpeedCPUAdam takes its place; its moments have the masters' dtype."""
+        return (element_bytes * elements,) * 2
+
+    def textbook_bytes(self, element_bytes: int) -> int:
+        return 2 * self.bits // 8
+
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        """Scales and new moments in fp32; of 4-bit states also the new codes in int64.
+
+        One kernel computes the scales and codes of the 8-bit states of a 1-D tensor.
+        """
+        elements = prod(shape)
+        if not _quantizes(elements) or (self.bits == 8 and len(shape) == 1):
+            return NO_STORAGES
+        codes = NO_STORAGES if self.bits == 8 else Storages.of(INT64_BYTES * elements, 2)
+        return _scales(elements) * 2 + Storages.of(FP32_BYTES * elements, 2) + codes
+
+    def steps_one_by_one(self, framework: str) -> bool:
+        return True
+
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        return self.step_temporaries(Parameter(name="flat", shape=(elements,)), (elements,), element_bytes, "deepspeed")
+
+    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
+        """Reads p, g and writes p; reads and writes the moments. With temporaries: reads g and the moments twice."""
+        moments = 2 * self.bits / 8
+        per_element = 3 * element_bytes + 2 * moments
+        temporaries = self.step_temporaries(parameter, parameter.shape, element_bytes, "torch").exact
+        if temporaries:
+            per_element += element_bytes + moments
+        return int(per_element * parameter.elements) + 2 * temporaries
+
+
+def _quantizes(elements: int) -> bool:
+    return elements >= QUANTIZED_MIN_ELEMENTS and elements % BLOCK_ELEMENTS == 0
+
+
+def _scales(elements: int) -> Storages:
+    return Storages.of(FP32_BYTES * (elements // BLOCK_ELEMENTS))
+
+
+def _torchao(name: OptimizerName, cls: str, bits: int) -> TorchaoAdamW:
+    constructor = Constructor(module="torchao.optim", name=cls, options={"block_size": BLOCK_ELEMENTS})
+    return TorchaoAdamW(
+        name=name,
+        script=constructor,
+        transformers=NamedOptimizer(name=name),
+        deepspeed=Refusal(f"DeepSpeed cannot make this optimizer: pass torchao.optim.{cls} to initialize()"),
+        deepspeed_offloaded=NamedOptimizer(name="AdamW"),
+        measured=constructor,
+        measured_zero1=Refusal(f"ZeroRedundancyOptimizer is not measured around {name}"),
+        measured_on_cpu=Refusal(f"torchao's {cls} is compiled, and allocates less on the CPU than on a GPU"),
+        fsdp2=None,
+        host_kernel="many_passes",
+        deepspeed_host_kernel="one_pass",
+        is_cpu_adam=True,
+        host_state_bytes=STEP_COUNT_BYTES,
+        deepspeed_notes=(
+            "the states of torchao under DeepSpeed are counted from its source code and have not been run",
+        ),
+        bits=bits,
+    )
+
+
+ADAMW_8BIT = _torchao("adamw_torch_8bit", "AdamW8bit", 8)
+ADAMW_4BIT = _torchao("adamw_torch_4bit", "AdamW4bit", 4)

@@ -1,0 +1,53 @@
+"""What optimizers allocate for tensors of the given shapes. Prints one JSON object.
+
+Arguments: JSON of {name: [module, class, options]}, JSON of shapes, number of ranks over which FSDP2 shards them. Result by name: bytes of the state that PyTorch allocates, bytes of
+the paged state, and the most bytes that the second step allocates in addition.
+"""
+
+import gc
+import importlib
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+SHAPES, RANKS = json.loads(sys.argv[2]), int(sys.argv[3])
+if RANKS > 1:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    MESH = init_device_mesh("cuda", (RANKS,))
+
+
+def requested(what: str) -> int:
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+
+def tensor(shape: list[int]) -> torch.Tensor:
+    whole = torch.zeros(shape, device="cuda")
+    return distribute_tensor(whole, MESH, [Shard(0)]) if RANKS > 1 else whole
+
+
+def stepped(module: str, name: str, options: dict[str, object]) -> dict[str, int]:
+    parameters = [torch.nn.Parameter(tensor(shape)) for shape in SHAPES]
+    for parameter in parameters:
+        parameter.grad = tensor(parameter.shape)
+    torch._dynamo.reset()
+    gc.collect()
+    before = requested("current")
+    optimizer = getattr(importlib.import_module(module), name)(parameters, lr=1e-3, **options)
+    optimizer.step()
+    kept = requested("current")
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    return {
+        "state": kept - before,
+        "paged": sum(t.nbytes for t in tensors if getattr(t, "is_paged", False)),
+        "temporaries": requested("peak") - kept,
+    }
+
+
+print("FOUND " + json.dumps({name: stepped(*each) for name, each in json.loads(sys.argv[1]).items()}))
