@@ -150,4 +150,5 @@ def _quantization(request: EstimateRequest) -> dict[str, Any]:
         "bnb_4bit_quant_type": request.bnb_4bit_quant_type,
         "bnb_4bit_use_double_quant": request.use_bnb_nested_quant,
         "bnb_4bit_quant_storage": request.bnb_4bit_quant_storage,
+        "bnb_4bit_compute_dtype": "float32" if request.precision == "fp32" else "bfloat16",
     }

@@ -48,12 +48,13 @@ Size = Polynomial | Staging
 """The size of a storage in bytes."""
 
 
-ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "adapter", "other"]
+ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "adapter", "quantized", "other"]
 """The role of a parameter's module in the model.
 
 ``embedding``: the input embedding, also if it is tied to the head; ``head``: the other parameters of the module that makes the logits;
 ``final_norm``: the last norm among the base model's own children; ``norm``: any other norm; ``expert``: one of the experts of a
-mixture; ``adapter``: one that an adapter adds, or a trained copy. Embedding and head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`).
+mixture; ``adapter``: one that an adapter adds, or a trained copy; ``quantized``: packed
+weights. Embedding and head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`).
 """
 
 

@@ -17,6 +17,14 @@ def is_floating(parameter: Parameter) -> bool:
     return parameter.dtype is None or "float" in parameter.dtype
 
 
+def is_sharded(parameter: Parameter) -> bool:
+    """Whether FSDP2 shards the parameter. Packed weights of an integer dtype stay whole on every rank.
+
+    Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `ignored_params`; `fully_shard` itself fails at them.
+    """
+    return parameter.role != "quantized" or is_floating(parameter)
+
+
 def stored_bytes(plan: Plan, parameter: Parameter) -> int:
     """Bytes per element in which DDP and FSDP keep the parameter, its gradient and its optimizer state.
 
@@ -30,7 +38,7 @@ def stored_bytes(plan: Plan, parameter: Parameter) -> int:
 
 def compute_bytes(plan: Plan, parameter: Parameter) -> int:
     """Bytes per element in which FSDP gathers the parameter: mixed precision casts floating-point parameters."""
-    if plan.mixed and is_floating(parameter):
+    if plan.mixed and is_floating(parameter) and parameter.role != "quantized":
         return plan.compute_bytes
     return plan.compute_bytes if parameter.dtype is None else ITEM_BYTES[parameter.dtype]
 

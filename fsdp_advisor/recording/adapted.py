@@ -12,6 +12,8 @@ from torch import nn
 
 from fsdp_advisor.errors import MissingExtra, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.model.quantization import Quantization
+from fsdp_advisor.recording.quantized import prepare_for_training, quantize
 from fsdp_advisor.recording.source import LayerStack, RootModules, Source
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
@@ -50,7 +52,15 @@ class AdaptedSource:
         return {**self._base.config(), CONFIG_KEY: self._recorded_as}
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        model = self._base.build(dtype)
+        """The adapted model. A quantized base is loaded in its compute dtype; what is not quantized is in fp32 then."""
+        quantization = self._adaptation.quantization
+        if quantization:
+            settings = Quantization.from_keywords(quantization)
+            model = self._base.build(getattr(torch, settings.compute_dtype))
+            quantize(model, settings)
+            prepare_for_training(model, gradient_checkpointing=False)
+        else:
+            model = self._base.build(dtype)
         if self._adaptation.freeze:
             freeze(model, self._adaptation.freeze, self.name)
         return self._with_adapters(model) if self._adaptation.peft else model

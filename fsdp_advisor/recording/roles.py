@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from fsdp_advisor.model.profile import ParameterRole
+from fsdp_advisor.recording.quantized import is_packed
 from fsdp_advisor.recording.source import RootModules
 
 
@@ -17,7 +18,12 @@ def is_norm(module: nn.Module) -> bool:
 
 def parameter_roles(model: nn.Module, root: RootModules, is_adapter: Callable[[str], bool]) -> dict[int, ParameterRole]:
     """The role of every parameter, by the parameter's `id`. A shared parameter has the role that is assigned first below."""
-    roles: dict[int, ParameterRole] = {id(p): "adapter" for name, p in model.named_parameters() if is_adapter(name)}
+    roles: dict[int, ParameterRole] = {}
+    for name, parameter in model.named_parameters():
+        if is_packed(parameter):
+            roles[id(parameter)] = "quantized"
+        elif is_adapter(name):
+            roles[id(parameter)] = "adapter"
     named: list[tuple[ParameterRole, nn.Module | None]] = [
         ("embedding", root.embedding),
         ("head", root.head),

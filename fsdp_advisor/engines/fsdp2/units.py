@@ -17,7 +17,7 @@ from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.parallelism.placement import Shard
-from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, stored_bytes
+from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, is_sharded, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
@@ -72,6 +72,9 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     kept = reduced = trained = 0
     parameters = optimizer = paged = unsharded = NO_STORAGES
     for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
+        if not is_sharded(parameter):
+            parameters += Storages.of(parameter.elements * stored_bytes(plan, parameter))
+            continue
         stored, computed = stored_bytes(plan, parameter), compute_bytes(plan, parameter)
         parameters += Storages.of(e * stored)
         unsharded += Storages.of(e * n * computed)
@@ -97,7 +100,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         shards=tuple(shards),
         gathered_bytes=gathered * n,
         reduced_bytes=reduced * n,
-        elements=sum(locals_) * n,
+        elements=sum(e for p, e in zip(unit.parameters, locals_, strict=True) if is_sharded(p)) * n,
         trainable_elements=trained * n,
     )
 
