@@ -3,21 +3,21 @@ time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
-from fsdp_advisor.engines.fsdp2.units import padding_warnings
+from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import job_peaks
 from fsdp_advisor.engines.loading import one_copy_bytes
-from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
+from fsdp_advisor.engines.registry import not_modelled, refusal, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
-from fsdp_advisor.errors import AdvisorError, MissingExtra
+from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
 from fsdp_advisor.hardware import (
     Gpu,
     attached_gpu,
@@ -30,7 +30,7 @@ from fsdp_advisor.hardware.links import ETHERNET_100G
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
-from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.compatibility import label, plans
 from fsdp_advisor.job.ignored import ignored_in_estimate
 from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request as make_request
@@ -140,6 +140,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = _seq_len(request, model.profile)
     profile = model.profile
+    possible, refused = _possible(plans(request, seq_len=seq_len), profile)
     return Report(
         request=request,
         seq_len=seq_len,
@@ -151,7 +152,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         gpu_memory_bytes=gpu.memory_bytes,
         estimates=tuple(
             estimate_plan(model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory)
-            for plan in plans(request, seq_len=seq_len)
+            for plan in possible
         ),
         task=profile.task if profile else None,
         layer_classes=profile.layer_classes if profile else (),
@@ -165,9 +166,26 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
             *notes,
             *_assumptions(request, gpu),
             *length_notes,
+            *refused,
             *ignored_in_estimate(request),
         ),
     )
+
+
+def _possible(wanted: Sequence[Plan], profile: Profile | None) -> tuple[list[Plan], list[str]]:
+    """The plans that can train the model, and a note on each other one. Raises UsageError if there is none."""
+    possible, notes = [], []
+    error: UsageError | None = None
+    for plan in wanted:
+        found = None if profile is None else refusal(profile, plan)
+        if found is None:
+            possible.append(plan)
+        else:
+            error = found
+            notes.append(f"{label(plan.strategy, plan.offload)} is left out: {found.message}; {found.hint}")
+    if error is not None and not possible:
+        raise error
+    return possible, notes
 
 
 def estimate_plan(
@@ -294,7 +312,7 @@ def _without_step(
         overhead=overhead,
         job=job,
         units=units_text(profile, plan) if plan.wrap != "layer" else None,
-        warnings=(*(padding_warnings(profile, plan) if plan.backend == "fsdp2" else ()), *wrap_warnings(profile, plan)),
+        warnings=(*(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()), *wrap_warnings(profile, plan)),
         not_modelled=tuple(unknown),
     )
 

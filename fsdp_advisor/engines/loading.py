@@ -16,7 +16,7 @@ from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.policies.dtypes import cast_bytes, stored_bytes
 
 
 def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = None) -> tuple[LoadMethod, ...]:
@@ -57,6 +57,6 @@ def one_copy_bytes(profile: Profile, plan: Plan) -> int:
         case "ddp" | "fsdp1" | "fsdp2":
             return profile.bytes_of(partial(stored_bytes, plan))
         case "deepspeed":
-            return profile.parameters * plan.compute_bytes
+            return profile.bytes_of(partial(cast_bytes, plan))
         case _:
             return assert_never(plan.backend)

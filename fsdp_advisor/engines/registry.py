@@ -7,10 +7,12 @@ from functools import lru_cache
 from fsdp_advisor.engines import wrapping
 from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
+from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
+from fsdp_advisor.engines.fsdp1 import units as fsdp1_units
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
-from fsdp_advisor.errors import assert_never
+from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -52,6 +54,19 @@ def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 def states_of(profile: Profile, plan: Plan) -> States:
     """The states that the plan's backend keeps on rank 0 from step to step."""
     return step_of_engine(profile, plan.without_batch).states
+
+
+def refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why the plan's engine cannot train the model; None if it can."""
+    match plan.backend:
+        case "fsdp1":
+            return fsdp1_units.refusal(profile, plan)
+        case "deepspeed":
+            return partitions.refusal(profile, plan)
+        case "ddp" | "fsdp2":
+            return None
+        case _:
+            assert_never(plan.backend)
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:

@@ -43,6 +43,16 @@ def compute_bytes(plan: Plan, parameter: Parameter) -> int:
     return plan.compute_bytes if parameter.dtype is None else ITEM_BYTES[parameter.dtype]
 
 
+def cast_bytes(plan: Plan, parameter: Parameter) -> int:
+    """Bytes per element under DeepSpeed, which casts every floating-point weight that is not packed.
+
+    Source: deepspeed/runtime/engine.py, _configure_distributed_model.
+    """
+    if is_floating(parameter) and parameter.role != "quantized":
+        return plan.compute_bytes
+    return ITEM_BYTES[str(parameter.dtype)]
+
+
 def gradient_bytes(plan: Plan, parameter: Parameter) -> int:
     """Bytes per element in which FSDP reduces the parameter's gradient."""
     return plan.reduce_bytes if plan.mixed else compute_bytes(plan, parameter)

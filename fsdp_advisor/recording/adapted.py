@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -91,6 +92,7 @@ class AdaptedSource:
 
     def _with_adapters(self, model: nn.Module) -> nn.Module:
         """The model inside a PeftModel. Raises UsageError if PEFT refuses the configuration, MissingExtra without PEFT."""
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses an optional package for CPUs
         try:
             import peft
         except ImportError as error:

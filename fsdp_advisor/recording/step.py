@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +38,9 @@ def steady() -> Iterator[None]:
     gc.freeze()  # collections between steps skip the objects that exist now
     gc.disable()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about methods that it will rename
+            yield
     finally:
         gc.enable()
         gc.unfreeze()

@@ -8,6 +8,7 @@ c = bytes per element of the weights, which are loaded in the compute dtype.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, offloads_parameters, stage
@@ -15,6 +16,7 @@ from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.dtypes import cast_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer, round_up
 
@@ -60,7 +62,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan.compute_bytes)
     initialized_gpu, initialized_host = _bytes_after_initialize(profile, plan)
     shards = sum(
-        round_up(c * partitions.shard_elements(p.elements, plan.shard_degree)) * count
+        round_up(cast_bytes(plan, p) * partitions.shard_elements(p.elements, plan.shard_degree)) * count
         for unit, count in profile.counted_units()
         for p in unit.parameters
     )
@@ -92,7 +94,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
 
 
 def _whole_model_bytes(profile: Profile, plan: Plan) -> int:
-    return plan.compute_bytes * profile.parameters + buffers(profile).rounded
+    return profile.bytes_of(partial(cast_bytes, plan)) + buffers(profile).rounded
 
 
 def _flat_buffer_bytes(profile: Profile, plan: Plan) -> int:

@@ -18,8 +18,10 @@ from fsdp_advisor.engines.deepspeed.settings import (
     offloads_parameters,
     stage,
 )
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.policies.dtypes import cast_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
@@ -32,6 +34,21 @@ def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
     for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             yield parameter, count
+
+
+def refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why stage 3 cannot shard the model; None if it can.
+
+    It gathers parameters in the dtype of the module, which packed weights must have too. Source: transformers' and PEFT's
+    guides to DeepSpeed with quantized models.
+    """
+    packed = {p.dtype for p, _ in each_parameter(profile) if p.role == "quantized"}
+    if stage(plan) < 3 or not packed or packed == {"bfloat16"}:
+        return None
+    return UsageError(
+        f"ZeRO-3 of DeepSpeed does not shard packed weights in {packed.pop()}",
+        hint="--bnb-4bit-quant-storage bfloat16",
+    )
 
 
 def flat_elements(trainable: int, ranks: int) -> int:
@@ -85,7 +102,9 @@ def shards(profile: Profile, plan: Plan) -> Storages:
         return NO_STORAGES
     ranks, c = plan.shard_degree, plan.compute_bytes
     frozen = (
-        Storages.of(c * shard_elements(p.elements, ranks), n) for p, n in each_parameter(profile) if not p.trainable
+        Storages.of(cast_bytes(plan, p) * shard_elements(p.elements, ranks), n)
+        for p, n in each_parameter(profile)
+        if not p.trainable
     )
     return sum(frozen, Storages.of(c * shard_total(profile, ranks)))
 
@@ -103,7 +122,7 @@ def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
         return held
     for p, n in each_parameter(profile):
         if p.elements <= settings.param_persistence_threshold:
-            held += Storages.of(plan.compute_bytes * ranks * shard_elements(p.elements, ranks), n)
+            held += Storages.of(cast_bytes(plan, p) * ranks * shard_elements(p.elements, ranks), n)
     return held
 
 
@@ -125,7 +144,9 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
     if stage(plan) < 3:
         flat = flat_elements(profile.trainable_parameters, ranks)
         owned = flat // ranks
-        whole = (Storages.of(c * p.elements, n) for p, n in each_parameter(profile) if not p.trainable)
+        whole = (
+            Storages.of(cast_bytes(plan, p) * p.elements, n) for p, n in each_parameter(profile) if not p.trainable
+        )
         kept = (
             Storages.of(m * owned) + optimizer.flat_state_storages(owned, m) + Storages.of(4) + optimizer.shared_state
         )

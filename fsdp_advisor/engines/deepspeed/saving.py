@@ -6,11 +6,14 @@ saved once.
 
 from __future__ import annotations
 
+from functools import partial
+
 from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, stage
 from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.dtypes import cast_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import round_up
 
@@ -36,7 +39,7 @@ def _save_weights(profile: Profile, plan: Plan) -> SaveMethod:
             ranks_per_node=plan.ranks_per_node,
             files=(pretrained,),
         )
-    weights = plan.compute_bytes * profile.parameters
+    weights = profile.bytes_of(partial(cast_bytes, plan))
     return SaveMethod(
         way="gathered_16bit",
         how="stage3_gather_16bit_weights_on_model_save, then engine.save_16bit_model",
@@ -86,9 +89,9 @@ def _saved_partitions(profile: Profile, plan: Plan) -> list[int]:
 def _model_files(profile: Profile, plan: Plan) -> Files:
     """Files of the weights: all of them from rank 0, or under stage 3 each rank's shards of frozen parameters."""
     if stage(plan) < 3:
-        return Files(name="mp_rank_00_model_states.pt", tensor_bytes=plan.compute_bytes * profile.parameters)
+        return Files(name="mp_rank_00_model_states.pt", tensor_bytes=profile.bytes_of(partial(cast_bytes, plan)))
     frozen = sum(
-        partitions.shard_elements(p.elements, plan.shard_degree) * count
+        cast_bytes(plan, p) * partitions.shard_elements(p.elements, plan.shard_degree) * count
         for unit, count in profile.counted_units()
         for p in unit.parameters
         if not p.trainable
@@ -96,5 +99,5 @@ def _model_files(profile: Profile, plan: Plan) -> Files:
     return Files(
         name="zero_pp_rank_{r}_mp_rank_00_model_states.pt",
         count=plan.shard_degree,
-        tensor_bytes=plan.compute_bytes * frozen,
+        tensor_bytes=frozen,
     )

@@ -72,7 +72,6 @@ class UnitBytes:
 
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
-    _check_dtypes(unit, plan)
     alone = plan.shard_degree == 1
     trains = unit.trainable_elements > 0
     stepping = optimizer_named(plan.optim)
@@ -118,13 +117,14 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     )
 
 
-def _check_dtypes(unit: Unit, plan: Plan) -> None:
-    """Raises UsageError if FSDP1 cannot flatten the unit. Source: `_validate_tensors_to_flatten`."""
-    if len({stored_bytes(plan, p) for p in unit.parameters}) > 1:
-        raise UsageError(
-            "FSDP1 flattens the parameters of a unit, which must have one dtype; adapters are in fp32",
-            hint="--dtype float32 with --precision bf16-mixed, or --backend fsdp2",
-        )
+def refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why FSDP1 cannot flatten the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
+    if all(len({stored_bytes(plan, p) for p in unit.parameters}) <= 1 for unit, _ in profile.counted_units()):
+        return None
+    return UsageError(
+        "FSDP1 flattens the parameters of a unit, which must have one dtype; adapters are in fp32",
+        hint="--dtype float32 with --precision bf16-mixed, or --backend fsdp2",
+    )
 
 
 @lru_cache(maxsize=64)

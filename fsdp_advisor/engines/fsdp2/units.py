@@ -22,6 +22,7 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
+from fsdp_advisor.units import format_bytes
 
 PLACEMENT = Shard(0)
 """FSDP2 splits every parameter on dim 0."""
@@ -48,6 +49,7 @@ class UnitBytes:
     """One unit's storages on rank 0."""
 
     parameters: Storages
+    ignored: Storages  # packed weights that stay whole, on the GPU (`is_sharded`)
     optimizer: Storages
     paged: Storages  # optimizer state in managed memory
     gradients: Storages  # one storage: the reduce-scatter's output; the sharded gradients are views of it
@@ -70,10 +72,10 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     locals_ = [prod(s) for s in shapes]
     shards = []
     kept = reduced = trained = 0
-    parameters = optimizer = paged = unsharded = NO_STORAGES
+    parameters = ignored = optimizer = paged = unsharded = NO_STORAGES
     for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
         if not is_sharded(parameter):
-            parameters += Storages.of(parameter.elements * stored_bytes(plan, parameter))
+            ignored += Storages.of(parameter.elements * stored_bytes(plan, parameter))
             continue
         stored, computed = stored_bytes(plan, parameter), compute_bytes(plan, parameter)
         parameters += Storages.of(e * stored)
@@ -89,6 +91,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     cast = sum(shard.computed for shard in shards if shard.computed != shard.stored)
     return UnitBytes(
         parameters=parameters,
+        ignored=ignored,
         optimizer=optimizer,
         paged=paged,
         gradients=Storages.of(kept),
@@ -114,7 +117,9 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
     units |= {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
 
     states = States(buffers=buffers(profile))
-    if plan.offload != "parameters":
+    if plan.offload == "parameters":
+        states = replace(states, parameters=_summed(profile, wrapping, units, "ignored"))
+    else:
         kept = {
             what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer", "paged")
         }
@@ -125,6 +130,7 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
             each = per_unit(profile, lambda unit: _measure(unit, plan))
             kept["parameters"] = summed(profile, each, "parameters", [part.parameters for part in weights_of])
             kept["optimizer"] = summed(profile, each, "optimizer", [part.optimizer for part in states_of])
+        kept["parameters"] += _summed(profile, wrapping, units, "ignored")
         kept["optimizer"] += optimizer_named(plan.optim).shared_state
         states = replace(states, **kept)
     return wrapping, units, states
@@ -146,17 +152,27 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
     return sum(parts, rest)
 
 
-def padding_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """A warning about the parameter whose padding costs every rank most; FSDP2 splits and pads dim 0 only."""
-    return list(_padding_warnings(profile, plan.shard_degree))
+def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """Warnings about packed weights that are not sharded, and about the parameter whose padding costs every rank most."""
+    warnings = list(_padding_warnings(profile, plan.shard_degree))
+    whole = profile.bytes_of(lambda p: 0 if is_sharded(p) else stored_bytes(plan, p))
+    if whole and plan.shard_degree > 1:
+        warnings.append(
+            f"FSDP does not shard packed weights of an integer dtype: every rank keeps all {format_bytes(whole)} of them; "
+            "--bnb-4bit-quant-storage bfloat16 shards them"
+        )
+    return warnings
 
 
 @lru_cache(maxsize=1024)
 def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
+    """FSDP2 splits and pads dim 0 only."""
     excess = 0
     worst: Parameter | None = None
     for _, unit, count in places(profile):
         for parameter in unit.parameters:
+            if not is_sharded(parameter):
+                continue
             more = (prod(shard_shape(parameter.shape, shards)) * shards - parameter.elements) * count
             if more > excess:
                 excess, worst = more, parameter
