@@ -11,6 +11,7 @@ from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.engines.fsdp1 import units as fsdp1_units
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
+from fsdp_advisor.engines.fsdp2 import units as fsdp2_units
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.plan import Plan
@@ -63,7 +64,9 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
             return fsdp1_units.refusal(profile, plan)
         case "deepspeed":
             return partitions.refusal(profile, plan)
-        case "ddp" | "fsdp2":
+        case "fsdp2":
+            return fsdp2_units.refusal(profile)
+        case "ddp":
             return None
         case _:
             assert_never(plan.backend)

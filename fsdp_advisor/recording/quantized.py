@@ -210,6 +210,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def _bitsandbytes() -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses an optional package for CPUs
     try:
         import bitsandbytes
     except ImportError as error:

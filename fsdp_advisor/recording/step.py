@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import logging
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,9 +37,7 @@ def steady() -> Iterator[None]:
     gc.freeze()  # collections between steps skip the objects that exist now
     gc.disable()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about methods that it will rename
-            yield
+        yield
     finally:
         gc.enable()
         gc.unfreeze()

@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -244,7 +245,9 @@ def _errors_explained(name: str) -> Iterator[None]:
     """Context that turns any error of transformers or torch about a configuration into an error of one line."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about methods that transformers will rename
+            yield
     except AdvisorError:
         raise
     except Exception as error:

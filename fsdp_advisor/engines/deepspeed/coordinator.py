@@ -22,6 +22,7 @@ from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, offloads_parameters
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import ROOT, Parameter, Profile
+from fsdp_advisor.policies.dtypes import cast_bytes
 from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import round_up
 
@@ -35,13 +36,13 @@ class Visit:
     n-th stack.
 
     `rising` are the allocations and frees up to the peak of gathered parameters, `falling` those after the peak.
-    `gathered_elements` are the elements of all parameters whose all-gather begins in this visit.
+    `gathered_bytes` are the bytes of all parameters whose all-gather begins in this visit.
     """
 
     unit: UnitId
     rising: tuple[Change, ...] = ()
     falling: tuple[Change, ...] = ()
-    gathered_elements: int = 0
+    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class _Fetcher:
     traversed: list[int]  # by step: elements of all earlier steps, persistent parameters included
     uses: list[list[int]]  # by parameter: the steps that use it
     ranks: int
-    element_bytes: int
+    element_bytes: list[int]  # by parameter
     offloaded: bool
     settings: Settings
     size: Callable[[int], int]
@@ -80,7 +81,7 @@ class _Fetcher:
     events: list[tuple[int, int]] = field(default_factory=list)
     born: int = 0
     available_elements: int = 0
-    gathered_elements: int = 0  # in this turn
+    gathered_bytes: int = 0  # in this turn
     held: dict[int, tuple[int, int]] = field(default_factory=dict)  # available parameter -> its storage and bytes
     flight: dict[int, int] = field(default_factory=dict)  # parameter that is being gathered -> its group
     groups: dict[int, tuple[tuple[int, int], list[int]]] = field(
@@ -92,7 +93,7 @@ class _Fetcher:
         self.queue = [(p, step) for step, parameters in enumerate(self.order) for p in parameters]
 
     def begin_turn(self) -> None:
-        self.events, self.rising, self.high, self.gathered_elements = [], 0, self.live, 0
+        self.events, self.rising, self.high, self.gathered_bytes = [], 0, self.live, 0
 
     def _take(self, n_bytes: int) -> tuple[int, int]:
         storage, self.born = (self.born, n_bytes), self.born + 1
@@ -114,12 +115,12 @@ class _Fetcher:
             return
         elements = sum(self.elements[p] for p in parameters)
         self.available_elements += elements
-        self.gathered_elements += elements
-        shards = [shard_elements(self.elements[p], self.ranks) for p in parameters]
-        buffer = self.size(self.element_bytes * self.ranks * sum(shards))
+        self.gathered_bytes += sum(self.element_bytes[p] * self.elements[p] for p in parameters)
+        shards = [self.element_bytes[p] * shard_elements(self.elements[p], self.ranks) for p in parameters]
+        buffer = self.size(self.ranks * sum(shards))
         self.groups[self.gathers] = (self._take(buffer), list(parameters))
         if self.offloaded:  # the shards are copied from the host
-            for shard in [self._take(self.size(self.element_bytes * n)) for n in shards]:
+            for shard in [self._take(self.size(n_bytes)) for n_bytes in shards]:
                 self._drop(shard)
         self.flight.update(dict.fromkeys(parameters, self.gathers))
         self.gathers += 1
@@ -135,7 +136,7 @@ class _Fetcher:
             return
         if parameter not in self.held:
             for p in unused:
-                self.held[p] = self._take(self.size(self.element_bytes * self.elements[p]))
+                self.held[p] = self._take(self.size(self.element_bytes[p] * self.elements[p]))
         unused.remove(parameter)
         if not unused:
             self._drop(buffer)
@@ -200,12 +201,14 @@ def gathered(
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
     elements: list[int] = []
+    element_bytes: list[int] = []
     units: list[tuple[UnitId, list[tuple[int, ...]]]] = []
     named: dict[str, int] = {}
 
     def add(place: UnitId, parameters: tuple[Parameter, ...]) -> None:
         units.append((place, _modules(parameters, len(elements))))
         elements.extend(p.elements for p in parameters)
+        element_bytes.extend(cast_bytes(plan, p) for p in parameters)
 
     root, done = profile.root.parameters, 0
     for index, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=False)):
@@ -240,7 +243,7 @@ def gathered(
         traversed,
         uses,
         plan.shard_degree,
-        plan.compute_bytes,
+        element_bytes,
         offloads_parameters(plan),
         settings,
         size,
@@ -254,7 +257,7 @@ def gathered(
             if turn < first_root:  # the embedding's backward hook never fires: freed at the end of backward
                 fetcher.release(own)
         rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
-        visits.append(Visit(place, rising, falling, fetcher.gathered_elements))
+        visits.append(Visit(place, rising, falling, fetcher.gathered_bytes))
     left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
     end = tuple((storage, 0) for storage, _ in left)
     return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]), end)

@@ -29,7 +29,7 @@ class Gathering:
         self._upcoming: Visit | None = None
         self._current: Visit | None = None
         self._head: Visit | None = None  # the first visit of backward
-        self._elements = 0  # elements of the all-gathers since the last call of `take_elements`
+        self._bytes = 0  # bytes of the all-gathers since the last call of `take_bytes`
 
     def begin_forward(self) -> None:
         self._turn_to(self._gathered.forward)
@@ -45,7 +45,7 @@ class Gathering:
             self._upcoming = next(self._visits, None)
             self._apply(step, self._current.rising)
             self._falling = self._current.falling
-            self._elements += self._current.gathered_elements
+            self._bytes += self._current.gathered_bytes
             if self._current.unit == unit or (self._current.unit[0] == ROOT and unit == AT_ROOT):
                 return
 
@@ -74,10 +74,10 @@ class Gathering:
         """Free all gathered parameters at the end of backward."""
         self._apply(step, self._gathered.end)
 
-    def take_elements(self) -> int:
+    def take_bytes(self) -> int:
         """Elements of the parameters whose all-gathers began since the last call."""
-        elements, self._elements = self._elements, 0
-        return elements
+        n_bytes, self._bytes = self._bytes, 0
+        return n_bytes
 
     def _turn_to(self, visits: tuple[Visit, ...]) -> None:
         self._visits = iter(visits)

@@ -37,17 +37,15 @@ def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
 
 
 def refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why stage 3 cannot shard the model; None if it can.
+    """Why stage 3 is refused for a model; None if it is not. Weights in 4 bits are sharded and gathered as they are stored.
 
-    It gathers parameters in the dtype of the module, which packed weights must have too. Source: transformers' and PEFT's
-    guides to DeepSpeed with quantized models.
+    Source: bitsandbytes 0.50, nn/modules.py, Linear8bitLt: `state.CB` refers to the whole weight.
     """
-    packed = {p.dtype for p, _ in each_parameter(profile) if p.role == "quantized"}
-    if stage(plan) < 3 or not packed or packed == {"bfloat16"}:
+    if stage(plan) < 3 or not any(p.dtype == "int8" for p, _ in each_parameter(profile)):
         return None
     return UsageError(
-        f"ZeRO-3 of DeepSpeed does not shard packed weights in {packed.pop()}",
-        hint="--bnb-4bit-quant-storage bfloat16",
+        "ZeRO-3 does not save memory on weights in 8 bits: each layer keeps a second reference to its whole weight",
+        hint="--load-in-4bit, or --strategy zero2",
     )
 
 

@@ -252,11 +252,10 @@ class DeepspeedStep(StepHooks):
         within 16 %, `validation/published.csv`). The prefetch is about one parameter with the settings of the Hugging Face integration
         (`stage3_prefetch_bucket_size` of 0.9 hidden^2), and it begins after the hook before it.
         """
-        elements = self._gathering.take_elements()
-        if not elements:
+        n_bytes = self._gathering.take_bytes()
+        if not n_bytes:
             return
-        plan = self._plan
-        n_bytes, n = elements * plan.compute_bytes, plan.shard_degree
+        plan, n = self._plan, self._plan.shard_degree
         if plan.offload == "parameters":
             step.add(HostTransfer(unit, n_bytes / n, "parameters"))
         step.add(AllGather(unit, n_bytes, "after compute"))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.parallelism.placement import Shard
@@ -150,6 +151,16 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
     parts = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
     rest: Storages = getattr(units[AT_ROOT], what) if wrapping.whole else summed(profile, units, what)
     return sum(parts, rest)
+
+
+def refusal(profile: Profile) -> UsageError | None:
+    """Why FSDP2 cannot train the model; None if it can. A sharded weight in 8 bits lacks what bitsandbytes keeps with it."""
+    if not any(p.dtype == "int8" for unit, _ in profile.counted_units() for p in unit.parameters):
+        return None
+    return UsageError(
+        "FSDP2 fails with weights in 8 bits: 'Parameter' object has no attribute 'CB'",
+        hint="--load-in-4bit, or --strategy ddp",
+    )
 
 
 def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
