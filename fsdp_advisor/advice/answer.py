@@ -19,6 +19,7 @@ from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, gpu_of, requested, settled
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
@@ -55,7 +56,9 @@ def recommend(
     """
     fields, recorded = split_recorder({**options, "config_file": config_file})
     request = settled(request or requested(fields, RecommendRequest))
-    model = recorded or resolve(request.model, allow_recording=False)  # what the catalog lacks could not be recorded
+    adaptation = adaptation_of(request)
+    # what the catalog lacks of a model as it is could not be recorded
+    model = (recorded or resolve(request.model, allow_recording=bool(adaptation))).adapted(adaptation)
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
 
@@ -69,6 +72,7 @@ def recommend_resolved(
     allowed: Callable[[Plan], bool] = any_plan,
 ) -> Recommendation:
     """The recommendation for a job whose report is known. `allowed` says which plans are searched, whatever their batch."""
+    model = model.adapted(adaptation_of(request))
     _check_sweep(report, model, request)
     every = _search(report, model, request, timer)
     sweep = Sweep(request=request, search=every.limited_to(allowed), allowed=allowed)

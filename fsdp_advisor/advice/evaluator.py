@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_advisor.advice.curves import PeakVsSize
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.registry import states_of
+from fsdp_advisor.engines.registry import refusal, states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.estimator import estimate_plan, runs_in, step_seconds, tensor_bytes
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
@@ -309,9 +309,11 @@ class Evaluator:
         return sum(part.exact for part in parts)
 
     def why_not_recorded(self, plan: Plan) -> str | None:
-        """Why no tape of the plan exists; None if one does."""
+        """Why the plan's engine refuses the model, or why no tape of the plan exists; None if one does."""
         if self.model.profile is None:
             return None
+        if (refused := refusal(self.model.profile, plan)) is not None:
+            return refused.message
         try:
             select_tape(self.model, self.model.profile, plan)
         except AdvisorError as error:

@@ -105,6 +105,7 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
         forward_prefetch=request.forward_prefetch,
         reshard_after_forward=request.reshard_after_forward,
         save_only_model=request.save_only_model,
+        dtype=request.dtype,
     )
 
 

@@ -28,6 +28,10 @@ def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf
     words: list[str] = []
     for name, field in fields_of(EstimateRequest).items():
         value = decided[name] if name in decided else getattr(plan, name, getattr(request, name))
-        if name in _ALWAYS or value != field.default:
-            words += [dashed(name), str(value)]
+        if name not in _ALWAYS and value == field.default:
+            continue
+        if field.kind is bool:
+            words += [dashed(name)] if value else [f"{dashed(name)}=false"]
+        else:
+            words += [dashed(name), *map(str, value if field.many else (value,))]
     return tuple(words)

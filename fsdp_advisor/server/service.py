@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Hashable
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 
 from fsdp_advisor.errors import MissingExtra, UnknownModel
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, hub
 from fsdp_advisor.server.answers import Document, ModelSource, answer
@@ -21,7 +23,8 @@ from fsdp_advisor.server.workers import WorkerPool
 class AnswerService:
     """Finds or computes answers. Requests for an answer that is being computed wait for it.
 
-    Names of the catalog go to a pool of workers. Configurations go to one other process, which records them with torch.
+    Names of the catalog go to a pool of workers. Configurations and models with adapters go to one other process, which records
+    them with torch.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -74,14 +77,15 @@ class AnswerService:
             self._answers.popitem(last=False)
 
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
+        source = replace(source, is_adapted=any(isinstance(r, EstimateRequest) and adaptation_of(r) for r in rest))
         if source.config is None:
             try:
-                return await self._pool.run(answer, source, *rest)
+                return await (self._recorder if source.is_adapted else self._pool).run(answer, source, *rest)
             except UnknownModel:
                 if not self._settings.allow_hub or not hub.can_be_repo_id(source.name):
                     raise
             config, _ = await asyncio.to_thread(hub.download, source.name, anonymous=True)
-            source = ModelSource(source.name, config, "hub")
+            source = replace(source, config=config, origin="hub")
         if cache.installed_versions() is None:
             raise MissingExtra(f"{source.name} has to be recorded; this server lacks torch and transformers")
         return await self._recorder.run(answer, source, *rest)

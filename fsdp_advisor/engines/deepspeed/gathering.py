@@ -75,7 +75,7 @@ class Gathering:
         self._apply(step, self._gathered.end)
 
     def take_bytes(self) -> int:
-        """Elements of the parameters whose all-gathers began since the last call."""
+        """Bytes of the parameters whose all-gathers began since the last call."""
         n_bytes, self._bytes = self._bytes, 0
         return n_bytes
 

@@ -1,0 +1,130 @@
+"""Predicted peaks of models with adapters, frozen parameters or a quantized base against PyTorch's engines around PEFT's model.
+
+Each is one steady step on rank 0 under fake tensors, equal to the byte in each phase.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import taken
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from fsdp_advisor.job.parsing import make_request  # after the checks
+from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.simulate import simulate
+
+pytestmark = pytest.mark.slow
+
+_DECODER = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_DECODER, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": 1000},
+    "qwen3": {**_DECODER, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    "mistral": {**_DECODER, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None},
+    "gemma2": {**_DECODER, "model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 32},
+    "phi3": {**_DECODER, "model_type": "phi3", "num_key_value_heads": 4, "pad_token_id": 0},
+    "mixtral": {**_DECODER, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4},
+    "falcon": {**_DECODER, "model_type": "falcon", "bias": False},
+    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 6, "n_head": 4, "vocab_size": 515, "n_positions": 256},
+    "bert": {**_DECODER, "model_type": "bert"},
+    "t5": {
+        "model_type": "t5", "d_model": 128, "d_ff": 256, "num_layers": 6, "num_heads": 4, "d_kv": 32, "vocab_size": 1024,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    },
+}  # fmt: skip
+NEEDED: dict[str, dict[str, str]] = {  # without a default of PEFT's, or without sdpa
+    "mixtral": {"lora_target_modules": "q_proj,v_proj"},
+    "phi3": {"lora_target_modules": "qkv_proj"},
+    "gemma2": {"attention": "eager"},
+    "t5": {"attention": "eager"},
+}
+ENGINES: tuple[dict[str, str], ...] = (
+    {"strategy": "ddp", "gpus": "1"},
+    {"strategy": "ddp", "gpus": "4"},
+    {"strategy": "zero3", "backend": "fsdp2", "gpus": "4"},
+    {"strategy": "zero2", "backend": "fsdp2", "gpus": "64"},
+    {"strategy": "zero3", "backend": "fsdp1", "gpus": "4"},
+    {"strategy": "zero2", "backend": "fsdp1", "gpus": "8"},
+    {"strategy": "hsdp", "backend": "fsdp2", "gpus": "8", "nnodes": "2"},
+)
+VARIATIONS: tuple[dict[str, str], ...] = (
+    {},
+    {"activation_checkpointing": "full"},
+    {"gradient_accumulation_steps": "2"},
+    {"lora_target_modules": "all-linear", "lora_r": "4"},
+    {"use_dora": "true"},
+    {"lora_dropout": "0.1"},
+    {"precision": "bf16"},
+    {"dtype": "bfloat16"},
+    {"precision": "fp32", "micro_batch_size": "1"},
+)
+METHODS: tuple[dict[str, Any], ...] = (
+    {"peft_type": "IA3"},
+    {"peft_type": "VERA", "r": 16},
+    {"peft_type": "ADALORA", "total_step": 100},
+    {"peft_type": "LOHA", "target_modules": ["q_proj"]},
+    {"peft_type": "LOKR", "target_modules": ["q_proj"]},
+    {"peft_type": "OFT", "oft_block_size": 32},
+    {"peft_type": "FOURIERFT"},
+    {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8},
+)
+
+Case = dict[str, str]
+
+
+def _names(case: Case) -> str:
+    return " ".join(value if name == "model" else f"{name}={value}" for name, value in case.items())
+
+
+def _flattens(case: Case) -> bool:
+    """Whether FSDP1 can flatten the units: adapters are in fp32."""
+    return case.get("backend") != "fsdp1" or not {"bf16", "bfloat16"} & {case.get("precision"), case.get("dtype")}
+
+
+def _lora() -> list[Case]:
+    """Each architecture with each engine; the variations take turns."""
+    cases = []
+    for m, model in enumerate(CONFIGS):
+        for e, engine in enumerate(ENGINES):
+            variation = VARIATIONS[(3 * m + 2 * e) % len(VARIATIONS)]
+            cases.append({"model": model, **engine, "use_peft": "true", **NEEDED.get(model, {}), **variation})
+    return [case for case in cases if _flattens(case)]
+
+
+FEW: list[Case] = [
+    {"model": "llama", **ENGINES[0], "use_peft": "true", "activation_checkpointing": "full"},
+    {"model": "qwen3", **ENGINES[2], "use_peft": "true", "lora_target_modules": "all-linear", "dtype": "bfloat16"},
+    {"model": "llama", **ENGINES[4], "use_peft": "true", "gradient_accumulation_steps": "3"},
+    {"model": "llama", **ENGINES[1], "use_peft": "true", "load_in_4bit": "true", "precision": "bf16"},
+    {"model": "llama", **ENGINES[3], "freeze": "model.layers.[2-5]"},
+    {"model": "llama", **ENGINES[2], "peft_config": json.dumps(METHODS[0])},
+]
+MORE: list[Case] = [
+    *_lora(),
+    *({"model": "llama", **e, "peft_config": json.dumps(m)} for m in METHODS for e in (ENGINES[0], ENGINES[2])),
+    *({"model": "llama", **e, "freeze": p} for p in ("lm_head", "model.layers.[0-2]", "model.layers") for e in ENGINES),
+    *({"model": "llama", **e, "use_peft": "true", "lora_modules_to_save": "lm_head"} for e in ENGINES),
+    *({"model": "mistral", **ENGINES[0], "use_peft": "true", **base} for base in (
+        {"load_in_8bit": "true"},
+        {"load_in_4bit": "true", "use_bnb_nested_quant": "true"},
+        {"load_in_4bit": "true", "bnb_4bit_quant_type": "fp4", "lora_target_modules": "all-linear"},
+        {"load_in_4bit": "true", "activation_checkpointing": "full", "gradient_accumulation_steps": "2"},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", taken(FEW, MORE), ids=_names)
+def test_predicted_peaks_equal_pytorch_with_an_adapted_model(case: Case, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS[case["model"]]))
+    request = {"seq_len": "128", "micro_batch_size": "2", **case, "model": str(path)}
+    prediction = predict(make_request(request))
+    assert prediction.predicted["phase_peaks"] == simulate(prediction.source(), prediction.plan).phase_peaks
