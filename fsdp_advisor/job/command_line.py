@@ -33,5 +33,6 @@ def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf
         if field.kind is bool:
             words += [dashed(name)] if value else [f"{dashed(name)}=false"]
         else:
-            words += [dashed(name), *map(str, value if field.many else (value,))]
+            values: tuple[object, ...] = value if field.many else (value,)  # type: ignore[assignment]
+            words += [dashed(name), *map(str, values)]
     return tuple(words)
