@@ -46,15 +46,20 @@ def owned_by_rank0(profile: Profile, partition_elements: int) -> tuple[int, int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """An instant of the optimizer step: the storages on the GPU in addition to the states."""
+    """An instant of the optimizer step: the storages on the GPU in addition to the states.
+
+    `gradients`: those of the backward pass. `stepped`: those that the optimizer reads, which are allocated before its state and
+    its temporaries.
+    """
 
     name: str
     gradients: Storages = NO_STORAGES
+    stepped: Storages = NO_STORAGES
     temporaries: Storages = NO_STORAGES
 
     @property
     def total(self) -> Storages:
-        return self.gradients + self.temporaries
+        return self.gradients + self.stepped + self.temporaries
 
 
 @dataclass(slots=True)
@@ -182,7 +187,7 @@ def _moments(
         Moment(name="overflow", gradients=gradients, temporaries=overflow),
         Moment(name="norm", gradients=gradients, temporaries=Storages.of(FP64_NORM_BYTES * largest)),
         Moment(name="cast", gradients=gradients, temporaries=flattened + cast),
-        Moment(name="update", gradients=kept, temporaries=stepped + update),
+        Moment(name="update", gradients=kept, stepped=stepped, temporaries=update),
     )
 
 
