@@ -92,7 +92,9 @@ class PythonHooks(NamedTuple):
 
 
 class CreateStates(NamedTuple):
-    """The first step allocates the states that it creates here. Without it, when the optimizer step begins."""
+    """The first step allocates the states of a buffer here. Without it, when the optimizer step begins."""
+
+    buffer: Buffer
 
 
 class AllGather(NamedTuple):

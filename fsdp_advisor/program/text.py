@@ -133,7 +133,7 @@ def _instruction(instruction: Instruction) -> str:
             return f"copy {what} {'from' if what == 'parameters' else 'to'} the host, {format_bytes(round(n_bytes))}"
         case Copy(n_bytes=n_bytes):
             return f"copy into or out of buffers, {format_bytes(round(n_bytes))} read and written"
-        case CreateStates():
+        case CreateStates(buffer=_):
             return "the first step creates states here"
         case PythonHooks():
             return "Python hooks"

@@ -199,13 +199,13 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
     moments: tuple[Moment, ...] = (Moment(name="update"),)
     if sharded:
         if not offloaded:
-            group, pieces = max(sub_groups(profile, ranks, settings))
             # fp16 checks all gradients at once for overflow: |g| and the comparison (stage3.py, has_overflow)
             total = shard_total(profile, ranks)
             overflow = Storages.of(c * total) + Storages.of(total) if plan.precision == "fp16-mixed" else NO_STORAGES
-            moments = _moments(
-                plan, NO_STORAGES, group, pieces, shard_elements(largest_parameter(profile), ranks), overflow
-            )
+            largest = shard_elements(largest_parameter(profile), ranks)
+            groups = sub_groups(profile, ranks, settings)
+            by_group = [_moments(plan, NO_STORAGES, n, pieces, largest, overflow) for n, pieces in groups]
+            moments = by_group[0][:2] + tuple(moment for each in by_group for moment in each[2:])
     else:
         owned = flat_elements(profile.trainable_parameters, ranks) // ranks
         kept, largest, pieces = owned_by_rank0(profile, owned)

@@ -138,7 +138,8 @@ def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
 def _engine_transfers(profile: Profile, plan: Plan) -> tuple[WeightTransfer, ...]:
     """The allocations of `deepspeed.initialize` after it has flattened the parameters: the masters, and the zero gradients.
 
-    A master is a clone of a copy in its dtype (stage 3), or a cast of a clone (stages 1, 2). The zero gradients are freed at
+    A master is a clone of a copy in its dtype (stage 3), or a cast of a clone (stages 1, 2). Stage 3 frees a sub-group's copy when it
+    has made the next one, because a variable refers to it. The zero gradients are freed at
     once. Buckets reuse their memory. Source: zero/stage3.py, _create_fp32_partitions, initialize_optimizer_states;
     zero/stage_1_and_2.py, __init__, initialize_optimizer_states.
     """
@@ -146,9 +147,10 @@ def _engine_transfers(profile: Profile, plan: Plan) -> tuple[WeightTransfer, ...
         return ()
     c, m = plan.compute_bytes, master_bytes(plan)
     copy_bytes = 0 if m == c else m if stage(plan) == 3 else c
+    parts = partitions.flat_partitions(profile, plan)
     masters = (
-        WeightTransfer(temporaries=Storages.of(copy_bytes * n), kept=Storages.of(m * n))
-        for n in partitions.flat_partitions(profile, plan)
+        WeightTransfer(temporaries=Storages.of(copy_bytes * n), kept=Storages.of(m * n), frees_late=number < len(parts))
+        for number, n in enumerate(parts, start=1)
     )
     return (*masters, WeightTransfer(temporaries=Storages.of(_zero_gradient_bytes(profile, plan))))
 

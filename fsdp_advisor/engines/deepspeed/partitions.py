@@ -136,8 +136,12 @@ class OptimizerStates:
     """
 
     masters: Storages = NO_STORAGES
-    moments: Storages = NO_STORAGES
+    moments_by_partition: tuple[Storages, ...] = ()
     paged: Storages = NO_STORAGES
+
+    @property
+    def moments(self) -> Storages:
+        return sum(self.moments_by_partition, NO_STORAGES)
 
 
 def flat_partitions(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> list[int]:
@@ -153,11 +157,12 @@ def optimizer_states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS
         return OptimizerStates()
     m, optimizer = master_bytes(plan), optimizer_named(plan.optim)
     partitions = flat_partitions(profile, plan, settings)
-    found = Storages.of(4) if stage(plan) < 3 else Storages.of(FP64_NORM_BYTES) + Storages.of(1)
+    norm = Storages.of(4) if stage(plan) < 3 else Storages.of(FP64_NORM_BYTES) + Storages.of(1)
+    first, *rest = (optimizer.flat_state_storages(n, m) for n in partitions)
     return OptimizerStates(
         masters=sum((Storages.of(m * n) for n in partitions), NO_STORAGES),
+        moments_by_partition=(norm + optimizer.shared_state + first, *rest),
         paged=sum((optimizer.paged_state_storages(n) for n in partitions), NO_STORAGES),
-        moments=sum((optimizer.flat_state_storages(n, m) for n in partitions), found + optimizer.shared_state),
     )
 
 

@@ -132,6 +132,7 @@ class DeepspeedStep(StepHooks):
         self._persistent = NO_BUFFER
         self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
         self._averaged = NO_BUFFER
+        self._moments: list[Buffer] = []  # by flat partition
 
     # The step
 
@@ -159,7 +160,9 @@ class DeepspeedStep(StepHooks):
         step.alloc(Account.COMMUNICATION, self.states.communication)
         step.alloc(Account.GRADIENTS, self.states.gradients)
         step.alloc(Account.OTHER, self.states.buffers)
-        step.alloc_in_first_step(Account.OPTIMIZER, self._layout.optimizer.moments)
+        self._moments = [
+            step.alloc_in_first_step(Account.OPTIMIZER, part) for part in self._layout.optimizer.moments_by_partition
+        ]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first, self._is_last = is_first, is_last
@@ -239,12 +242,13 @@ class DeepspeedStep(StepHooks):
     def optimizer_step(self, step: StepBuilder) -> None:
         """Allocate and free the storages of each moment of the optimizer step."""
         step.free(self._persistent)
+        created = iter(self._moments)
         for moment in self._layout.buffers.moments:
             if not moment.gradients.exact:
                 self._free_averaged(step)
             stepped = step.alloc(Account.TEMPORARIES, moment.stepped)
-            if moment.name == "update":
-                step.add(CreateStates())
+            if moment.name == "update" and (buffer := next(created, NO_BUFFER)) != NO_BUFFER:
+                step.add(CreateStates(buffer))
             step.transient(Account.TEMPORARIES, moment.temporaries)
             step.free(stepped)
         self._free_averaged(step)
