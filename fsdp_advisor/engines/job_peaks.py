@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_advisor.engines.deepspeed.loading import optimizer_moment_bytes
+from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.loading import choose_load_method, load_methods
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import LoadMethod, SaveMethod
@@ -148,6 +148,6 @@ def _bytes_made_by_first_optimizer_step(profile: Profile, plan: Plan, states: St
         case "ddp" | "fsdp1" | "fsdp2":
             return states.optimizer.rounded
         case "deepspeed":
-            return optimizer_moment_bytes(profile, plan)
+            return optimizer_states(profile, plan).moments.rounded
         case _:
             return assert_never(plan.backend)

@@ -39,13 +39,11 @@ class StepHooks:
 
     `gradient_hooks`: whether `gradient_ready` is called. `marked_units`: the units within the root's code (`MarkedUnit`) that
     have hooks. `gradient_stream`: the stream on which autograd allocates gradients.
-    `lazily_created`: the accounts of states that the first step creates.
     """
 
     gradient_hooks = False
     marked_units: frozenset[int] = frozenset()
     gradient_stream = Stream.COMPUTE
-    lazily_created: frozenset[Account] = frozenset()
 
     def begin_step(self, step: StepBuilder) -> None:
         """Allocate the storages that are alive at the beginning of every step."""
@@ -115,7 +113,7 @@ def build_program(profile: Profile, tape: Tape, hooks: StepHooks, accumulation: 
         states=states,
         micro_batches=tuple(micro_batches),
         optimizer=Visit("optimizer", AT_ROOT, "optimizer step", step.take()),
-        lazily_created=hooks.lazily_created,
+        lazily_created=frozenset(step.lazily_created),
         first_step_transients=hooks.first_step_transients(),
         rebuilt_buckets=hooks.rebuilt_buckets(tape),
         gradient_stream=hooks.gradient_stream,
@@ -128,6 +126,8 @@ class StepBuilder:
     def __init__(self) -> None:
         self.following: UnitId | None = None
         """The next layer after the current one in this direction."""
+        self.lazily_created: set[Buffer] = set()
+        """The states that the first step creates."""
         self._instructions: list[Instruction] = []
         self._buffers: list[Alloc] = []
         self._late_frees = 0
@@ -163,6 +163,13 @@ class StepBuilder:
         if account is Account.UNSHARDED_GRADIENTS:
             self._gradients[buffer] = None
         self.add(self._buffers[buffer])
+        return buffer
+
+    def alloc_in_first_step(self, account: Account, storages: Storages, stream: Stream = Stream.COMPUTE) -> Buffer:
+        """Allocate states that the first step creates."""
+        buffer = self.alloc(account, storages, stream)
+        if buffer != NO_BUFFER:
+            self.lazily_created.add(buffer)
         return buffer
 
     def free(self, *buffers: Buffer, used_on: Stream | None = None) -> None:

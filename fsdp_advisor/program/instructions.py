@@ -1,7 +1,7 @@
 """The instructions of a step program.
 
-Instructions on memory (`Alloc`, `Free`, `Reclassify`, `DropBatch`, `DropLoss`, `HostWait`) are read by live memory and by the
-caching allocator; instructions on time (`AllGather`, `ReduceScatter`, `AllReduce`, `HostTransfer`, `Copy`, `PythonHooks`, `OptimizerStep`)
+Instructions on memory (`Alloc`, `Free`, `Reclassify`, `DropBatch`, `DropLoss`, `HostWait`, `CreateStates`) are read by live
+memory and by the caching allocator; instructions on time (`AllGather`, `ReduceScatter`, `AllReduce`, `HostTransfer`, `Copy`, `PythonHooks`, `OptimizerStep`)
 by the timeline; `Compute` by all three.
 """
 
@@ -91,6 +91,12 @@ class PythonHooks(NamedTuple):
     """The engine runs Python code around a unit, in one direction."""
 
 
+class CreateStates(NamedTuple):
+    """The first step allocates the states of a buffer here. Without it, when the optimizer step begins."""
+
+    buffer: Buffer
+
+
 class AllGather(NamedTuple):
     """All-gather a unit's parameters: `n_bytes` in total."""
 
@@ -160,6 +166,7 @@ Instruction = (
     | DropLoss
     | HostWait
     | PythonHooks
+    | CreateStates
     | AllGather
     | WaitFor
     | ReduceScatter
@@ -198,8 +205,8 @@ class MicroBatch:
 class StepProgram:
     """One steady-state step on rank 0.
 
-    `states` are allocated before the step and live through it, unless an instruction frees them. `lazily_created` are the
-    accounts of states that the first step creates. `first_step_transients` are allocated and freed one by one before the first
+    `states` are allocated before the step and live through it, unless an instruction frees them. `lazily_created` are those
+    that the first step creates. `first_step_transients` are allocated and freed one by one before the first
     forward. `rebuilt_buckets` replace DDP's communication buffers after the first step. Gradients are allocated on
     `gradient_stream`.
     """
@@ -208,7 +215,7 @@ class StepProgram:
     states: tuple[Alloc, ...]
     micro_batches: tuple[MicroBatch, ...]
     optimizer: Visit
-    lazily_created: frozenset[Account] = frozenset()
+    lazily_created: frozenset[Buffer] = frozenset()
     first_step_transients: Storages = NO_STORAGES
     rebuilt_buckets: Storages = NO_STORAGES
     gradient_stream: Stream = Stream.COMPUTE

@@ -82,11 +82,13 @@ class States:
 class WeightTransfer:
     """Tensors that loading allocates together on rank 0's GPU.
 
-    `temporaries` are freed once `kept` is allocated. PyTorch's allocator keeps their memory in its cache.
+    `temporaries` are freed once `kept` is allocated; with `frees_late` once the next transfer has allocated its own. PyTorch's
+    allocator keeps their memory in its cache.
     """
 
     temporaries: Storages = NO_STORAGES
     kept: Storages = NO_STORAGES
+    frees_late: bool = False
 
     @classmethod
     def of_shard(cls, temporaries: Storages, shard: Storages, *, offload: bool) -> WeightTransfer:

@@ -13,6 +13,7 @@ from fsdp_advisor.program.instructions import (
     AllReduce,
     Compute,
     Copy,
+    CreateStates,
     DropBatch,
     DropLoss,
     Free,
@@ -41,8 +42,9 @@ def program_text(program: StepProgram) -> str:
     lines = ["states"]
     lines += [f"  {_instruction(alloc)}" for alloc in program.states]
     if program.lazily_created:
-        created = ", ".join(_account(account) for account in sorted(program.lazily_created))
-        lines.append(f"  created by the first step: {created}")
+        created = [alloc for alloc in program.states if alloc.buffer in program.lazily_created]
+        created_text = ", ".join(f"{_account(a.account)} {format_bytes(a.storages.rounded)}" for a in created)
+        lines.append(f"  created by the first step: {created_text}")
     if program.first_step_transients.rounded:
         lines.append(f"  before the first forward, one by one: {format_bytes(program.first_step_transients.rounded)}")
     if program.rebuilt_buckets.rounded:
@@ -131,6 +133,8 @@ def _instruction(instruction: Instruction) -> str:
             return f"copy {what} {'from' if what == 'parameters' else 'to'} the host, {format_bytes(round(n_bytes))}"
         case Copy(n_bytes=n_bytes):
             return f"copy into or out of buffers, {format_bytes(round(n_bytes))} read and written"
+        case CreateStates(buffer=_):
+            return "the first step creates states here"
         case PythonHooks():
             return "Python hooks"
         case OptimizerStep(n_bytes=n_bytes, host_elements=host_elements):

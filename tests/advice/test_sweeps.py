@@ -68,10 +68,10 @@ def test_longest_sequence_stops_at_the_maximum_of_the_model() -> None:
 def test_fewest_gpus() -> None:
     job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpu": "H100"}
     found = sweep(**job, find="gpus")
-    assert found.answer == 8
-    assert not advise(**job, gpus=7, offload="none").fits
-    assert [c.plan.world_size for c in found.rows] == [8, 16, 32, 64]
-    assert [c.plan.nnodes for c in found.rows] == [1, 2, 4, 8]
+    assert found.answer == 16
+    assert not advise(**job, gpus=8, offload="none").fits
+    assert [c.plan.world_size for c in found.rows] == [16, 32, 64, 128]
+    assert [c.plan.nnodes for c in found.rows] == [2, 4, 8, 16]
     assert all(c.fits for c in found.rows)
 
 

@@ -111,8 +111,6 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
 class DdpStep(StepHooks):
     """DDP's hooks. Gradients are all-reduced in the last micro-batch only (`no_sync`)."""
 
-    lazily_created = frozenset({Account.OPTIMIZER})
-
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
@@ -121,7 +119,7 @@ class DdpStep(StepHooks):
 
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
-        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc_in_first_step(Account.OPTIMIZER, self.states.optimizer)
         step.alloc(Account.OTHER, self.states.buffers)
         step.alloc(Account.COMMUNICATION, self.states.communication)
 

@@ -46,15 +46,20 @@ def owned_by_rank0(profile: Profile, partition_elements: int) -> tuple[int, int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """An instant of the optimizer step: the storages on the GPU in addition to the states."""
+    """An instant of the optimizer step: the storages on the GPU in addition to the states.
+
+    `gradients`: those of the backward pass. `stepped`: those that the optimizer reads, which are allocated before its state and
+    its temporaries.
+    """
 
     name: str
     gradients: Storages = NO_STORAGES
+    stepped: Storages = NO_STORAGES
     temporaries: Storages = NO_STORAGES
 
     @property
     def total(self) -> Storages:
-        return self.gradients + self.temporaries
+        return self.gradients + self.stepped + self.temporaries
 
 
 @dataclass(slots=True)
@@ -182,7 +187,7 @@ def _moments(
         Moment(name="overflow", gradients=gradients, temporaries=overflow),
         Moment(name="norm", gradients=gradients, temporaries=Storages.of(FP64_NORM_BYTES * largest)),
         Moment(name="cast", gradients=gradients, temporaries=flattened + cast),
-        Moment(name="update", gradients=kept, temporaries=stepped + update),
+        Moment(name="update", gradients=kept, stepped=stepped, temporaries=update),
     )
 
 
@@ -194,13 +199,13 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
     moments: tuple[Moment, ...] = (Moment(name="update"),)
     if sharded:
         if not offloaded:
-            group, pieces = max(sub_groups(profile, ranks, settings))
             # fp16 checks all gradients at once for overflow: |g| and the comparison (stage3.py, has_overflow)
             total = shard_total(profile, ranks)
             overflow = Storages.of(c * total) + Storages.of(total) if plan.precision == "fp16-mixed" else NO_STORAGES
-            moments = _moments(
-                plan, NO_STORAGES, group, pieces, shard_elements(largest_parameter(profile), ranks), overflow
-            )
+            largest = shard_elements(largest_parameter(profile), ranks)
+            groups = sub_groups(profile, ranks, settings)
+            by_group = [_moments(plan, NO_STORAGES, n, pieces, largest, overflow) for n, pieces in groups]
+            moments = by_group[0][:2] + tuple(moment for each in by_group for moment in each[2:])
     else:
         owned = flat_elements(profile.trainable_parameters, ranks) // ranks
         kept, largest, pieces = owned_by_rank0(profile, owned)

@@ -1,7 +1,6 @@
 """Loading a model under DeepSpeed, with and without zero.Init. Read in DeepSpeed 0.19.8 and transformers 5.23.
 
-Without zero.Init `deepspeed.initialize` moves the whole model to the GPU (stage 3 too) and shards it there. The allocator's
-cache keeps the memory of freed tensors, as a log of stage 3 shows (deepspeedai/DeepSpeed#4528: 13.01 GB cached, 0.31 in use).
+Without zero.Init `deepspeed.initialize` moves the whole model to the GPU (stage 3 too) and shards it there.
 c = bytes per element of the weights, which are loaded in the compute dtype.
 """
 
@@ -17,7 +16,6 @@ from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.policies.dtypes import cast_bytes
-from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer, round_up
 
 
@@ -49,7 +47,7 @@ def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) 
         other_ranks_host_bytes=host,
         ranks_per_node=plan.ranks_per_node,
         mapped_bytes=checkpoint.mapped_bytes,
-        transfers=(flattening,) if flattens_on_gpu else (),
+        transfers=(flattening, *_engine_transfers(profile, plan)) if flattens_on_gpu else (),
     )
 
 
@@ -69,6 +67,8 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     shards_on_gpu, shards_on_host = (0, shards) if offloads_parameters(plan) else (shards, 0)
     module = c * max(_largest_module_elements(unit) for unit, _ in profile.counted_units())
     converted_module = module if checkpoint.private_bytes else 0
+    # the cache of freed weights is emptied before the shards are copied into one buffer (zero/utils.py, defragment)
+    engine = (WeightTransfer(kept=partitions.shards(profile, plan)), *_engine_transfers(profile, plan))
     every_rank_host = max(checkpoint.private_bytes, shards_on_host, initialized_host)
     return (
         LoadMethod(
@@ -79,6 +79,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
             other_ranks_host_bytes=max(shards_on_host, initialized_host),
             ranks_per_node=plan.ranks_per_node,
             mapped_bytes=checkpoint.mapped_bytes,
+            transfers=engine,
         ),
         LoadMethod(
             way="every_rank",
@@ -88,7 +89,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
             other_ranks_host_bytes=every_rank_host,
             ranks_per_node=plan.ranks_per_node,
             mapped_bytes=checkpoint.mapped_bytes,
-            transfers=(WeightTransfer(temporaries=_trainable_weights(profile, plan)),),
+            transfers=engine,
         ),
     )
 
@@ -125,29 +126,35 @@ def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
     It allocates all states except the optimizer's moments. Before it allocates the buckets for gradients and communication,
     it also allocates zero gradients for the masters (under stage 3 for one sub-group at a time).
     """
-    states, moments = partitions.states(profile, plan), optimizer_moment_bytes(profile, plan)
-    m, ranks = master_bytes(plan), plan.shard_degree
-    if stage(plan) < 3:
-        zeros = m * partitions.flat_elements(profile.trainable_parameters, ranks) // ranks
-    else:
-        zeros = m * max((elements for elements, _ in partitions.sub_groups(profile, ranks)), default=0)
+    states, zeros = partitions.states(profile, plan), _zero_gradient_bytes(profile, plan)
     weights = states.parameters.rounded + states.buffers.rounded
     with_buckets = weights + states.communication.rounded + states.gradients.rounded
     if offloads_optimizer(plan):
         return with_buckets, 2 * zeros
-    masters = states.optimizer.rounded - moments
+    masters = partitions.optimizer_states(profile, plan).masters.rounded
     return masters + max(weights + zeros, with_buckets), 0
 
 
-def optimizer_moment_bytes(profile: Profile, plan: Plan) -> int:
-    """GPU bytes of the optimizer's own states. The first step allocates them; `deepspeed.initialize` allocates the masters.
+def _engine_transfers(profile: Profile, plan: Plan) -> tuple[WeightTransfer, ...]:
+    """The allocations of `deepspeed.initialize` after it has flattened the parameters: the masters, and the zero gradients.
 
-    Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states.
+    A master is a clone of a copy in its dtype (stage 3), or a cast of a clone (stages 1, 2). Stage 3 frees a sub-group's copy when it
+    has made the next one, because a variable refers to it. The zero gradients are freed at
+    once. Buckets reuse their memory. Source: zero/stage3.py, _create_fp32_partitions, initialize_optimizer_states;
+    zero/stage_1_and_2.py, __init__, initialize_optimizer_states.
     """
     if offloads_optimizer(plan):
-        return 0
-    m, ranks, optimizer = master_bytes(plan), plan.shard_degree, optimizer_named(plan.optim)
-    if stage(plan) < 3:
-        owned = partitions.flat_elements(profile.trainable_parameters, ranks) // ranks
-        return optimizer.flat_state_storages(owned, m).rounded
-    return sum(optimizer.flat_state_storages(n, m).rounded for n, _ in partitions.sub_groups(profile, ranks))
+        return ()
+    c, m = plan.compute_bytes, master_bytes(plan)
+    copy_bytes = 0 if m == c else m if stage(plan) == 3 else c
+    parts = partitions.flat_partitions(profile, plan)
+    masters = (
+        WeightTransfer(temporaries=Storages.of(copy_bytes * n), kept=Storages.of(m * n), frees_late=number < len(parts))
+        for number, n in enumerate(parts, start=1)
+    )
+    return (*masters, WeightTransfer(temporaries=Storages.of(_zero_gradient_bytes(profile, plan))))
+
+
+def _zero_gradient_bytes(profile: Profile, plan: Plan) -> int:
+    """Bytes of the zero gradients of the masters; under stage 3 those of the largest sub-group."""
+    return master_bytes(plan) * max(partitions.flat_partitions(profile, plan), default=0)

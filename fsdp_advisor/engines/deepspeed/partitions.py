@@ -9,6 +9,7 @@ per element of the masters.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fsdp_advisor.engines.deepspeed.settings import (
     DEFAULTS,
@@ -124,49 +125,77 @@ def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
     return held
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStates:
+    """The optimizer's part of the states on the GPU. `deepspeed.initialize` creates the masters, the first step the moments.
+
+    `moments` include the gradient norm (fp32; fp64 under stage 3) and stage 3's overflow flag.
+    Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states, which does not step the optimizer.
+    """
+
+    masters: Storages = NO_STORAGES
+    moments_by_partition: tuple[Storages, ...] = ()
+    paged: Storages = NO_STORAGES
+
+    @property
+    def moments(self) -> Storages:
+        return sum(self.moments_by_partition, NO_STORAGES)
+
+
+def flat_partitions(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> list[int]:
+    """Elements of each flat partition that rank 0 steps: 1/N of the model, or of each sub-group of stage 3."""
+    if stage(plan) < 3:
+        return [flat_elements(profile.trainable_parameters, plan.shard_degree) // plan.shard_degree]
+    return [elements for elements, _ in sub_groups(profile, plan.shard_degree, settings)]
+
+
+def optimizer_states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> OptimizerStates:
+    """The optimizer's states on the GPU; nothing if they are offloaded."""
+    if offloads_optimizer(plan):
+        return OptimizerStates()
+    m, optimizer = master_bytes(plan), optimizer_named(plan.optim)
+    partitions = flat_partitions(profile, plan, settings)
+    norm = Storages.of(4) if stage(plan) < 3 else Storages.of(FP64_NORM_BYTES) + Storages.of(1)
+    first, *rest = (optimizer.flat_state_storages(n, m) for n in partitions)
+    return OptimizerStates(
+        masters=sum((Storages.of(m * n) for n in partitions), NO_STORAGES),
+        moments_by_partition=(norm + optimizer.shared_state + first, *rest),
+        paged=sum((optimizer.paged_state_storages(n) for n in partitions), NO_STORAGES),
+    )
+
+
 def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> States:
     """The states that rank 0 keeps on the GPU from step to step.
 
     Stages 1, 2: the whole model in one flat buffer, masters and moments of 1/N of it, no gradients.
     Stage 3: 1/N of every parameter in one flat buffer, 1/N of the gradients in the model's dtype, masters and moments per
-    sub-group, and the reduce bucket, which is never freed. Frozen parameters are sharded separately. The gradient norm
-    (fp32; fp64 under stage 3) and stage 3's overflow flag count as optimizer states.
+    sub-group, and the reduce bucket, which is never freed. Frozen parameters are sharded separately.
 
     Source: zero/stage_1_and_2.py, __init__; zero/stage3.py, _create_fp16_partitions_with_defragmentation,
     _create_fp32_partitions, _setup_for_real_optimizer.
     """
-    ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
-    offloaded = offloads_optimizer(plan)
+    ranks, c = plan.shard_degree, plan.compute_bytes
+    offloaded, optimizer = offloads_optimizer(plan), optimizer_states(profile, plan, settings)
     buffers = sum((Storages.of(b.n_bytes, n) for unit, n in profile.counted_units() for b in unit.buffers), NO_STORAGES)
-    optimizer = optimizer_named(plan.optim)
     if stage(plan) < 3:
         flat = flat_elements(profile.trainable_parameters, ranks)
-        owned = flat // ranks
         whole = (
             Storages.of(cast_bytes(plan, p) * p.elements, n) for p, n in each_parameter(profile) if not p.trainable
         )
-        kept = (
-            Storages.of(m * owned) + optimizer.flat_state_storages(owned, m) + Storages.of(4) + optimizer.shared_state
-        )
         return States(
             parameters=sum(whole, Storages.of(c * flat)),
-            optimizer=NO_STORAGES if offloaded else kept,
+            optimizer=optimizer.masters + optimizer.moments,
             communication=Storages.of(c * largest_parameter(profile)) if offloaded else NO_STORAGES,
             buffers=buffers,
-            paged=NO_STORAGES if offloaded else optimizer.paged_state_storages(owned),
+            paged=optimizer.paged,
         )
-    kept = Storages.of(FP64_NORM_BYTES) + Storages.of(1) + optimizer.shared_state
-    paged = NO_STORAGES
-    for elements, _ in sub_groups(profile, ranks, settings):
-        paged += optimizer.paged_state_storages(elements)
-        kept += Storages.of(m * elements) + optimizer.flat_state_storages(elements, m)
     return States(
         parameters=shards(profile, plan) + persistent(profile, plan, settings),
         gradients=NO_STORAGES if offloaded else Storages.of(c * shard_total(profile, ranks)),
-        optimizer=NO_STORAGES if offloaded else kept,
+        optimizer=optimizer.masters + optimizer.moments,
         communication=Storages.of(c * settings.reduce_bucket_size),
         buffers=buffers,
-        paged=NO_STORAGES if offloaded else paged,
+        paged=optimizer.paged,
     )
 
 

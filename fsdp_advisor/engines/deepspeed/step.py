@@ -19,7 +19,7 @@ from fsdp_advisor.engines.deepspeed.buffers import Buffers
 from fsdp_advisor.engines.deepspeed.coordinator import Gathered, gathered
 from fsdp_advisor.engines.deepspeed.gathering import Gathering
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
-from fsdp_advisor.engines.deepspeed.settings import Settings, settings_of, stage
+from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameters, settings_of, stage
 from fsdp_advisor.engines.optimizer_work import optimizer_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
@@ -32,6 +32,7 @@ from fsdp_advisor.program.instructions import (
     AllReduce,
     Buffer,
     Copy,
+    CreateStates,
     HostTransfer,
     OptimizerStep,
     PythonHooks,
@@ -39,7 +40,7 @@ from fsdp_advisor.program.instructions import (
     UnitId,
     WaitFor,
 )
-from fsdp_advisor.program.storages import States, Storages, round_up
+from fsdp_advisor.program.storages import NO_STORAGES, States, Storages, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class _Layout:
     """The states of a plan and the positions of its gradients in the flat buffer. Independent of B, T and the tape."""
 
     states: States
+    optimizer: partitions.OptimizerStates
     parameters: Storages  # the states' parameters, without those freed during the optimizer step
     buffers: Buffers
     gradients: dict[UnitId, tuple[Gradient, ...]]  # by parameter of the unit
@@ -71,6 +73,7 @@ def _layout_of(profile: Profile, plan: Plan, settings: Settings) -> _Layout:
     states = partitions.states(profile, plan, settings)
     return _Layout(
         states=states,
+        optimizer=partitions.optimizer_states(profile, plan, settings),
         parameters=partitions.shards(profile, plan) if buffers.sharded else states.parameters,
         buffers=buffers,
         gradients=gradients,
@@ -113,7 +116,7 @@ def _gradient_places(
 
 
 class DeepspeedStep(StepHooks):
-    """DeepSpeed's hooks. DeepSpeed creates masters and moments with the engine, before the first step."""
+    """DeepSpeed's hooks. The engine creates the masters, and the first step the moments."""
 
     gradient_hooks = True
 
@@ -129,18 +132,37 @@ class DeepspeedStep(StepHooks):
         self._persistent = NO_BUFFER
         self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
         self._averaged = NO_BUFFER
+        self._moments: list[Buffer] = []  # by flat partition
 
     # The step
+
+    def first_step_transients(self) -> Storages:
+        """Stage 3 gathers each parameter once to register its hook, and frees it.
+
+        Source: zero/stage3.py, create_reduce_and_remove_grad_hooks; partition_parameters.py, _allgather_params_sequential.
+        """
+        ranks = self._plan.shard_degree
+        if self._stage < 3 or (ranks == 1 and not offloads_parameters(self._plan)):
+            return NO_STORAGES
+        whole = (
+            Storages.of(self._plan.compute_bytes * ranks * shard_elements(p.elements, ranks))
+            for p in self._profile.in_order()
+            if p.trainable
+        )
+        return sum(whole, NO_STORAGES)
 
     def begin_step(self, step: StepBuilder) -> None:
         if self._stage == 3:
             self._gathering = Gathering(gathered(self._profile, self._plan, self._settings))
         step.alloc(Account.PARAMETERS, self._layout.parameters)
         self._persistent = step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
-        step.alloc(Account.GRADIENTS, self.states.gradients)
-        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc(Account.OPTIMIZER, self._layout.optimizer.masters)
         step.alloc(Account.COMMUNICATION, self.states.communication)
+        step.alloc(Account.GRADIENTS, self.states.gradients)
         step.alloc(Account.OTHER, self.states.buffers)
+        self._moments = [
+            step.alloc_in_first_step(Account.OPTIMIZER, part) for part in self._layout.optimizer.moments_by_partition
+        ]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first, self._is_last = is_first, is_last
@@ -220,10 +242,15 @@ class DeepspeedStep(StepHooks):
     def optimizer_step(self, step: StepBuilder) -> None:
         """Allocate and free the storages of each moment of the optimizer step."""
         step.free(self._persistent)
+        created = iter(self._moments)
         for moment in self._layout.buffers.moments:
             if not moment.gradients.exact:
                 self._free_averaged(step)
+            stepped = step.alloc(Account.TEMPORARIES, moment.stepped)
+            if moment.name == "update" and (buffer := next(created, NO_BUFFER)) != NO_BUFFER:
+                step.add(CreateStates(buffer))
             step.transient(Account.TEMPORARIES, moment.temporaries)
+            step.free(stepped)
         self._free_averaged(step)
         step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
         self._update(step)

@@ -43,7 +43,6 @@ MAX_INFLIGHT_ALL_GATHERS = 2
 class Fsdp1Step(StepHooks):
     """FSDP1's hooks around each unit."""
 
-    lazily_created = frozenset({Account.OPTIMIZER, Account.GRADIENTS})
     gradient_stream = Stream.ALL_GATHER
     """The stream on which autograd assembles a unit's gradient: parameters are views made on the all-gather's stream."""
 
@@ -75,11 +74,11 @@ class Fsdp1Step(StepHooks):
 
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
-        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc_in_first_step(Account.OPTIMIZER, self.states.optimizer)
         step.alloc(Account.OTHER, self.states.buffers)
         # NO_SHARD keeps the gradients that autograd allocates
         stream = Stream.ALL_GATHER if self._one_shard and not self._plan.mixed else Stream.REDUCE_SCATTER
-        self._previous_gradients = step.alloc(Account.GRADIENTS, self.states.gradients, stream)
+        self._previous_gradients = step.alloc_in_first_step(Account.GRADIENTS, self.states.gradients, stream)
         if self._keeps_root:
             step.alloc(Account.UNSHARDED_PARAMETERS, self._units[AT_ROOT].unsharded, Stream.ALL_GATHER)
 

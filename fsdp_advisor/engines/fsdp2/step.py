@@ -40,8 +40,6 @@ from fsdp_advisor.program.storages import ALIGNMENT, NO_STORAGES, Storages
 class Fsdp2Step(StepHooks):
     """FSDP2's hooks around each unit."""
 
-    lazily_created = frozenset({Account.OPTIMIZER})
-
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
@@ -69,7 +67,7 @@ class Fsdp2Step(StepHooks):
 
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
-        step.alloc(Account.OPTIMIZER, self.states.optimizer)
+        step.alloc_in_first_step(Account.OPTIMIZER, self.states.optimizer)
         step.alloc(Account.OTHER, self.states.buffers)
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:

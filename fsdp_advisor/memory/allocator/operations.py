@@ -13,6 +13,7 @@ from fsdp_advisor.program.instructions import (
     Alloc,
     Buffer,
     Compute,
+    CreateStates,
     DropBatch,
     DropLoss,
     Free,
@@ -84,6 +85,8 @@ class _Reader:
         self.operations: list[int] = []
         self.visits: list[tuple[int, str, str]] = []
         self.residents: list[tuple[Account, int]] = []  # alive when a step begins
+        self.lazily_created: dict[Buffer, tuple[int, ...]] = {}  # residents that the first step creates
+        self.created_at: dict[Buffer, int] = {}  # indices of operations
         self.batch: list[int] = []  # inputs of the first micro-batch, if there is one batch
         self.first_layer = self.first_weight = self.second_forward = -1  # indices of operations
         self._storages: dict[Buffer, tuple[int, ...]] = {}
@@ -105,6 +108,8 @@ class _Reader:
         for alloc in self._program.states:
             numbers = self._allocate(alloc)
             self.residents += [(alloc.account, number) for number in numbers]
+            if alloc.buffer in self._program.lazily_created:
+                self.lazily_created[alloc.buffer] = numbers
         self.operations.clear()
         for index, micro_batch in enumerate(self._program.micro_batches):
             self._micro_batch(index, micro_batch)
@@ -146,6 +151,8 @@ class _Reader:
             self._wait(instruction.late_frees)
         elif isinstance(instruction, (DropBatch, DropLoss)):
             self._drop(instruction)
+        elif isinstance(instruction, CreateStates):
+            self.created_at[instruction.buffer] = len(self.operations)
 
     # Buffers
 
@@ -305,13 +312,11 @@ class _Assembly:
         self._step = list(read.operations)
 
     def operations(self) -> StepOperations:
-        lazily = self._program.lazily_created
-        residents = self._read.residents
         freed = {operation >> 2 for operation in self._step if operation & 3 in (FREE, FREE_LATER)}
         carried_over = self._end_step(freed)
-        not_yet = {number for account, number in residents if account in lazily}
+        not_yet = {number for numbers in self._read.lazily_created.values() for number in numbers}
         setup = self._setup(not_yet)
-        first = self._first_step([n for account, n in residents if account in lazily and n not in freed], setup)
+        first = self._first_step(freed, setup)
         skipped = {number * 4 + kind for number in not_yet & freed for kind in (FREE, FREE_LATER)}
         return StepOperations(
             requests=tuple(self._requests),
@@ -339,7 +344,7 @@ class _Assembly:
                 self._step.append(number * 4 + FREE)
         return carried_over
 
-    def _first_step(self, lazily_created: list[int], setup: list[int]) -> list[int]:
+    def _first_step(self, freed: set[int], setup: list[int]) -> list[int]:
         """The first step also allocates cuBLAS workspaces, optimizer state and what the engine creates lazily.
 
         The forward workspace is allocated at the first layer; the backward one after the first gradient of a weight
@@ -347,7 +352,10 @@ class _Assembly:
         """
         read = self._read
         optimizer = next((at for at, phase, _ in read.visits if phase == "optimizer"), len(self._step))
-        inserted = [(optimizer, [number * 4 + MALLOC for number in lazily_created])]
+        inserted = [
+            (read.created_at.get(buffer, optimizer), [n * 4 + MALLOC for n in numbers if n not in freed])
+            for buffer, numbers in reversed(read.lazily_created.items())
+        ]
         for at, n_bytes in zip((read.first_layer, read.first_weight), self._workspaces, strict=False):
             inserted.append((at, [self._new(n_bytes) * 4 + MALLOC]))
         transients = [self._new(round_up(n)) for n in self._program.first_step_transients.each()]
@@ -374,16 +382,20 @@ class _Assembly:
 
     def _setup(self, not_yet: set[int]) -> list[int]:
         """The operations before the first step: the states and the temporary tensors of loading."""
-        parameters: defaultdict[int, deque[int]] = defaultdict(deque)
-        for account, number in self._read.residents:
-            if account == Account.PARAMETERS:
-                parameters[self._requests[number]].append(number)
+        residents: defaultdict[int, deque[int]] = defaultdict(deque)
+        for _, number in self._read.residents:
+            if number not in not_yet:
+                residents[self._requests[number]].append(number)
         setup: list[int] = []
+        late: list[int] = []  # temporaries of the transfer before
         for one in self._loaded:
             temporaries = [self._new(round_up(n)) for n in one.temporaries.each()]
-            kept = [parameters[round_up(n)].popleft() for n in one.kept.each()]
-            setup += [number * 4 + MALLOC for number in (*temporaries, *kept)]
-            setup += [number * 4 + FREE for number in temporaries]
+            kept = [residents[round_up(n)].popleft() for n in one.kept.each()]
+            setup += [number * 4 + MALLOC for number in temporaries]
+            setup += [number * 4 + FREE for number in late]
+            setup += [number * 4 + MALLOC for number in kept]
+            late = temporaries if one.frees_late else []
+            setup += [number * 4 + FREE for number in temporaries if not one.frees_late]
         loaded = {operation >> 2 for operation in setup}
         left = (number for _, number in self._read.residents if number not in not_yet and number not in loaded)
         return setup + [number * 4 + MALLOC for number in (*left, *self._read.batch)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jobs import ENGINES, MODELS, NotCatalogued, job, operations_of, peak_of, program_of
 
 from fsdp_advisor.engines.ddp.step import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, StepOperations, simulate_allocator
@@ -96,13 +97,17 @@ def test_first_step_creates_optimizer_state() -> None:
     assert early.requested - kept == states_of(profile, plan).optimizer.rounded
 
 
-def test_deepspeed_creates_optimizer_state_before_the_first_step() -> None:
-    profile, tape, plan = job(MODELS[0], "zero2", "deepspeed")
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_deepspeed_creates_masters_with_the_engine_and_moments_in_the_first_step(strategy: str) -> None:
+    profile, tape, plan = job(MODELS[0], strategy, "deepspeed")
     steps = operations_of(profile, tape, plan)
+    moments = optimizer_states(profile, plan).moments.rounded
+    assert 0 < moments < states_of(profile, plan).optimizer.rounded
     engine = CachingAllocator(steps.requests)
     engine.run(steps.setup)
+    assert engine.requested == resident_bytes(profile, plan) - moments
+    engine.run(steps.first)
     assert engine.requested == resident_bytes(profile, plan)
-    assert steps.first == steps.following
 
 
 def test_only_fsdp1_delays_reuse_with_record_stream() -> None:
