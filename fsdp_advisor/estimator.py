@@ -102,7 +102,8 @@ def requested(fields: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
 
 
 def settled(request: AnyRequest) -> AnyRequest:
-    """The request with what its GPU implies for options that were not given: the number of nodes, and fp16 without bf16.
+    """The request with what is implied for options that were not given: the number of nodes and fp16 without bf16 by its GPU, and
+    in a search a frozen base in bf16.
 
     `assumed` names them. A request that was constructed directly is taken as it is.
     """
@@ -115,7 +116,15 @@ def settled(request: AnyRequest) -> AnyRequest:
         found["nnodes"] = nodes
     if "precision" not in request.given and gpu.lacks_bf16:
         found["precision"] = "fp16-mixed"
+    elif isinstance(request, RecommendRequest) and _may_store_half(request):
+        found["dtype"] = "bfloat16"
     return replace(request, **found, assumed=frozenset(found))
+
+
+def _may_store_half(request: RecommendRequest) -> bool:
+    """Whether a search may choose bf16 for the weights: the base of adapters is frozen. FSDP1 flattens one dtype."""
+    open_dtype = "dtype" not in request.given and request.backend != "fsdp1"
+    return open_dtype and request.precision == "bf16-mixed" and bool(adaptation_of(request).peft)
 
 
 def _assumptions(request: EstimateRequest, gpu: Gpu) -> list[str]:
@@ -129,7 +138,17 @@ def _assumptions(request: EstimateRequest, gpu: Gpu) -> list[str]:
         )
     if "precision" in request.assumed:
         notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
+    if "dtype" in request.assumed:
+        notes.append(f"the frozen base is stored in {request.dtype}, as transformers loads it; dtype changes it")
+    elif _stores_frozen_base_in_fp32(request):
+        notes.append("the frozen base is stored in fp32, as bf16-mixed has it; dtype bfloat16 halves it")
     return notes
+
+
+def _stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
+    adaptation = adaptation_of(request)
+    whole = bool(adaptation.peft) and not adaptation.quantization
+    return whole and request.precision == "bf16-mixed" and request.dtype == "auto"
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
