@@ -81,6 +81,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             notes.append(optimizer.fsdp2.reason)
         elif optimizer.fsdp2_step_failure and plan.framework != "trainer":
             notes.append(optimizer.fsdp2_step_failure)
+    notes += optimizer.notes
     if optimizer.is_paged and plan.offload == "none":
         notes.append(PAGED)
     return notes + wrapping.not_modelled(profile, plan)
