@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fsdp_advisor.engines.units import places, total
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
@@ -33,6 +34,16 @@ def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: b
 def shards_of(plan: Plan) -> Shards:
     """The ranks over which FSDP2 splits a parameter. DTensor sees the GPUs of a node as one host."""
     return Shards(ranks=plan.shard_degree, ranks_per_node=plan.ranks_per_node)
+
+
+def optimizer_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why the optimizer cannot step one of the model's parameters under FSDP2; None if it steps all."""
+    optimizer, shards = optimizer_named(plan.optim), shards_of(plan)
+    for unit, _ in profile.counted_units():
+        for parameter in unit.parameters:
+            if parameter.trainable and (failure := optimizer.shard_failure(parameter, shards)) is not None:
+                return UsageError(failure, hint="fewer ranks per shard (hsdp), or another --optim")
+    return None
 
 
 def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHOLE) -> OptimizerStep:

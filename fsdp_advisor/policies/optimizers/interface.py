@@ -143,6 +143,10 @@ class Optimizer(ABC):
     fsdp2_step_failure: str | None = None
     """Why PyTorch's implementation cannot step FSDP2's shards. None: it can."""
 
+    def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
+        """Why the optimizer cannot step the parameter under FSDP2 on so many ranks. None: it can."""
+        return None
+
     # State
 
     @abstractmethod

@@ -46,6 +46,16 @@ it by columns.
 class Muon(Optimizer):
     """One momentum in the parameter's dtype for a matrix, AdamW's state for the rest."""
 
+    def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
+        """DTensor returns the update in another layout than the parameter's if some ranks have no rows."""
+        if (
+            not steps_by_muon(parameter)
+            or not parameter.shape[0] < shards.ranks
+            or layout_of(parameter, shards) == "columns"
+        ):
+            return None
+        return f"torch.optim.Muon fails: {parameter.name} has {parameter.shape[0]} rows for {shards.ranks} ranks"
+
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         if not steps_by_muon(parameter):
             return adamw.FUSED.state_storages(parameter, shape, element_bytes)
