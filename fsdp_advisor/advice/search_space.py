@@ -7,7 +7,7 @@ from functools import cached_property
 
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.optimizers import unable_backends
+from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import (
     Backend,
@@ -182,6 +182,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
             or (request.backend == "auto" and choice.backend in _automatic(request.optim))
         )
         and choice.backend in FRAMEWORKS[request.framework].backends
+        and optimizer_refusal(request.optim, choice.backend, choice.offload) is None
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
         and refusal(
             choice.strategy,

@@ -59,7 +59,10 @@ def read_into(found: Collector, keys: Mapping[str, Any]) -> None:
     section = found.section("optimizer")
     if section:
         arguments = section.get("optimizer.params")
-        set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
+        if str(found.peek("optimizer.type")).lower() == "muon":
+            found.lacks("optimizer.type", "DeepSpeed's Muon is not modelled; the estimate assumes adamw_torch_fused")
+        else:
+            set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
         found.take("optimizer.params")
         _fused(found, arguments)
     for key, topic in _TOPICS.items():

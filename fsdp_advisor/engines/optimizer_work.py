@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fsdp_advisor.engines.units import places, total
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
 from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import WHOLE, Collectives, Shards
+from fsdp_advisor.program.instructions import OptimizerStep
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 MASTER_BYTES = 16
@@ -18,27 +21,59 @@ cast of the updated weights back."""
 
 
 def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
-    """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters.
-
-    Raises NotImplementedError for an optimizer whose update needs matrix products or collectives: they have no time model yet.
-    """
+    """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters."""
     optimizer, n_bytes = optimizer_named(plan.optim), 0
     for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable:
-                if optimizer.step_flops(parameter) or optimizer.step_collectives(parameter):
-                    raise NotImplementedError(f"no time model for the FLOPs and collectives of {plan.optim}")
                 n_bytes += optimizer.step_bytes(parameter, stored_bytes(plan, parameter)) * count
     per_element = n_bytes / max(1, profile.trainable_parameters)
     return elements * (per_element + (MASTER_BYTES if masters else 0))
 
 
-def optimizer_temporaries(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]]) -> Storages:
+def shards_of(plan: Plan) -> Shards:
+    """The ranks over which FSDP2 splits a parameter. DTensor sees the GPUs of a node as one host."""
+    return Shards(ranks=plan.shard_degree, ranks_per_node=plan.ranks_per_node)
+
+
+def optimizer_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why the optimizer cannot step one of the model's parameters under FSDP2; None if it steps all."""
+    optimizer, shards = optimizer_named(plan.optim), shards_of(plan)
+    for unit, _ in profile.counted_units():
+        for parameter in unit.parameters:
+            if parameter.trainable and (failure := optimizer.shard_failure(parameter, shards)) is not None:
+                return UsageError(failure, hint="fewer ranks per shard (hsdp), or another --optim")
+    return None
+
+
+def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHOLE) -> OptimizerStep:
+    """The update of `elements` elements on the GPU: memory traffic, matrix products and collectives."""
+    optimizer, flops, collectives = optimizer_named(plan.optim), 0, Collectives()
+    for unit, count in profile.counted_units():
+        for parameter in unit.parameters:
+            if parameter.trainable:
+                flops += optimizer.step_flops(parameter, shards) * count
+                collectives += optimizer.step_collectives(parameter, shards) * count
+    return OptimizerStep(
+        optimizer_bytes(profile, plan, elements),
+        flops=flops,
+        gathered_bytes=collectives.gathered_bytes,
+        gathers=collectives.gathers,
+        reduced_bytes=collectives.reduced_bytes,
+        reduces=collectives.reduces,
+    )
+
+
+def optimizer_temporaries(
+    profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]], shards: Shards = WHOLE
+) -> Storages:
     """The optimizer's temporaries at the peak of its step. `shape_of` returns each parameter's shape on this rank."""
     optimizer = optimizer_named(plan.optim)
 
     def of_one(parameter: Parameter) -> Storages:
-        return optimizer.step_temporaries(parameter, shape_of(parameter), stored_bytes(plan, parameter), plan.framework)
+        return optimizer.shard_temporaries(
+            parameter, shape_of(parameter), stored_bytes(plan, parameter), plan.framework, shards
+        )
 
     if optimizer.steps_one_by_one(plan.framework):
         each = (of_one(p) for _, unit, _ in places(profile) for p in unit.parameters if p.trainable)

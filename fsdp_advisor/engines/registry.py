@@ -13,6 +13,7 @@ from fsdp_advisor.engines.fsdp1 import units as fsdp1_units
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2 import units as fsdp2_units
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
+from fsdp_advisor.engines.optimizer_work import optimizer_refusal
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Tape
@@ -65,7 +66,7 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
         case "deepspeed":
             return partitions.refusal(profile, plan)
         case "fsdp2":
-            return fsdp2_units.refusal(profile)
+            return fsdp2_units.refusal(profile) or optimizer_refusal(profile, plan)
         case "ddp":
             return None
         case _:
@@ -81,6 +82,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             notes.append(optimizer.fsdp2.reason)
         elif optimizer.fsdp2_step_failure and plan.framework != "trainer":
             notes.append(optimizer.fsdp2_step_failure)
+    notes += optimizer.notes
     if optimizer.is_paged and plan.offload == "none":
         notes.append(PAGED)
     return notes + wrapping.not_modelled(profile, plan)

@@ -19,6 +19,8 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
     optimizer = optimizer_named(plan.optim).transformers
     if framework == "trainer" and isinstance(optimizer, Refusal):
         return optimizer.reason
+    if isinstance(script := optimizer_named(plan.optim).script, Refusal):
+        return script.reason
     error = refusal(
         plan.strategy,
         plan.backend,

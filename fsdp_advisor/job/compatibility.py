@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.optimizers import unable_backends
+from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
@@ -73,15 +73,23 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     else:
         rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
     known = _backends(request, request.offload) if request.backend == "auto" else (request.backend,)
-    possible = [(s, o) for s, o in rows if set(known) & set(OFFLOADS[o].get(s, ()))]
+    possible = [(s, o) for s, o in rows if any(_offers(request, s, o, b) for b in known)]
     if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
         possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
+        refused = (optimizer_refusal(request.optim, b, o) for b in known for _, o in rows)
+        if (error := next(filter(None, refused), None)) is not None:
+            raise error
         raise UsageError(
             f"backend {request.backend} has no strategy with offload {request.offload}",
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
     return [_plan(request, s, o, seq_len) for s, o in possible]
+
+
+def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:
+    """Whether the backend has the strategy with the offload, and steps the optimizer."""
+    return backend in OFFLOADS[offload].get(strategy, ()) and optimizer_refusal(request.optim, backend, offload) is None
 
 
 def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
@@ -208,7 +216,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
-    refused = _refuses(request, strategy, backend)
+    refused = _refuses(request, strategy, backend) or optimizer_refusal(request.optim, backend, offload)
     if refused is not None:
         raise refused
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":

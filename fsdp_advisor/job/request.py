@@ -21,7 +21,7 @@ OptimizerName = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
     "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
-    "adamw_torch_8bit", "adamw_torch_4bit",
+    "adamw_torch_8bit", "adamw_torch_4bit", "muon",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
@@ -229,7 +229,6 @@ class EstimateRequest:
                 "apollo_adamw",
                 "grokadamw",
                 "schedule_free_adamw",
-                "muon",
                 "shampoo",
                 "soap",
             ),

@@ -149,12 +149,20 @@ class Copy(NamedTuple):
 class OptimizerStep(NamedTuple):
     """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements updated by a node's host.
 
+    `flops`: of its matrix products. `gathered_bytes` in `gathers` all-gathers and reduce-scatters, and `reduced_bytes` in `reduces`
+    all-reduces over the ranks of the shards. Nothing runs at the same time.
+
     `host_kernel`: whether the update on the CPU passes over host memory once or once per operation.
     """
 
     n_bytes: float
     host_elements: float = 0.0
     host_kernel: HostKernel = "one_pass"
+    flops: float = 0.0
+    gathered_bytes: float = 0.0
+    gathers: float = 0.0
+    reduced_bytes: float = 0.0
+    reduces: float = 0.0
 
 
 Instruction = (

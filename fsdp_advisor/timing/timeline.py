@@ -319,12 +319,23 @@ def optimizer_time(program: StepProgram, rates: Rates) -> OptimizerTime:
     for instruction in program.optimizer.instructions:
         if isinstance(instruction, OptimizerStep):
             update += instruction.n_bytes / rates.device.memory_bytes_per_s
+            update += instruction.flops / rates.device.matmul_flops
+            gather += _collectives_s(instruction, rates.groups["shard"])
             host_update += instruction.host_elements / rates.host_updates_per_s[instruction.host_kernel]
         elif isinstance(instruction, HostTransfer):
             host_transfer += instruction.n_bytes / rates.host_bytes_per_s
         elif isinstance(instruction, AllGather):
             gather += collective_s(instruction, rates.groups)
     return OptimizerTime(update, host_update, host_transfer, gather)
+
+
+def _collectives_s(step: OptimizerStep, group: Group) -> float:
+    seconds = 0.0
+    if step.gathers:
+        seconds += step.gathers * all_gather_s(step.gathered_bytes / step.gathers, group)
+    if step.reduces:
+        seconds += all_reduce_s(step.reduced_bytes, group, messages=step.reduces)
+    return seconds
 
 
 def step_intervals(program: StepProgram, rates: Rates, work: tuple[Work, ...]) -> tuple[Interval, ...]:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of
+from fsdp_advisor.job.optimizers import optimizer_refusal
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import OptimizerName, Precision
 
@@ -57,7 +58,9 @@ def plans() -> Iterator[Plan]:
                         attention=next(attentions),
                         backward_prefetch=next(prefetches),
                     )
-                    yield replace(base, optim=next(optimizers))
+                    yield replace(
+                        base, optim=next(o for o in optimizers if optimizer_refusal(o, backend, offload) is None)
+                    )
 
 
 def jobs(target: str) -> list[Job]:

@@ -124,6 +124,7 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
         optimizer = optimizer_named(p.optim)
         refused = p.backend == "fsdp2" and optimizer.fsdp2 is not None
         bf16_on_the_host = p.backend == "deepspeed" and p.precision == "bf16" and p.offload != "none"
+        refused = refused or p.optim == "muon"
         runs = not refused and not (bf16_on_the_host and not optimizer.is_cpu_adam)
         expected = {"torchrun", "sbatch"}
         if runs:

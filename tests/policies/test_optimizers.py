@@ -6,11 +6,14 @@ from typing import get_args
 
 import pytest
 
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.optimizers import unable_backends
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import optimizer_named
-from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal
+from fsdp_advisor.policies.optimizers.interface import Collectives, Constructor, NamedOptimizer, Refusal, Shards
 
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 MATRIX = Parameter(name="weight", shape=(100, 60))
@@ -53,8 +56,8 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         assert state.exact == sum(state.each())
         # an update reads the parameter and its gradient, and writes the parameter
         assert optimizer.step_bytes(parameter, 4) >= 3 * 4 * parameter.elements
-        assert optimizer.step_flops(parameter) == 0
-        assert optimizer.step_collectives(parameter) == ()
+        assert (optimizer.step_flops(parameter) > 0) == (name == "muon" and parameter is MATRIX)
+        assert optimizer.step_collectives(parameter) == Collectives()
     assert optimizer.state_storages(MATRIX, (0, 60), 4).exact == 0
 
 
@@ -71,6 +74,7 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("lion_32bit", 24000, 4000),
         ("lion_8bit", 6000 + 4 * 24, 4000),
         ("adamw_torch_8bit", 48000, 8000),
+        ("muon", 24000, 8004),
         ("ademamix_8bit", 3 * 6000 + 3 * 4 * 24, 12000),
     ],
 )
@@ -131,6 +135,47 @@ def test_torchao_quantizes_whole_blocks(name: OptimizerName, state: int, of_a_ma
     assert optimizer.step_temporaries(matrix, matrix.shape, 4, "torch").exact == of_a_matrix
     assert optimizer.step_temporaries(vector, vector.shape, 4, "torch").exact == of_a_vector
     assert optimizer.step_temporaries(matrix, (63, 127), 4, "torch").exact == 0
+
+
+def test_muon_steps_the_matrices_of_layers_only() -> None:
+    muon, fused = optimizer_named("muon"), optimizer_named("adamw_torch_fused")
+    embedding = Parameter(name="embed", shape=(100, 60), role="embedding")
+    expert = Parameter(name="experts", shape=(4, 100, 60), role="expert")
+    assert muon.state_storages(MATRIX, MATRIX.shape, 4).exact == 4 * 6000
+    for other in (embedding, VECTOR, expert):
+        assert muon.state_storages(other, other.shape, 4) == fused.state_storages(other, other.shape, 4)
+        assert muon.step_flops(other) == muon.step_temporaries(other, other.shape, 4, "torch").exact == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "fsdp1"}, "FSDP1 flattens them"),
+        ({"backend": "fsdp1", "strategy": "zero3"}, "FSDP1 flattens them"),
+        ({"strategy": "zero1"}, "DeepSpeed's Muon is not modelled yet"),
+        ({"offload": "optimizer"}, "its states cannot be offloaded"),
+        ({"offload": "parameters", "strategy": "zero3"}, "its states cannot be offloaded"),
+    ],
+)
+def test_muon_is_refused_where_it_does_not_run(options: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plans(make_request({"model": "gpt2", "gpus": 8, "optim": "muon", **options}), seq_len=8)
+
+
+def test_muon_needs_flops_and_collectives_under_fsdp2() -> None:
+    muon, tall, eight = (
+        optimizer_named("muon"),
+        Parameter(name="up", shape=(100, 60)),
+        Shards(ranks=8, ranks_per_node=8),
+    )
+    iterations, gram = 5, 60 * 60
+    assert muon.step_flops(tall) == iterations * (2 * 2 * 60 * 6000 + 2 * 60**3)
+    assert muon.step_flops(tall, eight) == iterations * (2 * 2 * 60 * 750 + 2 * 60**3)
+    assert muon.step_collectives(tall, eight) == Collectives(
+        reduced_bytes=2 * iterations * 2 * gram, reduces=2 * iterations
+    )
+    wide = muon.step_collectives(Parameter(name="down", shape=(60, 100)), eight)
+    assert wide == Collectives(gathered_bytes=iterations * 2 * (2 * 6000 + gram), gathers=3 * iterations)
 
 
 def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers import bitsandbytes, torchao
-from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer
+from fsdp_advisor.policies.optimizers import bitsandbytes, muon, torchao
+from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer, Shards
 from fsdp_advisor.program.storages import NO_STORAGES
 
 pytestmark = pytest.mark.slow
@@ -20,6 +20,15 @@ SHAPES = [(96, 128), (2000,), (64, 300), (4096,), (400, 300), (100_001,), (3, 5)
 """Above and below the sizes from which states of bitsandbytes have 8 bits, and from which they are paged."""
 COMPILED_SHAPES = [(512, 96), (8192,), (2000,)]
 """Of optimizers that torch.compile compiles for each shape."""
+MUON_RANKS = 8
+LAYOUTS = {
+    "columns": (512, 256),
+    "rows": (250, 600),
+    "scattered": (2048, 2048),
+    "exchanged": (1024, 8192),
+    "whole": (640, 256),
+}
+"""A matrix for each way in which DTensor multiplies over 8 hosts of one GPU each, and one on a single rank."""
 
 Found = dict[str, dict[str, int]]
 Run = Callable[..., Found]
@@ -27,8 +36,26 @@ Run = Callable[..., Found]
 
 def stepped(run: Run, optimizers: Sequence[Optimizer], shapes: Sequence[tuple[int, ...]], ranks: int = 1) -> Found:
     made = {optimizer.name: optimizer.script for optimizer in optimizers}
-    words = {name: (c.module, c.name, c.options) for name, c in made.items() if isinstance(c, Constructor)}
-    return run("optimizers.py", json.dumps(words), json.dumps(shapes), str(ranks))
+    words = {name: (c.module, c.name, c.options, shapes) for name, c in made.items() if isinstance(c, Constructor)}
+    return run("optimizers.py", json.dumps(words), str(ranks))
+
+
+@pytest.fixture(scope="module")
+def of_muon(run: Run) -> Found:
+    made = muon.MATRIX_CONSTRUCTOR
+    words = {layout: (made.module, made.name, made.options, [shape]) for layout, shape in LAYOUTS.items()}
+    whole = {"whole": words.pop("whole")}
+    return run("optimizers.py", json.dumps(words), str(MUON_RANKS)) | run("optimizers.py", json.dumps(whole), "1")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_muon_allocates_what_is_predicted_for_each_layout(layout: str, of_muon: Found) -> None:
+    shape = LAYOUTS[layout]
+    parameter, ranks = Parameter(name="p", shape=shape), 1 if layout == "whole" else MUON_RANKS
+    shards, local = Shards(ranks=ranks, ranks_per_node=1), shard_shape(shape, ranks)
+    assert muon.layout_of(parameter, shards) == layout
+    assert of_muon[layout]["state"] == muon.MUON.state_storages(parameter, local, 4).exact
+    assert of_muon[layout]["temporaries"] == muon.MUON.shard_temporaries(parameter, local, 4, "torch", shards).exact
 
 
 def predicted(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes, optimizer_temporaries
+from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_temporaries
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.engines.wrapping import (
     OUTPUTS,
@@ -24,7 +24,7 @@ from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
-from fsdp_advisor.program.instructions import AllReduce, Buffer, Copy, OptimizerStep, UnitId
+from fsdp_advisor.program.instructions import AllReduce, Buffer, Copy, UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20
@@ -172,7 +172,7 @@ class DdpStep(StepHooks):
         step.transient(
             Account.TEMPORARIES, optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
         )
-        step.add(OptimizerStep(optimizer_bytes(self._profile, self._plan, self._profile.trainable_parameters)))
+        step.add(gpu_step(self._profile, self._plan, self._profile.trainable_parameters))
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
         """The buckets from the second step on, in the order in which gradients became ready in the first step. Empty if DDP

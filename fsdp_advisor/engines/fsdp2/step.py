@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, shard_shape
-from fsdp_advisor.engines.optimizer_work import gradient_norms, optimizer_bytes, optimizer_temporaries
+from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_temporaries, shards_of
 from fsdp_advisor.engines.policy_walk import PolicyWalk
 from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
@@ -214,9 +214,9 @@ class Fsdp2Step(StepHooks):
             return
         step.transient(Account.TEMPORARIES, gradient_norms(profile, plan))
         shards = plan.shard_degree
-        temporaries = optimizer_temporaries(profile, plan, lambda p: shard_shape(p.shape, shards))
+        temporaries = optimizer_temporaries(profile, plan, lambda p: shard_shape(p.shape, shards), shards_of(plan))
         step.transient(Account.TEMPORARIES, temporaries)
-        step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
+        step.add(gpu_step(self._profile, plan, own, shards_of(plan)))
 
     # Units
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.job.request import OptimizerName
-from fsdp_advisor.policies.optimizers import adafactor, adamw, bitsandbytes, sgd, torchao
+from fsdp_advisor.policies.optimizers import adafactor, adamw, bitsandbytes, muon, sgd, torchao
 from fsdp_advisor.policies.optimizers.interface import Optimizer
 
 _ALL: tuple[Optimizer, ...] = (
@@ -15,6 +15,7 @@ _ALL: tuple[Optimizer, ...] = (
     *bitsandbytes.ALL,
     torchao.ADAMW_8BIT,
     torchao.ADAMW_4BIT,
+    muon.MUON,
 )
 _BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
 

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
 
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
@@ -21,7 +20,42 @@ Shape = Sequence[int]
 Option = bool | float
 NO_OPTIONS: Mapping[str, Option] = MappingProxyType({})
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Over how many ranks FSDP2 splits each parameter, and how many of a node's GPUs a rank sees."""
+
+    ranks: int
+    ranks_per_node: int
+
+
+WHOLE = Shards(ranks=1, ranks_per_node=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """Bytes and number of the collectives of an update: all-gathers and reduce-scatters, and all-reduces."""
+
+    gathered_bytes: float = 0
+    gathers: float = 0
+    reduced_bytes: float = 0
+    reduces: float = 0
+
+    def __add__(self, other: Collectives) -> Collectives:
+        return Collectives(
+            gathered_bytes=self.gathered_bytes + other.gathered_bytes,
+            gathers=self.gathers + other.gathers,
+            reduced_bytes=self.reduced_bytes + other.reduced_bytes,
+            reduces=self.reduces + other.reduces,
+        )
+
+    def __mul__(self, count: int) -> Collectives:
+        return Collectives(
+            gathered_bytes=self.gathered_bytes * count,
+            gathers=self.gathers * count,
+            reduced_bytes=self.reduced_bytes * count,
+            reduces=self.reduces * count,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +136,16 @@ class Optimizer(ABC):
     """Why a run on the CPU does not show what a GPU allocates. None: it does."""
     is_paged: bool = False
     """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
+    notes: tuple[str, ...] = ()
+    """Notes on the assumptions of every estimate."""
     deepspeed_notes: tuple[str, ...] = ()
     """Notes on the assumptions of an estimate for DeepSpeed."""
     fsdp2_step_failure: str | None = None
     """Why PyTorch's implementation cannot step FSDP2's shards. None: it can."""
+
+    def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
+        """Why the optimizer cannot step the parameter under FSDP2 on so many ranks. None: it can."""
+        return None
 
     # State
 
@@ -147,6 +187,12 @@ class Optimizer(ABC):
         The temporaries of all parameters live at the same time, unless the optimizer `steps_one_by_one`.
         """
 
+    def shard_temporaries(
+        self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str, shards: Shards
+    ) -> Storages:
+        """The same for rank 0's rows of a parameter under FSDP2."""
+        return self.step_temporaries(parameter, shape, element_bytes, framework)
+
     def steps_one_by_one(self, framework: str) -> bool:
         """Whether the temporaries of one parameter are freed before the next parameter is updated."""
         return False
@@ -161,10 +207,10 @@ class Optimizer(ABC):
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Bytes of GPU memory that the update of the whole parameter reads and writes."""
 
-    def step_flops(self, parameter: Parameter) -> int:
-        """Floating-point operations of matrix products in the update of the whole parameter."""
+    def step_flops(self, parameter: Parameter, shards: Shards = WHOLE) -> int:
+        """Floating-point operations of matrix products that a rank computes for the parameter's update."""
         return 0
 
-    def step_collectives(self, parameter: Parameter) -> tuple[Collective, ...]:
+    def step_collectives(self, parameter: Parameter, shards: Shards = WHOLE) -> Collectives:
         """Collectives that the parameter's update needs in addition to those of the engine."""
-        return ()
+        return Collectives()

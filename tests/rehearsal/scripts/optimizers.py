@@ -1,7 +1,7 @@
 """What optimizers allocate for tensors of the given shapes. Prints one JSON object.
 
-Arguments: JSON of {name: [module, class, options]}, JSON of shapes, number of ranks over which FSDP2 shards them. Result by name: bytes of the state that PyTorch allocates, bytes of
-the paged state, and the most bytes that the second step allocates in addition.
+Arguments: JSON of {name: [module, class, options, shapes]}, and the number of ranks over which FSDP2 shards the tensors. Result by name:
+bytes of the state that PyTorch allocates, bytes of the paged state, and the most bytes that the second step allocates in addition.
 """
 
 import gc
@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-SHAPES, RANKS = json.loads(sys.argv[2]), int(sys.argv[3])
+RANKS = int(sys.argv[2])
 if RANKS > 1:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     MESH = init_device_mesh("cuda", (RANKS,))
+WORKSPACE = torch.mm(torch.ones(8, 8, device="cuda"), torch.ones(8, 8, device="cuda"))  # cuBLAS keeps its own
 
 
 def requested(what: str) -> int:
@@ -30,8 +31,8 @@ def tensor(shape: list[int]) -> torch.Tensor:
     return distribute_tensor(whole, MESH, [Shard(0)]) if RANKS > 1 else whole
 
 
-def stepped(module: str, name: str, options: dict[str, object]) -> dict[str, int]:
-    parameters = [torch.nn.Parameter(tensor(shape)) for shape in SHAPES]
+def stepped(module: str, name: str, options: dict[str, object], shapes: list[list[int]]) -> dict[str, int]:
+    parameters = [torch.nn.Parameter(tensor(shape)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = tensor(parameter.shape)
     torch._dynamo.reset()
