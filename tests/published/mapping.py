@@ -1,0 +1,197 @@
+"""Published measurements of training runs, each as the job that it was: the keywords of `estimate`, and the code that ran.
+
+`measurements.json` states facts: what the source says about the job, what was measured, and where. The functions here say what the
+source's code makes of it. A job that cannot be estimated is `Unmapped`, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from older_code import INSTALLED, Variant
+
+HERE = Path(__file__).parent
+FAMILIES = ("fms-acceleration", "peft-method-comparison", "ms-swift")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One row of `measurements.json`. `measured`: bytes, tokens/s, or `out_of_memory`."""
+
+    id: str
+    family: str
+    method: str
+    source: str
+    job: dict[str, Any]
+    measured: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """`only_if_peak_in`: the phase in which the peak must be for the figure to be comparable, because the other phases ran other
+    kernels, or the source does not state the lengths of its sequences. `explained`: a difference that is known, by figure.
+    """
+
+    options: dict[str, Any]
+    variant: Variant = INSTALLED
+    only_if_peak_in: str | None = None
+    compares_speed: bool = True
+    compares_reserved: bool = True
+    explained: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unmapped:
+    reason: str
+
+
+def measurements() -> list[Measurement]:
+    return [Measurement(**row) for row in json.loads((HERE / "measurements.json").read_text())]
+
+
+def mapped(row: Measurement) -> Mapped | Unmapped:
+    return _MAPPERS[row.family](row)
+
+
+# fms-acceleration, scripts/benchmarks: fms-hf-tuning's SFTTrainer (TRL on the Trainer), torch 2.4.1, transformers 4.48.1 (refs) or
+# 4.45.2 (liger). Facts from defaults.yaml, scenarios*.yaml, accelerate.yaml and benchmark.py:
+# - alpaca packed to 4096 tokens (2048 for santacoder), 100 steps, gradient_checkpointing, use_flash_attn, AdamW of torch in its
+#   default (foreach) form, lora_dropout 0.1, mixed_precision no unless the scenario has `bf16: True`;
+# - more than one GPU: FSDP1 FULL_SHARD with BACKWARD_PRE;
+# - allocated = before_init + init_alloc_delta + train_alloc_delta + train_peaked_delta of the Trainer's memory metrics, which is
+#   max_memory_allocated of training on rank 0;
+# - device = the highest nvidia-smi reading less the first, the mean over the GPUs. Read by polling.
+# Assumed: nothing but that tokens/s counts the packed tokens.
+
+_FUSED = "the benchmark's fused Triton kernels (cross-entropy, RMSNorm, RoPE, LoRA) are not modelled"
+_SANTACODER = str(HERE / "santacoder.json")
+
+
+def _fms(row: Measurement) -> Mapped | Unmapped:
+    job = row.job
+    kernels, model = job["framework_config"], job["model"]
+    if "autogptq" in kernels:
+        return Unmapped("a base quantized with GPTQ is not modelled")
+    if "scattermoe" in kernels:
+        return Unmapped("ScatterMoE kernels are not modelled")
+    if row.method == "moe" or "granite-4" in model:
+        return Unmapped("the source does not state the lengths of its sequences, which are padded")
+    if "float16" in job["precision"].split() and "lora" in row.method:
+        return Unmapped("weights stored in float16 are not modelled, and the lengths of the sequences are not stated")
+    quantized = row.method == "qlora"
+    if quantized and ("foak" in kernels or "accelerated" in kernels):
+        return Unmapped("the accelerated plugin's own preparation of 4-bit models, and its fused kernels, are not modelled")
+    padded = "seq_len" not in job and not row.measured.get("out_of_memory")
+    several = job["gpus"] > 1
+    mixed = "autocast" in job["precision"]
+    options: dict[str, Any] = {
+        "model": _SANTACODER if "santacoder" in model else model.replace("NousResearch", "meta-llama"),
+        "gpu": "A100-80GB",
+        "gpus": job["gpus"],
+        "strategy": "zero3" if several else "ddp",
+        "framework": "trainer",
+        "precision": "bf16-mixed" if mixed else "bf16",
+        "optim": "adamw_torch",
+        "attention": "flash_attention_2",
+        "activation_checkpointing": "full",
+        "micro_batch_size": job["per_device_train_batch_size"],
+        "seq_len": job.get("seq_len", 4096 if not padded else 512),
+        "gradient_accumulation_steps": job.get("gradient_accumulation_steps", 1),
+    }
+    if several:
+        options["backend"] = "fsdp1"
+    if mixed:
+        options["dtype"] = "bfloat16"
+    if "r" in job:
+        options |= {
+            "use_peft": True,
+            "lora_r": job["r"],
+            "lora_dropout": job["lora_dropout"],
+            "lora_target_modules": ",".join(job["target_modules"]),
+        }
+    if quantized:
+        options |= {"load_in_4bit": True, "use_bnb_nested_quant": True}
+        if several:
+            options["bnb_4bit_quant_storage"] = "bfloat16"
+    fused = "foak" in kernels
+    return Mapped(
+        options=options,
+        variant=Variant(shifts_logits=True),
+        only_if_peak_in="optimizer" if fused or padded else None,
+        compares_speed=not fused and not padded,
+        compares_reserved=not fused and not padded,
+    )
+
+
+# PEFT, method_comparison/MetaMathQA: its own loop around the installed versions' code (transformers 5.13, PEFT 0.19.2.dev0, torch 2.13)
+# on one L40S. Facts from run.py and the result files: bf16 base, adapters in fp32, torch.optim.AdamW (foreach), batch 4, no
+# checkpointing, sdpa; `outputs` stays in a variable during backward and the next forward; the cache is emptied every 10 steps.
+# reserved = the 99th percentile over 5000 steps of memory_reserved after a step.
+# Assumed: the padded length at that percentile. The source does not state it. It is inferred once, from the row of `INFERRED_FROM`,
+# and used for all rows; that row counts in no summary.
+
+INFERRED_FROM = "/lora--llama-3.2-3B-rank32.json"
+INFERRED_TOKENS = 592
+
+
+def _peft(row: Measurement) -> Mapped | Unmapped:
+    job = row.job
+    if job["optimizer_type"] != "AdamW":
+        return Unmapped(f"the optimizer {job['optimizer_type']} is not modelled")
+    if row.source.endswith(INFERRED_FROM):
+        return Unmapped("the row from which the length of the sequences is inferred")
+    options = {
+        "model": job["model"],
+        "gpu": "L40S",
+        "gpus": 1,
+        "strategy": "ddp",
+        "framework": "torch",
+        "precision": "bf16",
+        "optim": "adamw_torch",
+        "attention": "sdpa",
+        "micro_batch_size": job["batch_size"],
+        "seq_len": INFERRED_TOKENS,
+    }
+    if job["peft_config"] is not None:
+        options["peft_config"] = job["peft_config"]
+    return Mapped(options=options, variant=Variant(keeps_outputs=True), compares_speed=False)
+
+
+# ms-swift's benchmark of 2024: torch 2.1, LoRA of rank 8 on q, k and v, bf16 autocast over a bf16 base, gradient checkpointing,
+# flash attention; batch 1. Its trainer logs max_memory_reserved as "memory(GiB)".
+# Assumed: sequences reach the maximum length (the data's mean is 3234 tokens); adapters in bf16 or fp32 makes 0.1 % here.
+
+
+def _swift(row: Measurement) -> Mapped | Unmapped:
+    job = row.job
+    options = {
+        "model": job["model"],
+        "gpu": "A100-80GB",
+        "gpus": 1,
+        "strategy": "ddp",
+        "framework": "trainer",
+        "precision": "bf16-mixed",
+        "dtype": "bfloat16",
+        "optim": "adamw_torch",
+        "attention": "flash_attention_2",
+        "activation_checkpointing": "full",
+        "micro_batch_size": 1,
+        "seq_len": job["seq_len"],
+        "gradient_accumulation_steps": 16,
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_dropout": 0.05,
+        "lora_target_modules": "q_proj,k_proj,v_proj",
+    }
+    return Mapped(options=options, variant=Variant(shifts_logits=True), compares_speed=False)
+
+
+_MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
+    "fms-acceleration": _fms,
+    "peft-method-comparison": _peft,
+    "ms-swift": _swift,
+}

@@ -1,0 +1,116 @@
+"""Training code as published runs had it, where it allocates other tensors than the installed versions.
+
+A `Variant` changes what happens between a model's hidden states and its loss; the layers are those of the installed versions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.loss import loss_utils
+
+from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.recording import Recorder
+from fsdp_advisor.recording.adapted import source_of
+from fsdp_advisor.recording.source import LayerStack, RootModules, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """`shifts_logits`: the loss copies the fp32 logits without the last token, as transformers 4.45 to 4.48 does
+    (loss/loss_utils.py, ForCausalLMLoss). `keeps_outputs`: the loop has the model's outputs in a variable during backward.
+    """
+
+    shifts_logits: bool = False
+    keeps_outputs: bool = False
+
+
+INSTALLED = Variant()
+
+
+class VariantSource:
+    """A source with the loss of a variant."""
+
+    def __init__(self, base: Source, variant: Variant) -> None:
+        self._base, self._variant = base, variant
+        self.name, self.task, self.max_seq_len = base.name, base.task, base.max_seq_len
+        self.alike_up_to, self.inventory_dtype = base.alike_up_to, base.inventory_dtype
+        self.drops_out = getattr(base, "drops_out", False)
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        functions = {"ForCausalLM": shifted_loss} if self._variant.shifts_logits else {}
+        with mock.patch.dict(loss_utils.LOSS_MAPPING, functions):
+            outputs = module(**batch)
+        loss: torch.Tensor = outputs.loss
+        if self._variant.keeps_outputs:
+            loss.outputs = outputs.logits  # type: ignore[attr-defined]  # they live as long as the loss
+        return loss
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        return self._base.build(dtype)
+
+    def stacks(self, module: nn.Module) -> list[LayerStack]:
+        return self._base.stacks(module)
+
+    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        self._base.keep_layers(module, kept)
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+    ) -> None:
+        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        return self._base.batch(micro_batch_size, seq_len)
+
+    def root_modules(self, module: nn.Module) -> RootModules:
+        return self._base.root_modules(module)
+
+    def is_adapter(self, parameter: str) -> bool:
+        return self._base.is_adapter(parameter)
+
+    def config(self) -> dict[str, object]:
+        return self._base.config()
+
+
+def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    """The loss of transformers 4.48: fp32 logits, and a contiguous copy of them without the last token."""
+    wide = logits.float()
+    shifted = wide[..., :-1, :].contiguous()
+    targets = labels[..., 1:].contiguous()
+    return F.cross_entropy(shifted.view(-1, vocab_size), targets.view(-1), reduction="sum") / targets.numel()
+
+
+def model_with(name: str, adaptation: Adaptation, variant: Variant) -> Resolved:
+    """The model as a run with this code had it. Its tapes are recorded when they are needed, and kept in this process."""
+    if variant == INSTALLED:
+        return resolve(name)
+    return _recorded(name, json.dumps(adaptation.as_dict(), sort_keys=True), variant)
+
+
+@cache
+def _recorded(name: str, adaptation: str, variant: Variant) -> Resolved:
+    plain = resolve(name)
+    assert plain.profile is not None
+    changed = Adaptation.from_dict(json.loads(adaptation))
+    config = {**plain.profile.config, CONFIG_KEY: changed.as_dict()} if changed else plain.profile.config
+    recorder = Recorder(VariantSource(source_of(config, name=name, task=plain.profile.task), variant))
+    profile = recorder.profile
+    return Resolved(
+        name=name,
+        source="config",
+        profile=profile,
+        parameters=plain.parameters + profile.adapter_parameters,
+        trainable_parameters=profile.trainable_parameters,
+        recorder=recorder,
+        adaptation=changed,
+    )
