@@ -9,10 +9,9 @@ again, in the dtype that the weight had before it was quantized. If a GPU multip
 that makes no copy in forward, depending on the sizes and on the GPU (`_gemm_4bit_use_custom_cuda`). It is not modelled: forward
 then allocates less, backward the same.
 
-A layer in 8 bits keeps its input until the graph is freed, although backward does not need it. A trainer frees the graph before the
-optimizer's step; a loop that keeps its loss until the next forward needs more memory than recorded. The columns of its input that
-contain a value of 6 or more are multiplied in half precision (`llm_int8_threshold`). Their number depends on the data; none are
-assumed. Each adds the column of the input, and the column of the weight as a temporary.
+A layer in 8 bits keeps its input for backward, although it does not need it. The columns of its input that contain a value of 6 or
+more are multiplied in half precision (`llm_int8_threshold`). Their number depends on the data; none are assumed. Each adds the column of
+the input, and the columns of the weight as temporaries.
 """
 
 from __future__ import annotations

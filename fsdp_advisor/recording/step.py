@@ -210,8 +210,6 @@ class Step:
             self._phase = "backward"
             self._begin("backward", ROOT, 0)
             loss.backward()
-            # trainers free the graph here; in it, layers in 8 bits and checkpoints keep tensors after backward
-            loss = loss.detach()
             take = self._take()
             self._recording = False
             for leaf in self._leaves:

@@ -260,7 +260,7 @@ SEEDS = 16
 
 
 def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
-    """The highest sum of live tensors and scratch in forward and backward, and the sum at the end, without the batch."""
+    """The highest sum of live tensors and scratch in forward and backward, without the batch."""
     tape = recorder.tape(key)
     live, found = 0, {"forward": 0, "backward": 0}
     born: list[list[int]] = []
@@ -275,7 +275,7 @@ def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
             elif op == Op.FREE:
                 live -= born[first][second]
             found[segment.phase] = max(found[segment.phase], live)
-    return found | {"end": live}
+    return found
 
 
 @pytest.mark.parametrize("name", REHEARSALS)
@@ -286,7 +286,6 @@ def test_step_allocates_what_a_rehearsal_allocates(name: str):
     layers = 1 if row.key.checkpointing == "full" else 3
     assert 0 <= row.forward - found["forward"] <= layers * SEEDS
     assert 0 <= row.backward - found["backward"] <= layers * SEEDS
-    assert found["end"] == 4 * recorder.profile.trainable_parameters + 4  # gradients in fp32, and the loss
 
 
 def test_fsdp1_makes_gradients_of_packed_weights_too():
