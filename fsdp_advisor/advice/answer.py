@@ -10,6 +10,7 @@ from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, Timer
+from fsdp_advisor.advice.methods import advice_of_methods
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed
 from fsdp_advisor.advice.remedies import remedies
 from fsdp_advisor.advice.result import Advice, Recommendation
@@ -56,9 +57,14 @@ def recommend(
     """
     fields, recorded = split_recorder({**options, "config_file": config_file})
     request = settled(request or requested(fields, RecommendRequest))
-    adaptation = adaptation_of(request)
-    # what the catalog lacks of a model as it is could not be recorded
-    model = (recorded or resolve(request.model, allow_recording=bool(adaptation))).adapted(adaptation)
+    adapts = request.method == "any" or bool(adaptation_of(request))
+    model = recorded or resolve(request.model, allow_recording=adapts)  # what the catalog lacks could not be recorded
+    if request.method == "any":
+        return advice_of_methods(request, lambda one: _advice(settled(one), model, timer))
+    return _advice(request, model, timer)
+
+
+def _advice(request: RecommendRequest, model: Resolved, timer: Timer | None) -> Advice:
     report = estimate_resolved(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
 

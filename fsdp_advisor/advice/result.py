@@ -53,6 +53,8 @@ class Recommendation:
     remedies: tuple[Remedy, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=())
+    methods: tuple[Method, ...] = ()
+    """The methods that were compared; empty if the method was fixed."""
 
     @property
     def estimate(self) -> StrategyEstimate | None:
@@ -143,6 +145,7 @@ class Recommendation:
             "find": self.sweep.as_dict() if self.sweep else None,
             "training": self.training.as_dict() if self.training else None,
             "what_would_fit": [remedy.as_dict() for remedy in self.remedies],
+            "methods": [method.as_dict() for method in self.methods],
             "options": list(self.options),
             "estimate": self.estimate.as_dict() if self.estimate else None,
         }
@@ -170,6 +173,35 @@ def _named(choice: StrategyChoice) -> dict[str, Any]:
         "offload": choice.offload,
         "activation_checkpointing": choice.activation_checkpointing,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A method of training and its advice; None with a reason if there is none."""
+
+    name: str
+    advice: Advice | None
+    reason: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The best plan of the method: what it trains, needs and costs."""
+        found = self.advice.recommendation if self.advice else None
+        winner = found.winner.as_dict() if found and found.winner else dict.fromkeys(_KEYS)
+        return {
+            "method": self.name,
+            "fits": bool(found and found.fits),
+            "because": self.reason or (found.because if found else None),
+            "trainable_parameters": self.advice.report.trainable_parameters if self.advice else None,
+            **{name: winner[name] for name in _METHOD_KEYS},
+            "training": found.training.as_dict() if found and found.training else None,
+            "options": list(found.options) if found else [],
+        }
+
+
+_METHOD_KEYS = (
+    "strategy", "backend", "offload", "activation_checkpointing", "micro_batch_size", "needed_bytes", "available_bytes",
+    "step_seconds", "tokens_per_second_per_gpu",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

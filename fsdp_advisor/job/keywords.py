@@ -24,6 +24,7 @@ from fsdp_advisor.job.request import (
     OptimizerName,
     Precision,
     Strategy,
+    TrainingMethod,
     Wrap,
 )
 
@@ -81,6 +82,7 @@ class RecommendOptions(_Options, total=False):
     gradient_accumulation_steps: int | None
     activation_checkpointing: Literal[Checkpointing, "auto"]
     find: Find | None
+    method: TrainingMethod
     margin: float | str
     tokens: float | str | None
     price: float | None

@@ -30,6 +30,7 @@ OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str
 """The text of a `WrapPolicy`."""
+TrainingMethod = Literal["fixed", "any"]
 Find = Literal["gpus", "batch", "sequence", "gpu-type"]
 
 GPU_DEPENDENT = frozenset({"nnodes", "precision"})
@@ -423,6 +424,14 @@ class RecommendRequest(EstimateRequest):
             group="Search",
         ),
     ] = None
+    method: Annotated[
+        TrainingMethod,
+        Rule(
+            about="fixed trains what the other options say; any compares full fine-tuning, LoRA and QLoRA, and recommends the first "
+            "that fits",
+            group="Search",
+        ),
+    ] = "fixed"
     margin: Annotated[
         float,
         Rule(

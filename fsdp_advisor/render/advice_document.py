@@ -18,6 +18,8 @@ def advice_blocks(view: AdviceView) -> list[Block]:
     blocks += [Paragraph(f"Warning: {warning}") for warning in view.warnings]
     if view.remedies:
         blocks.append(Items(tuple(f"{remedy.reason}: {remedy.command}" for remedy in view.remedies)))
+    if view.methods:
+        blocks += [Heading("Full fine-tuning, LoRA or QLoRA?"), Items(view.methods)]
     blocks += [Heading("How it was decided"), Items(_path(view), nested=True)]
     if found is not None and found.rows:
         blocks += [

@@ -37,6 +37,7 @@ def advice_text(view: AdviceView, screen: Screen) -> str:
     blocks = [
         wrap(view.job, screen),
         _winner(view, screen) if view.winner else _nothing(view, screen),
+        *([_methods(view, screen)] if view.methods else []),
         "How it was decided\n" + _tree(view, screen),
         *([_found(found, view, screen)] if found and found.rows else []),
         *([_runners_up(view, screen)] if view.runners_up and not found else []),
@@ -68,6 +69,11 @@ def _nothing(view: AdviceView, screen: Screen) -> str:
     remedies = (f"{r.reason}: {r.command}" if r.command else r.reason for r in view.remedies)
     lines += [wrap(remedy, screen, first="  ", indent="    ") for remedy in remedies]
     return "\n".join(lines)
+
+
+def _methods(view: AdviceView, screen: Screen) -> str:
+    lines = [wrap(method, screen, first="  ", indent="    ") for method in view.methods]
+    return "\n".join(["Full fine-tuning, LoRA or QLoRA?", *lines])
 
 
 def _tree(view: AdviceView, screen: Screen) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
 from fsdp_advisor.advice.decision_tree import Node
+from fsdp_advisor.advice.result import Method
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import start_command
 from fsdp_advisor.job.plan import Plan
@@ -130,6 +131,7 @@ class AdviceView:
     parts: PartBytes
     training: str
     warnings: tuple[str, ...]
+    methods: tuple[str, ...]
     remedies: tuple[RemedyView, ...]
     path: tuple[DecisionView, ...]
     tree: tuple[DecisionView, ...]
@@ -166,6 +168,7 @@ def advice_view(advice: Advice) -> AdviceView:
         parts=bar_parts(r.estimate) if r.estimate is not None else (),
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
+        methods=tuple(_method(method, task) for method in r.methods),
         remedies=tuple(
             RemedyView(
                 reason=remedy.because,
@@ -282,6 +285,18 @@ def _heading(r: Recommendation) -> str:
     plan, steps = winner.plan, winner.plan.gradient_accumulation_steps
     accumulation = f"accumulation {steps}" if steps > 1 else "no accumulation"
     return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {winner.global_batch_size}"
+
+
+def _method(method: Method, task: Task) -> str:
+    """A compared method in one line: its best plan, what that needs and how fast it is."""
+    if method.advice is None:
+        return f"{method.name}: {method.reason}"
+    r = method.advice.recommendation
+    trained = f"{format_count(method.advice.report.trainable_parameters)} trained parameters"
+    if r.winner is None:
+        return f"{method.name} ({trained}): nothing fits"
+    plan = f"{r.winner.label}, micro-batch {r.winner.plan.micro_batch_size}"
+    return "; ".join(filter(None, [f"{method.name} ({trained}): {plan}", _figures(r, task), _training(r)]))
 
 
 def _figures(r: Recommendation, task: Task) -> str:

@@ -13,6 +13,7 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 from pydantic_core import to_json
 
 from fsdp_advisor.advice import Advice, recommend_resolved
+from fsdp_advisor.advice.methods import advice_of_methods
 from fsdp_advisor.comparison import compare_resolved
 from fsdp_advisor.diagnosis import diagnose_text, job_of
 from fsdp_advisor.errors import AdvisorError, NotRecordable
@@ -161,6 +162,8 @@ def _zipped(files: Bundle) -> bytes:
 
 def advise(model: Resolved, request: RecommendRequest, *, explain: bool = False) -> Advice:
     """The recommendation for a request."""
+    if request.method == "any":
+        return advice_of_methods(request, lambda one: advise(model, one, explain=explain))
     with_gpu = decided(request)
     report = _with_gpu_note(request, estimate_resolved(with_gpu.as_estimate, model, explain=explain))
     return Advice(report=report, recommendation=recommend_resolved(report, model, with_gpu))

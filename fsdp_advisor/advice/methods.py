@@ -1,0 +1,48 @@
+"""Full fine-tuning, LoRA and QLoRA of one model: the recommendation for each, and the first that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from fsdp_advisor.advice.result import Advice, Method
+from fsdp_advisor.errors import AdvisorError, UsageError
+from fsdp_advisor.job.adaptation import LORA_OPTIONS, QUANTIZATION_OPTIONS
+from fsdp_advisor.job.request import RecommendRequest
+
+FULL, LORA, QLORA = "full fine-tuning", "LoRA", "QLoRA"
+
+
+def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequest], Advice]) -> Advice:
+    """The advice for the first method that fits, with all methods in its `methods`. If none fits, for the last one.
+
+    `advise` answers a request whose method is fixed. A method that cannot be answered (PEFT has no default targets for the
+    architecture) is listed with the reason. Raises the error of full fine-tuning if that cannot be answered.
+    """
+    if request.peft_config is not None or request.freeze or request.load_in_8bit:
+        raise UsageError(
+            "method any compares full fine-tuning, LoRA and QLoRA",
+            hint="leave out peft_config, freeze and load_in_8bit",
+        )
+    answered: list[Advice] = []
+    methods: list[Method] = []
+    for name, one in _requests(request):
+        try:
+            advice = advise(one)
+        except AdvisorError as error:
+            if name == FULL:
+                raise
+            methods.append(Method(name=name, advice=None, reason=error.message))
+            continue
+        answered.append(advice)
+        methods.append(Method(name=name, advice=advice, reason=None))
+    chosen = next((advice for advice in answered if advice.recommendation.fits), answered[-1])
+    return replace(chosen, recommendation=replace(chosen.recommendation, methods=tuple(methods)))
+
+
+def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest]]:
+    adapters, quantization = {"use_peft", *LORA_OPTIONS}, {"load_in_4bit", *QUANTIZATION_OPTIONS}
+    base = request.but(method="fixed")
+    yield FULL, replace(base, use_peft=False, load_in_4bit=False, given=base.given - adapters - quantization)
+    yield LORA, replace(base, use_peft=True, load_in_4bit=False, given=base.given - quantization)
+    yield QLORA, base.but(use_peft=True, load_in_4bit=True)
