@@ -62,7 +62,8 @@ weights. Embedding and head are those that transformers names (`get_input_embedd
 class Parameter:
     """One parameter tensor; tied names count once. `name` is relative to its unit.
 
-    `dtype`: the dtype in which it is stored; None: the dtype of the plan's precision.
+    `dtype`: the dtype in which it is stored; None: the dtype of the plan's precision. `matrix`: the shape of the weight that a tensor
+    of packed values contains; None for other tensors.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Parameter:
     tied: tuple[str, ...] = ()
     role: ParameterRole = "other"
     dtype: str | None = None
+    matrix: tuple[int, ...] | None = None
     elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

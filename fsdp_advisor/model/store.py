@@ -211,9 +211,13 @@ def _size(row: list[Any]) -> Size:
 def _unit_row(unit: Unit) -> list[Any]:
     return [
         unit.kind,
-        [[p.name, p.shape, p.trainable, p.tied, p.role, p.dtype] for p in unit.parameters],
+        [_parameter_row(p) for p in unit.parameters],
         [[b.name, b.shape, b.dtype, b.bytes_per_element, *([] if b.registered else [False])] for b in unit.buffers],
     ]
+
+
+def _parameter_row(p: Parameter) -> list[Any]:
+    return [p.name, p.shape, p.trainable, p.tied, p.role, p.dtype, *([p.matrix] if p.matrix else [])]
 
 
 def _pooled_units(units: tuple[Unit, ...]) -> dict[str, Any]:
@@ -231,7 +235,10 @@ def _unit(row: list[Any]) -> Unit:
     kind, parameters, buffers = row
     return Unit(
         kind,
-        tuple(Parameter(n, tuple(s), t, tuple(ties), role, dtype) for n, s, t, ties, role, dtype in parameters),
+        tuple(
+            Parameter(n, tuple(s), t, tuple(ties), role, dtype, tuple(matrix[0]) if matrix else None)
+            for n, s, t, ties, role, dtype, *matrix in parameters
+        ),
         tuple(Buffer(n, tuple(s), *rest) for n, s, *rest in buffers),
     )
 

@@ -125,6 +125,12 @@ def is_packed(parameter: torch.Tensor) -> bool:
     return type(parameter).__name__ in PACKED
 
 
+def packed_shape(parameter: Any) -> tuple[int, ...] | None:
+    """The shape of the weight that a parameter contains in packed form; None if its own shape is that."""
+    state = getattr(parameter, "quant_state", None)
+    return None if state is None else tuple(state.shape)
+
+
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of what quantized layers keep besides their parameters: scales and tables of values.
 

@@ -29,7 +29,7 @@ from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.on_gpu import as_on_gpu
-from fsdp_advisor.recording.quantized import is_packed, state_tensors
+from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
@@ -156,6 +156,7 @@ class Recorder:
                 tuple(m for m in names[id(p)] if m != n and not m.startswith(starts)),
                 roles[id(p)],
                 _own_dtype(p, usual),
+                packed_shape(p),
             )
             for n, p in model.named_parameters()
             if id(p) not in seen
@@ -262,7 +263,7 @@ def _unit(
         return tuple(n.removeprefix(prefix) for n in others)
 
     parameters = tuple(
-        Parameter(n, tuple(p.shape), p.requires_grad, tied(n, p), roles[id(p)], _own_dtype(p, usual))
+        Parameter(n, tuple(p.shape), p.requires_grad, tied(n, p), roles[id(p)], _own_dtype(p, usual), packed_shape(p))
         for n, p in layer.named_parameters()
     )
     return Unit(type(layer).__name__, parameters, _buffers(layer))

@@ -102,13 +102,15 @@ def product_s(m: float, k: float, n: int, device: Device, products: int = 1) -> 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The matrix products of a unit's weights: (rows' share of the tokens, K, N, how many at once)."""
+    """The matrix products of a unit's weights: (rows' share of the tokens, K, N, how many at once, whether the weight is
+    trained).
+    """
 
-    shapes: tuple[tuple[float, int, int, int], ...]
+    shapes: tuple[tuple[float, int, int, int, bool], ...]
 
     def flops(self, tokens: int) -> float:
         """FLOPs of one forward."""
-        return sum(2 * tokens * share * k * n * count for share, k, n, count in self.shapes)
+        return sum(2 * tokens * share * k * n * count for share, k, n, count, _ in self.shapes)
 
 
 @lru_cache(maxsize=1024)
@@ -116,13 +118,13 @@ def products_of(unit: Unit, is_root: bool) -> Products:
     """The products of a unit. A layer uses every matrix weight once per token; the root only the head, its largest, last
     matrix.
     """
-    matrices = [p.shape for p in unit.parameters if len(p.shape) == 2 and min(p.shape) > 1]
+    weights = [(p.matrix or p.shape, p.trainable) for p in unit.parameters]
+    matrices = [(shape, trained) for shape, trained in weights if len(shape) == 2 and min(shape) > 1]
     if is_root:
-        largest = max(matrices, key=lambda shape: shape[0] * shape[1], default=None)
-        return Products(((1.0, largest[1], largest[0], 1),) if largest else ())
-    experts = [p.shape for p in unit.parameters if len(p.shape) == 3]
-    shapes = [(1.0, shape[1], shape[0], 1) for shape in matrices]
-    shapes += [(1.0 / shape[0], shape[2], shape[1], shape[0]) for shape in experts]
+        largest = max(matrices, key=lambda matrix: matrix[0][0] * matrix[0][1], default=None)
+        return Products(((1.0, largest[0][1], largest[0][0], 1, largest[1]),) if largest else ())
+    shapes = [(1.0, shape[1], shape[0], 1, trained) for shape, trained in matrices]
+    shapes += [(1.0 / s[0], s[2], s[1], s[0], trained) for s, trained in weights if len(s) == 3]
     return Products(tuple(shapes))
 
 
@@ -132,26 +134,28 @@ def matmul_s_per_flop(
 ) -> tuple[float, float]:
     """Seconds per FLOP of a unit's matrix products in forward and in backward, over the shapes of its weights.
 
-    Backward has two products per weight: (M, N) x (N, K) for the input and (N, M) x (M, K) for the weight. If a token uses
+    Backward has two products per weight: (M, N) x (N, K) for the input and, if the weight is trained, (N, M) x (M, K) for it. If a token uses
     several experts, or an expert sees few tokens, the experts' rows are scaled to match the recorded work.
     """
     products = products_of(unit, is_root)
     if not products.shapes or not recorded_flops:
         return 1 / device.matmul_flops, 1 / device.matmul_flops
-    dense = sum(2 * tokens * k * n for _, k, n, count in products.shapes if count == 1)
+    dense = sum(2 * tokens * k * n for _, k, n, count, _ in products.shapes if count == 1)
     routed = products.flops(tokens) - dense
     scale = max((recorded_flops - dense) / routed, 0.0) if routed else 1.0
     if not routed and recorded_flops < 0.9 * dense:  # experts kept as separate matrices: each sees part of the tokens
         scale = recorded_flops / dense
-    forward = backward = flops = 0.0
-    for share, k, n, count in products.shapes:
+    forward = backward = flops = backward_flops = 0.0
+    for share, k, n, count, trained in products.shapes:
         m = tokens * share * (scale if count > 1 or not routed else 1.0)
         if not m:
             continue
-        flops += 2 * m * k * n * count
+        own = 2 * m * k * n * count
+        flops, backward_flops = flops + own, backward_flops + own * (1 + trained)
         forward += product_s(m, k, n, device, count)
-        backward += product_s(m, n, k, device, count) + product_s(n, m, k, device, count)
-    return forward / flops, backward / (2 * flops)
+        backward += product_s(m, n, k, device, count)
+        backward += product_s(n, m, k, device, count) if trained else 0.0
+    return forward / flops, backward / backward_flops
 
 
 def head_dim(profile: Profile) -> int:

@@ -32,7 +32,7 @@ class Work(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TapeWork:
     """The work of a tape. `by_segment`: the work of each segment. `model_flops`: the FLOPs of one micro-batch without
-    recomputation, which are forward and twice as much for backward.
+    recomputation: forward, as much for the gradients of inputs, and as much for those of the trained weights.
     """
 
     by_segment: tuple[Work, ...]
@@ -62,7 +62,8 @@ def tape_work(profile: Profile, tape: Tape, b: int, t: int, device: Device, chec
         for s in tape.segments
         if s.phase == "forward"
     )
-    return TapeWork(tuple(by_segment), 3 * flops)
+    trained = profile.trainable_parameters / max(1, profile.parameters)
+    return TapeWork(tuple(by_segment), (2 + trained) * flops)
 
 
 def _unit_of(segment: Segment) -> tuple[int, int]:

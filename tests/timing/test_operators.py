@@ -47,7 +47,7 @@ def test_experts_see_the_tokens_that_are_routed_to_them() -> None:
     forward, _ = matmul_s_per_flop(unit, False, tokens, A100, dense + routed)
     per_expert = 8 * product_s(tokens * 2 / 8, hidden, width, A100) / routed
     assert forward == pytest.approx(per_expert, rel=0.25)
-    assert products_of(unit, False).shapes[-1] == (1 / 8, hidden, width, 8)
+    assert products_of(unit, False).shapes[-1] == (1 / 8, hidden, width, 8, True)
 
 
 def test_a_causal_kernel_skips_half() -> None:
