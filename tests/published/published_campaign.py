@@ -111,6 +111,7 @@ _FIGURES = {
 def _predicted(found: StrategyEstimate, job: Mapped, figure: str) -> tuple[float | None, str]:
     """The prediction of a figure, and a note: why there is none, or what explains its error."""
     comparable = job.only_if_peak_in in (None, found.peak_phase)
+    value: float | None
     if figure == "allocated":
         if not comparable:
             return None, f"not compared: the peak is in {found.peak_phase}, where the run had other kernels or lengths"

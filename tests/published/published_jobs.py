@@ -229,14 +229,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("p0526", "tokens/s"): "not found",
     ("p0536", "device"): "the GPU is nearly full: nvidia-smi is lower than in the run with half the batch",
     ("p0535", "tokens/s"): "not found",
-    (
-        "p0558",
-        "device",
-    ): "not found: 1.13 GiB, the same in p0560 with twice the batch, so neither tensors nor fragmentation",
-    (
-        "p0560",
-        "device",
-    ): "not found: 1.13 GiB, the same in p0560 with twice the batch, so neither tensors nor fragmentation",
+    ("p0558", "device"): "not found: 1.13 GiB, as in p0560 with twice the batch; 1.09 GiB in p0526, another model",
     ("p0558", "tokens/s"): "not found",
     ("p0560", "tokens/s"): "not found",
     ("p0473", "reserved"): "not found: code of January 2024, of which only the loss is as it was",
