@@ -31,9 +31,19 @@ def stored_bytes(plan: Plan, parameter: Parameter) -> int:
     Under mixed precision accelerate keeps trained parameters in fp32 for FSDP. Source: accelerate/utils/fsdp_utils.py,
     fsdp2_prepare_model; accelerate/accelerator.py, prepare_model.
     """
-    if plan.stores_half and plan.uses_accelerate and plan.backend != "ddp" and parameter.trainable:
+    if upcasts_trained(plan) and parameter.trainable:
         return FP32_BYTES
+    return loaded_bytes(plan, parameter)
+
+
+def loaded_bytes(plan: Plan, parameter: Parameter) -> int:
+    """Bytes per element of the parameter as it is loaded, before an engine changes its dtype."""
     return plan.param_bytes if parameter.dtype is None else ITEM_BYTES[parameter.dtype]
+
+
+def upcasts_trained(plan: Plan) -> bool:
+    """Whether accelerate makes trained parameters fp32 when it prepares a model for FSDP. FSDP1's are units as a whole."""
+    return plan.stores_half and plan.uses_accelerate and plan.backend != "ddp"
 
 
 def compute_bytes(plan: Plan, parameter: Parameter) -> int:

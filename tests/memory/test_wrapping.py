@@ -253,3 +253,23 @@ def test_casts_that_are_not_recorded_and_cannot_be_are_left_out_and_said() -> No
     assert row.peak_tensor_bytes and any("under which accelerate runs FSDP1" in note for note in row.not_modelled)
     (bf16,) = estimate_resolved(make_request({**options, "precision": "bf16"}), model).estimates
     assert bf16.peak_tensor_bytes and not any("autocast" in note for note in bf16.not_modelled)
+
+
+def test_accelerate_trains_weights_loaded_in_bf16_as_fp32_under_fsdp1() -> None:
+    """accelerate/accelerator.py, prepare_model: `param.data.to(torch.float32)` of every flat parameter that trains."""
+
+    def states(framework: str, dtype: str) -> int:
+        [found] = estimate(
+            model=UNTIED,
+            strategy="zero3",
+            backend="fsdp1",
+            framework=framework,
+            precision="bf16-mixed",
+            dtype=dtype,
+            **JOB,
+        ).estimates
+        assert found.states is not None
+        return sum(found.states.values())
+
+    assert states("trainer", "bfloat16") == states("trainer", "float32") == states("torch", "float32")
+    assert 1.9 < states("torch", "float32") / states("torch", "bfloat16") < 2.1

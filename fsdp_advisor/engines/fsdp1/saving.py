@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from fsdp_advisor.engines.fsdp1.units import flat_elements
+from fsdp_advisor.engines.fsdp1.units import flat_bytes, flat_elements
 from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.fsdp_state_dict import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_bytes
 from fsdp_advisor.engines.optimizer_state import saved_state
@@ -129,4 +129,4 @@ def _units(profile: Profile, plan: Plan) -> list[Unit]:
 def _flat_bytes(unit: Unit, plan: Plan) -> int:
     """Bytes of a unit's flat parameter, gathered in the masters' dtype."""
     elements = flat_elements([p.elements for p in unit.parameters], plan.compute_bytes, plan.shard_degree)
-    return elements * plan.param_bytes
+    return elements * flat_bytes(unit, plan)

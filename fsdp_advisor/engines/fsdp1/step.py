@@ -279,7 +279,7 @@ class Fsdp1Step(StepHooks):
     def _send_parameters(self, step: StepBuilder, unit: UnitId, sizes: UnitBytes, start: Start) -> None:
         plan = self._plan
         if self._offload:
-            step.add(HostTransfer(unit, sizes.elements / plan.shard_degree * plan.param_bytes, "parameters", start))
+            step.add(HostTransfer(unit, sizes.elements / plan.shard_degree * sizes.stored_bytes, "parameters", start))
         step.add(AllGather(unit, sizes.elements * plan.compute_bytes, start))
 
     def _wait(self, step: StepBuilder, unit: UnitId) -> None:
@@ -287,8 +287,9 @@ class Fsdp1Step(StepHooks):
         plan = self._plan
         step.add(WaitFor(unit))
         if plan.mixed:
-            own = self._units[unit].elements / plan.shard_degree
-            step.add(Copy(unit, own * (plan.param_bytes + plan.compute_bytes)))
+            sizes = self._units[unit]
+            own = sizes.elements / plan.shard_degree
+            step.add(Copy(unit, own * (sizes.stored_bytes + plan.compute_bytes)))
 
     def _send_gradients(self, step: StepBuilder, unit: UnitId) -> None:
         plan, n = self._plan, self._plan.shard_degree
@@ -300,4 +301,4 @@ class Fsdp1Step(StepHooks):
         if plan.replica_degree > 1:
             step.add(AllReduce(unit, reduced / n, "replica"))
         if self._offload:
-            step.add(HostTransfer(unit, trainable / n * plan.param_bytes, "gradients"))
+            step.add(HostTransfer(unit, trainable / n * self._units[unit].stored_bytes, "gradients"))

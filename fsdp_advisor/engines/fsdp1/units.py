@@ -16,7 +16,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import Units
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
-from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.policies.dtypes import FP32_BYTES, loaded_bytes, upcasts_trained
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
@@ -68,6 +68,7 @@ class UnitBytes:
     gradients: Storages
     elements: int  # of the unit, without padding
     trainable_elements: int
+    stored_bytes: int  # per element of the shard
     initial: Storages  # allocated before the first forward and freed at once (`init_flat_param_attributes`)
 
 
@@ -75,6 +76,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     alone = plan.shard_degree == 1
     trains = unit.trainable_elements > 0
     stepping = optimizer_named(plan.optim)
+    stored = flat_bytes(unit, plan)
     numels = [p.elements for p in unit.parameters]
     elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
     local = elements // plan.shard_degree
@@ -83,43 +85,54 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     for parameter, piece in zip(unit.parameters, pieces, strict=True):
         if parameter.trainable and piece:
             norms += Storages.of(CLIP_NORM_BYTES)
-            optimizer += stepping.state_storages(parameter, (piece,), plan.param_bytes)
+            optimizer += stepping.state_storages(parameter, (piece,), stored)
             paged += stepping.paged_state_storages(piece)
-            update = stepping.step_temporaries(parameter, (piece,), plan.param_bytes, plan.framework)
+            update = stepping.step_temporaries(parameter, (piece,), stored, plan.framework)
             if not stepping.steps_one_by_one(plan.framework):
                 temporaries += update
             elif update.exact > temporaries.exact:
                 temporaries = update
     casts = plan.reduce_bytes != plan.compute_bytes and not alone
-    reduces_low = plan.reduce_bytes != plan.param_bytes and not alone
+    reduces_low = plan.reduce_bytes != stored and not alone
     initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES
     if not alone:
         initial += Storages.of(elements * plan.compute_bytes)
-        initial += Storages.of(elements * plan.param_bytes) if plan.mixed else NO_STORAGES
+        initial += Storages.of(elements * stored) if plan.mixed else NO_STORAGES
     offload = plan.offload == "parameters"
     return UnitBytes(
-        shard=Storages.of(local * plan.param_bytes),
+        shard=Storages.of(local * stored),
         optimizer=optimizer,
         paged=paged,
         optimizer_temporaries=temporaries,
         gathered_shard=Storages.of(local * plan.compute_bytes)
         if (not alone if plan.mixed else offload)
         else NO_STORAGES,
-        uploaded_shard=Storages.of(local * plan.param_bytes) if plan.mixed and offload else NO_STORAGES,
+        uploaded_shard=Storages.of(local * stored) if plan.mixed and offload else NO_STORAGES,
         unsharded=Storages.of(elements * plan.compute_bytes) if plan.mixed or not alone else NO_STORAGES,
         reduce_input=Storages.of(elements * plan.reduce_bytes) if casts else NO_STORAGES,
         reduce_output=Storages.of(local * plan.reduce_bytes) if reduces_low else NO_STORAGES,
         norms=norms,
-        gradients=Storages.of(local * plan.param_bytes) if trains else NO_STORAGES,
+        gradients=Storages.of(local * stored) if trains else NO_STORAGES,
         elements=unit.elements,
+        stored_bytes=stored,
         trainable_elements=unit.trainable_elements,
         initial=initial,
     )
 
 
+def flat_bytes(unit: Unit, plan: Plan) -> int:
+    """Bytes per element of a unit's flat parameter between steps. accelerate makes the whole of a unit that trains fp32.
+
+    Source: accelerate/accelerator.py, prepare_model: `module._flat_param` of a module that requires a gradient.
+    """
+    if upcasts_trained(plan) and unit.trainable_elements:
+        return FP32_BYTES
+    return max((loaded_bytes(plan, p) for p in unit.parameters), default=plan.param_bytes)
+
+
 def refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why FSDP1 cannot flatten the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
-    if all(len({stored_bytes(plan, p) for p in unit.parameters}) <= 1 for unit, _ in profile.counted_units()):
+    if all(len({loaded_bytes(plan, p) for p in unit.parameters}) <= 1 for unit, _ in profile.counted_units()):
         return None
     return UsageError(
         "FSDP1 flattens the parameters of a unit, which must have one dtype; adapters are in fp32",

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
+from published_jobs import INSTALLED, Variant
 from torch import nn
 from torch.nn import functional as F
 from transformers.loss import loss_utils
@@ -22,19 +22,6 @@ from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.adapted import source_of
 from fsdp_advisor.recording.source import LayerStack, RootModules, Source
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """`shifts_logits`: the loss copies the fp32 logits without the last token, as transformers 4.45 to 4.48 does
-    (loss/loss_utils.py, ForCausalLMLoss). `keeps_outputs`: the loop has the model's outputs in a variable during backward.
-    """
-
-    shifts_logits: bool = False
-    keeps_outputs: bool = False
-
-
-INSTALLED = Variant()
 
 
 class VariantSource:
@@ -47,7 +34,8 @@ class VariantSource:
         self.drops_out = getattr(base, "drops_out", False)
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        functions = {"ForCausalLM": shifted_loss} if self._variant.shifts_logits else {}
+        older = partial(shifted_loss, upcasts=not self._variant.logits_stay_half)
+        functions = {"ForCausalLM": older} if self._variant.shifts_logits else {}
         with mock.patch.dict(loss_utils.LOSS_MAPPING, functions):
             outputs = module(**batch)
         loss: torch.Tensor = outputs.loss
@@ -82,9 +70,11 @@ class VariantSource:
         return self._base.config()
 
 
-def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-    """The loss of transformers 4.48: fp32 logits, and a contiguous copy of them without the last token."""
-    wide = logits.float()
+def shifted_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *, upcasts: bool = True, **_: Any
+) -> torch.Tensor:
+    """The loss of transformers 4.48: logits (in fp32 if `upcasts`), and a contiguous copy of them without the last token."""
+    wide = logits.float() if upcasts else logits
     shifted = wide[..., :-1, :].contiguous()
     targets = labels[..., 1:].contiguous()
     return F.cross_entropy(shifted.view(-1, vocab_size), targets.view(-1), reduction="sum") / targets.numel()
