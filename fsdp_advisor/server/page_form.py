@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_advisor.job.fields import Field, fields_of
+from fsdp_advisor.errors import InvalidOption
+from fsdp_advisor.job import adapter_fields
+from fsdp_advisor.job.fields import Field, as_query, fields_of
 from fsdp_advisor.job.request import GPU_DEPENDENT, RecommendRequest
 from fsdp_advisor.server.page_words import choice, label, words
 
@@ -65,10 +68,19 @@ class Control:
 
 
 def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The options that a query string gives, without blank ones, and names that are no options (a link's tracking)."""
-    known = {*fields_of(RecommendRequest), "config"}
-    options = {name: value for name, value in query.items() if name in known and value.strip()}
-    return options, [name for name in query if name not in known]
+    """The options that a query string gives, and names that are no options (a link's tracking).
+
+    Blank values are left out. So are options of adapters with their default's value: without JavaScript a form sends them all, and
+    to give one describes an adapter.
+    """
+    known = fields_of(RecommendRequest)
+    options = {name: value for name, value in query.items() if name in (*known, "config") and value.strip()}
+    folded = [name for name in options if name != "config" and known[name].rule.group == adapter_fields.GROUP]
+    for name in folded:
+        with suppress(InvalidOption):
+            if known[name].read(options[name]) == known[name].default:
+                del options[name]
+    return options, [name for name in query if name not in (*known, "config")]
 
 
 def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], dict[str, list[Control]]]:
@@ -84,16 +96,21 @@ def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Cont
 
 def _control(option: Field, values: Mapping[str, str], invalid: str) -> Control:
     name, rule = option.name, option.rule
-    default = "" if option.default is None or name in GPU_DEPENDENT else str(option.default)
+    default = "" if option.default is None or name in GPU_DEPENDENT else as_query({name: option.default})[name]
     number = option.kind in (int, float) and name not in _WRITTEN
     choices = ("", *option.choices) if option.choices and not default else option.choices
+    value = values.get(name, default)
+    if option.kind is bool:
+        choices = ("False", "True")
+        with suppress(InvalidOption):
+            value = str(option.read(value))
     about = words(rule.about[:1].upper() + rule.about[1:] + (f"; default: {rule.default}" if rule.default else ""))
     return Control(
         name=name,
         label=label(name),
         help=f"{_HELP.get(name, about)}.",
         kind="select" if choices else "number" if number else "text",
-        value=values.get(name, default),
+        value=value,
         default=default,
         choices=tuple((value, choice(name, value)) for value in choices),
         minimum=rule.ge if number else None,
