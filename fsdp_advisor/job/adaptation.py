@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
@@ -28,6 +28,8 @@ _WITHOUT_EFFECT = (
     "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "lora_alpha", "alpha_pattern",
 )  # fmt: skip
 """Keys of an adapter_config.json that change no tensor of a training step."""
+_OF_A_FILE = ("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version")
+"""Keys that describe a saved adapter, not its training."""
 _INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 """Keys that choose the first values of adapters. Some of these need the values of the weights, which a recording lacks."""
 
@@ -94,6 +96,15 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
     if peft and request.freeze:
         raise UsageError("PEFT freezes the whole base model, so --freeze has no effect", hint="leave --freeze out")
     return Adaptation(peft=peft, freeze=tuple(sorted(set(request.freeze))), quantization=quantization)
+
+
+def launched(request: EstimateRequest) -> Adaptation:
+    """The same with the values that change no tensor and that exported files need, as the scale of adapters."""
+    found = adaptation_of(request)
+    if request.peft_config is not None:
+        values = json.loads(request.peft_config)
+        return replace(found, peft={k: v for k, v in values.items() if k not in _OF_A_FILE and v is not None})
+    return replace(found, peft={**found.peft, "lora_alpha": request.lora_alpha}) if found.peft else found
 
 
 def _peft_config(request: EstimateRequest) -> dict[str, Any]:
