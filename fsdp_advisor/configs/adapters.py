@@ -206,6 +206,23 @@ def read_torchtune(found: Collector, builder: str) -> None:
         found.omits("torchao's NF4; the estimate has bitsandbytes' 4 bits")
 
 
+def read_constants(found: Collector, constants: Mapping[str, Any]) -> None:
+    """The adapter, the quantized base and the frozen parameters of an exported script, which are constants."""
+    for name in ("ADAPTER", "QUANTIZATION", "FREEZE"):
+        found.take(name)
+    adapter = constants.get("ADAPTER")
+    if isinstance(adapter, Mapping):
+        values = {name: value for name, value in adapter.items() if name != "peft_type"}
+        if adapter.get("peft_type") == "LORA":
+            set_lora(found, {"r": 8, "lora_alpha": 8, **values})
+        else:
+            set_peft_config(found, str(adapter.get("peft_type")), values)
+    if isinstance(constants.get("QUANTIZATION"), Mapping):
+        set_quantization(found, constants["QUANTIZATION"])
+    if isinstance(constants.get("FREEZE"), list):
+        found.options["freeze"] = tuple(map(str, constants["FREEZE"]))
+
+
 def read_calls(found: Collector, calls: Mapping[str, Mapping[str, Any]]) -> None:
     """The configurations that Python code makes of PEFT and bitsandbytes. `calls` are literal keywords by the name of the class."""
     name = next((name for name in METHODS if name in calls), None)
@@ -220,6 +237,11 @@ def read_calls(found: Collector, calls: Mapping[str, Mapping[str, Any]]) -> None
 def has_adapters(options: Mapping[str, Any]) -> bool:
     """Whether options describe adapters."""
     return active(options.get("use_peft")) or bool(options.get("peft_config"))
+
+
+def is_quantized(options: Mapping[str, Any]) -> bool:
+    """Whether options describe a base in 4 or 8 bits."""
+    return any(active(options.get(name)) for name in ("load_in_4bit", "load_in_8bit"))
 
 
 def is_adapter_config(keys: Mapping[str, Any]) -> bool:

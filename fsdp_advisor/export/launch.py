@@ -19,6 +19,7 @@ from fsdp_advisor.export.constants import (
     RENDEZVOUS_PORT,
     SCRIPT,
     SLURM_FILE,
+    TRL_FILE,
     Consumer,
 )
 from fsdp_advisor.export.header import header, printable_line
@@ -51,6 +52,8 @@ def program(consumer: Consumer) -> str:
             return f"{SCRIPT} --deepspeed {DEEPSPEED_FILE}"
         case "axolotl":
             return f"-m axolotl.cli.train {AXOLOTL_FILE}"
+        case "trl":
+            return f"-m trl.scripts.sft --config {TRL_FILE}"
         case _:
             assert_never(consumer)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_advisor.errors import InvalidOption
-from fsdp_advisor.job import adapter_fields
 from fsdp_advisor.job.fields import Field, as_query, fields_of
 from fsdp_advisor.job.request import GPU_DEPENDENT, RecommendRequest
 from fsdp_advisor.server.page_words import choice, label, words
@@ -68,19 +67,10 @@ class Control:
 
 
 def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The options that a query string gives, and names that are no options (a link's tracking).
-
-    Blank values are left out. So are options of adapters with their default's value: without JavaScript a form sends them all, and
-    to give one describes an adapter.
-    """
-    known = fields_of(RecommendRequest)
-    options = {name: value for name, value in query.items() if name in (*known, "config") and value.strip()}
-    folded = [name for name in options if name != "config" and known[name].rule.group == adapter_fields.GROUP]
-    for name in folded:
-        with suppress(InvalidOption):
-            if known[name].read(options[name]) == known[name].default:
-                del options[name]
-    return options, [name for name in query if name not in (*known, "config")]
+    """The options that a query string gives, without blank ones, and names that are no options (a link's tracking)."""
+    known = {*fields_of(RecommendRequest), "config"}
+    options = {name: value for name, value in query.items() if name in known and value.strip()}
+    return options, [name for name in query if name not in known]
 
 
 def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], dict[str, list[Control]]]:

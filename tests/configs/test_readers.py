@@ -53,7 +53,7 @@ def test_axolotl() -> None:
         "gradient_accumulation_steps": 4, "attention": "flash_attention_2", "activation_checkpointing": "full",
         "backend": "fsdp1", "strategy": "zero3", "offload": "parameters", "wrap": "layer", "precision": "bf16-mixed",
         "optim": "adamw_torch_8bit", "use_peft": True, "lora_r": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
-        "dtype": "bfloat16", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True,
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True,
         "bnb_4bit_quant_storage": "bfloat16",
     }  # fmt: skip
     for key in ("plugins", "sample_packing"):
@@ -108,7 +108,7 @@ def test_llama_factory_with_its_deepspeed_file(tmp_path: Path) -> None:
         "model": "meta-llama/Meta-Llama-3-8B", "framework": "trainer", "seq_len": 4096, "attention": "flash_attention_2",
         "micro_batch_size": 1, "gradient_accumulation_steps": 2, "precision": "bf16-mixed", "activation_checkpointing": "full",
         "strategy": "zero3", "backend": "deepspeed", "offload": "parameters", "offload_device": "cpu",
-        "use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear", "dtype": "bfloat16",
+        "use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
         "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True, "bnb_4bit_quant_storage": "bfloat16",
     }  # fmt: skip
     for words in ("stage: dpo", "zero_quantized_weights: True"):

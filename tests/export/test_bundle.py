@@ -71,7 +71,7 @@ def test_launch_script_starts_every_rank_of_every_node(target: str, name: str) -
         case "torchrun":
             found: Any = get_args_parser().parse_args(arguments)
             nodes, ranks = (1 if found.standalone else int(found.nnodes)), int(found.nproc_per_node)
-            assert found.training_script in ("train.py",)
+            assert found.training_script == ("trl.scripts.sft" if target == "trl" else "train.py")
         case "deepspeed":
             found = deepspeed_args(arguments)
             nodes, ranks = max(found.num_nodes, 1), found.num_gpus
@@ -93,7 +93,15 @@ def test_launch_script_starts_every_rank_of_every_node(target: str, name: str) -
 @every_bundle
 def test_every_file_that_another_file_names_is_in_the_bundle(target: str, name: str) -> None:
     files = files_of(target, JOBS[name])
-    named = {"train.py", "accelerate.yaml", "ds_config.json", "axolotl.yaml", "hostfile", "training_arguments"}
+    named = {
+        "train.py",
+        "accelerate.yaml",
+        "ds_config.json",
+        "axolotl.yaml",
+        "trl.yaml",
+        "hostfile",
+        "training_arguments",
+    }
     lines = (line for text in files.values() for line in text.splitlines() if not line.startswith("#"))
     used = {word for line in lines for word in named if word in line.replace("|", " ").split()}
     used |= {"ds_config.json"} if "deepspeed_config_file" in str(files) else set()
@@ -143,8 +151,9 @@ def test_configuration_of_a_bundle_equals_the_single_file() -> None:
         ("accelerate", "accelerate.yaml"),
         ("trainer", "training_arguments.py"),
         ("axolotl", "axolotl.yaml"),
+        ("trl", "trl.yaml"),
     ):
-        of = JOBS["fsdp2 on two nodes"]
+        of = JOBS["fsdp2 on two nodes" if target != "trl" else "fsdp2"]
         assert files_of(target, of)[file] == export(target, of).text
     of = JOBS["deepspeed through accelerate"]
     assert files_of("accelerate", of)["ds_config.json"] == export("deepspeed", of).text

@@ -81,9 +81,7 @@ def results_of(row: Measurement) -> list[Result]:
         if name not in row.measured:
             continue
         predicted, note = _predicted(found, job, figure)
-        results.append(
-            Result(**about, figure=figure, measured=row.measured[name], predicted=predicted, note=note)
-        )
+        results.append(Result(**about, figure=figure, measured=row.measured[name], predicted=predicted, note=note))
     return results
 
 
@@ -169,7 +167,9 @@ def main(families: list[str]) -> None:
     for row in measurements():
         if row.family in families:
             made[row.family] += results_of(row)
-            print(row.id, [(r.figure, r.line()["error"], r.note) for r in made[row.family] if r.id == row.id], flush=True)
+            print(
+                row.id, [(r.figure, r.line()["error"], r.note) for r in made[row.family] if r.id == row.id], flush=True
+            )
             write_results([r for family in FAMILIES for r in made[family]])
     print(summary([r for family in FAMILIES for r in made[family]]))
 

@@ -84,7 +84,9 @@ def _fms(row: Measurement) -> Mapped | Unmapped:
         return Unmapped("weights stored in float16 are not modelled, and the lengths of the sequences are not stated")
     quantized = row.method == "qlora"
     if quantized and ("foak" in kernels or "accelerated" in kernels):
-        return Unmapped("the accelerated plugin's own preparation of 4-bit models, and its fused kernels, are not modelled")
+        return Unmapped(
+            "the accelerated plugin's own preparation of 4-bit models, and its fused kernels, are not modelled"
+        )
     padded = "seq_len" not in job and not row.measured.get("out_of_memory")
     several = job["gpus"] > 1
     mixed = "autocast" in job["precision"]
