@@ -21,7 +21,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, script, trainer, trl
+from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, llamafactory, script, trainer, trl
 from fsdp_advisor.export.constants import FRAMEWORK_NAMES
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Exported, Target, with_environment
@@ -34,6 +34,7 @@ _ALL = (
     trainer.TARGET,
     axolotl.TARGET,
     trl.TARGET,
+    llamafactory.TARGET,
     script.FSDP2,
     script.DDP,
     launch.TORCHRUN,

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.export import accelerate, axolotl, check_supported, deepspeed, launch, script, trainer, trl
+from fsdp_advisor.export import (
+    accelerate,
+    axolotl,
+    check_supported,
+    deepspeed,
+    launch,
+    llamafactory,
+    script,
+    trainer,
+    trl,
+)
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
@@ -16,6 +26,7 @@ from fsdp_advisor.export.constants import (
     DEEPSPEED_FILE,
     HOST_FILE,
     LINES_FILE,
+    LLAMAFACTORY_FILE,
     NVME_NOTE,
     README_FILE,
     SCRIPT,
@@ -37,6 +48,7 @@ _LAUNCHERS: dict[Consumer, tuple[str, tuple[str, ...]]] = {
     "deepspeed": ("deepspeed-launch.sh", ("deepspeed", "torch")),
     "axolotl": (launch.AXOLOTL_SCRIPT, ("axolotl",)),
     "trl": ("torchrun.sh", ("trl", "torch")),
+    "llamafactory": ("torchrun.sh", ("llamafactory", "torch")),
 }
 """The launch script of each consumer, and the packages that it names."""
 
@@ -45,6 +57,7 @@ _CONTENT = {
     DEEPSPEED_FILE: "the configuration of DeepSpeed, which has no comments: its plan is below",
     ARGUMENTS_FILE: "the arguments of the Trainer",
     AXOLOTL_FILE: "the configuration of axolotl, with an example data set to replace",
+    LLAMAFACTORY_FILE: "the configuration of LLaMA-Factory, with an example data set to replace",
     TRL_FILE: "the configuration of TRL's sft, with an example data set to replace",
     SCRIPT: "the training script; --help lists its options",
     LINES_FILE: "the lines to add to your own script, which is to be train.py",
@@ -99,8 +112,8 @@ def bundle(target: Target, job: Job) -> Bundle:
 
 def _notes(job: Job, consumer: Consumer) -> Iterator[str]:
     """What the files cannot express, and what the user has to replace."""
-    if consumer == "trl":
-        yield from trl.notes(job)
+    if consumer in ("trl", "llamafactory"):
+        yield from (trl if consumer == "trl" else llamafactory).notes(job)
         return
     if consumer in ("accelerate", "trainer", "axolotl"):
         yield from accelerate.behaviour(job.plan)
@@ -128,7 +141,7 @@ def _consumer(target: Target, job: Job) -> Consumer:
     match target.name:
         case "accelerate" | "accelerate-launch":
             return "accelerate"
-        case "trainer" | "axolotl" | "trl":
+        case "trainer" | "axolotl" | "trl" | "llamafactory":
             return target.name
         case "fsdp2" | "ddp":
             return "torch"
@@ -147,6 +160,8 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
             return {ARGUMENTS_FILE: trainer.write(job)[0]}
         case "axolotl":
             return {AXOLOTL_FILE: axolotl.write(job)[0]}
+        case "llamafactory":
+            return {LLAMAFACTORY_FILE: llamafactory.write(job)[0]}
         case "trl":
             return {TRL_FILE: trl.write(job)[0]}
         case "torch":
@@ -154,7 +169,7 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
 
 
 def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
-    if consumer in ("axolotl", "trl"):
+    if consumer in ("axolotl", "trl", "llamafactory"):
         return {}
     if consumer == "torch" and job.plan.backend in ("fsdp2", "ddp"):
         complete = script.FSDP2 if job.plan.backend == "fsdp2" else script.DDP

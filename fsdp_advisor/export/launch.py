@@ -16,6 +16,7 @@ from fsdp_advisor.export.constants import (
     ACCELERATE_PORT,
     AXOLOTL_FILE,
     DEEPSPEED_FILE,
+    LLAMAFACTORY_FILE,
     RENDEZVOUS_PORT,
     SCRIPT,
     SLURM_FILE,
@@ -54,6 +55,8 @@ def program(consumer: Consumer) -> str:
             return f"-m axolotl.cli.train {AXOLOTL_FILE}"
         case "trl":
             return f"-m trl.scripts.sft --config {TRL_FILE}"
+        case "llamafactory":
+            return f"-m llamafactory.launcher {LLAMAFACTORY_FILE}"
         case _:
             assert_never(consumer)
 

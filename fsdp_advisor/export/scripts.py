@@ -31,6 +31,7 @@ PACKAGES: dict[Consumer, tuple[str, ...]] = {
     "trainer": ("transformers", "accelerate", "torch"),
     "axolotl": ("axolotl",),
     "trl": ("trl",),
+    "llamafactory": ("llamafactory",),
 }
 """The packages whose versions a consumer's script names."""
 
@@ -47,7 +48,7 @@ def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str
             return SCRIPT, render("train_trainer.py.jinja", **values)
         case "torch":
             return LINES_FILE, render("fsdp1_lines.py.jinja", **values, **_through_fsdp1(job.plan))
-        case "axolotl" | "trl":
+        case "axolotl" | "trl" | "llamafactory":
             raise ValueError(f"{consumer} has its own training script")
         case _:
             assert_never(consumer)

@@ -26,6 +26,7 @@ NOT_IN_THE_FILE = {
     "trainer": {"seq_len", "mesh"},
     "axolotl": {"mesh"},
     "trl": {"mesh"},
+    "llamafactory": {"mesh"},
     "fsdp2": {"mesh"},
     "ddp": set(),
 }
@@ -72,7 +73,7 @@ def test_a_single_file_reads_back_as_its_plan(target: str) -> None:
         p = of.plan
         given = {"model": "gpt2", "gpus": RANKS, "nnodes": p.nnodes}
         given |= {name: getattr(p, name) for name in NOT_IN_THE_FILE[target] - {"mesh"}}
-        if target in ("trainer", "trl") and p.backend == "ddp":  # no sharding: the launcher decides
+        if target in ("trainer", "trl", "llamafactory") and p.backend == "ddp":  # no sharding: the launcher decides
             given["strategy"] = "ddp"
         left = different(plan_of(from_texts(files), **given), p)
         for name in _lost(target, of):
@@ -136,6 +137,7 @@ ADAPTATIONS = {
 TRAINED_BY = {
     "fsdp2": ("fsdp2", "torch"), "ddp": ("ddp", "torch"), "accelerate": ("fsdp2", "accelerate"), "trainer": ("fsdp2", "trainer"),
     "deepspeed": ("deepspeed", "deepspeed"), "axolotl": ("fsdp2", "trainer"), "trl": ("fsdp2", "trainer"),
+    "llamafactory": ("ddp", "trainer"),
     "torchrun": ("fsdp1", "torch"),
 }  # fmt: skip
 """Backend and framework of a job for a target."""
@@ -149,7 +151,7 @@ def test_a_bundle_reads_back_what_is_adapted(target: str, name: str, dtype: str,
     shape = plan("ddp" if backend == "ddp" else "zero3", backend, framework=framework, dtype=dtype)
     of = job(shape, adaptation=ADAPTATIONS[name])
     if TARGETS[target].unsupported(of) is not None:
-        assert target in ("axolotl", "trl", "fsdp2", "ddp")
+        assert target in ("axolotl", "trl", "llamafactory", "fsdp2", "ddp")
         return
     for file, text in files_of(target, of).items():
         (tmp_path / file).write_text(text)

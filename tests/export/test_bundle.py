@@ -41,6 +41,7 @@ PLANS = {
 }
 JOBS = {name: job(p, environment=ENVIRONMENT, options=("--gpus", "8")) for name, p in PLANS.items()}
 CASES = [(t, name) for t in TARGETS for name, of in JOBS.items() if TARGETS[t].unsupported(of) is None]
+PROGRAMS = {"trl": "trl.scripts.sft", "llamafactory": "llamafactory.launcher"}
 every_bundle = pytest.mark.parametrize(("target", "name"), CASES)
 
 
@@ -71,7 +72,7 @@ def test_launch_script_starts_every_rank_of_every_node(target: str, name: str) -
         case "torchrun":
             found: Any = get_args_parser().parse_args(arguments)
             nodes, ranks = (1 if found.standalone else int(found.nnodes)), int(found.nproc_per_node)
-            assert found.training_script == ("trl.scripts.sft" if target == "trl" else "train.py")
+            assert found.training_script == PROGRAMS.get(target, "train.py")
         case "deepspeed":
             found = deepspeed_args(arguments)
             nodes, ranks = max(found.num_nodes, 1), found.num_gpus
@@ -99,6 +100,7 @@ def test_every_file_that_another_file_names_is_in_the_bundle(target: str, name: 
         "ds_config.json",
         "axolotl.yaml",
         "trl.yaml",
+        "llamafactory.yaml",
         "hostfile",
         "training_arguments",
     }

@@ -77,8 +77,8 @@ def test_header_states_prediction_and_checked_versions(target: str) -> None:
 
 
 def test_checked_versions_equal_installed_versions() -> None:
-    """But for axolotl, and for TRL, which only the tests of rehearsals have."""
-    others = {package: VERSIONS[package] for package in ("axolotl", "trl")}
+    """But for axolotl and LLaMA-Factory, and for TRL, which only the tests of rehearsals have."""
+    others = {package: VERSIONS[package] for package in ("axolotl", "trl", "llamafactory")}
     installed = {package: version(package).partition("+")[0] for package in VERSIONS if package not in others}
     assert {**installed, **others} == VERSIONS
     assert f"trl=={VERSIONS['trl']}" in (Path(__file__).parents[1] / "rehearsal/requirements.txt").read_text()
@@ -138,6 +138,8 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
             expected |= {"axolotl"}
         if "trainer" in expected and not (p.backend == "fsdp2" and p.strategy == "hsdp" and p.replica_degree > 1):
             expected |= {"trl"}
+        if runs and (p.backend == "ddp" or (p.backend == "deepspeed" and p.precision != "bf16")):
+            expected |= {"llamafactory"}
         assert able == expected, p
 
 
@@ -199,7 +201,7 @@ def test_auto_backend_becomes_the_backend_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("target", "framework"),
     [
-        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"), ("trl", "trainer"),
+        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"), ("trl", "trainer"), ("llamafactory", "trainer"),
         ("deepspeed", "deepspeed"), ("deepspeed-launch", "deepspeed"), ("fsdp2", "torch"), ("ddp", "torch"),
         ("torchrun", "torch"), ("sbatch", "torch"),
     ],
