@@ -15,6 +15,7 @@ from fsdp_advisor.export import Exported, Job
 from fsdp_advisor.export import export as write
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.hardware import Gpu, list_gpus
+from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -40,7 +41,7 @@ def export(target: str, job: EstimateRequest | Advice | None = None, /, **option
         if estimate is None or winner is None:
             raise UsageError("the recommendation has no plan to export", hint=job.recommendation.because)
         return write(target, Job.of(job.report, estimate, environment=winner.environment))
-    report = report_for(target, job or make_request(options))
+    report = report_for(target, job or make_request(with_files_read(options)))
     return write(target, Job.of(report, report.estimates[0]))
 
 
@@ -60,7 +61,7 @@ def diagnose(
     differs from its estimate. `device` chooses the GPU of a snapshot that has several. Raises AdvisorError with a hint.
     """
     if job is None and (options or config_file):
-        job = configs.make_request({**options, "config_file": config_file}, EstimateRequest)
+        job = configs.make_request({**with_files_read(options), "config_file": config_file}, EstimateRequest)
     return diagnose_file(path, None if job is None else job_of(job), device=device)
 
 

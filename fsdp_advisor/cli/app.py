@@ -10,6 +10,7 @@ from fsdp_advisor import __version__
 from fsdp_advisor.cli.options import PROGRAM, CommandParser, HelpOptions
 from fsdp_advisor.cli.output import Destination
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
@@ -58,6 +59,7 @@ class Command:
             return int(function(options, wrapped))
         if self.request is None:
             return int(function(options))
+        given = with_files_read(given)
         files = getattr(options, "config_file", ())
         if files:
             from fsdp_advisor.cli.config_files import request_of_files

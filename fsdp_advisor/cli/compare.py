@@ -13,6 +13,7 @@ from fsdp_advisor.cli.options import CommandParser, ConfigFileOptions, ReportOpt
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, as_json, form_of, note
 from fsdp_advisor.configs import make_request
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.fields import Rule, fields_of, read_fields, shown
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -71,7 +72,7 @@ def request_of(text: str, common: Mapping[str, Any]) -> EstimateRequest:
     """
     files, own = _parsed(text)
     known = fields_of(EstimateRequest)
-    fields = read_fields(common, known) | read_fields(own, known)
+    fields = read_fields(common, known) | read_fields(with_files_read(own), known)
     return make_request({**fields, "config_file": files}, EstimateRequest)
 
 

@@ -14,7 +14,7 @@ from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_o
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.estimator import DEFAULT_GPU, settled
 from fsdp_advisor.job.batch import divided
-from fsdp_advisor.job.fields import Rule, dashed
+from fsdp_advisor.job.fields import Rule, as_words
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -168,17 +168,8 @@ def _rehearsed(given: dict[str, Any], options: ValidateOptions) -> int:
     variables = environment(Path(sys.executable), find_gpu(str(given.get("gpu") or DEFAULT_GPU)), gpus_per_node=1)
     own = {field.name: getattr(options, field.name) for field in fields(options)} | {"mode": "stand-in"}
     job = {name: value for name, value in given.items() if name != "gpu"}  # the attached GPU is the simulated one
-    words = [word for name, value in (job | own).items() for word in _as_words(name, value)]
+    words = [word for name, value in (job | own).items() for word in as_words(name, value)]
     return subprocess.run([sys.executable, "-m", "fsdp_advisor", "validate", *words], env=variables).returncode
-
-
-def _as_words(name: str, value: Any) -> list[str]:
-    """An option as words of a command line; none for the value None."""
-    if value is None or value is False or value == ():
-        return []
-    if value is True:
-        return [dashed(name)]
-    return [dashed(name), *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
 
 
 def _sbatch(request: EstimateRequest, options: ValidateOptions) -> str:

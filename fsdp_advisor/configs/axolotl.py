@@ -8,22 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_advisor.configs.adapters import read_axolotl
 from fsdp_advisor.configs.collect import Collector, active
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, strip_prefix
 
 _TOPICS = {
-    "LoRA and other adapters": ("adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
-                                "lora_modules_to_save", "peft_use_dora", "peft_use_rslora", "relora"),
-    "quantized weights": ("load_in_4bit", "load_in_8bit", "gptq", "qat", "quantization"),
+    "LoRA restarts": ("relora",),
+    "kernels of adapters": ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"),
+    "quantized weights": ("gptq", "qat", "quantization"),
     "packed sequences": ("sample_packing", "batch_flattening"),
     "fused and chunked losses": ("plugins", "chunked_cross_entropy", "liger_fused_linear_cross_entropy", "flash_attn_cross_entropy"),
     "tensor and context parallelism": ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     "torch.compile": ("torch_compile",),
     "preference and reinforcement learning": ("rl", "rl_beta", "reward_model", "process_reward_model"),
     "activation offload": ("activation_offloading", "layer_offloading"),
-    "frozen parameters": ("unfrozen_parameters",),
+    "patterns of the parameters that are trained; name the others with freeze": ("unfrozen_parameters",),
     "FP8 and lower precisions": ("fp8",),
     "tiled MLP": ("tiled_mlp",),
 }  # fmt: skip
@@ -45,6 +46,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
     found.default("seq_len", 512, "512 tokens, axolotl's default of sequence_len")
     _precision(found)
+    read_axolotl(found)
     set_attention(found, "attn_implementation")
     for key, attention in _SWITCHES.items():
         if found.flag(key):

@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_advisor.configs import (
     accelerate,
+    adapters,
     axolotl,
     deepspeed,
     llamafactory,
@@ -27,6 +28,7 @@ from fsdp_advisor.errors import UsageError
 MAX_BYTES = 1_000_000
 """A larger file is no configuration."""
 _FORMATS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str, Mapping[str, Any]], Collector]], ...] = (
+    (adapters.is_adapter_config, adapters.read),
     (accelerate.is_accelerate, accelerate.read),
     (deepspeed.is_deepspeed, deepspeed.read),
     (axolotl.is_axolotl, axolotl.read),
@@ -160,7 +162,7 @@ def _structured(name: str, suffix: str, text: str) -> Collector:
     for recognizes, read in _FORMATS:
         if recognizes(keys):
             return read(name, keys)
-    known = "accelerate, DeepSpeed, axolotl, LLaMA-Factory, TRL, Trainer arguments, torchtune, torchtitan"
+    known = "accelerate, DeepSpeed, axolotl, LLaMA-Factory, TRL, Trainer arguments, torchtune, torchtitan, PEFT"
     raise UsageError(f"{name} is of no known format", hint=f"known are {known}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_advisor.configs.adapters import read_llamafactory
 from fsdp_advisor.configs.collect import Collector, truth
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
@@ -22,9 +23,8 @@ _OWN = {
     "enable_liger_kernel",
 }
 _TOPICS = {
-    "LoRA and other adapters": ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "adapter_name_or_path", "use_dora",
-                                "use_rslora", "additional_target", "pissa_init"),
-    "quantized weights": ("quantization_bit", "quantization_method", "double_quantization"),
+    "an existing adapter": ("adapter_name_or_path",),
+    "quantized weights": ("quantization_bit", "quantization_method"),
     "fused and chunked losses": ("enable_liger_kernel",),
     "packed sequences": ("packing", "neat_packing"),
     "frozen parameters": ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"),
@@ -41,15 +41,7 @@ def is_llamafactory(keys: Mapping[str, Any]) -> bool:
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
     """The settings of a configuration of LLaMA-Factory, which trains through the Trainer."""
     found = Collector(file, "LLaMA-Factory", keys)
-    kind = found.peek("finetuning_type")
-    if kind == "full":
-        found.take("finetuning_type")
-    elif kind is None:
-        found.omits("finetuning_type is lora by default (LoRA and other adapters); the estimate trains every parameter")
-    else:
-        found.lacks(
-            "finetuning_type", "LoRA, frozen parameters and other adapters; the estimate trains every parameter"
-        )
+    read_llamafactory(found)
     stage = found.peek("stage")
     if stage in (None, "sft", "pt"):
         found.take("stage")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fsdp_advisor.configs.adapters import has_adapters, is_quantized
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
@@ -56,6 +57,11 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
     whatever the dtype (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
     """
     mixed, dtype = options.pop("mixed", None), options.pop("dtype", None)
+    sharded = options.get("backend") in ("fsdp1", "fsdp2")
+    if (has_adapters(options) or sharded) and mixed in ("bf16", "fp16") and dtype in ("bfloat16", "bf16"):
+        if not is_quantized(options):  # the dtypes of what is not packed are then fixed
+            options["dtype"] = "bfloat16"
+        dtype = None
     if "precision" in options:
         return
     if mixed in ("bf16", "fp16"):

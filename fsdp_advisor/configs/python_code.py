@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_advisor.configs import torchtitan, trainer
+from fsdp_advisor.configs.adapters import read_calls, read_constants
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import wrap_of
 from fsdp_advisor.configs.names import optimizer_of
@@ -103,6 +104,8 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     if isinstance(constants.get("MODEL"), str):
         keys["model_name_or_path"] = constants["MODEL"]
     found = trainer.read(file, keys, trl=name in _OF_TRL)
+    read_calls(found, calls)
+    read_constants(found, constants)
     if computed := _computed(tree, name):
         found.omits(f"arguments that the code computes: {', '.join(computed)}")
     if name in _OF_TRL and name != "SFTConfig":
@@ -129,6 +132,7 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     loaded = loaded or calls.get("from_config", {})
     found.options["dtype"] = str(loaded.get("dtype", "float32")).removeprefix("torch.")
     found.options["attention"] = loaded.get("attn_implementation", "sdpa")
+    read_constants(found, constants)
     if "activation_checkpointing_enable" in calls or "gradient_checkpointing_enable" in calls:
         found.options["activation_checkpointing"] = "full"
     source = ast.unparse(tree)

@@ -29,6 +29,8 @@ _VALUELESS = {
     "use_cpu",
     "m",
 }
+_LISTS = {"lora_target_modules", "lora_target_parameters", "lora_modules_to_save"}
+"""Options that take several words."""
 _CONFIGURATION = re.compile(r".+\.(ya?ml|json|toml)$")
 
 
@@ -117,8 +119,12 @@ def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
         if equals:
             yield name, value
         elif position < len(words) and not words[position].startswith("--") and name not in _VALUELESS:
-            yield name, words[position]
+            values = [words[position]]
             position += 1
+            while name.replace("-", "_") in _LISTS and position < len(words) and not words[position].startswith("-"):
+                values.append(words[position])
+                position += 1
+            yield name, ",".join(values)
         else:
             yield name, True
 

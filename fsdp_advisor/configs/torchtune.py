@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from fsdp_advisor.configs.adapters import read_torchtune
 from fsdp_advisor.configs.collect import Collector, brief, truth
 from fsdp_advisor.configs.names import hub_name, set_optimizer
 
@@ -88,7 +89,7 @@ def _model(found: Collector) -> None:
     component = str(found.take("model._component_") or "")
     builder = component.rsplit(".", 1)[-1]
     if _ADAPTER.match(builder):
-        found.omits(f"model._component_: {builder} (LoRA and other adapters); the estimate trains every parameter")
+        read_torchtune(found, builder)
         builder = _ADAPTER.sub("", builder)
     qwen = _QWEN.fullmatch(builder)
     if qwen is not None:

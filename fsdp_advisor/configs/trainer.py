@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs import deepspeed
+from fsdp_advisor.configs.adapters import read_trl
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
@@ -27,10 +28,6 @@ _OF_TRL = {
 """Keys of TRL's arguments that the Trainer's lack."""
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size")
 _TOPICS = {
-    "LoRA and other adapters": (
-        "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora", "use_rslora",
-    ),
-    "quantized weights": ("load_in_4bit", "load_in_8bit"),
     "fused and chunked losses": ("use_liger_kernel", "use_liger"),
     "packed sequences": ("packing", "padding_free"),
     "torch.compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
@@ -69,6 +66,7 @@ def read_into(found: Collector, *, trl: bool = False) -> None:
         found.default("seq_len", 1024, "1024 tokens, TRL's default of max_length")
         found.omits("TRL is estimated as the Trainer")
     _precision(found, trl)
+    read_trl(found)
     set_attention(found, "attn_implementation")
     arguments = found.peek("optim_args")
     set_optimizer(found, "optim", arguments)

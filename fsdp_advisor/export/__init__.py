@@ -10,7 +10,7 @@ One module per consumer defines a `Target`. `job` is their input; `header`, `lim
 >>> export("deepspeed", job)
 Traceback (most recent call last):
 fsdp_advisor.errors.UsageError: deepspeed cannot do ZeRO-3 (fsdp2): it shards only with DeepSpeed; use --backend deepspeed
-hint: targets that can: accelerate, trainer, axolotl, fsdp2, torchrun, accelerate-launch, sbatch
+hint: targets that can: accelerate, trainer, axolotl, trl, fsdp2, torchrun, accelerate-launch, sbatch
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, script, trainer
+from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, llamafactory, script, trainer, trl
 from fsdp_advisor.export.constants import FRAMEWORK_NAMES
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Exported, Target, with_environment
@@ -33,6 +33,8 @@ _ALL = (
     deepspeed.TARGET,
     trainer.TARGET,
     axolotl.TARGET,
+    trl.TARGET,
+    llamafactory.TARGET,
     script.FSDP2,
     script.DDP,
     launch.TORCHRUN,

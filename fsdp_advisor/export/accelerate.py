@@ -13,6 +13,7 @@ import yaml
 from fsdp_advisor.engines.deepspeed.settings import stage
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import deepspeed
+from fsdp_advisor.export.adapters import weights
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ACCELERATE_PORT,
@@ -22,7 +23,6 @@ from fsdp_advisor.export.constants import (
     HEAD_NODE,
     MIXED,
     SCRIPT,
-    WEIGHTS,
     WRAP_POLICY,
 )
 from fsdp_advisor.export.header import header
@@ -177,10 +177,10 @@ def usage(job: Job, file: str) -> str:
 def _notes(job: Job) -> list[str]:
     plan = job.plan
     notes = behaviour(plan)
-    if plan.backend == "ddp" or (plan.backend != "deepspeed" and not plan.mixed):
-        notes.append(
-            f"load the model with dtype=torch.{WEIGHTS[plan.precision]}: accelerate leaves the weights as they are"
-        )
+    if job.adaptation:
+        notes.append(f"the script adapts the model ({job.adaptation.text}); a bundle (-o DIR/) has one that does")
+    if plan.backend == "ddp" or (plan.backend != "deepspeed" and (not plan.mixed or plan.dtype != "auto")):
+        notes.append(f"load the model with dtype=torch.{weights(job)}: accelerate leaves the weights as they are")
     if plan.nnodes > 1:
         notes.append(f"on every node, pass --machine_rank RANK --main_process_ip HOST; HOST replaces {HEAD_NODE}")
     if plan.backend == "deepspeed" and needs_a_file(plan):

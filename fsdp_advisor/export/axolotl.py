@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fsdp_advisor.export import accelerate, deepspeed, trainer
+from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.constants import AXOLOTL_FILE, LEARNING_RATE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -37,14 +38,18 @@ def unsupported(job: Job) -> str | None:
         return "it no longer supports FSDP1; use --backend fsdp2"
     if plan.precision == "bf16" and plan.backend != "deepspeed":
         return "it always treats bf16 as mixed precision; use --precision bf16-mixed"
-    return accelerate.unsupported(job, "trainer")
+    if job.adaptation.freeze:
+        return "it names the parameters to train, not those to freeze"
+    if job.adaptation.peft and "target_modules" not in job.adaptation.peft:
+        return "it needs the modules that get adapters: use --lora-target-modules"
+    return lora_limit(job) or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
     notes = [DATASETS_NOTE, *accelerate.behaviour(job.plan)]
-    if job.plan.mixed and job.plan.backend == "ddp":
-        notes.append("axolotl loads the weights in 16 bits, so DDP needs less memory than predicted for fp32 weights")
+    if job.plan.mixed and (job.plan.backend == "ddp" or job.adaptation.peft) and weights(job) == "float32":
+        notes.append("axolotl loads the weights in 16 bits, so it needs less memory than predicted for fp32 weights")
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
     return header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes)
@@ -67,6 +72,7 @@ def _config(job: Job) -> dict[str, Any]:
         **PRECISION[plan.precision],
         "tf32": False,
         "attn_implementation": plan.attention,
+        **_adapter(job),
         **_engine(job),
     }
 
@@ -74,6 +80,36 @@ def _config(job: Job) -> dict[str, Any]:
 def _optimizer(plan: Plan) -> dict[str, Any]:
     named = trainer.optimizer_of(plan)
     return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {})}
+
+
+_LORA = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+    "use_dora": "peft_use_dora",
+    "use_rslora": "peft_use_rslora",
+}
+"""The keywords of PEFT's LoraConfig as axolotl names them."""
+_OF_BITSANDBYTES = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage")
+
+
+def _adapter(job: Job) -> dict[str, Any]:
+    quantization = job.adaptation.quantization
+    if not job.adaptation.peft:
+        return {}
+    config: dict[str, Any] = {"adapter": "qlora" if "load_in_4bit" in quantization else "lora"}
+    config |= {_LORA[name]: value for name, value in lora(job).items()}
+    if config["lora_target_modules"] == "all-linear":
+        del config["lora_target_modules"]
+        config["lora_target_linear"] = True
+    if "load_in_8bit" in quantization:
+        config["load_in_8bit"] = True
+    elif quantization:
+        config |= {"load_in_4bit": True, "bnb_config_kwargs": {name: quantization[name] for name in _OF_BITSANDBYTES}}
+    return config
 
 
 def _engine(job: Job) -> dict[str, Any]:

@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.export import accelerate, axolotl, check_supported, deepspeed, launch, script, trainer
+from fsdp_advisor.export import (
+    accelerate,
+    axolotl,
+    check_supported,
+    deepspeed,
+    launch,
+    llamafactory,
+    script,
+    trainer,
+    trl,
+)
+from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ARGUMENTS_FILE,
@@ -15,10 +26,12 @@ from fsdp_advisor.export.constants import (
     DEEPSPEED_FILE,
     HOST_FILE,
     LINES_FILE,
+    LLAMAFACTORY_FILE,
     NVME_NOTE,
     README_FILE,
     SCRIPT,
     SLURM_FILE,
+    TRL_FILE,
     VERSIONS,
     Consumer,
 )
@@ -34,6 +47,8 @@ _LAUNCHERS: dict[Consumer, tuple[str, tuple[str, ...]]] = {
     "accelerate": ("accelerate-launch.sh", ("accelerate", "torch")),
     "deepspeed": ("deepspeed-launch.sh", ("deepspeed", "torch")),
     "axolotl": (launch.AXOLOTL_SCRIPT, ("axolotl",)),
+    "trl": ("torchrun.sh", ("trl", "torch")),
+    "llamafactory": ("torchrun.sh", ("llamafactory", "torch")),
 }
 """The launch script of each consumer, and the packages that it names."""
 
@@ -42,6 +57,8 @@ _CONTENT = {
     DEEPSPEED_FILE: "the configuration of DeepSpeed, which has no comments: its plan is below",
     ARGUMENTS_FILE: "the arguments of the Trainer",
     AXOLOTL_FILE: "the configuration of axolotl, with an example data set to replace",
+    LLAMAFACTORY_FILE: "the configuration of LLaMA-Factory, with an example data set to replace",
+    TRL_FILE: "the configuration of TRL's sft, with an example data set to replace",
     SCRIPT: "the training script; --help lists its options",
     LINES_FILE: "the lines to add to your own script, which is to be train.py",
     SLURM_FILE: "the batch script for Slurm: `sbatch train.sbatch`",
@@ -95,6 +112,9 @@ def bundle(target: Target, job: Job) -> Bundle:
 
 def _notes(job: Job, consumer: Consumer) -> Iterator[str]:
     """What the files cannot express, and what the user has to replace."""
+    if consumer in ("trl", "llamafactory"):
+        yield from (trl if consumer == "trl" else llamafactory).notes(job)
+        return
     if consumer in ("accelerate", "trainer", "axolotl"):
         yield from accelerate.behaviour(job.plan)
     if consumer == "axolotl":
@@ -121,8 +141,8 @@ def _consumer(target: Target, job: Job) -> Consumer:
     match target.name:
         case "accelerate" | "accelerate-launch":
             return "accelerate"
-        case "trainer" | "axolotl":
-            return "trainer" if target.name == "trainer" else "axolotl"
+        case "trainer" | "axolotl" | "trl" | "llamafactory":
+            return target.name
         case "fsdp2" | "ddp":
             return "torch"
     return launch.consumer_of(job.plan)
@@ -140,12 +160,16 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
             return {ARGUMENTS_FILE: trainer.write(job)[0]}
         case "axolotl":
             return {AXOLOTL_FILE: axolotl.write(job)[0]}
+        case "llamafactory":
+            return {LLAMAFACTORY_FILE: llamafactory.write(job)[0]}
+        case "trl":
+            return {TRL_FILE: trl.write(job)[0]}
         case "torch":
             return {}
 
 
 def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
-    if consumer == "axolotl":
+    if consumer in ("axolotl", "trl", "llamafactory"):
         return {}
     if consumer == "torch" and job.plan.backend in ("fsdp2", "ddp"):
         complete = script.FSDP2 if job.plan.backend == "fsdp2" else script.DDP
@@ -192,6 +216,6 @@ def _readme(
         prediction=[(name, printable_line(value)) for name, value in prediction_items(job)],
         not_modelled=[printable_line(item) for item in job.not_modelled],
         notes=[printable_line(note) for note in notes],
-        versions=[(package, VERSIONS[package]) for package in PACKAGES[consumer]],
+        versions=[(package, VERSIONS[package]) for package in (*PACKAGES[consumer], *adapting_packages(job))],
         command=printable_line(job.command(target.name, "DIR/")),
     )

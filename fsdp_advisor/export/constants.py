@@ -10,6 +10,10 @@ VERSIONS = {
     "accelerate": "1.15.0",
     "deepspeed": "0.19.8",
     "axolotl": "0.18.0",
+    "trl": "1.16.0",
+    "llamafactory": "0.9.5",
+    "peft": "0.21.2",
+    "bitsandbytes": "0.50.2",
 }
 """The version of each consumer that the exports were checked against.
 
@@ -20,7 +24,7 @@ schema it publishes.
 FRAMEWORK_NAMES = {"accelerate": "accelerate", "trainer": "the Trainer"}
 """How messages name a framework."""
 
-Consumer = Literal["torch", "accelerate", "deepspeed", "trainer", "axolotl"]
+Consumer = Literal["torch", "accelerate", "deepspeed", "trainer", "axolotl", "trl", "llamafactory"]
 """The library whose training loop runs a job."""
 
 # Files, addresses and training values
@@ -29,6 +33,8 @@ SCRIPT = "train.py"
 LINES_FILE = "lines_to_add.py"
 ARGUMENTS_FILE = "training_arguments.py"
 AXOLOTL_FILE = "axolotl.yaml"
+TRL_FILE = "trl.yaml"
+LLAMAFACTORY_FILE = "llamafactory.yaml"
 HOST_FILE = "hostfile"
 DEEPSPEED_ENVIRONMENT_FILE = ".deepspeed_env"
 SLURM_FILE = "train.sbatch"

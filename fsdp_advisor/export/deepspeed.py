@@ -62,6 +62,8 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     notes: list[str] = []
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
+    if job.adaptation:
+        notes.append(f"the script adapts the model ({job.adaptation.text}); a bundle (-o DIR/) has one that does")
     if job.plan.activation_checkpointing == "full":
         notes.append(CHECKPOINTING_NOTE)
     if isinstance(optimizer, Refusal):

@@ -46,6 +46,8 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
     if plan.backend in ("fsdp1", "fsdp2"):
         prefetch = f", backward prefetch {plan.backward_prefetch}" if plan.backend == "fsdp1" else ""
         items.append(("Units", f"wrap {plan.wrap}{prefetch}"))
+    if job.adaptation:
+        items.append(("Trained", job.adaptation.text))
     variables = ", ".join(f"{name}={value}" for name, value in job.environment.items())
     items.append(("Environment", variables or "no variables"))
     return tuple(items)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE
+from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
 from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -28,7 +29,7 @@ class Job:
     `host_bytes_per_node` is the host memory of training, `loading` the name and the host bytes of the way the exports load
     the model. `environment` holds the variables to launch the
     job with. `options` are the words of a command line that mean exactly this plan. `not_modelled` lists what the figures
-    leave out.
+    leave out. `adaptation` is what is changed about the model before it trains.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class Job:
     options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     not_modelled: tuple[str, ...] = ()
+    adaptation: Adaptation = UNCHANGED
 
     @classmethod
     def of(cls, report: Report, estimate: StrategyEstimate, environment: Mapping[str, str] | None = None) -> Job:
@@ -74,6 +76,7 @@ class Job:
             step_seconds=figures["step_seconds"],
             options=options_of(estimate.plan, report.request, gpu=report.gpu_name, allocator_conf=conf),
             environment=environment,
+            adaptation=launched(report.request),
             not_modelled=tuple(item.partition(": ")[2] or item for item in estimate.not_modelled),
         )
 

@@ -16,9 +16,11 @@ from fsdp_advisor.export.constants import (
     ACCELERATE_PORT,
     AXOLOTL_FILE,
     DEEPSPEED_FILE,
+    LLAMAFACTORY_FILE,
     RENDEZVOUS_PORT,
     SCRIPT,
     SLURM_FILE,
+    TRL_FILE,
     Consumer,
 )
 from fsdp_advisor.export.header import header, printable_line
@@ -51,6 +53,10 @@ def program(consumer: Consumer) -> str:
             return f"{SCRIPT} --deepspeed {DEEPSPEED_FILE}"
         case "axolotl":
             return f"-m axolotl.cli.train {AXOLOTL_FILE}"
+        case "trl":
+            return f"-m trl.scripts.sft --config {TRL_FILE}"
+        case "llamafactory":
+            return f"-m llamafactory.launcher {LLAMAFACTORY_FILE}"
         case _:
             assert_never(consumer)
 

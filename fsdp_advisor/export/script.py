@@ -5,7 +5,9 @@ Source: torch 2.13, torch.distributed.fsdp (`fully_shard`), torch.distributed.ch
 
 from __future__ import annotations
 
-from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PORT, SCRIPT, WEIGHTS
+from fsdp_advisor.export.adapters import packages as adapting_packages
+from fsdp_advisor.export.adapters import template_values, weights
+from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import fsdp2_optimizer_limit
@@ -22,6 +24,11 @@ def _unsupported(job: Job, backend: str) -> str | None:
         return f"it trains only with {'FSDP2' if backend == 'fsdp2' else 'DDP'}"
     if job.task is None:
         return "a bare parameter count is not a model"
+    adaptation = job.adaptation
+    if adaptation.peft and adaptation.method != "LORA":
+        return f"its script makes adapters of LoRA alone, not of {adaptation.method}"
+    if adaptation.quantization and backend == "fsdp2":
+        return "its script shards no weights in 4 or 8 bits; use --framework accelerate or trainer"
     optimizer = optimizer_named(job.plan.optim)
     if isinstance(optimizer.script, Refusal):
         return optimizer.script.reason
@@ -31,10 +38,11 @@ def _unsupported(job: Job, backend: str) -> str | None:
 def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
     optimizer = optimizer_named(plan.optim).script
+    attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(
         "train.py.jinja",
-        header=header(job, *checked),
+        header=header(job, *checked, *adapting_packages(job)),
         launch=with_environment(job, torchrun_line(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,
@@ -48,10 +56,12 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         fsdp=plan.backend == "fsdp2",
         reshard=plan.post_forward_ranks or plan.reshards,
         offload=plan.offload == "parameters",
-        weights=WEIGHTS[plan.precision],
+        weights=weights(job),
+        model_arguments={"dtype": weights(job), **attention},
         compute=COMPUTE.get(plan.precision),
         scaled=plan.precision == "fp16-mixed",
         checkpointing=plan.activation_checkpointing == "full",
+        **template_values(job),
         optimizer=optimizer.call(),
         bitsandbytes=optimizer.module.startswith("bitsandbytes"),
         torchao=optimizer.module.startswith("torchao"),

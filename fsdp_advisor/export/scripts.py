@@ -13,7 +13,9 @@ from typing import Any
 from fsdp_advisor.engines.deepspeed.settings import stage
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, deepspeed
-from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FILE, SCRIPT, WEIGHTS, Consumer
+from fsdp_advisor.export.adapters import packages as adapting_packages
+from fsdp_advisor.export.adapters import template_values, weights
+from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FILE, SCRIPT, Consumer
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.rendering import render
@@ -28,6 +30,8 @@ PACKAGES: dict[Consumer, tuple[str, ...]] = {
     "deepspeed": ("deepspeed", "transformers", "torch"),
     "trainer": ("transformers", "accelerate", "torch"),
     "axolotl": ("axolotl",),
+    "trl": ("trl",),
+    "llamafactory": ("llamafactory",),
 }
 """The packages whose versions a consumer's script names."""
 
@@ -44,8 +48,8 @@ def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str
             return SCRIPT, render("train_trainer.py.jinja", **values)
         case "torch":
             return LINES_FILE, render("fsdp1_lines.py.jinja", **values, **_through_fsdp1(job.plan))
-        case "axolotl":
-            raise ValueError("axolotl has its own training script")
+        case "axolotl" | "trl" | "llamafactory":
+            raise ValueError(f"{consumer} has its own training script")
         case _:
             assert_never(consumer)
 
@@ -56,13 +60,14 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
     attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     by_fsdp = plan.backend in ("fsdp1", "fsdp2") and consumer == "accelerate"  # accelerate then checkpoints the layers
     return {
-        "header": header(job, *PACKAGES[consumer]),
+        "header": header(job, *PACKAGES[consumer], *adapting_packages(job)),
         "plan": plan,
         "model": job.model_name,
-        "model_arguments": {"dtype": WEIGHTS[plan.precision], **attention},
+        "model_arguments": {"dtype": weights(job), **attention},
         "auto": AUTO_CLASSES[job.task],
         "task": job.task,
-        "weights": WEIGHTS[plan.precision],
+        "weights": weights(job),
+        **template_values(job),
         "predicted": job.peaks.get(job.allocated or ""),
         "checkpointing": plan.activation_checkpointing == "full" and not by_fsdp,
         "optimizer": optimizer.call(),

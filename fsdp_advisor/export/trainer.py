@@ -9,13 +9,14 @@ from pathlib import PurePath
 from typing import Any
 
 from fsdp_advisor.export import accelerate, deepspeed
+from fsdp_advisor.export.adapters import packages as adapting_packages
+from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.constants import (
     ARGUMENTS_FILE,
     AUTO_CLASSES,
     FSDP1_PREFETCH,
     LEARNING_RATE,
     NVME_NOTE,
-    WEIGHTS,
     WRAP_POLICY,
 )
 from fsdp_advisor.export.header import header
@@ -39,12 +40,13 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
     text = render(
         "trainer.py.jinja",
-        header=header(job, *TARGET.checked),
+        header=header(job, *TARGET.checked, *adapting_packages(job)),
         model=job.model_name,
         auto=AUTO_CLASSES[job.task or ""],
-        model_arguments=_model_arguments(plan),
-        arguments=_arguments(job),
-        replicas=plan.replica_degree if _replicated(plan) else None,
+        model_arguments=_model_arguments(job),
+        **template_values(job),
+        arguments=arguments(job),
+        replicas=plan.replica_degree if replicated(plan) else None,
         shards=plan.shard_degree,
     )
     notes = accelerate.behaviour(plan)
@@ -61,20 +63,22 @@ def optimizer_of(plan: Plan) -> NamedOptimizer:
     return named
 
 
-def _replicated(plan: Plan) -> bool:
+def replicated(plan: Plan) -> bool:
+    """Whether the plan needs a mesh of replicas."""
     return plan.backend == "fsdp2" and plan.strategy == "hsdp" and plan.replica_degree > 1
 
 
-def _model_arguments(plan: Plan) -> dict[str, Any]:
+def _model_arguments(job: Job) -> dict[str, Any]:
     """The arguments of `from_pretrained`.
 
     sdpa is not named: it is transformers' default, which falls back to eager if a model has no sdpa.
     """
-    attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
-    return {"dtype": WEIGHTS[plan.precision], **attention}
+    attention = {} if job.plan.attention == "sdpa" else {"attn_implementation": job.plan.attention}
+    return {"dtype": weights(job), **attention}
 
 
-def _arguments(job: Job) -> dict[str, Any]:
+def arguments(job: Job) -> dict[str, Any]:
+    """The arguments of the plan, by their names in TrainingArguments."""
     plan, optimizer = job.plan, optimizer_of(job.plan)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,

@@ -6,11 +6,12 @@ A model with other trained parameters is another model: it has its own inventory
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.request import EstimateRequest
 
 CONFIG_KEY = "fsdp_advisor_adaptation"
@@ -28,6 +29,8 @@ _WITHOUT_EFFECT = (
     "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "lora_alpha", "alpha_pattern",
 )  # fmt: skip
 """Keys of an adapter_config.json that change no tensor of a training step."""
+_OF_A_FILE = ("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version")
+"""Keys that describe a saved adapter, not its training."""
 _INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 """Keys that choose the first values of adapters. Some of these need the values of the weights, which a recording lacks."""
 
@@ -96,8 +99,17 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
     return Adaptation(peft=peft, freeze=tuple(sorted(set(request.freeze))), quantization=quantization)
 
 
+def launched(request: EstimateRequest) -> Adaptation:
+    """The same with the values that change no tensor and that exported files need, as the scale of adapters."""
+    found = adaptation_of(request)
+    if request.peft_config is not None:
+        values = json.loads(request.peft_config)
+        return replace(found, peft={k: v for k, v in values.items() if k not in _OF_A_FILE and v is not None})
+    return replace(found, peft={**found.peft, "lora_alpha": request.lora_alpha}) if found.peft else found
+
+
 def _peft_config(request: EstimateRequest) -> dict[str, Any]:
-    described = [name for name in LORA_OPTIONS if name in request.given]
+    described = _changed(request, LORA_OPTIONS)
     if request.peft_config is not None:
         if described:
             raise UsageError(
@@ -124,6 +136,12 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
     return {k: v for k, v in config.items() if v}
 
 
+def _changed(request: EstimateRequest, options: Iterable[str]) -> list[str]:
+    """The options that are given with another value than their default. A request that is sent back gives all of them."""
+    known = fields_of(type(request))
+    return [name for name in options if name in request.given and getattr(request, name) != known[name].default]
+
+
 def names(text: str | None) -> list[str] | str | None:
     """Names separated by commas, as PEFT takes them; `all-linear` is no list.
 
@@ -138,7 +156,7 @@ def names(text: str | None) -> list[str] | str | None:
 def _quantization(request: EstimateRequest) -> dict[str, Any]:
     if request.load_in_4bit and request.load_in_8bit:
         raise UsageError("a base is either in 4 or in 8 bits", hint="leave out load_in_4bit or load_in_8bit")
-    described = [name for name in QUANTIZATION_OPTIONS if name in request.given]
+    described = _changed(request, QUANTIZATION_OPTIONS)
     if described and not request.load_in_4bit:
         raise UsageError(f"{described[0]} describes a base in 4 bits", hint="add --load-in-4bit")
     if request.load_in_8bit:

@@ -39,15 +39,13 @@ def read_adapter_config(text: str) -> str | None:
 
 
 def with_files_read(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in which `peft_config` is the text of the file or the mapping that is given. Raises UsageError.
+    """Options in which `peft_config` is the text of the file that is given, or of the one in a directory. Raises UsageError.
 
     For the command line and Python. A server takes texts only.
     """
     values = dict(given)
     config = values.get("peft_config")
-    if isinstance(config, Mapping):
-        values["peft_config"] = json.dumps(config)
-    elif isinstance(config, str | Path) and not str(config).lstrip().startswith("{"):
+    if isinstance(config, str | Path) and not str(config).lstrip().startswith("{"):
         path = Path(config)
         path = path / "adapter_config.json" if path.is_dir() else path
         try:
@@ -106,6 +104,7 @@ PeftConfig = Annotated[
         metavar="FILE",
         max_length=MAX_CONFIG,
         word=read_adapter_config,
+        json=True,
         example="the text of an adapter_config.json",
     ),
 ]

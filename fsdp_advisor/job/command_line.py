@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.fields import as_words, fields_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest
 
@@ -28,11 +28,6 @@ def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf
     words: list[str] = []
     for name, field in fields_of(EstimateRequest).items():
         value = decided[name] if name in decided else getattr(plan, name, getattr(request, name))
-        if name not in _ALWAYS and value == field.default:
-            continue
-        if field.kind is bool:
-            words += [dashed(name)] if value else [f"{dashed(name)}=false"]
-        else:
-            values: tuple[object, ...] = value if field.many else (value,)  # type: ignore[assignment]
-            words += [dashed(name), *map(str, values)]
+        if name in _ALWAYS or value != field.default:
+            words += as_words(name, value)
     return tuple(words)

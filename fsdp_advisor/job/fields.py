@@ -6,6 +6,7 @@ validator, so every interface refuses a value with the same words. It needs the 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -35,7 +36,7 @@ class Rule:
     a text. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted
     but not shown; `positional` ones are arguments of a command. `synonyms` are other words for a choice, and `elsewhere` words
     that belong to another field, with a hint. `not_modelled` are values that users know from elsewhere and that are refused as
-    "not modelled yet"; `nearest` says of some which choice comes nearest.
+    "not modelled yet"; `nearest` says of some which choice comes nearest. `json`: the text is JSON, so a mapping stands for its text.
     """
 
     about: str
@@ -57,6 +58,7 @@ class Rule:
     nearest: Mapping[str, str] = field(default_factory=dict)
     hidden: bool = False
     positional: bool = False
+    json: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,15 @@ class Field:
     def read(self, value: Any) -> Any:
         """The value in the field's type, from text or from a Python value. Raises InvalidOption.
 
-        Case, blanks, dashes and underscores do not matter in words; other text keeps its case.
+        Case, blanks, dashes and underscores do not matter in words; other text keeps its case. Text for several values has blanks
+        or commas between them, except in the names of files.
         """
-        if self.many and isinstance(value, list | tuple):
-            return tuple(map(self._read_one, value))
-        return (self._read_one(value),) if self.many else self._read_one(value)
+        if not self.many:
+            return self._read_one(value)
+        values = value if isinstance(value, list | tuple) else (value,)
+        if self.kind is str:
+            values = [part for each in values for part in (_parts(each) if isinstance(each, str) else (each,))]
+        return tuple(map(self._read_one, values))
 
     def _read_one(self, value: Any) -> Any:
         if value is None and self.optional:
@@ -136,6 +142,11 @@ class Field:
         """The value in the field's type; unchanged if it cannot be read."""
         if isinstance(value, str):
             return self._from_text(value.strip())
+        if self.rule.json and isinstance(value, Mapping):
+            try:
+                return self._from_text(json.dumps(dict(value)))
+            except (TypeError, ValueError, RecursionError):
+                return value
         if isinstance(value, bool):
             return self.rule.synonyms.get(str(value).lower(), value)
         if isinstance(value, float) and self.kind in (int, str) and value.is_integer():
@@ -242,6 +253,28 @@ def dashed(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def as_words(name: str, value: Any) -> list[str]:
+    """A field and its value as words of a command line; none for None, false and an empty tuple.
+
+    >>> as_words("freeze", ("visual", "head")), as_words("use_peft", True)
+    (['--freeze', 'visual', 'head'], ['--use-peft'])
+    """
+    if value is None or value is False or value == ():
+        return []
+    if value is True:
+        return [dashed(name)]
+    return [dashed(name), *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+
+
+def as_query(values: Mapping[str, Any]) -> dict[str, str]:
+    """Values of fields as texts of a query string, which `Field.read` takes.
+
+    >>> as_query({"gpus": 8, "freeze": ("visual.*", "embed_tokens")})
+    {'gpus': '8', 'freeze': 'visual.* embed_tokens'}
+    """
+    return {name: " ".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for name, v in values.items()}
+
+
 _FIELDS: dict[type, Mapping[str, Field]] = {}
 
 
@@ -285,6 +318,11 @@ def _field(name: str, annotation: Any, default: Any) -> Field:
 def _found(words: Mapping[str, str], text: str) -> str | None:
     """The value under a word, in any spelling; None if there is none."""
     return {_letters(word): value for word, value in words.items()}.get(_letters(text))
+
+
+def _parts(text: str) -> list[str]:
+    """What a text with several values names, or the text itself if it names nothing."""
+    return re.split(r"[\s,]+", text.strip(" ,\t\n")) if text.strip(" ,\t\n") else [text]
 
 
 def _letters(text: str) -> str:

@@ -6,10 +6,12 @@ Type checkers read the TypedDicts. Python and notebooks read the signature, whic
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, get_type_hints
 
+from fsdp_advisor.job.adapter_fields import QuantStorage, QuantType, StoredDtype
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.request import (
     Attention,
@@ -61,6 +63,23 @@ class _Options(TypedDict, total=False):
     reshard_after_forward: str
     save_only_model: bool
     global_batch_size: int | None
+    dtype: StoredDtype
+    use_peft: bool
+    lora_r: int
+    lora_alpha: int
+    lora_dropout: float
+    lora_target_modules: str | None
+    lora_target_parameters: str | None
+    lora_modules_to_save: str | None
+    use_dora: bool
+    use_rslora: bool
+    peft_config: str | Path | Mapping[str, Any] | None
+    freeze: str | Sequence[str]
+    load_in_4bit: bool
+    load_in_8bit: bool
+    bnb_4bit_quant_type: QuantType
+    use_bnb_nested_quant: bool
+    bnb_4bit_quant_storage: QuantStorage
 
 
 class EstimateOptions(_Options, total=False):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.errors import UnreadableConfig
@@ -12,6 +14,25 @@ _PATH = re.compile(
 )
 _ORIGIN_KEYS = frozenset({"_name_or_path", "auto_map"})
 """Keys that say where a configuration comes from. They are dropped before the model is built."""
+
+
+_LOADING_KEYS = ("tokenizer_name_or_path", "adapters")
+"""Keys of an adapter_config.json under which PEFT loads files."""
+_PATTERN_KEYS = frozenset(
+    {"target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "base_model_name_or_path", "revision"}
+)
+"""Its keys with regular expressions, which may look like paths, and those that an estimate leaves aside."""
+
+
+def refuse_adapter_paths(options: Mapping[str, Any]) -> None:
+    """Raise UnreadableConfig if the `peft_config` of these options names a file or an address to load."""
+    if not options.get("peft_config"):
+        return
+    values = json.loads(options["peft_config"])
+    for key in _LOADING_KEYS:
+        if values.get(key):
+            raise UnreadableConfig(f"peft_config: {key} names files", hint="a server reads no files; leave it out")
+    refuse_paths({key: value for key, value in values.items() if key not in _PATTERN_KEYS}, "peft_config")
 
 
 def refuse_paths(config: Any, name: str, key: str = "") -> None:

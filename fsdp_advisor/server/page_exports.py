@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlencode
 
 from fsdp_advisor.export import TARGETS, Job, export
+from fsdp_advisor.job.fields import as_query
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest, fields_of
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -50,13 +50,13 @@ def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[E
     return found
 
 
-def pinned(report: Report, plan: Plan) -> dict[str, Any]:
+def pinned(report: Report, plan: Plan) -> dict[str, str]:
     """The query that asks for exactly this plan: options that differ from their defaults, and those that would be chosen."""
     known = fields_of(EstimateRequest)
     asked = report.request.as_dict()
     asked = {name: getattr(plan, name, value) for name, value in asked.items() if value is not None}
     always = {"model", "strategy", "backend", "offload"} | (GPU_DEPENDENT & report.request.given)
-    return {name: v for name, v in asked.items() if name in always or v != known[name].default}
+    return as_query({name: v for name, v in asked.items() if name in always or v != known[name].default})
 
 
 def launch_line(found: Sequence[Export]) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_advisor.job.fields import Field, fields_of
+from fsdp_advisor.errors import InvalidOption
+from fsdp_advisor.job.fields import Field, as_query, fields_of
 from fsdp_advisor.job.request import GPU_DEPENDENT, RecommendRequest
 from fsdp_advisor.server.page_words import choice, label, words
 
@@ -84,16 +86,21 @@ def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Cont
 
 def _control(option: Field, values: Mapping[str, str], invalid: str) -> Control:
     name, rule = option.name, option.rule
-    default = "" if option.default is None or name in GPU_DEPENDENT else str(option.default)
+    default = "" if option.default is None or name in GPU_DEPENDENT else as_query({name: option.default})[name]
     number = option.kind in (int, float) and name not in _WRITTEN
     choices = ("", *option.choices) if option.choices and not default else option.choices
+    value = values.get(name, default)
+    if option.kind is bool:
+        choices = ("False", "True")
+        with suppress(InvalidOption):
+            value = str(option.read(value))
     about = words(rule.about[:1].upper() + rule.about[1:] + (f"; default: {rule.default}" if rule.default else ""))
     return Control(
         name=name,
         label=label(name),
         help=f"{_HELP.get(name, about)}.",
         kind="select" if choices else "number" if number else "text",
-        value=values.get(name, default),
+        value=value,
         default=default,
         choices=tuple((value, choice(name, value)) for value in choices),
         minimum=rule.ge if number else None,

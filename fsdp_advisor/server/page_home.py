@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from fsdp_advisor.errors import AdvisorError, UnknownGpu, UnknownModel
 from fsdp_advisor.hardware import GPUS
+from fsdp_advisor.job.adapter_fields import GROUP
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.resolve import Resolved
@@ -51,14 +52,17 @@ def _meant(error: AdvisorError, options: Mapping[str, str]) -> list[tuple[str, s
 
 def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, query: str, *, invalid: str = "") -> bytes:
     main, more = page_form.controls(options, invalid=invalid)
+    others = [control for group, controls in more.items() if group != GROUP for control in controls]
     return render(
         "index.html",
         root,
         "/",
         main=main,
         more=more,
-        more_open=any(control.invalid for group in more.values() for control in group),
-        more_set=[c.label for group in more.values() for c in group if c.value != c.default],
+        more_open=any(c.invalid for c in others),
+        more_set=[c.label for c in others if c.value != c.default],
+        adapters_open=any(c.invalid for c in more[GROUP]),
+        adapters_set=[c.label for c in more[GROUP] if c.value != c.default],
         config=options.get("config", ""),
         can_record=find_spec("torch") is not None,
         models=catalog.entries(),

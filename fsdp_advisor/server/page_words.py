@@ -23,12 +23,30 @@ _LABELS = {
     "wrap": "FSDP units",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
+    "dtype": "Weights stored in",
+    "use_peft": "LoRA adapters",
+    "lora_r": "LoRA rank",
+    "lora_alpha": "LoRA alpha",
+    "lora_dropout": "LoRA dropout",
+    "lora_target_modules": "Modules with adapters",
+    "lora_target_parameters": "Parameters with adapters",
+    "lora_modules_to_save": "Modules trained whole",
+    "use_dora": "DoRA",
+    "use_rslora": "rsLoRA",
+    "peft_config": "PEFT adapter_config.json",
+    "freeze": "Frozen parameters",
+    "load_in_4bit": "Base in 4 bits",
+    "load_in_8bit": "Base in 8 bits",
+    "bnb_4bit_quant_type": "4-bit type",
+    "use_bnb_nested_quant": "Nested quantization",
+    "bnb_4bit_quant_storage": "4-bit storage",
 }
 _NAMES = {
     "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP", "fsdp1": "FSDP1",
     "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "cpu": "CPU", "nvme": "NVMe",
     "auto": "choose for me", "all": "choose for me",
 }  # fmt: skip
+_YES_NO = {"False": "no", "True": "yes"}
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "find": {
         "": "the best plan",
@@ -59,7 +77,7 @@ def choice(option: str, value: str) -> str:
     >>> choice("strategy", "zero3"), choice("find", "gpus"), choice("precision", "bf16")
     ('ZeRO-3', 'the fewest GPUs', 'bf16')
     """
-    return _NAMES_OF.get(option, _NAMES).get(value, value)
+    return _NAMES_OF.get(option, _NAMES | _YES_NO).get(value, value)
 
 
 def words(text: str) -> str:

@@ -21,6 +21,7 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.server import page_accuracy, page_compare, page_form, page_how, page_what_if
 from fsdp_advisor.server.answers import Document, ModelSource, compare_document, recommend_document
 from fsdp_advisor.server.api_models import PASTED
+from fsdp_advisor.server.config_paths import refuse_adapter_paths
 from fsdp_advisor.server.page_home import error_page, home_page
 from fsdp_advisor.server.rendering import HTML, render, static_dir
 from fsdp_advisor.server.responses import body_response, document_response
@@ -61,6 +62,7 @@ def _job(options: dict[str, str]) -> tuple[ModelSource, RecommendRequest]:
     if config is not None:
         values["model"] = PASTED
     request = make_request(values, RecommendRequest)
+    refuse_adapter_paths(request.as_dict())
     return ModelSource(request.model, None if config is None else config.encode()), request
 
 

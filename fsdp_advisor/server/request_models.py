@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Optional
+from typing import Annotated, Any, ClassVar, Literal, Optional, Union
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, create_model, model_validator
 
 from fsdp_advisor.errors import InvalidOption
 from fsdp_advisor.job import fields
 from fsdp_advisor.job.fields import fields_of, read_fields, shown
 from fsdp_advisor.job.parsing import check_nodes
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
+from fsdp_advisor.server.config_paths import refuse_adapter_paths
 
 
 class RequestModel(BaseModel):
@@ -30,6 +31,7 @@ class RequestModel(BaseModel):
         own = {name: value for name, value in given.items() if name in cls.model_fields and name not in known}
         values = read_fields({name: value for name, value in given.items() if name not in own}, known)
         check_nodes(values)
+        refuse_adapter_paths(values)
         return own | values
 
     def request(self, kind: type[AnyRequest], **defaults: Any) -> AnyRequest:
@@ -51,6 +53,10 @@ def _described(field: fields.Field) -> tuple[Any, Any]:
     rule = field.rule
     limits = Field(ge=rule.ge, le=rule.le, lt=rule.lt, min_length=rule.min_length, max_length=rule.max_length)
     kind: Any = Literal[field.choices] if field.choices else Annotated[field.kind, limits]
+    if field.many:
+        kind = tuple[kind, ...]
+    if rule.json:
+        kind = Union[kind, dict[str, JsonValue]]  # noqa: UP007  # as below
     described: Any = Annotated[
         Optional[kind] if field.optional else kind,  # noqa: UP045  # `kind | None` fails for a string literal type
         Field(description=rule.about[0].upper() + rule.about[1:], deprecated=rule.hidden or None),

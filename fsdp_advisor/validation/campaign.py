@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation import records
 from fsdp_advisor.validation.case import Case
@@ -54,7 +55,7 @@ def _request(line: str, overrides: dict[str, Any]) -> EstimateRequest:
         raise UsageError(str(error), hint=f"each line is one JSON object, {example}") from None
     if not isinstance(values, dict):
         raise UsageError("not a JSON object", hint=f"each line is one, {example}")
-    request = make_request({**values, **overrides})
+    request = make_request(with_files_read({**values, **overrides}))
     if request.strategy == "all":
         raise UsageError("no strategy", hint="a case has one strategy: ddp, zero2, zero3 ...")
     return request

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from fsdp_advisor.job.request import EstimateRequest, dashed
+from fsdp_advisor.job.fields import as_words
+from fsdp_advisor.job.request import EstimateRequest
 
 
 def sbatch_example(request: EstimateRequest, **options: Any) -> str:
@@ -15,10 +16,7 @@ def sbatch_example(request: EstimateRequest, **options: Any) -> str:
     """
     per_node = request.gpus // request.nnodes
     resource = "cpus-per-task" if options.get("device") == "cpu" else "gpus-per-node"
-    words: list[str] = []
-    for name, value in {**request.changed, **options}.items():
-        if value is not None:
-            words += [dashed(name), *([] if value is True else [str(value)])]
+    words = [word for name, value in {**request.changed, **options}.items() for word in as_words(name, value)]
     measure = "-m fsdp_advisor validate --mode measure"
     return f"""#!/bin/bash
 #SBATCH --job-name=fsdp-advisor

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from export_jobs import RANKS, job, jobs
+from export_jobs import RANKS, job, jobs, plan
 from test_bundle import CASES, JOBS, files_of
 
 from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
 from fsdp_advisor.export import TARGETS, Job, export
+from fsdp_advisor.job.adaptation import Adaptation, launched
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
@@ -24,6 +25,8 @@ NOT_IN_THE_FILE = {
     "deepspeed": {"seq_len", "attention", "activation_checkpointing", "mesh"},
     "trainer": {"seq_len", "mesh"},
     "axolotl": {"mesh"},
+    "trl": {"mesh"},
+    "llamafactory": {"mesh"},
     "fsdp2": {"mesh"},
     "ddp": set(),
 }
@@ -32,8 +35,8 @@ NOT_IN_THE_FILE = {
 
 def plan_of(found: Configuration, **given: Any) -> Plan:
     request = make_request(complete(found, given).options)
-    (plan,) = plans(request, seq_len=request.seq_len or 0)
-    return plan
+    (found_plan,) = plans(request, seq_len=request.seq_len or 0)
+    return found_plan
 
 
 def different(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
@@ -49,11 +52,11 @@ def test_a_bundle_reads_back_as_its_plan(target: str, name: str, tmp_path: Path)
     found = from_paths([tmp_path])
     assert found.options["model"] == of.model_name
     assert found.options["allocator_conf"] == "expandable_segments:True"
-    plan = plan_of(found)
-    assert different(plan, of.plan) == {}
+    read = plan_of(found)
+    assert different(read, of.plan) == {}
     expected = {TARGETS[target].framework, of.plan.framework} if target in ("torchrun", "sbatch", "deepspeed", "deepspeed-launch") else {TARGETS[target].framework}  # fmt: skip
-    assert plan.framework in expected | (
-        {"deepspeed"} if "deepspeed" in target or plan.backend == "deepspeed" else set()
+    assert read.framework in expected | (
+        {"deepspeed"} if "deepspeed" in target or read.backend == "deepspeed" else set()
     )
     for reading in found.readings:
         assert not [item for item in reading.not_modelled if "estimate assumes" in item], reading
@@ -70,7 +73,7 @@ def test_a_single_file_reads_back_as_its_plan(target: str) -> None:
         p = of.plan
         given = {"model": "gpt2", "gpus": RANKS, "nnodes": p.nnodes}
         given |= {name: getattr(p, name) for name in NOT_IN_THE_FILE[target] - {"mesh"}}
-        if target == "trainer" and p.backend == "ddp":  # no sharding: the launcher decides
+        if target in ("trainer", "trl", "llamafactory") and p.backend == "ddp":  # no sharding: the launcher decides
             given["strategy"] = "ddp"
         left = different(plan_of(from_texts(files), **given), p)
         for name in _lost(target, of):
@@ -115,3 +118,49 @@ def test_a_search_keeps_the_global_batch_size_of_the_files() -> None:
     assert found.options["global_batch_size"] == 64
     assert not {"strategy", "micro_batch_size", "gradient_accumulation_steps"} & set(found.options)
     assert any("the files' global batch size 64 is kept" in sentence for sentence in found.readings[0].assumed)
+
+
+LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+NF4 = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "bfloat16",
+}  # fmt: skip
+ADAPTATIONS = {
+    "lora": Adaptation(peft=LORA),
+    "dora": Adaptation(peft={**LORA, "use_dora": True, "modules_to_save": ["lm_head"]}),
+    "qlora": Adaptation(peft={**LORA, "target_modules": "all-linear"}, quantization=NF4),
+    "int8": Adaptation(peft=LORA, quantization={"load_in_8bit": True}),
+    "ia3": Adaptation(peft={"peft_type": "IA3", "target_modules": ["v_proj"], "feedforward_modules": []}),
+    "layers": Adaptation(peft={**LORA, "layers_to_transform": [0, 1]}),
+    "frozen": Adaptation(freeze=("embed_tokens", "layers.0")),
+}
+TRAINED_BY = {
+    "fsdp2": ("fsdp2", "torch"), "ddp": ("ddp", "torch"), "accelerate": ("fsdp2", "accelerate"), "trainer": ("fsdp2", "trainer"),
+    "deepspeed": ("deepspeed", "deepspeed"), "axolotl": ("fsdp2", "trainer"), "trl": ("fsdp2", "trainer"),
+    "llamafactory": ("ddp", "trainer"),
+    "torchrun": ("fsdp1", "torch"),
+}  # fmt: skip
+"""Backend and framework of a job for a target."""
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("name", ADAPTATIONS)
+@pytest.mark.parametrize("target", TRAINED_BY)
+def test_a_bundle_reads_back_what_is_adapted(target: str, name: str, dtype: str, tmp_path: Path) -> None:
+    backend, framework = TRAINED_BY[target]
+    shape = plan("ddp" if backend == "ddp" else "zero3", backend, framework=framework, dtype=dtype)
+    of = job(shape, adaptation=ADAPTATIONS[name])
+    if TARGETS[target].unsupported(of) is not None:
+        assert target in ("axolotl", "trl", "llamafactory", "fsdp2", "ddp")
+        return
+    for file, text in files_of(target, of).items():
+        (tmp_path / file).write_text(text)
+    request = make_request(complete(from_paths([tmp_path]), {}).options)
+    read = launched(request)
+    assert (dict(read.quantization), read.freeze) == (dict(of.adaptation.quantization), of.adaptation.freeze)
+    expected = {**of.adaptation.peft}
+    if "target_modules" in expected and expected["target_modules"] != "all-linear":
+        expected["target_modules"] = sorted(expected["target_modules"])
+    assert {k: v for k, v in read.peft.items() if v} == {k: v for k, v in expected.items() if v}
+    if dtype != "auto" and target not in ("deepspeed",) and of.adaptation.peft and not of.adaptation.quantization:
+        assert request.dtype == dtype

@@ -41,6 +41,7 @@ PLANS = {
 }
 JOBS = {name: job(p, environment=ENVIRONMENT, options=("--gpus", "8")) for name, p in PLANS.items()}
 CASES = [(t, name) for t in TARGETS for name, of in JOBS.items() if TARGETS[t].unsupported(of) is None]
+PROGRAMS = {"trl": "trl.scripts.sft", "llamafactory": "llamafactory.launcher"}
 every_bundle = pytest.mark.parametrize(("target", "name"), CASES)
 
 
@@ -71,7 +72,7 @@ def test_launch_script_starts_every_rank_of_every_node(target: str, name: str) -
         case "torchrun":
             found: Any = get_args_parser().parse_args(arguments)
             nodes, ranks = (1 if found.standalone else int(found.nnodes)), int(found.nproc_per_node)
-            assert found.training_script in ("train.py",)
+            assert found.training_script == PROGRAMS.get(target, "train.py")
         case "deepspeed":
             found = deepspeed_args(arguments)
             nodes, ranks = max(found.num_nodes, 1), found.num_gpus
@@ -93,7 +94,16 @@ def test_launch_script_starts_every_rank_of_every_node(target: str, name: str) -
 @every_bundle
 def test_every_file_that_another_file_names_is_in_the_bundle(target: str, name: str) -> None:
     files = files_of(target, JOBS[name])
-    named = {"train.py", "accelerate.yaml", "ds_config.json", "axolotl.yaml", "hostfile", "training_arguments"}
+    named = {
+        "train.py",
+        "accelerate.yaml",
+        "ds_config.json",
+        "axolotl.yaml",
+        "trl.yaml",
+        "llamafactory.yaml",
+        "hostfile",
+        "training_arguments",
+    }
     lines = (line for text in files.values() for line in text.splitlines() if not line.startswith("#"))
     used = {word for line in lines for word in named if word in line.replace("|", " ").split()}
     used |= {"ds_config.json"} if "deepspeed_config_file" in str(files) else set()
@@ -143,8 +153,9 @@ def test_configuration_of_a_bundle_equals_the_single_file() -> None:
         ("accelerate", "accelerate.yaml"),
         ("trainer", "training_arguments.py"),
         ("axolotl", "axolotl.yaml"),
+        ("trl", "trl.yaml"),
     ):
-        of = JOBS["fsdp2 on two nodes"]
+        of = JOBS["fsdp2 on two nodes" if target != "trl" else "fsdp2"]
         assert files_of(target, of)[file] == export(target, of).text
     of = JOBS["deepspeed through accelerate"]
     assert files_of("accelerate", of)["ds_config.json"] == export("deepspeed", of).text

@@ -2,7 +2,7 @@
 
 Source: axolotl 0.18.0 (github.com/axolotl-ai-cloud/axolotl, commit 067b021c8b87a9e5e380b9173c704cf7340e30f5), under
 src/axolotl/utils/schemas/: config.py (AxolotlInputConfig), model.py (ModelInputConfig), training.py
-(HyperparametersConfig), fsdp.py (FSDPConfig), enums.py (CANONICAL_ATTN_IMPLS), validation.py.
+(HyperparametersConfig), peft.py (LoraConfig), fsdp.py (FSDPConfig), enums.py (CANONICAL_ATTN_IMPLS), validation.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from export_jobs import job, jobs, plan
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import export
+from fsdp_advisor.job.adaptation import Adaptation
 
 TOP: dict[str, tuple[type, ...]] = {
     "base_model": (str,),  # model.py
@@ -41,6 +42,19 @@ TOP: dict[str, tuple[type, ...]] = {
     "optimizer": (str,),
     "optim_args": (str, dict),
     "num_epochs": (int, float),
+    "adapter": (str,),  # peft.py
+    "lora_r": (int,),
+    "lora_alpha": (int,),
+    "lora_dropout": (int, float),
+    "lora_target_modules": (str, list),
+    "lora_target_linear": (bool,),
+    "lora_target_parameters": (str, list),
+    "lora_modules_to_save": (list,),
+    "peft_use_dora": (bool,),
+    "peft_use_rslora": (bool,),
+    "load_in_4bit": (bool,),
+    "load_in_8bit": (bool,),
+    "bnb_config_kwargs": (dict,),
 }
 FSDP: dict[str, tuple[type, ...]] = {  # fsdp.py
     "activation_checkpointing": (bool,),
@@ -60,8 +74,38 @@ def config(of: Any) -> dict[str, Any]:
     return loaded
 
 
+LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+NF4 = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "bfloat16",
+}  # fmt: skip
+ADAPTED = [
+    job(plan("zero3", "fsdp2"), adaptation=each)
+    for each in (
+        Adaptation(peft={**LORA, "modules_to_save": ["lm_head"], "use_dora": True, "use_rslora": True}),
+        Adaptation(peft={**LORA, "target_modules": "all-linear", "lora_dropout": 0.1}, quantization=NF4),
+        Adaptation(peft=LORA, quantization={"load_in_8bit": True}),
+    )
+]
+
+
+def test_adapters_are_lora_or_qlora() -> None:
+    whole, four, eight = map(config, ADAPTED)
+    assert [each["adapter"] for each in (whole, four, eight)] == ["lora", "qlora", "lora"]
+    assert (whole["lora_target_modules"], four["lora_target_linear"]) == (["q_proj"], True)
+    assert four["load_in_4bit"] is True and eight["load_in_8bit"] is True
+    for adaptation, reason in (
+        (Adaptation(freeze=("embed_tokens",)), "it names the parameters to train"),
+        (Adaptation(peft={"peft_type": "LORA", "r": 8}), "use --lora-target-modules"),
+        (Adaptation(peft={"peft_type": "IA3", "target_modules": ["v_proj"]}), "it has LoRA alone"),
+        (Adaptation(peft={**LORA, "layers_to_transform": [0]}), "no option for layers_to_transform of LoRA"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            export("axolotl", job(plan("zero3", "fsdp2"), adaptation=adaptation))
+
+
 def test_keys_and_types_match_the_schema() -> None:
-    for each in jobs("axolotl"):
+    for each in (*jobs("axolotl"), *ADAPTED):
         found = config(each)
         assert set(found) >= REQUIRED
         for schema, section in ((TOP, found), (FSDP, found.get("fsdp_config", {}))):

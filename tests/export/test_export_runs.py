@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_advisor.export import Job, export, find
 from fsdp_advisor.export.bundle import bundle
+from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.plan import Plan
 
 pytestmark = pytest.mark.slow
@@ -153,6 +154,30 @@ def test_script_trains(of: Plan, more: list[str], tiny: dict[str, Path], tmp_pat
     assert trained(script(tmp_path, job(of), "--model", str(tiny["tied"]), *more))
 
 
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+NF4 = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("of", "adaptation", "more"),
+    [
+        (plan("zero3", "fsdp2", gpus=2, dtype="bfloat16"), Adaptation(peft=LORA), ["--output", "checkpoint"]),
+        (plan("zero2", "fsdp2", gpus=2), Adaptation(peft={**LORA, "use_dora": True}), ["--init", "random"]),
+        (plan("ddp", "ddp", gpus=2, precision="bf16-mixed"), Adaptation(peft=LORA), []),
+        (plan("ddp", "ddp", gpus=2, precision="bf16-mixed"), Adaptation(peft=LORA, quantization=NF4), []),
+    ],
+    ids=["fsdp2-lora", "fsdp2-dora-random", "ddp-lora", "ddp-qlora"],
+)
+def test_script_trains_what_is_adapted(
+    of: Plan, adaptation: Adaptation, more: list[str], tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    losses = script(tmp_path, job(of, adaptation=adaptation), "--model", str(tiny["untied"]), "--lr", "1e-2", *more)
+    assert trained(losses)
+
+
 # Configurations, started by the exported launch scripts
 
 
@@ -230,11 +255,31 @@ def test_trainer_trains_as_configured(
     ids=["accelerate", "deepspeed", "trainer"],
 )
 def test_bundle_trains_unchanged(target: str, of: Plan, tiny: dict[str, Path], tmp_path: Path) -> None:
-    files = bundle(find(target), job(of, hidden_size=64)).files
+    _train_bundle(target, job(of, hidden_size=64), tiny["untied"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "of", "adaptation"),
+    [
+        ("accelerate", plan("zero3", "fsdp2", gpus=2, framework="accelerate"), Adaptation(peft=LORA)),
+        ("deepspeed", plan("zero2", "deepspeed", gpus=2), Adaptation(peft=LORA)),
+        ("trainer", plan("zero3", "fsdp2", gpus=2, framework="trainer", dtype="bfloat16"), Adaptation(peft=LORA)),
+        ("trainer", plan("zero3", "fsdp2", gpus=2, framework="trainer"), Adaptation(freeze=("embed_tokens",))),
+    ],
+    ids=["accelerate-lora", "deepspeed-lora", "trainer-lora", "trainer-frozen"],
+)
+def test_bundle_trains_what_is_adapted(
+    target: str, of: Plan, adaptation: Adaptation, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    _train_bundle(target, job(of, hidden_size=64, adaptation=adaptation), tiny["untied"], tmp_path)
+
+
+def _train_bundle(target: str, of: Job, model: Path, tmp_path: Path) -> None:
+    files = bundle(find(target), of).files
     for file in files:
         (tmp_path / file.name).write_text(file.text)
     (start,) = (file.name for file in files if file.executable)
-    arguments = ("--model", str(tiny["untied"]), "--seq-len", "32", "--steps", "2")
+    arguments = ("--model", str(model), "--seq-len", "32", "--steps", "2")
     path = f"{WORKERS}:{WORKERS / 'site'}"
     output = launched(tmp_path, start, *arguments, PYTHONPATH=path)
     losses = losses_of(output) or [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)]

@@ -77,8 +77,11 @@ def test_header_states_prediction_and_checked_versions(target: str) -> None:
 
 
 def test_checked_versions_equal_installed_versions() -> None:
-    installed = {package: version(package).partition("+")[0] for package in VERSIONS if package != "axolotl"}
-    assert {**installed, "axolotl": VERSIONS["axolotl"]} == VERSIONS
+    """But for axolotl and LLaMA-Factory, and for TRL, which only the tests of rehearsals have."""
+    others = {package: VERSIONS[package] for package in ("axolotl", "trl", "llamafactory")}
+    installed = {package: version(package).partition("+")[0] for package in VERSIONS if package not in others}
+    assert {**installed, **others} == VERSIONS
+    assert f"trl=={VERSIONS['trl']}" in (Path(__file__).parents[1] / "rehearsal/requirements.txt").read_text()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -92,7 +95,7 @@ def test_hostile_model_name_cannot_inject_code(target: str, name: str) -> None:
         assert values == [name]
         assert [type(node) for node in ast.walk(tree)] == [type(node) for node in ast.walk(usual)]
     elif isinstance(tree, dict) and isinstance(usual, dict):
-        assert tree == usual | ({"base_model": name} if "base_model" in tree else {})
+        assert tree == usual | {key: name for key in ("base_model", "model_name_or_path") if key in tree}
     else:
         assert _code(exported.text) == _code(plain.text)
 
@@ -133,6 +136,10 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
             expected |= {"trainer"} if p.backend != "fsdp1" or p.strategy == "zero3" else set()
         if runs and p.backend != "fsdp1" and (p.precision != "bf16" or p.backend == "deepspeed"):
             expected |= {"axolotl"}
+        if "trainer" in expected and not (p.backend == "fsdp2" and p.strategy == "hsdp" and p.replica_degree > 1):
+            expected |= {"trl"}
+        if runs and (p.backend == "ddp" or (p.backend == "deepspeed" and p.precision != "bf16")):
+            expected |= {"llamafactory"}
         assert able == expected, p
 
 
@@ -194,7 +201,7 @@ def test_auto_backend_becomes_the_backend_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("target", "framework"),
     [
-        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"),
+        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"), ("trl", "trainer"), ("llamafactory", "trainer"),
         ("deepspeed", "deepspeed"), ("deepspeed-launch", "deepspeed"), ("fsdp2", "torch"), ("ddp", "torch"),
         ("torchrun", "torch"), ("sbatch", "torch"),
     ],

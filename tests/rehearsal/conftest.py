@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.hardware.lookup import find_gpu
-from fsdp_advisor.rehearsal.build import find_installation, libraries_for
-from fsdp_advisor.rehearsal.environment import environment, machine_of
+from fsdp_advisor.rehearsal.environment import environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Run = Callable[..., dict[str, Any]]
@@ -44,14 +43,12 @@ def script(tmp_path: Path):
 @pytest.fixture(scope="session")
 def run(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A function that runs a script on one simulated H100 and returns what it found."""
-    libraries = libraries_for(find_installation(rehearsal_python))
-    machine = machine_of(find_gpu("H100-80GB"), 1)
 
     def started(script: str, *words: str, **variables: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("run")
         variables |= {"REHEARSAL_FOLDER": str(folder), "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
-            [rehearsal_python, SCRIPTS / script, *words], env=environment(machine, libraries, os.environ | variables),
+            [rehearsal_python, SCRIPTS / script, *words], env=environment(rehearsal_python, find_gpu("H100-80GB"), 1, outside=os.environ | variables),
             capture_output=True, text=True, timeout=600, cwd=folder,
         )  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

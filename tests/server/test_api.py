@@ -171,3 +171,19 @@ def test_the_largest_possible_job_is_answered(client: TestClient) -> None:
     }
     got = client.get("/api/v1/estimate", params=job)
     assert got.status_code == 200 and got.json()["estimates"][0]["fits"] is False
+
+
+def test_a_list_of_patterns_is_repeated_in_a_query(client: TestClient) -> None:
+    query = [("model", LLAMA), ("freeze", "nowhere"), ("freeze", "visual")]
+    asked = client.get("/api/v1/estimate", params=query)
+    posted = client.post("/api/v1/estimate", json={"model": LLAMA, "freeze": ["nowhere", "visual"]})
+    assert asked.json() == posted.json()
+    assert asked.status_code == 422 and "has no parameter that matches 'nowhere'" in asked.json()["error"]
+
+
+def test_an_adapter_config_is_posted_as_an_object_or_as_its_text(client: TestClient) -> None:
+    config = {"peft_type": "LORA", "r": 8, "lora_dropout": 2}
+    replies = [client.post("/api/v1/estimate", json={"model": LLAMA, "peft_config": c}) for c in (config, json.dumps(config))]  # fmt: skip
+    assert [reply.json() for reply in replies] == [replies[0].json()] * 2
+    refused = client.post("/api/v1/estimate", json={"model": LLAMA, "peft_config": "/etc/passwd"}).json()
+    assert refused["error"] == "peft_config must be the text of an adapter_config.json, not /etc/passwd"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from fsdp_advisor.errors import UnreadableConfig
-from fsdp_advisor.server.config_paths import refuse_paths
+from fsdp_advisor.server.config_paths import refuse_adapter_paths, refuse_paths
 
 CONFIG = {"model_type": "gpt2", "n_embd": 32}
 
@@ -28,3 +30,14 @@ def test_names_are_no_paths() -> None:
     refuse_paths(
         {**CONFIG, "architectures": ["GPT2LMHeadModel"], "torch_dtype": "float16", "rope": {"type": "x/y"}}, "it"
     )
+
+
+@pytest.mark.parametrize("key", ["tokenizer_name_or_path", "adapters", "some_file"])
+def test_an_adapter_config_that_loads_files_is_refused(key: str) -> None:
+    with pytest.raises(UnreadableConfig):
+        refuse_adapter_paths({"peft_config": json.dumps({"peft_type": "PROMPT_TUNING", key: "/etc/passwd"})})
+
+
+def test_an_adapter_config_may_have_regular_expressions_and_its_origin() -> None:
+    config = {"peft_type": "LORA", "target_modules": r".*\..*proj", "base_model_name_or_path": "/home/me/base"}
+    refuse_adapter_paths({"peft_config": json.dumps(config)})

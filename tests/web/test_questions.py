@@ -118,3 +118,19 @@ def test_a_pasted_config_says_what_it_needs(client: TestClient, monkeypatch: pyt
     html = client.get("/", params={"config": "{not json"}).text
     assert "{not json</textarea>" in html
     assert 'id="problem"' in html
+
+
+def test_a_form_sent_without_javascript_describes_no_adapter(client: TestClient) -> None:
+    """Such a form has every control, also those with their defaults."""
+    main, more = controls({})
+    form = {c.name: c.value for c in (*main, *(c for group in more.values() for c in group))}
+    reply = client.get("/", params={**form, **EXAMPLE})
+    assert reply.status_code == 200
+    assert client.get("/", params={**form, **EXAMPLE, "lora_r": "8"}).status_code == 422
+
+
+def test_adapters_are_a_folded_part_of_the_form_that_says_what_is_set(client: TestClient) -> None:
+    text = client.get("/", params={**EXAMPLE, "lora_r": "0", "use_peft": "true"}).text
+    summary = re.search(r"<details class=\"more\" open><summary>(Adapters[^<]*)</summary>", text)
+    assert summary is not None and summary[1].endswith(": LoRA adapters, LoRA rank")
+    assert re.search(r'<select id="use_peft".*?<option value="True" selected>yes', text)

@@ -1,0 +1,82 @@
+"""Adapters, frozen parameters and quantized bases as the exported files name them.
+
+Source: PEFT 0.21, mapping.py (`get_peft_config`), utils/other.py (`prepare_model_for_kbit_training`); transformers 5.23,
+utils/quantization_config.py (`BitsAndBytesConfig`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.export.constants import WEIGHTS
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.model.quantization import Quantization
+
+_TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
+"""PEFT's name of a task."""
+LORA_OPTIONS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+    "use_dora": "use_dora",
+    "use_rslora": "use_rslora",
+}
+"""The keywords of LoraConfig that TRL and axolotl have options for, with TRL's names."""
+_USUAL = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "task_type": "CAUSAL_LM"}
+
+
+def weights(job: Job) -> str:
+    """The dtype in which a job loads its model."""
+    plan = job.plan
+    if job.adaptation.quantization:
+        return Quantization.from_keywords(job.adaptation.quantization).compute_dtype
+    return plan.dtype if plan.mixed and plan.dtype != "auto" else WEIGHTS[plan.precision]
+
+
+def adapter(job: Job) -> dict[str, Any]:
+    """The argument of `peft.get_peft_config`; empty without adapters."""
+    if not job.adaptation.peft:
+        return {}
+    task_type = _TASK_TYPES.get(job.task or "")
+    return {**job.adaptation.peft, **({"task_type": task_type} if task_type else {})}
+
+
+def template_values(job: Job) -> dict[str, Any]:
+    """What the templates of scripts need of an adaptation."""
+    return {
+        "adapter": adapter(job),
+        "freeze": list(job.adaptation.freeze),
+        "quantization": dict(job.adaptation.quantization),
+        "adapts": bool(job.adaptation.peft or job.adaptation.freeze),
+    }
+
+
+def packages(job: Job) -> tuple[str, ...]:
+    """The packages that adapt the model."""
+    return ("peft",) * bool(job.adaptation.peft) + ("bitsandbytes",) * bool(job.adaptation.quantization)
+
+
+def lora(job: Job) -> dict[str, Any]:
+    """The keywords of LoraConfig that have options in LORA_OPTIONS; empty without adapters."""
+    if not job.adaptation.peft:
+        return {}
+    values = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, **job.adaptation.peft}  # PEFT's defaults
+    return {name: value for name, value in values.items() if name in LORA_OPTIONS}
+
+
+def lora_limit(job: Job) -> str | None:
+    """Why a consumer that knows only the options of LORA_OPTIONS, and that freezes nothing, cannot train the job."""
+    adaptation = job.adaptation
+    if adaptation.freeze:
+        return "it has no option for the parameters to freeze"
+    if not adaptation.peft:
+        return None
+    if adaptation.method != "LORA":
+        return f"of adapters it has LoRA alone, not {adaptation.method}"
+    others = {
+        k for k, v in adaptation.peft.items() if k not in LORA_OPTIONS and k != "peft_type" and _USUAL.get(k) != v
+    }
+    return f"it has no option for {', '.join(sorted(others))} of LoRA" if others else None

@@ -1,0 +1,126 @@
+"""A LLaMA-Factory configuration: the settings of the plan, and an example data set to replace.
+
+Source: LLaMA-Factory 0.9.5, hparams/{model,data,finetuning}_args.py, hparams/parser.py (`_parse_train_args`, `get_train_args`),
+model/adapter.py (`init_adapter`), model/model_utils/{quantization,checkpointing}.py, launcher.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from fsdp_advisor.export import accelerate, deepspeed, trainer
+from fsdp_advisor.export.adapters import lora, lora_limit, weights
+from fsdp_advisor.export.constants import LEARNING_RATE, LLAMAFACTORY_FILE, NVME_NOTE
+from fsdp_advisor.export.header import header
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.script import torchrun_line
+from fsdp_advisor.export.target import Target
+
+_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
+_LORA = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "use_dora": "use_dora",
+    "use_rslora": "use_rslora",
+}
+"""The keywords of PEFT's LoraConfig as LLaMA-Factory names them, apart from lists of names."""
+
+
+def unsupported(job: Job) -> str | None:
+    """Why LLaMA-Factory cannot train the job; None if it can. It trains through the Trainer and accelerate."""
+    plan, adaptation = job.plan, job.adaptation
+    if job.task != "causal-lm":
+        return "it trains only causal language models" if job.task else "a bare parameter count is not a model"
+    if plan.backend in ("fsdp1", "fsdp2"):
+        return "its configuration has no FSDP: that is in a file of accelerate"
+    if plan.precision == "bf16" and plan.backend == "deepspeed":
+        return "its pure_bf16 contradicts bf16 in DeepSpeed's section; use --precision bf16-mixed"
+    if adaptation.peft and "target_modules" not in adaptation.peft:
+        return "it needs the modules that get adapters: use --lora-target-modules"
+    if adaptation.peft.get("target_parameters"):
+        return "it has no option for target_parameters of LoRA"
+    if "load_in_4bit" in adaptation.quantization and adaptation.quantization["bnb_4bit_quant_storage"] != weights(job):
+        return f"it stores packed weights as {weights(job)}; use --bnb-4bit-quant-storage {weights(job)}"
+    return lora_limit(job) or accelerate.unsupported(job, "trainer")
+
+
+def write(job: Job) -> tuple[str, tuple[str, ...]]:
+    """The configuration, and notes on what it cannot set."""
+    return header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes(job))
+
+
+def notes(job: Job) -> list[str]:
+    found = ["dataset and template are examples: replace them with your own", *accelerate.behaviour(job.plan)]
+    if job.adaptation.peft and job.plan.mixed and not job.adaptation.quantization and weights(job) == "float32":
+        found.append("LLaMA-Factory loads the base in 16 bits, so it needs less memory than predicted for fp32 weights")
+    if job.adaptation.quantization:
+        found.append("LLaMA-Factory leaves embeddings in 16 bits, so it needs less memory than predicted")
+    if job.offloads_to_nvme:
+        found.append(NVME_NOTE)
+    return found
+
+
+def _config(job: Job) -> dict[str, Any]:
+    plan, optimizer = job.plan, trainer.optimizer_of(job.plan)
+    checkpoints = plan.activation_checkpointing == "full"
+    return {
+        "model_name_or_path": job.model_name,
+        "stage": "sft",
+        "do_train": True,
+        **_adapter(job),
+        "dataset": "alpaca_en_demo",
+        "template": "default",
+        "cutoff_len": plan.seq_len,
+        "packing": False,
+        "output_dir": "./outputs",
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "learning_rate": LEARNING_RATE,
+        "optim": optimizer.name,
+        **({"optim_args": ",".join(f"{k}={v}" for k, v in optimizer.options.items())} if optimizer.options else {}),
+        "bf16": plan.precision == "bf16-mixed",
+        "fp16": plan.precision == "fp16-mixed",
+        **({"pure_bf16": True} if plan.precision == "bf16" else {}),
+        "flash_attn": _ATTENTION[plan.attention],
+        "disable_gradient_checkpointing": not checkpoints,
+        **({"use_reentrant_gc": False} if checkpoints else {}),
+        **({"deepspeed": deepspeed.through_trainer(job)} if plan.backend == "deepspeed" else {}),
+    }
+
+
+def _adapter(job: Job) -> dict[str, Any]:
+    quantization = job.adaptation.quantization
+    if not job.adaptation.peft:
+        return {"finetuning_type": "full"}
+    values = lora(job)
+    config: dict[str, Any] = {"finetuning_type": "lora"}
+    config |= {_LORA[name]: value for name, value in values.items() if name in _LORA}
+    modules = values["target_modules"]
+    config["lora_target"] = (
+        "all" if modules == "all-linear" else modules if isinstance(modules, str) else ",".join(modules)
+    )
+    if values.get("modules_to_save"):
+        config["additional_target"] = ",".join(values["modules_to_save"])
+    if quantization:
+        config |= {"quantization_method": "bnb", "upcast_layernorm": True}
+        config["quantization_bit"] = 8 if "load_in_8bit" in quantization else 4
+    if "load_in_4bit" in quantization:
+        config["quantization_type"] = quantization["bnb_4bit_quant_type"]
+        config["double_quantization"] = quantization["bnb_4bit_use_double_quant"]
+    return config
+
+
+TARGET = Target(
+    name="llamafactory",
+    description="LLaMA-Factory configuration (YAML)",
+    file_name=LLAMAFACTORY_FILE,
+    media_type="application/yaml",
+    checked=("llamafactory",),
+    unsupported=unsupported,
+    write=write,
+    usage=lambda job, file: torchrun_line(job, f"-m llamafactory.launcher {file}"),
+    framework="trainer",
+)

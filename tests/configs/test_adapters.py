@@ -1,0 +1,151 @@
+"""Adapters and quantized bases in the files of every consumer."""
+
+from __future__ import annotations
+
+import json
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.configs import from_texts
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.parsing import make_request
+
+LORA = {"peft_type": "LORA", "r": 8}
+QUERY_AND_VALUE = {**LORA, "target_modules": ["q_proj", "v_proj"]}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+
+
+def adapted(name: str, text: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """PEFT's and bitsandbytes' keywords of the job in a file, and the dtype of its weights."""
+    found = from_texts({name: dedent(text)})
+    request = make_request({"model": "gpt2", **found.options})
+    adaptation = adaptation_of(request)
+    return dict(adaptation.peft), dict(adaptation.quantization), request.dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "peft", "dtype"),
+    [
+        (
+            "trl.yaml",
+            "{use_peft: true, lora_r: 8, lora_target_modules: [q_proj, v_proj], dtype: bfloat16, output_dir: out}",
+            {**QUERY_AND_VALUE, "lora_dropout": 0.05},
+            "bfloat16",
+        ),
+        ("trl.yaml", "{use_peft: false, lora_r: 8, output_dir: out}", {}, "auto"),
+        (
+            "run.sh",
+            "trl sft --model_name_or_path gpt2 --use_peft --lora_r 8 --lora_target_modules v_proj q_proj --lora_dropout 0",
+            QUERY_AND_VALUE,
+            "auto",
+        ),
+        (
+            "axolotl.yaml",
+            "{base_model: gpt2, adapter: lora, lora_r: 8, lora_target_modules: [q_proj, v_proj], lora_modules_to_save: [lm_head], "
+            "peft_use_dora: true, bf16: true}",
+            {**QUERY_AND_VALUE, "modules_to_save": ["lm_head"], "use_dora": True},
+            "bfloat16",
+        ),
+        (
+            "axolotl.yaml",
+            "{base_model: gpt2, adapter: lora, lora_r: 8, lora_target_modules: 'layers.*q_proj', bf16: true}",
+            {**LORA, "target_modules": "layers.*q_proj", "lora_dropout": 0.0},
+            "bfloat16",
+        ),
+        (
+            "axolotl.yaml",
+            "{base_model: gpt2, adapter: lora, lora_r: 8, lora_target_linear: true, peft_layers_to_transform: [0, 1], bf16: false, "
+            "fp16: false}",
+            {**LORA, "target_modules": "all-linear", "layers_to_transform": [0, 1], "lora_dropout": 0.0},
+            "auto",
+        ),
+        (
+            "factory.yaml",
+            "{finetuning_type: lora, lora_target: 'q_proj,v_proj', additional_target: 'embed_tokens,lm_head', bf16: true}",
+            {**QUERY_AND_VALUE, "modules_to_save": ["embed_tokens", "lm_head"]},
+            "bfloat16",
+        ),
+        ("factory.yaml", "{template: llama3, bf16: true}", {**LORA, "target_modules": "all-linear"}, "bfloat16"),
+        ("factory.yaml", "{finetuning_type: full, lora_rank: 4}", {}, "auto"),
+        (
+            "tune.yaml",
+            "{model: {_component_: torchtune.models.llama3.lora_llama3_8b, lora_attn_modules: [q_proj, output_proj], "
+            "apply_lora_to_mlp: true, lora_rank: 8}}",
+            {**LORA, "target_modules": ["down_proj", "gate_proj", "o_proj", "q_proj", "up_proj"]},
+            "auto",
+        ),
+        (
+            "train.py",
+            """
+            model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
+            model = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj", "v_proj"]))
+            arguments = TrainingArguments(output_dir="out", bf16=True)
+            """,
+            QUERY_AND_VALUE,
+            "bfloat16",
+        ),
+        (
+            "train.py",
+            "peft.IA3Config(target_modules=['v_proj'], feedforward_modules=[]); TrainingArguments()",
+            {"peft_type": "IA3", "target_modules": ["v_proj"], "feedforward_modules": []},
+            "auto",
+        ),
+    ],
+)
+def test_the_adapter_of_a_file_is_peft_s_configuration(name: str, text: str, peft: dict[str, Any], dtype: str) -> None:
+    assert adapted(name, text) == (peft, {}, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "quantization"),
+    [
+        (
+            "trl.yaml",
+            "{use_peft: true, load_in_4bit: true, use_bnb_nested_quant: true, output_dir: out}",
+            {**NF4, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"},
+        ),
+        ("trl.yaml", "{use_peft: true, load_in_8bit: true, output_dir: out}", {"load_in_8bit": True}),
+        (
+            "axolotl.yaml",
+            "{base_model: gpt2, adapter: qlora, lora_r: 8, load_in_4bit: true, bnb_config_kwargs: {bnb_4bit_quant_type: fp4}}",
+            {
+                **NF4,
+                "bnb_4bit_quant_type": "fp4",
+                "bnb_4bit_use_double_quant": True,
+                "bnb_4bit_quant_storage": "bfloat16",
+            },
+        ),
+        ("axolotl.yaml", "{base_model: gpt2, adapter: lora, lora_r: 8, load_in_8bit: true}", {"load_in_8bit": True}),
+        (
+            "factory.yaml",
+            "{template: llama3, quantization_bit: 4, double_quantization: false, bf16: true}",
+            {**NF4, "bnb_4bit_use_double_quant": False, "bnb_4bit_quant_storage": "bfloat16"},
+        ),
+        (
+            "train.py",
+            """
+            BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
+            SFTConfig(), LoraConfig(r=8)
+            """,
+            {**NF4, "bnb_4bit_use_double_quant": False, "bnb_4bit_quant_storage": "bfloat16"},
+        ),
+    ],
+)
+def test_the_quantized_base_of_a_file_is_bitsandbytes_configuration(
+    name: str, text: str, quantization: dict[str, Any]
+) -> None:
+    assert adapted(name, text)[1] == quantization
+
+
+def test_keys_of_an_adapter_are_read_not_reported() -> None:
+    text = json.dumps({"base_model": "gpt2", "adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "load_in_4bit": True})
+    (reading,) = from_texts({"axolotl.yaml": text}).readings
+    assert not reading.not_modelled and not reading.ignored
+    assert {"adapter: qlora", "lora_r: 8", "load_in_4bit: True"} <= set(reading.read)
+
+
+def test_layers_that_llama_factory_freezes_are_not_modelled() -> None:
+    (reading,) = from_texts({"a.yaml": "{finetuning_type: freeze, freeze_trainable_layers: 2}"}).readings
+    assert {item.partition(":")[0] for item in reading.not_modelled} >= {"finetuning_type", "freeze_trainable_layers"}

@@ -1,0 +1,98 @@
+"""Every LLaMA-Factory export agrees with its classes of arguments. LLaMA-Factory itself is not installed.
+
+Source: LLaMA-Factory 0.9.5 (its wheel), hparams/finetuning_args.py (FinetuningArguments), model_args.py (ModelArguments,
+QuantizationArguments), data_args.py (DataArguments), extras/constants.py (AttentionFunction, QuantizationMethod). The other keys
+are those of transformers' TrainingArguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import yaml
+from export_jobs import job, jobs, plan
+from transformers import TrainingArguments
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.export import export
+from fsdp_advisor.job.adaptation import Adaptation
+
+OWN: dict[str, tuple[type, ...]] = {
+    "model_name_or_path": (str,),
+    "flash_attn": (str,),
+    "disable_gradient_checkpointing": (bool,),
+    "use_reentrant_gc": (bool,),
+    "upcast_layernorm": (bool,),
+    "quantization_method": (str,),
+    "quantization_bit": (int,),
+    "quantization_type": (str,),
+    "double_quantization": (bool,),
+    "stage": (str,),
+    "pure_bf16": (bool,),
+    "finetuning_type": (str,),
+    "lora_rank": (int,),
+    "lora_alpha": (int,),
+    "lora_dropout": (int, float),
+    "lora_target": (str,),
+    "additional_target": (str,),
+    "use_dora": (bool,),
+    "use_rslora": (bool,),
+    "dataset": (str,),
+    "template": (str,),
+    "cutoff_len": (int,),
+    "packing": (bool,),
+}
+LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+NF4 = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "bfloat16",
+}  # fmt: skip
+
+
+def config(adaptation: Adaptation, **changes: Any) -> dict[str, Any]:
+    of = job(plan("ddp", "ddp", framework="trainer", **changes), adaptation=adaptation)
+    loaded: dict[str, Any] = yaml.safe_load(export("llamafactory", of).text)
+    return loaded
+
+
+def test_keys_are_arguments_of_llama_factory_or_of_the_trainer() -> None:
+    adapted = [config(Adaptation(peft={**LORA, "use_dora": True, "modules_to_save": ["lm_head"]}, quantization=NF4))]
+    found = [yaml.safe_load(export("llamafactory", each).text) for each in jobs("llamafactory")]
+    trainers = {field.name for field in fields(TrainingArguments)}
+    for each in (*adapted, *found):
+        for key, value in each.items():
+            assert type(value) in OWN[key] if key in OWN else key in trainers, (key, value)
+        assert each["flash_attn"] in ("sdpa", "disabled", "fa2")
+        assert each["finetuning_type"] == ("full" if each in found else "lora")
+
+
+def test_adapters_and_the_quantized_base_are_named() -> None:
+    found = config(Adaptation(peft={**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}, quantization=NF4))
+    assert (found["lora_rank"], found["lora_alpha"], found["lora_target"]) == (8, 16, "q_proj,v_proj")
+    assert found["additional_target"] == "embed_tokens,lm_head"
+    assert (found["quantization_bit"], found["quantization_type"], found["double_quantization"]) == (4, "nf4", True)
+    assert config(Adaptation(peft={**LORA, "target_modules": "all-linear"}))["lora_target"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("adaptation", "reason"),
+    [
+        (Adaptation(freeze=("embed_tokens",)), "no option for the parameters to freeze"),
+        (Adaptation(peft={"peft_type": "LORA", "r": 8}), "use --lora-target-modules"),
+        (Adaptation(peft={**LORA, "target_parameters": ["experts.down_proj"]}), "no option for target_parameters"),
+        (
+            Adaptation(peft=LORA, quantization={**NF4, "bnb_4bit_quant_storage": "uint8"}),
+            "--bnb-4bit-quant-storage bfloat16",
+        ),
+    ],
+)
+def test_what_it_cannot_say_is_refused(adaptation: Adaptation, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        config(adaptation)
+
+
+def test_fsdp_is_refused() -> None:
+    with pytest.raises(UsageError, match="in a file of accelerate"):
+        export("llamafactory", job(plan("zero3", "fsdp2")))

@@ -1,0 +1,50 @@
+"""Options of adapters in every spelling: text, lists, files, command lines and query strings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.adapter_fields import with_files_read
+from fsdp_advisor.job.fields import as_query, as_words
+
+CONFIG = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["visual.* embed_tokens", "visual.*,embed_tokens", ["visual.*", "embed_tokens"], ("visual.*, embed_tokens",)],
+)
+def test_patterns_are_read_from_text_and_lists(given: object) -> None:
+    assert make_request({"model": "gpt2", "freeze": given}).freeze == ("visual.*", "embed_tokens")
+
+
+def test_a_request_survives_a_query_string() -> None:
+    request = make_request({"model": "gpt2", "freeze": ["a", "b"], "load_in_4bit": True, "lora_dropout": 0.5})
+    assert make_request(as_query(request.changed)) == request
+
+
+def test_words_of_a_command_line_repeat_flags_and_lists() -> None:
+    request = make_request({"model": "gpt2", "freeze": ["a", "b"], "use_dora": True})
+    words = [word for name, value in request.changed.items() for word in as_words(name, value)]
+    assert words == ["--model", "gpt2", "--use-dora", "--freeze", "a", "b"]
+
+
+def test_a_peft_config_may_be_a_mapping_a_text_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(CONFIG))
+    given = [CONFIG, json.dumps(CONFIG), file, str(file), tmp_path]
+    read = {make_request(with_files_read({"model": "gpt2", "peft_config": each})).peft_config for each in given}
+    assert read == {json.dumps(CONFIG, sort_keys=True)}
+
+
+@pytest.mark.parametrize(("name", "text"), [("missing.json", None), ("other.json", "{}"), ("broken.json", "{")])
+def test_a_file_that_is_no_adapter_config_is_refused(name: str, text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=name):
+        with_files_read({"peft_config": str(tmp_path / name)})

@@ -1,0 +1,59 @@
+"""TRL's own parser reads the exported configurations as the plans say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from export_jobs import job, plan
+
+from fsdp_advisor.export import export
+from fsdp_advisor.job.adaptation import Adaptation
+
+pytestmark = pytest.mark.slow
+
+LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+NF4 = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "bfloat16",
+}  # fmt: skip
+JOBS = {
+    "qlora": job(plan("zero3", "fsdp2", framework="trainer"), adaptation=Adaptation(peft=LORA, quantization=NF4)),
+    "lora": job(
+        plan("zero3", "deepspeed", framework="trainer", activation_checkpointing="full"),
+        adaptation=Adaptation(peft={**LORA, "target_modules": "all-linear"}),
+    ),
+    "whole": job(plan("ddp", "ddp", framework="trainer", precision="fp32", optim="sgd_momentum", micro_batch_size=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def read(run: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trl")
+    paths = {name: folder / f"{name}.yaml" for name in JOBS}
+    for name, path in paths.items():
+        Path(path).write_text(export("trl", JOBS[name]).text)
+    found = run("parse_trl.py", *map(str, paths.values()))
+    return {name: found[str(path)] for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_batch_and_the_engine_are_the_plan_s(name: str, read: dict[str, dict[str, Any]]) -> None:
+    p, found = JOBS[name].plan, read[name]
+    assert (found["model"], found["seq_len"]) == (JOBS[name].model_name, p.seq_len)
+    assert found["micro_batch_size"] == p.micro_batch_size
+    assert (found["bf16"], found["checkpointing"]) == (p.mixed, p.activation_checkpointing == "full")
+    assert found["fsdp_version"] == (2 if p.backend == "fsdp2" else None)
+    assert found["deepspeed_stage"] == (3 if p.backend == "deepspeed" else None)
+    assert found["optim"] == ("sgd" if p.optim == "sgd_momentum" else p.optim)
+
+
+def test_the_adapter_and_the_quantized_base_are_the_job_s(read: dict[str, dict[str, Any]]) -> None:
+    assert [read[name]["rank"] for name in JOBS] == [8, 8, None]
+    assert [read[name]["modules"] for name in JOBS] == [["q_proj", "v_proj"], "all-linear", None]
+    assert [read[name]["dtype"] for name in JOBS] == ["bfloat16", "float32", "float32"]
+    quantization = read["qlora"]["quantization"]
+    assert {name: quantization.get(name) for name in NF4} == NF4
+    assert read["lora"]["quantization"] is None and read["whole"]["quantization"] is None
