@@ -52,7 +52,7 @@ class ExportOptions(ConfigFileOptions):
 
 
 def export(given: Mapping[str, Any], options: ExportOptions) -> int:
-    """The files that launch a job: for accelerate, DeepSpeed, Trainer, axolotl, a PyTorch script, or a launch line.
+    """The files that launch a job: for accelerate, DeepSpeed, Trainer, TRL, axolotl, LLaMA-Factory, a PyTorch script, or a launch line.
 
     The job is the one that --strategy names; without it, the fastest one that fits and that the target supports. Options
     that are given are fixed, the others are searched. Exit status: 0 if it fits; 1 if it does not or nothing does; 2 for bad
