@@ -139,6 +139,17 @@ def test_the_quantized_base_of_a_file_is_bitsandbytes_configuration(
     assert adapted(name, text)[1] == quantization
 
 
+def test_an_adapter_config_completes_another_file() -> None:
+    adapter = json.dumps(
+        {**LORA, "target_modules": ["v_proj"], "base_model_name_or_path": "/home/me/base", "bias": "none"}
+    )
+    files = {"args.yaml": "{per_device_train_batch_size: 2, bf16: true}", "adapter_config.json": adapter}
+    found = from_texts(files)
+    request = make_request({"model": "gpt2", **found.options})
+    assert adaptation_of(request).peft == {**LORA, "target_modules": ["v_proj"], "bias": "none"}
+    assert (request.micro_batch_size, request.precision) == (2, "bf16-mixed")
+
+
 def test_keys_of_an_adapter_are_read_not_reported() -> None:
     text = json.dumps({"base_model": "gpt2", "adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "load_in_4bit": True})
     (reading,) = from_texts({"axolotl.yaml": text}).readings
