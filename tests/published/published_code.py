@@ -19,7 +19,7 @@ from transformers.loss import loss_utils
 
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.model.resolve import Resolved, resolve
-from fsdp_advisor.recording import Recorder
+from fsdp_advisor.recording import Recorder, adapted
 from fsdp_advisor.recording.adapted import source_of
 from fsdp_advisor.recording.source import LayerStack, RootModules, Source
 
@@ -44,7 +44,10 @@ class VariantSource:
         return loss
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        return self._base.build(dtype)
+        if not self._variant.keeps_dtypes:
+            return self._base.build(dtype)
+        with mock.patch.object(adapted, "prepare_for_training", lambda model, **_: model.requires_grad_(False)):
+            return self._base.build(dtype)
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
         return self._base.stacks(module)

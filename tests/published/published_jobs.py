@@ -20,12 +20,15 @@ FAMILIES = ("fms-acceleration", "peft-method-comparison", "ms-swift")
 class Variant:
     """`shifts_logits`: the loss copies the fp32 logits without the last token, as transformers 4.45 to 4.48 does
     (loss/loss_utils.py, ForCausalLMLoss). `logits_stay_half`: the loss is computed in the dtype of the logits, as by gpt_bigcode
-    in transformers 4.48 (models/gpt_bigcode/modeling_gpt_bigcode.py). `keeps_outputs`: the loop has the model's outputs in a variable during backward.
+    in transformers 4.48 (models/gpt_bigcode/modeling_gpt_bigcode.py). `keeps_outputs`: the loop has the model's outputs in a
+    variable during backward. `keeps_dtypes`: what is not quantized stays in bf16, as fms-acceleration's plugin for bitsandbytes has
+    it instead of PEFT's prepare_model_for_kbit_training.
     """
 
     shifts_logits: bool = False
     logits_stay_half: bool = False
     keeps_outputs: bool = False
+    keeps_dtypes: bool = False
 
 
 INSTALLED = Variant()
@@ -93,11 +96,16 @@ def _fms(row: Measurement) -> Mapped | Unmapped:
         return Unmapped("the source does not state the lengths of its sequences, which are padded")
     if "float16" in job["precision"].split() and "lora" in row.method:
         return Unmapped("weights stored in float16 are not modelled, and the lengths of the sequences are not stated")
-    if row.method == "qlora":
-        return Unmapped("a base in 4 bits is not estimated yet")
+    quantized = row.method == "qlora"
+    if "baseline" in kernels:
+        return Unmapped("TRL 0.13 casts adapters and embeddings to bf16 and leaves norms in fp32, which is not mapped")
+    if quantized and "foak" in kernels:
+        return Unmapped("kernels that fuse adapters with a base in 4 bits are not modelled")
+    if quantized and job["gpus"] > 1:
+        return Unmapped("FSDP1 with a base in 4 bits and the Trainer's wrap policy for adapters is not modelled")
     padded = "seq_len" not in job and not row.measured.get("out_of_memory")
     several = job["gpus"] > 1
-    mixed = "autocast" in job["precision"]
+    mixed = "autocast" in job["precision"] or quantized  # all of its scenarios with bitsandbytes have `bf16: True`
     options: dict[str, Any] = {
         "model": _SANTACODER if "santacoder" in model else model.replace("NousResearch", "meta-llama"),
         "gpu": "A100-80GB",
@@ -123,10 +131,12 @@ def _fms(row: Measurement) -> Mapped | Unmapped:
             "lora_dropout": job["lora_dropout"],
             "lora_target_modules": ",".join(job["target_modules"]),
         }
+    if quantized:
+        options |= {"load_in_4bit": True, "use_bnb_nested_quant": True}
     fused = "foak" in kernels
     return Mapped(
         options=options,
-        variant=Variant(shifts_logits=True, logits_stay_half="santacoder" in model),
+        variant=Variant(shifts_logits=True, logits_stay_half="santacoder" in model, keeps_dtypes=quantized),
         only_if_peak_in="optimizer" if fused or padded else None,
         compares_speed=not fused and not padded,
         compares_reserved=not fused and not padded,
