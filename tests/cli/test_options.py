@@ -62,7 +62,8 @@ def valid_values(field: Field) -> st.SearchStrategy[Any]:
         return st.integers(int(rule.ge or 0), int(rule.le or 0))
     if field.kind is float:
         return st.floats(rule.ge or 0, rule.lt or rule.le or 0, exclude_max=rule.lt is not None, allow_nan=False)
-    return st.from_regex(r"[A-Za-z][A-Za-z0-9/ =_:.-]{0,20}[A-Za-z0-9]", fullmatch=True)
+    blank = "" if field.many else " "  # which separates the values of a list
+    return st.from_regex(rf"[A-Za-z][A-Za-z0-9/{blank}=_:.-]{{0,20}}[A-Za-z0-9]", fullmatch=True)
 
 
 @st.composite

@@ -70,6 +70,9 @@ class Fsdp1Step(StepHooks):
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
         self._frozen: list[UnitId] = []  # layers without trained parameters whose backward is over
         self._offloaded: list[Buffer] = []
+        self._unseen: list[
+            Buffer
+        ] = []  # gradients of shards with frozen parameters alone: no `param.grad` is a view of them
         self._freed: deque[int] = deque()
 
     def begin_step(self, step: StepBuilder) -> None:
@@ -89,11 +92,11 @@ class Fsdp1Step(StepHooks):
         self._indices.clear()
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """Free the flat gradients of the last step, which `zero_grad` does not free
+        """Free flat gradients that `zero_grad` does not free: those of the last step, and those that no parameter sees
         (`_reset_flat_param_grad_info_if_needed`).
         """
-        step.free(self._previous_gradients)
-        self._previous_gradients = NO_BUFFER
+        step.free(self._previous_gradients, *self._unseen)
+        self._previous_gradients, self._unseen = NO_BUFFER, []
         if unit not in self._units:
             return
         step.add(PythonHooks())
@@ -208,6 +211,8 @@ class Fsdp1Step(StepHooks):
         step.free(reduced)
         if self._offload:
             self._offloaded.append(output)
+        elif not sizes.has_trained_piece:
+            self._unseen.append(output)
         elif not self._is_first and not self._plan.defers_reduction:
             step.free(output)
         step.free(reduce_input)

@@ -66,9 +66,7 @@ class UnitBytes:
     reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
     norms: Storages  # one scalar for each parameter with elements in the shard
     gradients: Storages
-    kept_gradients: (
-        Storages  # the same, if a trained parameter has elements in the shard; no view keeps it alive otherwise
-    )
+    has_trained_piece: bool  # whether rank 0's shard has elements of a trained parameter
     elements: int  # of the unit, without padding
     trainable_elements: int
     stored_bytes: int  # per element of the shard
@@ -102,8 +100,6 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         initial += Storages.of(elements * plan.compute_bytes)
         initial += Storages.of(elements * stored) if plan.mixed else NO_STORAGES
     offload = plan.offload == "parameters"
-    gradients = Storages.of(local * stored) if trains else NO_STORAGES
-    any_piece = any(p.trainable and piece for p, piece in zip(unit.parameters, pieces, strict=True))
     return UnitBytes(
         shard=Storages.of(local * stored),
         optimizer=optimizer,
@@ -117,8 +113,8 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         reduce_input=Storages.of(elements * plan.reduce_bytes) if casts else NO_STORAGES,
         reduce_output=Storages.of(local * plan.reduce_bytes) if reduces_low else NO_STORAGES,
         norms=norms,
-        gradients=gradients,
-        kept_gradients=gradients if any_piece else NO_STORAGES,
+        gradients=Storages.of(local * stored) if trains else NO_STORAGES,
+        has_trained_piece=any(p.trainable and piece for p, piece in zip(unit.parameters, pieces, strict=True)),
         elements=unit.elements,
         stored_bytes=stored,
         trainable_elements=unit.trainable_elements,
@@ -160,7 +156,7 @@ def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Units | None, Mapping[Uni
         states = replace(
             states,
             parameters=total_bytes(profile, wrapping.units, units, "shard", root_last=True),
-            gradients=total_bytes(profile, wrapping.units, units, "kept_gradients"),
+            gradients=total_bytes(profile, wrapping.units, units, "gradients"),
             optimizer=total_bytes(profile, wrapping.units, units, "optimizer")
             + optimizer_named(plan.optim).shared_state,
             paged=total_bytes(profile, wrapping.units, units, "paged"),
