@@ -209,10 +209,10 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     backend = request.backend
     if backend == "auto":
         open_ones = [b for b in able if b in known]
-        backend = next(
-            (b for b in open_ones if b in _backends(request, offload) and not _refuses(request, strategy, b)),
-            open_ones[0],
-        )
+        usual = [b for b in open_ones if b in _backends(request, offload)]
+        if unable_backends(request.optim):  # the usual backend is not among these, and the next may have other limits
+            usual = [b for b in usual if not _refuses(request, strategy, b)]
+        backend = next(iter(usual), open_ones[0])
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")

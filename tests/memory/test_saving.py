@@ -136,7 +136,7 @@ def test_save_pretrained_splits_files_as_huggingface_hub_does(profile: Profile) 
         sizes, get_storage_size=int, filename_pattern="{suffix}", max_shard_size="50GB"
     )
     expected = [sum(sizes[name] for name in names) for names in split.filename_to_tensors.values()]
-    files = pretrained_files(profile, 4)
+    files = pretrained_files(profile, lambda _: 4)
     assert (files.count, files.tensor_bytes) == (len(expected), max(expected))
 
 
