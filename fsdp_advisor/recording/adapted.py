@@ -18,6 +18,7 @@ from fsdp_advisor.recording.quantized import prepare_for_training, quantize
 from fsdp_advisor.recording.source import LayerStack, RootModules, Source
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
+INSTALL = "in a checkout of fsdp-advisor, run: pip install '.[torch,adapters]'"
 _TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
@@ -96,7 +97,7 @@ class AdaptedSource:
         try:
             import peft
         except ImportError as error:
-            raise MissingExtra(f"{self.name}: recording adapters needs peft") from error
+            raise MissingExtra(f"{self.name}: recording adapters needs peft", hint=INSTALL) from error
         values = dict(self._adaptation.peft)
         try:
             kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(str(values.pop("peft_type")).upper())]

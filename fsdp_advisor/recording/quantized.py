@@ -219,7 +219,10 @@ def _bitsandbytes() -> Any:
     try:
         import bitsandbytes
     except ImportError as error:
-        raise MissingExtra("recording a quantized base needs bitsandbytes", hint="pip install bitsandbytes") from error
+        raise MissingExtra(
+            "recording a quantized base needs bitsandbytes",
+            hint="in a checkout of fsdp-advisor, run: pip install '.[torch,adapters]'",
+        ) from error
     # its warning about each cast of an input
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return bitsandbytes

@@ -62,7 +62,8 @@ def tape_work(profile: Profile, tape: Tape, b: int, t: int, device: Device, chec
         for s in tape.segments
         if s.phase == "forward"
     )
-    trained = profile.trainable_parameters / max(1, profile.parameters)
+    layers = list(profile.layers()) or [profile.root]
+    trained = sum(u.trainable_elements for u in layers) / max(1, sum(u.elements for u in layers))
     return TapeWork(tuple(by_segment), (2 + trained) * flops)
 
 

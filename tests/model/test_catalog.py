@@ -142,7 +142,8 @@ def test_every_profile_is_whole(entry: catalog.Entry) -> None:
         assert TapeKey("fsdp2", precision, "eager", checkpointing, batch_is_one).name in profile.tapes
     engines: list[TapeEngine] = ["fsdp2", "plain", "fsdp1"]
     attentions: list[TapeAttention] = ["sdpa", "eager"]
-    for fields in product(engines, get_args(TapePrecision), attentions, get_args(TapeCheckpointing), (False, True)):
+    precisions: list[TapePrecision] = [*always, "fp32"]
+    for fields in product(engines, precisions, attentions, get_args(TapeCheckpointing), (False, True)):
         name = TapeKey(*fields).name
         assert (name in profile.tapes) != (name in profile.refusals), "a tape, or why there is none"
     for name in profile.tapes:

@@ -86,7 +86,9 @@ def test_diagnose_refuses_text_without_an_error(client: TestClient) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_export_can_be_downloaded(client: TestClient, target: str) -> None:
-    backend = "deepspeed" if "deepspeed" in target else "ddp" if target == "ddp" else "fsdp2"
+    backend = (
+        "deepspeed" if "deepspeed" in target or target == "llamafactory" else "ddp" if target == "ddp" else "fsdp2"
+    )
     job = {
         "model": LLAMA,
         "gpus": 4,

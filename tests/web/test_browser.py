@@ -143,7 +143,12 @@ def test_the_keyboard_goes_through_the_form_in_reading_order(open_page: Open) ->
         if reached[-1] == "Estimate":
             break
     fields = ["model", "gpus", "gpu", "nnodes", "seq_len", "precision"]
-    fields += ["More options", "Paste a config.json instead of a model's name", "Estimate"]
+    fields += [
+        "More options",
+        "Adapters, frozen and quantized weights",
+        "Paste a config.json instead of a model's name",
+        "Estimate",
+    ]
     assert reached[-len(fields) :] == fields
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
     tops = [page.locator(f"#{name}").bounding_box() for name in fields[:6]]
