@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import optimization  # now, because packages that it imports keep tensors
 
 from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
 
@@ -179,10 +180,8 @@ def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Opti
         case "sgd_momentum":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         case "adafactor":
-            from transformers.optimization import Adafactor
-
             options = {"scale_parameter": False, "relative_step": False, "lr": 1e-3}
-            return Adafactor(parameters, **options)  # type: ignore[no-untyped-call]  # transformers' own
+            return optimization.Adafactor(parameters, **options)  # type: ignore[no-untyped-call]  # transformers' own
     raise ValueError(name)
 
 
