@@ -373,6 +373,9 @@ class EstimateRequest:
     def __post_init__(self) -> None:
         for name, option in fields_of(type(self)).items():
             value = getattr(self, name)
+            if option.many and isinstance(value, list):  # as JSON has it
+                value = tuple(value)
+                object.__setattr__(self, name, value)
             for each in value if option.many else (value,):
                 expected = option.expected(each)
                 if expected is not None:
