@@ -48,8 +48,9 @@ def read_reshard(text: str) -> str | None:
     ('false', '8', None)
     """
     word = text.strip().lower()
-    if word.isdecimal() and 1 < int(word) <= MAX_GPUS:
-        return str(int(word))
+    digits = word.lstrip("0")  # int() refuses thousands of them
+    if digits.isdecimal() and len(digits) <= len(str(MAX_GPUS)) and 1 < int(digits) <= MAX_GPUS:
+        return str(int(digits))
     return word if word in ("auto", "false") else None
 
 
