@@ -41,7 +41,7 @@ def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequ
 
 
 def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest]]:
-    adapters, quantization = {"use_peft", *LORA_OPTIONS}, {"load_in_4bit", *QUANTIZATION_OPTIONS}
+    adapters, quantization = {"use_peft", *LORA_OPTIONS.values()}, {"load_in_4bit", *QUANTIZATION_OPTIONS}
     base = request.but(method="fixed")
     yield FULL, replace(base, use_peft=False, load_in_4bit=False, given=base.given - adapters - quantization)
     yield LORA, replace(base, use_peft=True, load_in_4bit=False, given=base.given - quantization)

@@ -14,23 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS, LORA_USUAL
 
-_OPTIONS = {
-    "r": "lora_r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "target_modules": "lora_target_modules",
-    "target_parameters": "lora_target_parameters",
-    "modules_to_save": "lora_modules_to_save",
-    "use_dora": "use_dora",
-    "use_rslora": "use_rslora",
-}
-"""The keywords of PEFT's LoraConfig that are options of a request."""
 _FLAGS = ("use_dora", "use_rslora")
-_LISTS = ("target_modules", "target_parameters", "modules_to_save")
 _ASIDE = ("task_type", "inference_mode", "base_model_name_or_path", "revision")
 """Keywords that change no tensor."""
-_USUAL: Mapping[str, Any] = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True}
 METHODS = {
     "LoraConfig": "LORA", "AdaLoraConfig": "ADALORA", "IA3Config": "IA3", "LoHaConfig": "LOHA", "LoKrConfig": "LOKR",
     "VeraConfig": "VERA", "OFTConfig": "OFT", "BOFTConfig": "BOFT", "LNTuningConfig": "LN_TUNING", "FourierFTConfig": "FOURIERFT",
@@ -45,14 +33,16 @@ _MODULES_OF_TORCHTUNE = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down
 def set_lora(found: Collector, config: Mapping[str, Any]) -> None:
     """Set the options of a LoRA adapter from keywords of LoraConfig. A configuration that has no options becomes a `peft_config`."""
     values = {name: value for name, value in config.items() if value is not None and name not in _ASIDE}
-    values = {name: value for name, value in values.items() if _USUAL.get(name) != value}
+    values = {name: value for name, value in values.items() if LORA_USUAL.get(name) != value}
     expression = isinstance(values.get("target_modules"), str) and _EXPRESSION.search(values["target_modules"])
-    if expression or set(values) - set(_OPTIONS):
+    if expression or set(values) - set(LORA_OPTIONS):
         set_peft_config(found, "LORA", values)
         return
     found.options["use_peft"] = True
     for name, value in values.items():
-        found.options[_OPTIONS[name]] = truth(value) if name in _FLAGS else _names(value) if name in _LISTS else value
+        found.options[LORA_OPTIONS[name]] = (
+            truth(value) if name in _FLAGS else _names(value) if name in LORA_LISTS else value
+        )
 
 
 def set_peft_config(found: Collector, method: str, values: Mapping[str, Any]) -> None:
@@ -84,7 +74,7 @@ def read_trl(found: Collector) -> None:
     if found.flag("use_peft"):
         config = {
             name: found.take(key)
-            for name, key in _OPTIONS.items()
+            for name, key in LORA_OPTIONS.items()
             if found.peek(key) not in (None, "None") or key == "lora_dropout"
         }
         if config["lora_dropout"] is None:

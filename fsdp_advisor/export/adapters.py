@@ -10,22 +10,8 @@ from typing import Any
 
 from fsdp_advisor.export.constants import WEIGHTS
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.job.adaptation import LORA_OPTIONS, LORA_USUAL, TASK_TYPES
 from fsdp_advisor.model.quantization import Quantization
-
-_TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
-"""PEFT's name of a task."""
-LORA_OPTIONS = {
-    "r": "lora_r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "target_modules": "lora_target_modules",
-    "target_parameters": "lora_target_parameters",
-    "modules_to_save": "lora_modules_to_save",
-    "use_dora": "use_dora",
-    "use_rslora": "use_rslora",
-}
-"""The keywords of LoraConfig that TRL and axolotl have options for, with TRL's names."""
-_USUAL = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "task_type": "CAUSAL_LM"}
 
 
 def weights(job: Job) -> str:
@@ -40,7 +26,7 @@ def adapter(job: Job) -> dict[str, Any]:
     """The argument of `peft.get_peft_config`; empty without adapters."""
     if not job.adaptation.peft:
         return {}
-    task_type = _TASK_TYPES.get(job.task or "")
+    task_type = TASK_TYPES.get(job.task or "")
     return {**job.adaptation.peft, **({"task_type": task_type} if task_type else {})}
 
 
@@ -76,7 +62,6 @@ def lora_limit(job: Job) -> str | None:
         return None
     if adaptation.method != "LORA":
         return f"of adapters it has LoRA alone, not {adaptation.method}"
-    others = {
-        k for k, v in adaptation.peft.items() if k not in LORA_OPTIONS and k != "peft_type" and _USUAL.get(k) != v
-    }
+    usual = {**LORA_USUAL, "task_type": "CAUSAL_LM"}
+    others = {k for k, v in adaptation.peft.items() if k not in LORA_OPTIONS and k != "peft_type" and usual.get(k) != v}
     return f"it has no option for {', '.join(sorted(others))} of LoRA" if others else None

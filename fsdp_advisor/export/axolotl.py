@@ -17,6 +17,7 @@ from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
+from fsdp_advisor.job.adaptation import LORA_OPTIONS
 from fsdp_advisor.job.plan import Plan
 
 DATASETS_NOTE = "datasets is an example: replace it with your own"
@@ -82,16 +83,7 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {})}
 
 
-_LORA = {
-    "r": "lora_r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "target_modules": "lora_target_modules",
-    "target_parameters": "lora_target_parameters",
-    "modules_to_save": "lora_modules_to_save",
-    "use_dora": "peft_use_dora",
-    "use_rslora": "peft_use_rslora",
-}
+_LORA = LORA_OPTIONS | {"use_dora": "peft_use_dora", "use_rslora": "peft_use_rslora"}
 """The keywords of PEFT's LoraConfig as axolotl names them."""
 _OF_BITSANDBYTES = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage")
 

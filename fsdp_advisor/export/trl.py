@@ -10,12 +10,13 @@ from typing import Any
 import yaml
 
 from fsdp_advisor.export import accelerate, trainer
-from fsdp_advisor.export.adapters import LORA_OPTIONS, lora, lora_limit, weights
+from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.constants import NVME_NOTE, TRL_FILE
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
+from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS
 
 NOTES = (
     "dataset_name is an example: replace it with your own",
@@ -77,7 +78,7 @@ def _adapter(job: Job) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {"use_peft": True}
     for name, value in lora(job).items():
-        listed = name in ("target_modules", "target_parameters", "modules_to_save") and isinstance(value, str)
+        listed = name in LORA_LISTS and isinstance(value, str)
         config[LORA_OPTIONS[name]] = [value] if listed else value
     if "load_in_8bit" in quantization:
         config["load_in_8bit"] = True

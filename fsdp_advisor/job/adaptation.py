@@ -12,25 +12,35 @@ from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import fields_of
-from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 
 CONFIG_KEY = "fsdp_advisor_adaptation"
 """The key of a model's configuration under which its adaptation is kept."""
 
-LORA_OPTIONS = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
-    "use_dora", "use_rslora",
-)  # fmt: skip
-"""The options that describe a LoRA adapter. They need `use_peft`."""
+LORA_OPTIONS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+    "use_dora": "use_dora",
+    "use_rslora": "use_rslora",
+}
+"""The options that describe a LoRA adapter, with TRL's names, by the keyword of PEFT's LoraConfig. They need `use_peft`."""
+LORA_LISTS = ("target_modules", "target_parameters", "modules_to_save")
+"""The keywords of LoraConfig that are lists of names."""
+LORA_USUAL: Mapping[str, Any] = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True}
+"""Other keywords of LoraConfig, and the values with which they need no option."""
+TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
+"""PEFT's name of a task, which chooses the class around the model. Other tasks have the class `PeftModel`."""
 QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 """The options that describe how bitsandbytes stores a base in 4 bits."""
 
-_WITHOUT_EFFECT = (
-    "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "lora_alpha", "alpha_pattern",
-)  # fmt: skip
-"""Keys of an adapter_config.json that change no tensor of a training step."""
 _OF_A_FILE = ("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version")
-"""Keys that describe a saved adapter, not its training."""
+"""Keys of an adapter_config.json that describe a saved adapter, not its training."""
+_WITHOUT_EFFECT = (*_OF_A_FILE, "lora_alpha", "alpha_pattern")
+"""Keys that change no tensor of a training step."""
 _INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 """Keys that choose the first values of adapters. Some of these need the values of the weights, which a recording lacks."""
 
@@ -99,6 +109,12 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
     return Adaptation(peft=peft, freeze=tuple(sorted(set(request.freeze))), quantization=quantization)
 
 
+def may_adapt(request: EstimateRequest) -> bool:
+    """Whether an answer adapts the model: the request does, or its search compares methods that do."""
+    compares = isinstance(request, RecommendRequest) and request.method == "any"
+    return compares or bool(adaptation_of(request))
+
+
 def launched(request: EstimateRequest) -> Adaptation:
     """The same with the values that change no tensor and that exported files need, as the scale of adapters."""
     found = adaptation_of(request)
@@ -109,7 +125,7 @@ def launched(request: EstimateRequest) -> Adaptation:
 
 
 def _peft_config(request: EstimateRequest) -> dict[str, Any]:
-    described = _changed(request, LORA_OPTIONS)
+    described = _changed(request, LORA_OPTIONS.values())
     if request.peft_config is not None:
         if described:
             raise UsageError(
@@ -123,17 +139,9 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
         if described:
             raise UsageError(f"{described[0]} describes an adapter, and the job has none", hint="add --use-peft")
         return {}
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "r": request.lora_r,
-        "lora_dropout": request.lora_dropout,
-        "target_modules": names(request.lora_target_modules),
-        "target_parameters": names(request.lora_target_parameters),
-        "modules_to_save": names(request.lora_modules_to_save),
-        "use_dora": request.use_dora,
-        "use_rslora": request.use_rslora,
-    }
-    return {k: v for k, v in config.items() if v}
+    config = {"peft_type": "LORA"} | {keyword: getattr(request, option) for keyword, option in LORA_OPTIONS.items()}
+    config |= {keyword: names(config[keyword]) for keyword in LORA_LISTS}
+    return {k: v for k, v in config.items() if v and k not in _WITHOUT_EFFECT}
 
 
 def _changed(request: EstimateRequest, options: Iterable[str]) -> list[str]:

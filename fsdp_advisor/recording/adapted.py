@@ -12,18 +12,13 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import MissingExtra, UsageError
-from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.quantization import Quantization
 from fsdp_advisor.recording.quantized import prepare_for_training, quantize
 from fsdp_advisor.recording.source import LayerStack, RootModules, Source
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
 INSTALL = "in a checkout of fsdp-advisor, run: pip install '.[torch,adapters]'"
-_TASK_TYPES = {
-    "causal-lm": "CAUSAL_LM",
-    "seq2seq-lm": "SEQ_2_SEQ_LM",
-}
-"""PEFT's name of a task, which chooses the class around the model. Other tasks have the class `PeftModel`."""
 
 
 def source_of(config: Mapping[str, Any], *, name: str, task: str | None = None) -> Source:
@@ -101,7 +96,7 @@ class AdaptedSource:
         values = dict(self._adaptation.peft)
         try:
             kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(str(values.pop("peft_type")).upper())]
-            config = kind(task_type=_TASK_TYPES.get(self.task), **{k: v for k, v in values.items() if k != "task_type"})
+            config = kind(task_type=TASK_TYPES.get(self.task), **{k: v for k, v in values.items() if k != "task_type"})
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.requests import Request
 
 from fsdp_advisor.errors import MissingExtra, UnknownModel
-from fsdp_advisor.job.adaptation import adaptation_of
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.adaptation import may_adapt
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, hub
 from fsdp_advisor.server.answers import Document, ModelSource, answer
 from fsdp_advisor.server.monitoring import ANSWERS
@@ -77,7 +77,7 @@ class AnswerService:
             self._answers.popitem(last=False)
 
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
-        source = replace(source, is_adapted=any(isinstance(r, EstimateRequest) and _adapts(r) for r in rest))
+        source = replace(source, is_adapted=any(isinstance(r, EstimateRequest) and may_adapt(r) for r in rest))
         if source.config is None:
             try:
                 return await (self._recorder if source.is_adapted else self._pool).run(answer, source, *rest)
@@ -89,11 +89,6 @@ class AnswerService:
         if cache.installed_versions() is None:
             raise MissingExtra(f"{source.name} has to be recorded; this server lacks torch and transformers")
         return await self._recorder.run(answer, source, *rest)
-
-
-def _adapts(request: EstimateRequest) -> bool:
-    any_method = isinstance(request, RecommendRequest) and request.method == "any"
-    return any_method or bool(adaptation_of(request))
 
 
 def service_of(request: Request) -> AnswerService:
