@@ -14,11 +14,9 @@ from torch import nn
 from fsdp_advisor.errors import MissingExtra, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.quantization import Quantization
-from fsdp_advisor.recording.quantized import prepare_for_training, quantize
-from fsdp_advisor.recording.source import LayerStack, RootModules, Source
+from fsdp_advisor.recording.quantized import INSTALL, prepare_for_training, quantize
+from fsdp_advisor.recording.source import Source, WrappedSource
 from fsdp_advisor.recording.transformers_models import TransformersSource
-
-INSTALL = "in a checkout of fsdp-advisor, run: pip install '.[torch,adapters]'"
 
 
 def source_of(config: Mapping[str, Any], *, name: str, task: str | None = None) -> Source:
@@ -29,21 +27,16 @@ def source_of(config: Mapping[str, Any], *, name: str, task: str | None = None) 
     return plain if adaptation is None else AdaptedSource(plain, adaptation)
 
 
-class AdaptedSource:
+class AdaptedSource(WrappedSource):
     """A transformers model after an adaptation. The adapters' own dtypes stay, whatever the base is stored in."""
-
-    inventory_dtype = torch.bfloat16
-    """A parameter with another dtype has it at every precision, as the fp32 weights of adapters."""
 
     def __init__(self, base: TransformersSource, adaptation: Mapping[str, Any]) -> None:
         """`adaptation`: the values of an `Adaptation`, and under `versions` those of the packages that adapt the model."""
-        self._base, self._recorded_as = base, dict(adaptation)
+        super().__init__(base)
+        self.inventory_dtype = torch.bfloat16
+        """A parameter with another dtype has it at every precision, as the fp32 weights of adapters."""
+        self._recorded_as = dict(adaptation)
         self._adaptation = Adaptation.from_dict(adaptation)
-        self.name = base.name
-        self.task = base.task
-        self.max_seq_len = base.max_seq_len
-        self.alike_up_to = base.alike_up_to
-        self.drops_out = base.drops_out or bool(self._adaptation.peft.get("lora_dropout"))
 
     def config(self) -> dict[str, object]:
         return {**self._base.config(), CONFIG_KEY: self._recorded_as}
@@ -61,26 +54,6 @@ class AdaptedSource:
         if self._adaptation.freeze:
             freeze(model, self._adaptation.freeze, self.name)
         return self._with_adapters(model) if self._adaptation.peft else model
-
-    def stacks(self, module: nn.Module) -> list[LayerStack]:
-        return self._base.stacks(module)
-
-    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
-        self._base.keep_layers(module, kept)
-
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
-    ) -> None:
-        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
-
-    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._base.loss(module, batch)
-
-    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        return self._base.batch(micro_batch_size, seq_len)
-
-    def root_modules(self, module: nn.Module) -> RootModules:
-        return self._base.root_modules(module)
 
     def is_adapter(self, parameter: str) -> bool:
         """Whether the parameter of this name belongs to an adapter or is a trained copy of one of the base's."""

@@ -73,3 +73,44 @@ class Source(Protocol):
 
     def config(self) -> dict[str, object]:
         """The values that identify the model, JSON-compatible."""
+
+
+class WrappedSource:
+    """A source that is `base` but for what a subclass changes."""
+
+    def __init__(self, base: Source) -> None:
+        self._base = base
+        self.name = base.name
+        self.task = base.task
+        self.max_seq_len = base.max_seq_len
+        self.alike_up_to = base.alike_up_to
+        self.inventory_dtype = base.inventory_dtype
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        return self._base.build(dtype)
+
+    def stacks(self, module: nn.Module) -> list[LayerStack]:
+        return self._base.stacks(module)
+
+    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        self._base.keep_layers(module, kept)
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+    ) -> None:
+        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._base.loss(module, batch)
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        return self._base.batch(micro_batch_size, seq_len)
+
+    def root_modules(self, module: nn.Module) -> RootModules:
+        return self._base.root_modules(module)
+
+    def is_adapter(self, parameter: str) -> bool:
+        return self._base.is_adapter(parameter)
+
+    def config(self) -> dict[str, object]:
+        return self._base.config()

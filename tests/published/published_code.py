@@ -6,7 +6,6 @@ A `Variant` changes what happens between a model's hidden states and its loss; t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -21,17 +20,15 @@ from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, adapted
 from fsdp_advisor.recording.adapted import source_of
-from fsdp_advisor.recording.source import LayerStack, RootModules, Source
+from fsdp_advisor.recording.source import Source, WrappedSource
 
 
-class VariantSource:
+class VariantSource(WrappedSource):
     """A source with the loss of a variant."""
 
     def __init__(self, base: Source, variant: Variant) -> None:
-        self._base, self._variant = base, variant
-        self.name, self.task, self.max_seq_len = base.name, base.task, base.max_seq_len
-        self.alike_up_to, self.inventory_dtype = base.alike_up_to, base.inventory_dtype
-        self.drops_out = getattr(base, "drops_out", False)
+        super().__init__(base)
+        self._variant = variant
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         older = partial(shifted_loss, upcasts=not self._variant.logits_stay_half)
@@ -45,32 +42,9 @@ class VariantSource:
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         if not self._variant.keeps_dtypes:
-            return self._base.build(dtype)
+            return super().build(dtype)
         with mock.patch.object(adapted, "prepare_for_training", lambda model, **_: model.requires_grad_(False)):
-            return self._base.build(dtype)
-
-    def stacks(self, module: nn.Module) -> list[LayerStack]:
-        return self._base.stacks(module)
-
-    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
-        self._base.keep_layers(module, kept)
-
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
-    ) -> None:
-        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
-
-    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        return self._base.batch(micro_batch_size, seq_len)
-
-    def root_modules(self, module: nn.Module) -> RootModules:
-        return self._base.root_modules(module)
-
-    def is_adapter(self, parameter: str) -> bool:
-        return self._base.is_adapter(parameter)
-
-    def config(self) -> dict[str, object]:
-        return self._base.config()
+            return super().build(dtype)
 
 
 def shifted_loss(
