@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_advisor.job.adapter_fields import QuantStorage, QuantType
+
 QuantizationMethod = Literal["bnb_4bit", "bnb_8bit"]
-QuantType = Literal["nf4", "fp4"]
-StorageDtype = Literal["uint8", "bfloat16", "float16", "float32"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -24,7 +24,7 @@ class Quantization:
     method: QuantizationMethod
     quant_type: QuantType = "nf4"
     nested: bool = False
-    storage_dtype: StorageDtype = "uint8"
+    storage_dtype: QuantStorage = "uint8"
     compute_dtype: ComputeDtype = "bfloat16"
 
     @classmethod

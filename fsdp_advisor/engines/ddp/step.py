@@ -43,14 +43,14 @@ def buckets(profile: Profile, plan: Plan) -> Storages:
 def _assigned(parameters: Iterable[Parameter], plan: Plan) -> Storages:
     """The buckets of these parameters. Each dtype has its own buckets, of which the first one is small."""
     result = NO_STORAGES
-    filled: dict[str | None, int] = {}
-    limits: dict[str | None, int] = {}
+    filled: dict[int, int] = {}  # by bytes per element, which differ between the dtypes that one model trains
+    limits: dict[int, int] = {}
     for parameter in parameters:
-        dtype = parameter.dtype
-        filled[dtype] = filled.get(dtype, 0) + parameter.elements * stored_bytes(plan, parameter)
-        if filled[dtype] >= limits.get(dtype, FIRST_BUCKET_BYTES):
-            result += Storages.of(filled.pop(dtype))
-            limits[dtype] = BUCKET_BYTES
+        element = stored_bytes(plan, parameter)
+        filled[element] = filled.get(element, 0) + parameter.elements * element
+        if filled[element] >= limits.get(element, FIRST_BUCKET_BYTES):
+            result += Storages.of(filled.pop(element))
+            limits[element] = BUCKET_BYTES
     return sum(map(Storages.of, filled.values()), result)
 
 

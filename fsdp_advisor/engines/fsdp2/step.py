@@ -192,9 +192,8 @@ class Fsdp2Step(StepHooks):
         gradient = step.alloc(Account.LOSS, Storages.of(ALIGNMENT))
         for unit in self._not_reduced():
             self._end_backward_of(step, unit)
-        step.free(
-            *self._gathered.values()
-        )  # units that were gathered in advance and have no backward (`finalize_backward`)
+        # units that were gathered in advance and have no backward (`finalize_backward`)
+        step.free(*self._gathered.values())
         self._gathered.clear()
         step.free(gradient)
         step.free(self._previous_reduce_input)
