@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
@@ -36,10 +35,7 @@ def saved_state(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], Se
     for unit, count in profile.counted_units():
         for p in unit.parameters:
             if p.trainable:
-                shape = shape_of(p)
-                state = optimizer.state_storages(p, shape, stored_bytes(plan, p)) + optimizer.paged_state_storages(
-                    prod(shape)
-                )
+                state = optimizer.all_state_storages(p, shape_of(p), stored_bytes(plan, p))
                 on_host = optimizer.host_state_bytes if state.exact else 0
                 total += (state.exact + on_host) * count
                 scalars += (sum(n for n in state.each() if n == SCALAR_BYTES) + on_host) * count

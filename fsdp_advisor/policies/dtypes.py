@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.model.profile import Parameter, Profile
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1, "int8": 1,
@@ -23,6 +23,11 @@ def is_sharded(parameter: Parameter) -> bool:
     Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `ignored_params`; `fully_shard` itself fails at them.
     """
     return parameter.role != "quantized" or is_floating(parameter)
+
+
+def has_8_bit_weights(profile: Profile) -> bool:
+    """Whether bitsandbytes stores weights of the model in 8 bits."""
+    return any(p.dtype == "int8" for unit, _ in profile.counted_units() for p in unit.parameters)
 
 
 def stored_bytes(plan: Plan, parameter: Parameter) -> int:

@@ -22,7 +22,7 @@ from fsdp_advisor.engines.deepspeed.settings import (
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
-from fsdp_advisor.policies.dtypes import cast_bytes
+from fsdp_advisor.policies.dtypes import cast_bytes, has_8_bit_weights
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
@@ -42,7 +42,7 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
     Source: bitsandbytes 0.50, nn/modules.py, Linear8bitLt: `state.CB` refers to the whole weight.
     """
-    if stage(plan) < 3 or not any(p.dtype == "int8" for p, _ in each_parameter(profile)):
+    if stage(plan) < 3 or not has_8_bit_weights(profile):
         return None
     return UsageError(
         "ZeRO-3 does not save memory on weights in 8 bits: each layer keeps a second reference to its whole weight",

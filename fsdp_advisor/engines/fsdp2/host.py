@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.fsdp_state_dict import shard_bytes
 from fsdp_advisor.job.plan import Plan
@@ -28,8 +26,5 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
             pinned += 2 * shard if p.trainable else shard
             if p.trainable:
                 local = shard_shape(p.shape, plan.shard_degree)
-                state = optimizer.state_storages(p, local, stored_bytes(plan, p)) + optimizer.paged_state_storages(
-                    prod(local)
-                )
-                pageable += state.exact * count
+                pageable += optimizer.all_state_storages(p, local, stored_bytes(plan, p)).exact * count
     return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)

@@ -18,7 +18,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.parallelism.placement import Shard
-from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, is_sharded, stored_bytes
+from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, has_8_bit_weights, is_sharded, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
@@ -155,7 +155,7 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
 
 def refusal(profile: Profile) -> UsageError | None:
     """Why FSDP2 cannot train the model; None if it can. A sharded weight in 8 bits lacks what bitsandbytes keeps with it."""
-    if not any(p.dtype == "int8" for unit, _ in profile.counted_units() for p in unit.parameters):
+    if not has_8_bit_weights(profile):
         return None
     return UsageError(
         "FSDP2 fails with weights in 8 bits: 'Parameter' object has no attribute 'CB'",

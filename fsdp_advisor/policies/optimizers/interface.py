@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 
 from fsdp_advisor.job.request import OptimizerName
@@ -156,6 +157,10 @@ class Optimizer(ABC):
     @abstractmethod
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
         """The state of one flat partition under DeepSpeed, on the GPU, without the masters."""
+
+    def all_state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        """The state of one trainable parameter, that in managed memory included: what a checkpoint or a host holds."""
+        return self.state_storages(parameter, shape, element_bytes) + self.paged_state_storages(prod(shape))
 
     def paged_state_storages(self, elements: int) -> Storages:
         """The state of one tensor on the GPU that is in CUDA's managed memory. The other methods do not count it.
