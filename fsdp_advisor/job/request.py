@@ -387,10 +387,11 @@ class EstimateRequest:
 
     def as_dict(self) -> dict[str, Any]:
         """The values of all fields by name, as JSON has them."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in self._values.items()}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in self.values.items()}
 
     @property
-    def _values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
+        """The values of all fields by name."""
         return {name: getattr(self, name) for name in fields_of(type(self))}
 
     @property
@@ -398,7 +399,7 @@ class EstimateRequest:
         """The values that make the same request again, by name: those that are not what is taken if nothing is given."""
         fixed = self.given & GPU_DEPENDENT
         known = fields_of(type(self))
-        return {name: v for name, v in self._values.items() if v != known[name].default or name in fixed}
+        return {name: v for name, v in self.values.items() if v != known[name].default or name in fixed}
 
     def but(self: AnyRequest, **changes: Any) -> AnyRequest:
         """A copy with other values for some fields, which then count as given."""

@@ -53,8 +53,7 @@ def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[E
 def pinned(report: Report, plan: Plan) -> dict[str, str]:
     """The query that asks for exactly this plan: options that differ from their defaults, and those that would be chosen."""
     known = fields_of(EstimateRequest)
-    asked = report.request.as_dict()
-    asked = {name: getattr(plan, name, value) for name, value in asked.items() if value is not None}
+    asked = {name: getattr(plan, name, v) for name, v in report.request.values.items() if v is not None}
     always = {"model", "strategy", "backend", "offload"} | (GPU_DEPENDENT & report.request.given)
     return as_query({name: v for name, v in asked.items() if name in always or v != known[name].default})
 
