@@ -10,6 +10,7 @@
     +-- HubError              the Hugging Face hub did not answer, or refused the request
     +-- NotRecordable         a model that the recorder cannot run or describe
     |   +-- NoSuchAttention   an attention implementation that the model does not have
+    |   +-- NotPolynomial     a model that must be recorded for each micro-batch and sequence length
     +-- MissingExtra          an optional package is not installed
     +-- MeasurementError      a validation run that failed
     +-- RehearsalError        a rehearsal that cannot start or be read
@@ -93,7 +94,14 @@ class HubError(AdvisorError):
 
 
 class NotRecordable(AdvisorError):
-    """The recorder cannot run the model, or cannot express its sizes as polynomials in batch size and sequence length."""
+    """The recorder cannot run the model."""
+
+
+class NotPolynomial(NotRecordable):
+    """The model's sizes are no polynomials in batch size and sequence length, or its order of allocations depends on them."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="such a model is recorded for one micro-batch and sequence length at a time")
 
 
 class NoSuchAttention(NotRecordable):

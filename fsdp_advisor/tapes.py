@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdp_advisor.engines.wrapping import tape_wrap
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Tape
@@ -73,11 +73,19 @@ def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey,
     """
     key = tape_key_of(plan, profile)
     try:
-        return _with_attention(model, profile, plan, key)
+        return _for_any_batch(model, profile, plan, key)
     except (MissingExtra, NotRecordable) as error:
         if not key.autocasts_fsdp1 or (model.recording_allowed and not isinstance(error, MissingExtra)):
             raise
-        return _with_attention(model, profile, plan, replace(key, engine="fsdp1"))
+        return _for_any_batch(model, profile, plan, replace(key, engine="fsdp1"))
+
+
+def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
+    """The key's tape. Where sizes are no polynomials, the tape of the plan's own micro-batch and sequence length."""
+    if not any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values()):
+        with contextlib.suppress(NotPolynomial):
+            return _with_attention(model, profile, plan, key)
+    return _with_attention(model, profile, plan, replace(key, at=(plan.micro_batch_size, plan.seq_len)))
 
 
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
@@ -93,17 +101,20 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
         if plan.attention != "sdpa":
             raise
         key, tape = eager, model.tape(eager)
-    if not model.from_catalog or key.wrap:
-        for on_gpu in gpu_tape_keys(key, window_filled=profile.fills_window(plan.seq_len)):
-            _record_on_gpu(model, on_gpu)
+    for on_gpu in gpu_tape_keys(key, window_filled=profile.fills_window(plan.seq_len)):
+        _record_on_gpu(model, on_gpu)
     return key, tape
 
 
 @lru_cache(maxsize=64)  # a failed recording is not tried again
 def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
-    """Record a GPU tape if possible."""
-    with contextlib.suppress(AdvisorError):
+    """Record a GPU tape if possible. Raises NotPolynomial."""
+    try:
         model.tape(key)
+    except NotPolynomial:
+        raise
+    except AdvisorError:
+        pass
 
 
 # On a GPU

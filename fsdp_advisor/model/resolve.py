@@ -18,6 +18,7 @@ from fsdp_advisor.errors import (
     AdvisorError,
     ErrorPayload,
     MissingExtra,
+    NotPolynomial,
     NotRecordable,
     UnknownModel,
     UnreadableConfig,
@@ -90,7 +91,7 @@ class Resolved:
         if key.name not in tapes:
             with _RECORDER_LOCK:
                 if key.name not in tapes and self.recorder is not None:
-                    tapes[key.name] = self.recorder.tape(key)
+                    tapes[key.name] = self._record_module(self.recorder, key)
                 elif key.name not in tapes:
                     tapes[key.name] = self._load_cached(key) or self._record_now(key)
         return tapes[key.name]
@@ -128,6 +129,14 @@ class Resolved:
         if key.name in cached.refusals:
             raise _refusal(cached.refusals[key.name])
         return cached.tapes.get(key.name)
+
+    def _record_module(self, recorder: Recorder, key: TapeKey) -> Tape:
+        assert self.profile is not None
+        try:
+            return recorder.tape(key)
+        except NotPolynomial as error:
+            self.profile.refusals[key.name] = to_payload(error)
+            raise
 
     def _record_now(self, key: TapeKey) -> Tape:
         """Record the tape and cache it, or cache and raise the error."""
@@ -378,6 +387,8 @@ def _described(key: TapeKey) -> str:
     device = " on a GPU" if key.device == "gpu" and key.attention != "flash_attention_2" else ""
     checkpointing = f"activation checkpointing {key.checkpointing}"
     wrap = f", wrap {key.wrap}" if key.wrap else ""
+    if key.at is not None:
+        batch = f"micro-batch {key.at[0]} of {key.at[1]} tokens"
     return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}, {batch}"
 
 

@@ -30,7 +30,8 @@ class TapeKey:
 
     `batch_is_one`: B = 1, for which some models run other code. `window_filled`: sequences are at least as long as the model's
     sliding window, so some layers need a mask; this affects only sdpa on a GPU. `wrap`: the wrap policy with whose units the tape is
-    recorded; empty for a unit per layer, also where only the marks of layers matter. Raises ValueError for flash_attention_2 on a CPU.
+    recorded; empty for a unit per layer, also where only the marks of layers matter. `at`: the (B, T) for which alone the tape is
+    valid, of a model whose sizes are no polynomials; None for a tape of every B and T. Raises ValueError for flash_attention_2 on a CPU.
     """
 
     engine: TapeEngine
@@ -42,6 +43,7 @@ class TapeKey:
     kernel: SdpaKernel = "default"
     window_filled: bool = False
     wrap: str = ""
+    at: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.attention == "flash_attention_2" and self.device == "cpu":
@@ -78,6 +80,8 @@ class TapeKey:
 
         >>> TapeKey("fsdp2", "bf16", "sdpa", "none", True, device="gpu", window_filled=True).name
         'fsdp2|bf16|gpu|sdpa|default|window|none|1'
+        >>> TapeKey("plain", "bf16", "sdpa", "none", at=(2, 4096)).name
+        'plain|bf16|cpu|sdpa|default|-|none|n|at=2x4096'
         """
         window, batch = "window" if self.window_filled else "-", "1" if self.batch_is_one else "n"
         parts = (
@@ -90,12 +94,15 @@ class TapeKey:
             self.checkpointing,
             batch,
         )
-        return "|".join((*parts, self.wrap) if self.wrap else parts)
+        options = {"wrap": self.wrap, "at": "x".join(map(str, self.at or ()))}
+        return "|".join((*parts, *(f"{name}={value}" for name, value in options.items() if value)))
 
     @classmethod
     def from_name(cls, name: str) -> TapeKey:
         """The key with this name. Raises ValueError if there is none."""
-        engine, precision, device, attention, kernel, window, checkpointing, batch, *wrap = name.split("|")
+        engine, precision, device, attention, kernel, window, checkpointing, batch, *options = name.split("|")
+        given = dict(option.split("=") for option in options)
+        at = [int(number) for number in given.get("at", "").split("x") if number]
         fields = (
             (engine, TapeEngine), (precision, TapePrecision), (device, TapeDevice), (attention, TapeAttention),
             (kernel, SdpaKernel), (checkpointing, TapeCheckpointing),
@@ -112,5 +119,6 @@ class TapeKey:
             device=cast("TapeDevice", device),
             kernel=cast("SdpaKernel", kernel),
             window_filled=window == "window",
-            wrap=wrap[0] if wrap else "",
+            wrap=given.get("wrap", ""),
+            at=(at[0], at[1]) if at else None,
         )

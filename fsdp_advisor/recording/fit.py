@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.model.profile import Polynomial
 
 
@@ -24,7 +24,7 @@ def _quadratic(ts: Sequence[int], values: Sequence[int]) -> tuple[Fraction, Frac
 def fit(bs: tuple[int, ...], ts: tuple[int, int, int], values: tuple[int, ...]) -> Polynomial:
     """The polynomial through `values` at the grid bs x ts (B outermost). One B gives a polynomial in T alone.
 
-    Raises NotRecordable where no integer polynomial passes through the points.
+    Raises NotPolynomial where no integer polynomial passes through the points.
     >>> fit((2, 3), (4, 6, 9), tuple(5 + 2 * b * t * t for b in (2, 3) for t in (4, 6, 9)))
     (5, 0, 0, 0, 2, 0)
     """
@@ -37,9 +37,8 @@ def fit(bs: tuple[int, ...], ts: tuple[int, int, int], values: tuple[int, ...]) 
         c1, ct, ct2 = (lo - slope * bs[0] for lo, slope in zip(rows[0], slopes, strict=True))
     coefficients = (c1, cb, ct, cbt, cbt2, ct2)
     if any(c.denominator != 1 for c in coefficients):
-        raise NotRecordable(
-            f"a tensor's size is not a polynomial in micro-batch and sequence length: {values} at B {bs}, T {ts}",
-            hint="the recorder does not support tensors whose size depends on batch or length in this way",
+        raise NotPolynomial(
+            f"a tensor's size is not a polynomial in micro-batch and sequence length: {values} at B {bs}, T {ts}"
         )
     a, b, c, d, e, f = (int(x) for x in coefficients)
     return a, b, c, d, e, f

@@ -2,7 +2,8 @@
 
 The model, reduced to a few representative layers, runs one step under `FakeTensorMode`: it computes nothing and uses no memory,
 but allocates and frees every storage as in a real run. The step is recorded at a small grid of (B, T) points. The order of events
-must be the same at all points, and every size must be a polynomial; both are checked at one more point.
+must be the same at all points, and every size must be a polynomial; both are checked at one more point. A model for which this does
+not hold raises NotPolynomial; it is recorded at the requested (B, T) alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tens
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
-from fsdp_advisor.recording.take import Fitted, Take, fit_takes, storages_of, tape_of
+from fsdp_advisor.recording.take import Fitted, Take, check_order, constant, fit_takes, storages_of, tape_of
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
 
 GRID_B = (2, 3)
@@ -88,11 +89,17 @@ class Recorder:
                 if not self._warm or self.source.alike_up_to:
                     step.run(*points[0])
                     self._warm = True
-                checked = step.run(*check)
+                if key.at is not None:
+                    take = step.run(*key.at)
+                    return with_whole_gradients(tape_of(take, constant(take)), self.profile, key)
                 corner = step.run(*points[-1])
+                first = step.run(*points[0])
+                check_order([first, corner])
+                checked = step.run(*check)
+                check_order([checked, corner])
                 if (known := self._alike({check: checked, points[-1]: corner})) is not None:
                     return with_whole_gradients(known, self.profile, key)
-                takes = [step.run(*point) for point in points[:-1]] + [corner]
+                takes = [first, *(step.run(*point) for point in points[1:-1]), corner]
         except AdvisorError:
             raise
         except Exception as error:

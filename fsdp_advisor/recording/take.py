@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.model.profile import Op, Polynomial, Segment, Size, Staging, Tape, evaluate
 from fsdp_advisor.recording.fit import fit
 from fsdp_advisor.recording.operators import Work
@@ -64,29 +65,37 @@ class Fitted:
 
 
 def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
-    """Polynomials through recordings at the grid points. They must reproduce the recording `check` at `at` exactly."""
-    for take in [*takes, check]:
-        if storages_of(take) != storages_of(takes[0]):
-            raise NotRecordable(
-                "the order of allocations depends on batch or length", hint="this model cannot be recorded"
-            )
+    """Polynomials through recordings at the grid points. Raises NotPolynomial if there are none, or if they do not reproduce the
+    recording `check` at `at` exactly.
+    """
+    check_order([*takes, check])
     t0, t1, t2 = ts
     polynomials = [fit(bs, (t0, t1, t2), values) for values in zip(*(t.totals for t in takes), strict=True)]
-    births = len(takes[0].sizes)
-    ends = births + len(takes[0].columns)
-    rest = polynomials[ends:]
-    fitted = Fitted(
-        tuple(polynomials[:births]),
-        tuple(polynomials[births:ends]),
-        tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True)),
-    )
+    fitted = _fitted(takes[0], polynomials)
     for expected, found in zip(check.totals, fitted.at(*at), strict=True):
         if expected != found:
-            raise NotRecordable(
-                f"a size at B = {at[0]}, T = {at[1]} is {expected}, but its polynomial gives {found}",
-                hint="the recorder does not support tensors whose size depends on batch or length in this way",
-            )
+            raise NotPolynomial(f"a size at B = {at[0]}, T = {at[1]} is {expected}, but its polynomial gives {found}")
     return fitted
+
+
+def constant(take: Take) -> Fitted:
+    """The sizes of one recording, which are valid at its own (B, T)."""
+    return _fitted(take, [(value, 0, 0, 0, 0, 0) for value in take.totals])
+
+
+def check_order(takes: Sequence[Take]) -> None:
+    """Raise NotPolynomial unless all takes have the same events in the same order."""
+    if any(storages_of(take) != storages_of(takes[0]) for take in takes):
+        raise NotPolynomial("the order of allocations depends on batch or length")
+
+
+def _fitted(take: Take, totals: Sequence[Polynomial]) -> Fitted:
+    """`totals`: a polynomial for each of the take's totals."""
+    births = len(take.sizes)
+    ends = births + len(take.columns)
+    rest = totals[ends:]
+    work = tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
+    return Fitted(tuple(totals[:births]), tuple(totals[births:ends]), work)
 
 
 def tape_of(take: Take, fitted: Fitted) -> Tape:

@@ -1,0 +1,49 @@
+"""Models whose sizes are no polynomials in batch and length: linear attention runs in chunks, and pads sequences to whole ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from fsdp_advisor.errors import NotPolynomial
+from fsdp_advisor.estimator import peak_of_step
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.recording import Recorder
+from fsdp_advisor.recording.transformers_models import TransformersSource
+from fsdp_advisor.tapes import select_tape
+from fsdp_advisor.validation.simulate import simulate
+
+pytestmark = pytest.mark.slow
+
+HYBRID = {
+    "model_type": "olmo_hybrid", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 500,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+PLAN = Plan(
+    strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=4), precision="bf16-mixed", micro_batch_size=2, seq_len=100
+)
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    return Recorder(TransformersSource(HYBRID, name="hybrid"))
+
+
+def test_no_tape_is_valid_for_every_length(recorder: Recorder) -> None:
+    with pytest.raises(NotPolynomial):
+        recorder.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
+
+
+@pytest.mark.parametrize("seq_len", [100, 200])
+def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Recorder, seq_len: int) -> None:
+    profile, plan = recorder.profile, replace(PLAN, seq_len=seq_len)
+    model = Resolved("hybrid", "module", profile, profile.parameters, profile.parameters, recorder=recorder)
+    key, tape = select_tape(model, profile, plan)
+    assert key.at == (2, seq_len)
+    assert peak_of_step(profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
