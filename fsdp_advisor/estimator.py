@@ -31,6 +31,7 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import label, plans
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.ignored import ignored_in_estimate
 from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request as make_request
@@ -102,8 +103,8 @@ def requested(fields: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
 
 
 def settled(request: AnyRequest) -> AnyRequest:
-    """The request with what is implied for options that were not given: the number of nodes and fp16 without bf16 by its GPU, and
-    in a search a frozen base in bf16.
+    """The request with what is implied for options that were not given: the number of nodes and fp16 without bf16 by its GPU,
+    checkpointing by its framework, and in a search a frozen base in bf16.
 
     `assumed` names them. A request that was constructed directly is taken as it is.
     """
@@ -118,6 +119,9 @@ def settled(request: AnyRequest) -> AnyRequest:
         found["precision"] = "fp16-mixed"
     elif isinstance(request, RecommendRequest) and _may_store_half(request):
         found["dtype"] = "bfloat16"
+    is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
+    if is_open and FRAMEWORKS[request.framework].checkpoints:
+        found["activation_checkpointing"] = "full"
     return replace(request, **found, assumed=frozenset(found))
 
 
@@ -138,6 +142,10 @@ def _assumptions(request: EstimateRequest, gpu: Gpu) -> list[str]:
         )
     if "precision" in request.assumed:
         notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
+    if "activation_checkpointing" in request.assumed:
+        notes.append(
+            f"{FRAMEWORK_NAMES[request.framework]} checkpoints activations unless activation_checkpointing is none"
+        )
     if "dtype" in request.assumed:
         notes.append(f"the frozen base is stored in {request.dtype}, as transformers loads it; dtype changes it")
     elif _stores_frozen_base_in_fp32(request):

@@ -14,7 +14,13 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
-from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
+from fsdp_advisor.model.tape_key import (
+    TapeAttention,
+    TapeCheckpointing,
+    TapeEngine,
+    TapeKey,
+    TapePrecision,
+)
 
 FLASH_FROM = (8, 0)
 """The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
@@ -48,7 +54,11 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
     if plan.backend == "ddp" and plan.stores_half:
         precision = "bf16-weights-mixed"
     wrap = tape_wrap(profile, plan) if profile is not None else ""
-    return _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1, wrap)
+    key = _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1, wrap)
+    if plan.loss_code == "full":
+        return key
+    at = (plan.micro_batch_size, plan.seq_len) if plan.ignored_labels else None  # a rounded number of tokens
+    return replace(key, loss=plan.loss_code, ignored_labels=plan.ignored_labels, at=at)
 
 
 @lru_cache(maxsize=1024)  # one object per key, because each caches its name

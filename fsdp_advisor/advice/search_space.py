@@ -7,6 +7,7 @@ from functools import cached_property
 
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import (
@@ -106,6 +107,8 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
         reshard_after_forward=request.reshard_after_forward,
         save_only_model=request.save_only_model,
         dtype=request.dtype,
+        loss_code=loss_code(request.loss, request.framework),
+        ignored_labels=request.ignored_labels,
     )
 
 

@@ -80,7 +80,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if plan.backend == "fsdp2":
         if optimizer.fsdp2 is not None:
             notes.append(optimizer.fsdp2.reason)
-        elif optimizer.fsdp2_step_failure and plan.framework != "trainer":
+        elif optimizer.fsdp2_step_failure and not plan.facts.uses_trainer:
             notes.append(optimizer.fsdp2_step_failure)
     notes += optimizer.notes
     if optimizer.is_paged and plan.offload == "none":

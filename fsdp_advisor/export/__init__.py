@@ -22,9 +22,9 @@ from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import accelerate, axolotl, deepspeed, launch, llamafactory, script, trainer, trl
-from fsdp_advisor.export.constants import FRAMEWORK_NAMES
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Exported, Target, with_environment
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 
 __all__ = ["TARGETS", "Exported", "Job", "Target", "check_supported", "export", "find"]
 

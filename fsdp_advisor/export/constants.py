@@ -21,9 +21,6 @@ The tests load and run every export with these versions. axolotl is the exceptio
 schema it publishes.
 """
 
-FRAMEWORK_NAMES = {"accelerate": "accelerate", "trainer": "the Trainer"}
-"""How messages name a framework."""
-
 Consumer = Literal["torch", "accelerate", "deepspeed", "trainer", "axolotl", "trl", "llamafactory"]
 """The library whose training loop runs a job."""
 

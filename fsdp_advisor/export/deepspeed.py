@@ -169,7 +169,7 @@ def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
     """
     if plan.uses_accelerate and not (plan.precision == "bf16" and plan.offload != "none"):
         return {}
-    if plan.framework == "trainer":
+    if plan.facts.uses_trainer:
         return _TRAINERS_OPTIMIZER
     optimizer = optimizer_named(plan.optim)
     named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded

@@ -36,7 +36,7 @@ AXOLOTL_SCRIPT = "axolotl.sh"
 def consumer_of(plan: Plan) -> Consumer:
     """The library whose loop trains the plan, if nothing else is said."""
     match plan.framework:
-        case "accelerate" | "trainer":
+        case "accelerate" | "trainer" | "trl":
             return plan.framework
         case "torch" | "deepspeed":
             return "deepspeed" if plan.backend == "deepspeed" else "torch"

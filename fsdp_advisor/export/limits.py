@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.compatibility import refusal
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Framework
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -17,7 +18,7 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
     """Why `framework` cannot train the job, whichever framework was estimated."""
     plan = job.plan
     optimizer = optimizer_named(plan.optim).transformers
-    if framework == "trainer" and isinstance(optimizer, Refusal):
+    if FRAMEWORKS[framework].uses_trainer and isinstance(optimizer, Refusal):
         return optimizer.reason
     if isinstance(script := optimizer_named(plan.optim).script, Refusal):
         return script.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
@@ -241,6 +242,8 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         reshard_after_forward=request.reshard_after_forward,
         save_only_model=request.save_only_model,
         dtype=request.dtype,
+        loss_code=loss_code(request.loss, request.framework),
+        ignored_labels=request.ignored_labels,
     )
     check_fsdp_options(plan)
     return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fsdp_advisor.job.request import Backend, Framework
 
@@ -25,6 +26,9 @@ class FrameworkFacts:
       transformers/trainer.py, _build_accelerator_args.
     - `clips_gradients`: gradients are clipped by default. Source: transformers/training_args.py, max_grad_norm = 1.
     - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
+    - `uses_trainer`: transformers' Trainer runs the loop.
+    - `loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
+    - `checkpoints`: layers are checkpointed if nothing else is said. Source: trl 1.16, sft_config.py, gradient_checkpointing.
     """
 
     backends: tuple[Backend, ...] = ("ddp", "fsdp2", "fsdp1", "deepspeed")
@@ -38,6 +42,9 @@ class FrameworkFacts:
     finds_unused_parameters: bool = False
     clips_gradients: bool = False
     fsdp1_shards_fully: bool = False
+    uses_trainer: bool = False
+    loss: Literal["full", "trl"] = "full"
+    checkpoints: bool = False
 
 
 _ACCELERATE = FrameworkFacts(
@@ -50,12 +57,20 @@ _ACCELERATE = FrameworkFacts(
     fills_deepspeed_buckets=True,
 )
 
+_TRAINER = replace(  # it prepares the model with accelerate
+    _ACCELERATE, uses_trainer=True, finds_unused_parameters=True, clips_gradients=True, fsdp1_shards_fully=True
+)
+
 FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     "torch": FrameworkFacts(),
     "accelerate": _ACCELERATE,
-    "trainer": replace(
-        _ACCELERATE, finds_unused_parameters=True, clips_gradients=True, fsdp1_shards_fully=True
-    ),  # it prepares the model with accelerate
+    "trainer": _TRAINER,
+    "trl": replace(_TRAINER, loss="trl", checkpoints=True),
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
 }
 """`torch` is each engine by itself, DeepSpeed's own loop included."""
+
+FRAMEWORK_NAMES: dict[Framework, str] = {
+    "torch": "PyTorch", "accelerate": "accelerate", "trainer": "the Trainer", "deepspeed": "DeepSpeed", "trl": "TRL",
+}  # fmt: skip
+"""How messages name a framework."""

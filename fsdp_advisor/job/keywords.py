@@ -21,6 +21,7 @@ from fsdp_advisor.job.request import (
     EstimateRequest,
     Find,
     Framework,
+    Loss,
     Offload,
     OffloadDevice,
     OptimizerName,
@@ -62,6 +63,8 @@ class _Options(TypedDict, total=False):
     forward_prefetch: bool
     reshard_after_forward: str
     save_only_model: bool
+    loss: Loss
+    ignored_labels: float
     global_batch_size: int | None
     dtype: StoredDtype
     use_peft: bool

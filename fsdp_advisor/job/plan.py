@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_advisor.job.adapter_fields import StoredDtype
 from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
+from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.job.request import (
     Attention,
     Backend,
@@ -49,6 +50,8 @@ class Plan:
     reshard_after_forward: str = "auto"
     save_only_model: bool = False
     dtype: StoredDtype = "auto"
+    loss_code: LossCode = "full"
+    ignored_labels: float = 0.0
 
     @property
     def without_batch(self) -> Plan:
@@ -65,6 +68,8 @@ class Plan:
             gradient_accumulation_steps=1,
             activation_checkpointing="none",
             attention="sdpa",
+            loss_code="full",
+            ignored_labels=0.0,
         )
 
     @property

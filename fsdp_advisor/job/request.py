@@ -25,7 +25,8 @@ OptimizerName = Literal[
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
-Framework = Literal["torch", "accelerate", "trainer", "deepspeed"]
+Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl"]
+Loss = Literal["auto", "full", "chunked", "liger", "cce"]
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str
@@ -294,8 +295,7 @@ class EstimateRequest:
             about="the library that prepares the model and runs the training loop",
             group="Strategy",
             synonyms={"pytorch": "torch", "transformers": "trainer", "hf_trainer": "trainer"},
-            nearest={"trl": "trainer, on which TRL's trainers are built"},
-            not_modelled=("trl", "torchtitan", "lightning", "megatron", "nemo"),
+            not_modelled=("torchtitan", "lightning", "megatron", "nemo"),
         ),
     ] = "torch"
     wrap: Annotated[
@@ -311,6 +311,29 @@ class EstimateRequest:
         ),
     ] = "layer"
 
+    loss: Annotated[
+        Loss,
+        Rule(
+            about="how the loss is computed: auto is what the framework does; full: of whole logits; chunked: TRL's tiles; liger: "
+            "Liger's fused linear cross entropy; cce: cut cross entropy",
+            group="Training",
+            synonyms={
+                "chunked_nll": "chunked",
+                "flce": "liger",
+                "fused_linear_cross_entropy": "liger",
+                "cut_cross_entropy": "cce",
+            },
+        ),
+    ] = "auto"
+    ignored_labels: Annotated[
+        float,
+        Rule(
+            about="the part of the labels that is -100, such as those of prompts: 0.3; a chunked loss leaves them out",
+            group="Training",
+            ge=0,
+            le=0.999,
+        ),
+    ] = 0.0
     global_batch_size: Annotated[
         int | None,
         Rule(

@@ -10,10 +10,6 @@ from fsdp_advisor.errors import InvalidOption
 _DATA_PARALLEL = "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
 
 _TOPICS: dict[str, tuple[str, str]] = {
-    "fused and chunked losses are": (
-        "loss liger use_liger use_liger_kernel liger_kernel cce chunked_loss fused_loss",
-        "estimate --explain ROW shows what one would save",
-    ),
     "tensor parallelism is": (
         "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
         _DATA_PARALLEL,
@@ -90,7 +86,10 @@ _VALUES: dict[str, tuple[str, str]] = {
     "int8": ("load_in_8bit", "--use-peft"),
     "int4": ("load_in_4bit", "--use-peft"),
     "nf4": ("load_in_4bit", "--use-peft"),
-}
+    **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "enable_liger_kernel", "liger_kernel"), ("loss", "liger")),
+    **dict.fromkeys(("cce", "cut_cross_entropy"), ("loss", "cce")),
+    **dict.fromkeys(("chunked_loss", "fused_loss"), ("loss", "chunked")),
+}  # fmt: skip
 """Words that are options elsewhere and values here."""
 
 _MEANT: dict[str, str] = {

@@ -44,7 +44,29 @@ class Staging(NamedTuple):
     columns: Polynomial
 
 
-Size = Polynomial | Staging
+class Tiled(NamedTuple):
+    """The size of a storage with one row for each token of a tile, into which a loss divides the tokens that it scores.
+
+    All tokens are scored but `unscored` of each sequence. A tile has at most `most` of them; if that is 0, a `parts`-th of them,
+    rounded up to a power of two.
+    """
+
+    bytes_per_token: int
+    unscored: int
+    most: int
+    parts: int
+
+    def bytes_at(self, b: int, t: int) -> int:
+        """
+        >>> Tiled(10, unscored=1, most=4096, parts=0).bytes_at(2, 101), Tiled(10, 0, 0, parts=63).bytes_at(2, 4096)
+        (2000, 2560)
+        """
+        tokens = b * (t - self.unscored)
+        tile = self.most or 1 << (-(-tokens // self.parts) - 1).bit_length()
+        return self.bytes_per_token * min(tile, tokens)
+
+
+Size = Polynomial | Staging | Tiled
 """The size of a storage in bytes."""
 
 

@@ -389,7 +389,8 @@ def _described(key: TapeKey) -> str:
     wrap = f", wrap {key.wrap}" if key.wrap else ""
     if key.at is not None:
         batch = f"micro-batch {key.at[0]} of {key.at[1]} tokens"
-    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}, {batch}"
+    loss = f", loss {key.loss}" if key.loss != "full" else ""
+    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}, {batch}"
 
 
 def _versions(profile: Profile) -> str:

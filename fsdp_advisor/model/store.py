@@ -30,6 +30,7 @@ from fsdp_advisor.model.profile import (
     Stack,
     Staging,
     Tape,
+    Tiled,
     Unit,
 )
 
@@ -204,7 +205,9 @@ def load(data: bytes) -> Profile:
 
 
 def _size(row: list[Any]) -> Size:
-    """A polynomial's coefficients, or two such rows."""
+    """A polynomial's coefficients, two such rows, or the numbers of a tile."""
+    if len(row) == len(Tiled._fields):
+        return Tiled(*row)
     return Staging(*map(tuple, row)) if len(row) == len(Staging._fields) else cast(Polynomial, tuple(row))
 
 

@@ -23,6 +23,9 @@ half precision on Hopper and Blackwell."""
 
 TapeCheckpointing = Literal["none", "full"]
 
+TapeLoss = Literal["full", "trl", "liger", "cce"]
+"""``full``: the model's own loss, of whole logits; the others are the code of a library (`recording.losses`)."""
+
 
 @dataclass(frozen=True, order=True)
 class TapeKey:
@@ -31,7 +34,8 @@ class TapeKey:
     `batch_is_one`: B = 1, for which some models run other code. `window_filled`: sequences are at least as long as the model's
     sliding window, so some layers need a mask; this affects only sdpa on a GPU. `wrap`: the wrap policy with whose units the tape is
     recorded; empty for a unit per layer, also where only the marks of layers matter. `at`: the (B, T) for which alone the tape is
-    valid, of a model whose sizes are no polynomials; None for a tape of every B and T. Raises ValueError for flash_attention_2 on a CPU.
+    valid, of a model whose sizes are no polynomials; None for a tape of every B and T. `ignored_labels`: the part of the labels that
+    a loss other than ``full`` leaves out. Raises ValueError for flash_attention_2 on a CPU.
     """
 
     engine: TapeEngine
@@ -43,6 +47,8 @@ class TapeKey:
     kernel: SdpaKernel = "default"
     window_filled: bool = False
     wrap: str = ""
+    loss: TapeLoss = "full"
+    ignored_labels: float = 0.0
     at: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +100,12 @@ class TapeKey:
             self.checkpointing,
             batch,
         )
-        options = {"wrap": self.wrap, "at": "x".join(map(str, self.at or ()))}
+        options = {
+            "wrap": self.wrap,
+            "loss": self.loss if self.loss != "full" else "",
+            "ignored": str(self.ignored_labels) if self.ignored_labels else "",
+            "at": "x".join(map(str, self.at or ())),
+        }
         return "|".join((*parts, *(f"{name}={value}" for name, value in options.items() if value)))
 
     @classmethod
@@ -105,7 +116,7 @@ class TapeKey:
         at = [int(number) for number in given.get("at", "").split("x") if number]
         fields = (
             (engine, TapeEngine), (precision, TapePrecision), (device, TapeDevice), (attention, TapeAttention),
-            (kernel, SdpaKernel), (checkpointing, TapeCheckpointing),
+            (kernel, SdpaKernel), (checkpointing, TapeCheckpointing), (given.get("loss", "full"), TapeLoss),
         )  # fmt: skip
         for value, allowed in fields:
             if value not in get_args(allowed):
@@ -120,5 +131,7 @@ class TapeKey:
             kernel=cast("SdpaKernel", kernel),
             window_filled=window == "window",
             wrap=given.get("wrap", ""),
+            loss=cast("TapeLoss", given.get("loss", "full")),
+            ignored_labels=float(given.get("ignored", 0)),
             at=(at[0], at[1]) if at else None,
         )

@@ -21,8 +21,10 @@ from fsdp_advisor.model.profile import (
     Polynomial,
     Profile,
     Segment,
+    Size,
     Staging,
     Tape,
+    Tiled,
     evaluate,
 )
 from fsdp_advisor.program.accounts import Account
@@ -213,14 +215,13 @@ def storage_bytes(tape: Tape, b: int, t: int, resident_threads: int = 0) -> list
 
     `resident_threads`: the number of threads that the GPU runs at once; it determines the workspace of column reductions.
     """
-    return [
-        round_up(
-            reduction_workspace_bytes(evaluate(size.rows, b, t), evaluate(size.columns, b, t), resident_threads)
-            if isinstance(size, Staging)
-            else evaluate(size, b, t)
-        )
-        for size in tape.sizes
-    ]
+
+    def bytes_of(size: Size) -> int:
+        if isinstance(size, Staging):
+            return reduction_workspace_bytes(evaluate(size.rows, b, t), evaluate(size.columns, b, t), resident_threads)
+        return size.bytes_at(b, t) if isinstance(size, Tiled) else evaluate(size, b, t)
+
+    return [round_up(bytes_of(size)) for size in tape.sizes]
 
 
 class SpanBytes(NamedTuple):

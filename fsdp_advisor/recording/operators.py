@@ -62,6 +62,9 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     if name == "aten::_grouped_mm":
         rows, inner = args[0].shape[-2], args[0].shape[-1]
         return Work(matmul_flops=2 * rows * inner * args[1].shape[-1], operators=1)
+    if name == "fsdp_advisor::loss_product":
+        logits = args[0].shape[0] * args[1].shape[0]
+        return Work(matmul_flops=2 * logits * args[0].shape[1], traffic_bytes=logits * args[2], operators=1)
     packet = func._overloadpacket
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result))

@@ -29,6 +29,7 @@ from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
+from fsdp_advisor.recording.losses import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
 from fsdp_advisor.recording.roles import parameter_roles
@@ -195,9 +196,10 @@ class Recorder:
         """The model on fake tensors, ready to take steps of this key."""
         dtype = torch.bfloat16 if key.weights_in_half else torch.float32
         model = self._model(dtype)
+        source = with_loss(self.source, key.loss, key.ignored_labels)
         checkpoints = key.checkpointing == "full"
         units = units_to_record(self.source, self.profile, key)
-        self.source.configure(
+        source.configure(
             model,
             attention=key.attention,
             checkpointing=checkpoints and not key.autocasts_fsdp1,
@@ -210,7 +212,7 @@ class Recorder:
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
-            yield Step(self.source, model, key, units, sums_in_place=sums_in_place)
+            yield Step(source, model, key, units, sums_in_place=sums_in_place)
 
 
 def record_module(

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_advisor.model.fsdp_units import AT_ROOT, Units, module_mark
-from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op
+from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Tiled
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
@@ -28,6 +28,7 @@ from fsdp_advisor.recording.root_units import mark_root_units
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.take import RawSegment, Take
+from fsdp_advisor.recording.tiles import current_tile
 
 
 @contextlib.contextmanager
@@ -180,6 +181,7 @@ class Step:
         self._sizes: list[int] = []
         self._category: list[int | None] = []
         self._columns: dict[int, int] = {}
+        self._tiled: dict[int, Tiled] = {}
         self._born_in: list[str] = []
         self._died_in: list[str | None] = []
         self._alive: dict[int, int] = {}
@@ -237,7 +239,9 @@ class Step:
         if after:
             storage = len(self._sizes)
             self._alive[key] = storage
-            self._sizes.append(after)
+            if (tile := current_tile()) is not None:
+                self._tiled[storage] = tile.size_of(after)
+            self._sizes.append(0 if tile is not None else after)
             self._born_in.append(self._phase)
             self._died_in.append(None)
             self._category.append(self._category_at_birth(operator, args))
@@ -296,7 +300,7 @@ class Step:
             categories.append(int(category))
         for segment in self._segments:
             segment.events = _deaths_in_order(segment.events)
-        return Take(self._segments, self._sizes, categories, self._columns)
+        return Take(self._segments, self._sizes, categories, self._columns, self._tiled)
 
     # Boundaries
 

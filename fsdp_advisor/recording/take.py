@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_advisor.errors import NotPolynomial
-from fsdp_advisor.model.profile import Op, Polynomial, Segment, Size, Staging, Tape, evaluate
+from fsdp_advisor.model.profile import Op, Polynomial, Segment, Size, Staging, Tape, Tiled, evaluate
 from fsdp_advisor.recording.fit import fit
 from fsdp_advisor.recording.operators import Work
 
@@ -28,6 +28,7 @@ class Take:
     sizes: list[int]  # by storage, in order of birth; for a sum's workspace: its rows
     categories: list[int]  # by storage
     columns: dict[int, int]  # by storage of a sum's workspace: its columns
+    tiled: dict[int, Tiled] = field(default_factory=dict)  # by storage of a loss's tile, whose size above is 0
 
     @property
     def totals(self) -> list[int]:
@@ -45,6 +46,7 @@ def storages_of(take: Take) -> object:
     return (
         take.categories,
         list(take.columns),
+        take.tiled,
         [
             (s.phase, s.stack, s.layer, [e for e in s.events if e[0] <= Op.FREE], s.work.operators)
             for s in take.segments
@@ -103,6 +105,8 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
     sizes: list[Size] = list(fitted.storages)
     for storage, columns in zip(take.columns, fitted.columns, strict=True):
         sizes[storage] = Staging(fitted.storages[storage], columns)
+    for storage, tiled in take.tiled.items():
+        sizes[storage] = tiled
     table = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
     home: dict[int, tuple[int, int]] = {}
     segments = []

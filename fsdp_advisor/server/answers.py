@@ -64,8 +64,8 @@ class ModelSource:
     name: str
     config: bytes | None = None
     origin: Literal["config", "hub"] = "config"
-    is_adapted: bool = False
-    """Whether the request adapts the model, which then has to be recorded, also if it is in the catalog."""
+    must_record: bool = False
+    """Whether the request is about steps that have to be recorded, also if the model is in the catalog."""
 
     @property
     def key(self) -> tuple[str, bytes | None]:
@@ -81,7 +81,7 @@ def answer(
     Raises AdvisorError; UnknownModel if the model is not in the catalog.
     """
     if source.config is None:
-        model = resolve(source.name, allow_hub=False, allow_paths=False, allow_recording=source.is_adapted)
+        model = resolve(source.name, allow_hub=False, allow_paths=False, allow_recording=source.must_record)
         return make(model, *args, **kwargs)
     try:
         return make(_recorded(source.config, source), *args, **kwargs)

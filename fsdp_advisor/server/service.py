@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from fsdp_advisor.errors import MissingExtra, UnknownModel
-from fsdp_advisor.job.adaptation import may_adapt
+from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, hub
 from fsdp_advisor.server.answers import Document, ModelSource, answer
@@ -77,10 +77,10 @@ class AnswerService:
             self._answers.popitem(last=False)
 
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
-        source = replace(source, is_adapted=any(isinstance(r, EstimateRequest) and may_adapt(r) for r in rest))
+        source = replace(source, must_record=any(isinstance(r, EstimateRequest) and needs_recording(r) for r in rest))
         if source.config is None:
             try:
-                return await (self._recorder if source.is_adapted else self._pool).run(answer, source, *rest)
+                return await (self._recorder if source.must_record else self._pool).run(answer, source, *rest)
             except UnknownModel:
                 if not self._settings.allow_hub or not hub.can_be_repo_id(source.name):
                     raise

@@ -116,7 +116,7 @@ def check(plan: Plan) -> None:
             "accelerate does not run fp16 without a GPU",
             hint="bf16-mixed needs the same memory, except for the loss scaler",
         )
-    if plan.world_size == 1 and plan.backend != "ddp" and plan.framework == "trainer":
+    if plan.world_size == 1 and plan.backend != "ddp" and plan.facts.uses_trainer:
         raise ModeUnavailable("the Trainer does not run FSDP on one GPU", hint="--gpus 2 or more, or --strategy ddp")
     if importlib.util.find_spec("accelerate") is None:
         raise ModeUnavailable(

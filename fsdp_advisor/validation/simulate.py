@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.losses import with_loss
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.step import fake_tensors, materialise
 from fsdp_advisor.validation import frameworks
@@ -68,6 +69,7 @@ def check(plan: Plan) -> None:
 def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated:
     """One steady-state step of the plan, as PyTorch runs it on rank 0. Raises ModeUnavailable for plans that `check` refuses."""
     check(plan)
+    source = with_loss(source, plan.loss_code, plan.ignored_labels)
     model = source.build(weight_dtype(plan))
     checkpointing = plan.activation_checkpointing == "full"
     source.configure(model, attention=plan.attention, checkpointing=checkpointing and not _plugin_checkpoints(plan))
@@ -122,7 +124,7 @@ def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | No
     match plan.framework:
         case "accelerate":
             return frameworks.accelerate_trainer(source, model, plan, batch, parallel)
-        case "trainer":
+        case "trainer" | "trl":
             return frameworks.transformers_trainer(source, model, plan, batch, parallel)
     layers = layers_of(source.stacks(model))
     wrapped = wrap(model, layers, plan, mesh, "cpu")

@@ -134,6 +134,8 @@ class DdpStep(StepHooks):
 
         The encoder's output is fp32 already, but under autocast nothing else keeps it alive.
         """
+        if self._plan.loss_code != "full":  # no output is as large as the logits
+            return
         converts, clones = self._plan.facts.converts_outputs and self._plan.mixed, clones_outputs(self._plan)
         element = 2 if self._plan.precision == "bf16" else 4
         logits = logits_per_batch(self._profile, element)

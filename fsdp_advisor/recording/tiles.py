@@ -1,0 +1,46 @@
+"""Tiles of tokens in which a loss runs, and the storages that have one row per token of a tile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fsdp_advisor.model.profile import Tiled
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The rule of a loss's tiles (as in `Tiled`), and how many tokens one has in the current step."""
+
+    unscored: int
+    most: int
+    parts: int
+    tokens: int
+
+    @classmethod
+    def of(cls, labels_shape: tuple[int, ...], *, unscored: int = 0, most: int = 0, parts: int = 0) -> Tile:
+        """The tile of a step with labels of this shape, (B, T)."""
+        return cls(unscored, most, parts, Tiled(1, unscored, most, parts).bytes_at(*labels_shape))
+
+    def size_of(self, n_bytes: int) -> Tiled:
+        """The size of a storage that has `n_bytes` in the current step."""
+        return Tiled(n_bytes // self.tokens, self.unscored, self.most, self.parts)
+
+
+class _Current:
+    tile: Tile | None = None
+
+
+@contextlib.contextmanager
+def sized_by(tile: Tile | None) -> Iterator[None]:
+    """Context in which every storage that is allocated has one row per token of the tile."""
+    before, _Current.tile = _Current.tile, tile
+    try:
+        yield
+    finally:
+        _Current.tile = before
+
+
+def current_tile() -> Tile | None:
+    return _Current.tile
