@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import stat
@@ -20,27 +19,32 @@ from fsdp_advisor.errors import UnreadableConfig
 
 Config = dict[str, Any]
 
-MAX_CONFIG_BYTES = 2**20
+MAX_CONFIG_MIB = 4
+"""The names of ImageNet-22k's classes, twice, are 2 MiB."""
+MAX_CONFIG_BYTES = MAX_CONFIG_MIB * 2**20
 MAX_DEPTH = 32
 MAX_INTEGER = 10**12
-MAX_MODULES = 200_000
+"""Of values that a model may loop over or allocate."""
+MAX_DIGITS = 64
+"""Of any integer. Tokenizers write int(1e30) for "no limit"."""
+MAX_MODULES = 500_000
 
 CONFIG_HINT = "use the config.json that transformers saves with a model"
 
 _LAYERS = re.compile(r"n_layers?|num_(hidden_|encoder_|decoder_)?layers|(encoder|decoder)_layers")
 _EXPERTS = re.compile(r"num_experts|num_local_experts|n_routed_experts|moe_num_experts")
 _STRICT = (  # (key, minimum, maximum, whether a list is allowed) of values that must be null or an integer in this range
-    (_LAYERS, 1, 1024, False),
+    (_LAYERS, 1, 10**4, False),
     (re.compile(r"hidden_size|n_embd|d_model"), 1, 10**6, False),
     (re.compile(r"hidden_dim|embed_dim|dim"), 1, 10**6, True),
     (re.compile(r"vocab_size"), 1, 10**8, False),
     (re.compile(r"(num|n|encoder|decoder)_(attention_|key_value_|kv_)?heads?"), 1, 10**5, True),
-    (_EXPERTS, 0, 4096, False),
+    (_EXPERTS, 0, 10**5, False),
 )
 _LOOSE = (  # (key, maximum) of values that may have any type; building a model loops over some of these integers
     (re.compile(r".*(param|token|step|position|ctx).*"), MAX_INTEGER),
-    (re.compile(r".*layers"), 1024),
-    (re.compile(r".*experts"), 4096),
+    (re.compile(r".*layers"), 10**4),
+    (re.compile(r".*experts"), 10**5),
     (re.compile(r"(num|n)_.*"), 10**6),
 )
 _TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)  # a string, or a bracket outside of strings
@@ -53,6 +57,8 @@ _NOT_SHAPES = (
 def parse_config(data: bytes, name: str) -> Config:
     """The JSON object in `data`, after checking its size, nesting and numbers.
 
+    `Infinity` and `NaN` are values, as in every configuration of Mamba-2. transformers writes them so, and, from version 5, as
+    `{"__float__": "Infinity"}`.
     Raises UnreadableConfig, which names the file and the key that is wrong.
     """
 
@@ -60,7 +66,7 @@ def parse_config(data: bytes, name: str) -> Config:
         raise UnreadableConfig(f"{name}: {what}", hint=hint)
 
     if len(data) > MAX_CONFIG_BYTES:
-        refuse("larger than 1 MiB, so not a config.json")
+        refuse(f"larger than {MAX_CONFIG_MIB} MiB, so not a config.json")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -68,7 +74,7 @@ def parse_config(data: bytes, name: str) -> Config:
     if json_depth_exceeds(data, MAX_DEPTH):
         refuse(f"nested deeper than {MAX_DEPTH} levels")
     try:
-        config = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
+        config = json.loads(text, parse_int=_integer, object_hook=_special_float)
     except (ValueError, RecursionError) as error:
         where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         refuse(f"not valid JSON{where}", "check that the file is complete; " + CONFIG_HINT)
@@ -77,6 +83,21 @@ def parse_config(data: bytes, name: str) -> Config:
     for keys, problem in _problems(config, ()):
         refuse(f"{'.'.join(map(_shown, keys))} {problem}")
     return config
+
+
+def _integer(digits: str) -> int:
+    """The integer; 10**MAX_DIGITS for one that is longer, because Python takes long to read it."""
+    return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else 10**MAX_DIGITS
+
+
+def _special_float(value: Config) -> Config | float:
+    """The number of an object in which transformers 5 writes one that is not finite, or the object.
+
+    Source: transformers/configuration_utils.py, PreTrainedConfig._decode_special_floats.
+    """
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return value
 
 
 def json_depth_exceeds(data: bytes, limit: int) -> bool:
@@ -160,10 +181,8 @@ def _problems(value: Config | list[Any], keys: tuple[str, ...]) -> Iterator[tupl
 
 def _problem(key: str, item: object) -> str | None:
     """The problem with one value, as text; None if the value is possible."""
-    if isinstance(item, float) and not math.isfinite(item):
-        return "is not a finite number"
-    if isinstance(item, int) and abs(item) > MAX_INTEGER:
-        return f"is beyond {MAX_INTEGER:.0e}"
+    if isinstance(item, int) and abs(item) >= 10**MAX_DIGITS:
+        return f"has more than {MAX_DIGITS} digits"
     if len(key) > 64:
         return None
     if (bounds := _bounds(key)) is not None and item is not None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from fsdp_advisor.errors import AdvisorError, HubError, UnknownModel, UnreadableConfig
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.config import CONFIG_HINT, MAX_CONFIG_BYTES, read_config
+from fsdp_advisor.model.config import CONFIG_HINT, MAX_CONFIG_BYTES, MAX_CONFIG_MIB, read_config
 
 HUB_TIMEOUT_SECONDS = 10
 
@@ -59,7 +59,9 @@ def download(name: str, *, anonymous: bool = False) -> tuple[bytes, tuple[str, .
                     hint="check HF_ENDPOINT and the proxy of the network",
                 )
             if found.size is not None and found.size > MAX_CONFIG_BYTES:
-                raise UnreadableConfig(f"{name}: larger than 1 MiB, so not a config.json", hint=CONFIG_HINT)
+                raise UnreadableConfig(
+                    f"{name}: larger than {MAX_CONFIG_MIB} MiB, so not a config.json", hint=CONFIG_HINT
+                )
             if anonymous and urlsplit(found.location).netloc != urlsplit(constants.ENDPOINT).netloc:
                 raise UnreadableConfig(
                     f"{name}: its config.json is stored on another host than the hub", hint=CONFIG_HINT

@@ -179,11 +179,16 @@ def test_server_that_is_not_a_hub_raises(hub: Hub) -> None:
 
 
 def test_large_file_is_not_downloaded(hub: Hub, home: Path) -> None:
-    hub.files["acme/huge"] = b" " * (2**20 + 1)
-    with pytest.raises(UnreadableConfig, match="acme/huge: larger than 1 MiB"):
+    hub.files["acme/huge"] = b" " * (2**22 + 1)
+    with pytest.raises(UnreadableConfig, match="acme/huge: larger than 4 MiB"):
         resolve("acme/huge")
     assert [method for method, _, _ in hub.asked] == ["HEAD"]
     assert not (home / "hf").exists()
+
+
+def test_configuration_on_the_hub_may_have_infinity(hub: Hub) -> None:
+    hub.files["acme/inf"] = json.dumps(LLAMA | {"time_step_limit": [0.0, float("inf")]}).encode()
+    assert resolve("acme/inf").parameters == PARAMETERS
 
 
 def test_bad_configuration_on_the_hub_raises(hub: Hub) -> None:

@@ -17,6 +17,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.server import schema
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
+JSON = {"Content-Type": "application/json"}
 JOBS: list[dict[str, Any]] = [
     {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"},
     {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3", "reserved": True},
@@ -159,6 +160,37 @@ def test_a_pasted_config_is_recorded_and_answered(client: TestClient) -> None:
     assert first.status_code == 200, first.text
     assert first.json()["model"]["source"] == "config" and first.json()["estimates"][0]["peak_tensor_bytes"] > 0
     assert client.post("/api/v1/estimate", json=body).content == first.content
+
+
+def test_infinity_in_a_pasted_config_gives_strict_json(client: TestClient) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128, "time_step_limit": [0.0, float("inf")], "x": float("nan")}  # fmt: skip
+    job = {"gpus": 2, "gpu": "24GiB", "strategy": "zero3"}
+
+    def strict(answer: Any) -> Any:
+        return json.loads(answer.content, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    for route in ("estimate", "check"):
+        got = client.post(f"/api/v1/{route}", content=json.dumps({"config": config, **job}), headers=JSON)
+        assert got.status_code == 200, got.text
+        assert strict(got)
+    body = json.dumps({"config": config | {"hidden_size": float("inf")}, **job})
+    refused = client.post("/api/v1/estimate", content=body, headers=JSON)
+    assert refused.status_code == 422 and "not Infinity" in str(strict(refused))
+
+
+@pytest.mark.parametrize("path", ["/", "/.json"])
+def test_page_reads_infinity_in_a_pasted_config(client: TestClient, path: str) -> None:
+    config = '{"model_type": "no_such", "time_step_limit": [0.0, Infinity]}'
+    got = client.get(path, params={"config": config, "gpus": 2, "gpu": "24GiB"})
+    assert "no model of type" in got.text and "no_such" in got.text
+
+
+def test_infinity_in_a_query_is_refused_in_strict_json(client: TestClient) -> None:
+    body = '{"model": "7B", "gpus": 2, "gpu": "24GiB", "seq_len": Infinity}'
+    got = client.post("/api/v1/estimate", content=body, headers=JSON)
+    assert got.status_code == 422
+    assert json.loads(got.content, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_the_largest_possible_job_is_answered(client: TestClient) -> None:
