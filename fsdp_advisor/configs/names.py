@@ -39,6 +39,9 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
 _OF_TORCHAO: dict[str, OptimizerName] = {"adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
 """Classes of torchao. bitsandbytes has one of the same name, which takes no `block_size`."""
 
+_OF_BITSANDBYTES = {"rmsprop": "rmsprop_bnb_32bit", "adagrad": "adagrad of bitsandbytes"}
+"""Classes of bitsandbytes that have the name of torch's. Its Adagrad is not modelled."""
+
 _ATTENTION: dict[str, Attention] = {
     **{name: name for name in get_args(Attention)},
     "fa2": "flash_attention_2",
@@ -83,11 +86,17 @@ def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) ->
 
     >>> optimizer_of("bitsandbytes.optim.PagedAdamW8bit"), optimizer_of("SGD", {"momentum": 0.9}), optimizer_of("LBFGS")
     ('paged_adamw_8bit', 'sgd_momentum', None)
+    >>> optimizer_of("torch.optim.RMSprop"), optimizer_of("bitsandbytes.optim.RMSprop"), optimizer_of("RMSprop", {"centered": True})
+    ('rmsprop', 'rmsprop_bnb_32bit', None)
     """
     plain = name.rsplit(".", 1)[-1].lower()
     if plain in _OF_TORCHAO and ("torchao" in name or (isinstance(arguments, Mapping) and "block_size" in arguments)):
         return _OF_TORCHAO[plain]
+    if "bitsandbytes" in name:
+        plain = _OF_BITSANDBYTES.get(plain, plain)
     optim = _OPTIMIZERS.get(plain)
+    if optim == "rmsprop" and (_has_momentum(arguments) or _is_centered(arguments)):
+        return None
     if optim == "sgd" and _has_momentum(arguments):
         return "sgd_momentum"
     if plain == "adamw" and isinstance(arguments, Mapping) and arguments.get("fused") in (True, "True"):
@@ -96,9 +105,17 @@ def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) ->
 
 
 def _has_momentum(arguments: Mapping[str, Any] | str | None) -> bool:
+    return float(_read(arguments).get("momentum") or 0) > 0
+
+
+def _is_centered(arguments: Mapping[str, Any] | str | None) -> bool:
+    return str(_read(arguments).get("centered")).lower() in ("true", "1", "yes")
+
+
+def _read(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if isinstance(arguments, str):
-        arguments = dict(part.strip().partition("=")[::2] for part in arguments.split(","))
-    return bool(arguments) and float((arguments or {}).get("momentum") or 0) > 0
+        return dict(part.strip().partition("=")[::2] for part in arguments.split(",")) if arguments else {}
+    return arguments or {}
 
 
 def set_attention(found: Collector, key: str) -> None:

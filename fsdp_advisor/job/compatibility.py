@@ -78,7 +78,8 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
         possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
-        refused = (optimizer_refusal(request.optim, b, o) for b in known for _, o in rows)
+        tried = (*known, *unable_backends(request.optim))
+        refused = (optimizer_refusal(request.optim, b, o) for b in tried for _, o in rows)
         if (error := next(filter(None, refused), None)) is not None:
             raise error
         raise UsageError(

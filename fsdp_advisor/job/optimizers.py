@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.request import Backend, Offload, OptimizerName
 
@@ -21,20 +23,31 @@ def unable_backends(optim: OptimizerName) -> frozenset[Backend]:
     >>> sorted(unable_backends("paged_adamw_8bit")), sorted(unable_backends("adamw_torch"))
     (['fsdp2'], [])
     """
-    if optim == "muon":
-        return frozenset({"fsdp1", "deepspeed"})
-    return frozenset({"fsdp2"}) if optim in _NOT_SHARDS else frozenset()
+    by_backend = _REFUSED.get(optim, {})
+    return frozenset({"fsdp2"} if optim in _NOT_SHARDS else ()) | frozenset(by_backend)
+
+
+_REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
+    "muon": {
+        "fsdp1": ("Muon steps matrices, and FSDP1 flattens them", "--backend fsdp2"),
+        "deepspeed": ("DeepSpeed's Muon is not modelled yet", "--backend fsdp2 has torch's"),
+    },
+    # deepspeed/runtime/engine.py (0.19.8), `basic_optimizer`: ZeRO makes a second Adagrad, and the first stays
+    "adagrad": {
+        "deepspeed": (
+            "DeepSpeed keeps the sums of whole parameters that Adagrad makes at its construction, which is not modelled",
+            "--backend fsdp2 or fsdp1; rmsprop keeps as much state and runs with DeepSpeed",
+        ),
+    },
+}
+"""The reason and a hint."""
 
 
 def optimizer_refusal(optim: OptimizerName, backend: Backend, offload: Offload) -> UsageError | None:
     """Why an optimizer is not modelled with a backend; None if it is."""
-    if optim != "muon":
-        return None
-    if backend == "fsdp1":
-        return UsageError("Muon steps matrices, and FSDP1 flattens them", hint="--backend fsdp2")
-    if backend == "deepspeed":
-        return UsageError("DeepSpeed's Muon is not modelled yet", hint="--backend fsdp2 has torch's")
-    if offload != "none":
+    if (refused := _REFUSED.get(optim, {}).get(backend)) is not None:
+        return UsageError(refused[0], hint=refused[1])
+    if optim == "muon" and offload != "none":
         return UsageError(
             "Muon needs collectives on the GPU, so its states cannot be offloaded", hint="use --offload none"
         )

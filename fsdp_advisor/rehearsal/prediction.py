@@ -15,6 +15,7 @@ TIMEOUT_S = 120
 _SHARDINGS = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp"}
 _OPTIMIZERS = {
     "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "FusedAdam": "adamw_torch_fused",
+    "RMSprop": "rmsprop", "Adagrad": "adagrad",
 }  # fmt: skip
 _OF_BITSANDBYTES = {
     ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",
@@ -140,4 +141,6 @@ def _optimizer(job: Mapping[str, Any]) -> str:
     found = _OPTIMIZERS[name]
     if found == "adamw_torch" and job["optimizer"].get("fused"):
         return "adamw_torch_fused"
+    if found == "rmsprop" and job["optimizer"].get("momentum"):
+        raise NotRecognized("RMSprop with momentum is not modelled")
     return "sgd_momentum" if found == "sgd" and job["optimizer"].get("momentum") else found

@@ -200,6 +200,7 @@ def test_trainer_through_accelerate_in_a_launch_script() -> None:
         ("srun torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b --training.seq_len 4096 --parallelism.tensor_parallel_degree 2", {"seq_len": 4096, "gpus": 8, "strategy": "zero3"}),
         ("trl dpo --model_name_or_path gpt2 --max_length 512 --beta 0.1", {"seq_len": 512, "model": "gpt2"}),
         ("CUDA_VISIBLE_DEVICES=0,1 python train.py --model_name_or_path gpt2 --optim sgd --optim_args momentum=0.9", {"optim": "sgd_momentum"}),
+        ("python train.py --model_name_or_path gpt2 --optim rmsprop --optim_args alpha=0.9", {"optim": "rmsprop"}),
     ],
 )  # fmt: skip
 def test_command_lines(command: str, options: dict[str, Any]) -> None:

@@ -179,6 +179,8 @@ def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Opti
             return torch.optim.SGD(parameters, lr=0.1)
         case "sgd_momentum":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        case "rmsprop":
+            return torch.optim.RMSprop(parameters, foreach=True)
         case "adafactor":
             options = {"scale_parameter": False, "relative_step": False, "lr": 1e-3}
             return optimization.Adafactor(parameters, **options)  # type: ignore[no-untyped-call]  # transformers' own

@@ -253,6 +253,8 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "zero": {"stage3_max_live_parameters": 1500, "stage3_max_reuse_distance": 500}},
     {"stage": 3, "offload": "optimizer", "accumulation": 2},
     {"stage": 3, "offload": "parameters", "frozen": True},
+    {"stage": 2, "optim": "rmsprop"},
+    {"stage": 3, "optim": "rmsprop", "frozen": True},
 ]  # fmt: skip
 DEFAULT_CASE: dict[str, Any] = {
     "precision": "bf16-mixed", "offload": "none", "optim": "adamw_torch_fused", "accumulation": 1, "tied": True,
@@ -312,9 +314,9 @@ def test_against_deepspeed(ranks: int, tmp_path: Path) -> None:
             gradient_accumulation_steps=case["accumulation"],
         )  # fmt: skip
         expected = states(profile, job, settings)
-        # torch's AdamW for-each keeps its step count on the host, which here is the device as well
+        # torch's foreach optimizers keep their step counts on the host, which here is the device as well
         sub_group_count = len(sub_groups(profile, ranks, settings)) if case["stage"] == 3 else 1
-        steps = 4 * sub_group_count if case["optim"] == "adamw_torch" else 0
+        steps = 4 * sub_group_count if case["optim"] in ("adamw_torch", "rmsprop") else 0
         assert found["unknown"] == [], case
         for name in ("parameters", "gradients", "communication"):
             assert sum(found[name]) == getattr(expected, name).exact, (case, name, found[name])

@@ -76,6 +76,8 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("adamw_torch_8bit", 48000, 8000),
         ("muon", 24000, 8004),
         ("ademamix_8bit", 3 * 6000 + 3 * 4 * 24, 12000),
+        ("rmsprop", 24000, 4000),
+        ("adagrad", 24000, 4000),
     ],
 )
 def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vector: int) -> None:
@@ -160,6 +162,12 @@ def test_muon_steps_the_matrices_of_layers_only() -> None:
 def test_muon_is_refused_where_it_does_not_run(options: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plans(make_request({"model": "gpt2", "gpus": 8, "optim": "muon", **options}), seq_len=8)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "zero2", "backend": "deepspeed"}, {"offload": "optimizer"}])
+def test_adagrad_is_refused_with_deepspeed_because_it_keeps_the_sums_of_whole_parameters(options: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="sums of whole parameters"):
+        plans(make_request({"model": "gpt2", "gpus": 8, "optim": "adagrad", **options}), seq_len=8)
 
 
 def test_muon_needs_flops_and_collectives_under_fsdp2() -> None:

@@ -16,12 +16,15 @@ from fsdp_advisor.program.storages import NO_STORAGES
 from fsdp_advisor.validation.engines import optimizer_class
 from fsdp_advisor.validation.meter import StorageMeter
 
+NAMES: tuple[OptimizerName, ...] = (
+    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "sgd_momentum", "adagrad", "rmsprop",
+)  # fmt: skip
 SHAPES = [(96, 128), (2000,), (64, 300), (4000,)]
 SCALARS = 4
 """Storages of 512 bytes each: norms, and the step that is added to the counts."""
 
 
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "sgd_momentum"])
+@pytest.mark.parametrize("name", NAMES)
 def test_step_allocates_the_predicted_temporaries(name: OptimizerName) -> None:
     parameters, optimizer = stepped(name)
     predicted = (
@@ -36,7 +39,7 @@ def test_step_allocates_the_predicted_temporaries(name: OptimizerName) -> None:
     assert 0 <= high - sum(predicted, NO_STORAGES).rounded <= SCALARS * 512
 
 
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "sgd_momentum"])
+@pytest.mark.parametrize("name", NAMES)
 def test_saved_state_has_the_predicted_bytes(name: OptimizerName) -> None:
     parameters, optimizer = stepped(name)
     for parameter, shape in zip(parameters, SHAPES, strict=True):

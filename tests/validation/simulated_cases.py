@@ -114,6 +114,13 @@ TORCH = [
     Case(PYTHIA, "fsdp1", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="false"),
     Case(PYTHIA, "fsdp2", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="4", activation_checkpointing="full"),
     Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, "fp32", reshard_after_forward="2"),
+    # optimizers
+    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "bf16", optim="rmsprop"),
+    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, optim="rmsprop"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="rmsprop"),
+    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, optim="adagrad"),
+    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="adagrad"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="adagrad"),
 ]
 """Of PyTorch's own engines."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.job.request import OptimizerName
-from fsdp_advisor.policies.optimizers import adafactor, adamw, bitsandbytes, muon, sgd, torchao
+from fsdp_advisor.policies.optimizers import adafactor, adagrad, adamw, bitsandbytes, muon, rmsprop, sgd, torchao
 from fsdp_advisor.policies.optimizers.interface import Optimizer
 
 _ALL: tuple[Optimizer, ...] = (
@@ -12,6 +12,8 @@ _ALL: tuple[Optimizer, ...] = (
     sgd.PLAIN,
     sgd.MOMENTUM,
     adafactor.ADAFACTOR,
+    adagrad.ADAGRAD,
+    rmsprop.RMSPROP,
     *bitsandbytes.ALL,
     torchao.ADAMW_8BIT,
     torchao.ADAMW_4BIT,

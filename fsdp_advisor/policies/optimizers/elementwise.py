@@ -1,0 +1,44 @@
+"""The interface of optimizers whose state and temporaries are tensors of the parameter's shape and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers.interface import Optimizer, Shape
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elementwise(Optimizer):
+    """State, temporaries and passes per element of the stepped tensor.
+
+    `moments`: tensors of state. `temporaries`: tensors that a step holds at its peak. `passes`: how many tensors of the parameter's
+    size the update reads or writes.
+    """
+
+    moments: int
+    temporaries: int
+    passes: int
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        return self.flat_state_storages(prod(shape), element_bytes)
+
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        return Storages.of(elements * element_bytes, self.moments) if elements else NO_STORAGES
+
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        return (element_bytes * elements,) * self.moments
+
+    def textbook_bytes(self, element_bytes: int) -> int:
+        return self.moments * element_bytes
+
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        return self.flat_step_temporaries(prod(shape), element_bytes)
+
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        return Storages.of(elements * element_bytes, self.temporaries) if elements else NO_STORAGES
+
+    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
+        return self.passes * element_bytes * parameter.elements
