@@ -165,7 +165,9 @@ def test_muon_is_refused_where_it_does_not_run(options: dict[str, str], message:
 
 
 @pytest.mark.parametrize("options", [{"strategy": "zero2", "backend": "deepspeed"}, {"offload": "optimizer"}])
-def test_adagrad_is_refused_with_deepspeed_because_it_keeps_the_sums_of_whole_parameters(options: dict[str, str]) -> None:
+def test_adagrad_is_refused_with_deepspeed_because_it_keeps_the_sums_of_whole_parameters(
+    options: dict[str, str],
+) -> None:
     with pytest.raises(UsageError, match="sums of whole parameters"):
         plans(make_request({"model": "gpt2", "gpus": 8, "optim": "adagrad", **options}), seq_len=8)
 
