@@ -32,6 +32,9 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "rmsprop32bit": "rmsprop_bnb_32bit",
     "rmsprop8bit": "rmsprop_bnb_8bit",
     "ao_adamw_8bit": "adamw_torch_8bit",
+    "adamwschedulefree": "schedule_free_adamw",
+    "sgdschedulefree": "schedule_free_sgd",
+    "radamschedulefree": "schedule_free_radam",
 }
 """The Trainer's other names, and classes of torch, bitsandbytes and DeepSpeed. `adamw_8bit` is `adamw_bnb_8bit`, `rmsprop_bnb` the
 32-bit one. Source: transformers/training_args.py, OptimizerNames (5.23)."""

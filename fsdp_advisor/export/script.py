@@ -65,6 +65,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         optimizer=optimizer.call(),
         bitsandbytes=optimizer.module.startswith("bitsandbytes"),
         torchao=optimizer.module.startswith("torchao"),
+        schedulefree=optimizer.has_modes,
     )
     return text, ()
 

@@ -73,6 +73,7 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "optimizer": optimizer.call(),
         "bitsandbytes": optimizer.module.startswith("bitsandbytes"),
         "torchao": optimizer.module.startswith("torchao"),
+        "schedulefree": optimizer.has_modes,
         "layers": list(job.wrapped_classes),
         "least": plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
     }

@@ -23,9 +23,17 @@ def unable_backends(optim: OptimizerName) -> frozenset[Backend]:
     >>> sorted(unable_backends("paged_adamw_8bit")), sorted(unable_backends("adamw_torch"))
     (['fsdp2'], [])
     """
-    by_backend = _REFUSED.get(optim, {})
-    return frozenset({"fsdp2"} if optim in _NOT_SHARDS else ()) | frozenset(by_backend)
+    refused: frozenset[Backend] = frozenset(_REFUSED.get(optim, {}))
+    return refused | {"fsdp2"} if optim in _NOT_SHARDS else refused
 
+
+_SCHEDULE_FREE: Mapping[Backend, tuple[str, str]] = {
+    "deepspeed": (
+        "DeepSpeed steps the optimizer in initialize(), and schedule-free optimizers do not step before train() is called",
+        "--backend fsdp2 or fsdp1",
+    ),
+}
+"""Found by running DeepSpeed 0.19.8 through the order of calls that accelerate and the Trainer have."""
 
 _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
     "muon": {
@@ -39,6 +47,9 @@ _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
             "--backend fsdp2 or fsdp1; rmsprop keeps as much state and runs with DeepSpeed",
         ),
     },
+    "schedule_free_adamw": _SCHEDULE_FREE,
+    "schedule_free_sgd": _SCHEDULE_FREE,
+    "schedule_free_radam": _SCHEDULE_FREE,
 }
 """The reason and a hint."""
 

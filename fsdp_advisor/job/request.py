@@ -21,7 +21,8 @@ OptimizerName = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
     "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
-    "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop",
+    "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
+    "schedule_free_radam",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
@@ -229,7 +230,6 @@ class EstimateRequest:
                 "adalomo",
                 "apollo_adamw",
                 "grokadamw",
-                "schedule_free_adamw",
                 "shampoo",
                 "soap",
             ),

@@ -15,7 +15,8 @@ TIMEOUT_S = 120
 _SHARDINGS = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp"}
 _OPTIMIZERS = {
     "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "FusedAdam": "adamw_torch_fused",
-    "RMSprop": "rmsprop", "Adagrad": "adagrad",
+    "RMSprop": "rmsprop", "Adagrad": "adagrad", "AdamWScheduleFree": "schedule_free_adamw",
+    "SGDScheduleFree": "schedule_free_sgd", "RAdamScheduleFree": "schedule_free_radam",
 }  # fmt: skip
 _OF_BITSANDBYTES = {
     ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",

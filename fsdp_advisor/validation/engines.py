@@ -249,6 +249,8 @@ def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     made: torch.optim.Optimizer = optimizer_class(constructor)(
         _trainable(model), lr=_LEARNING_RATE, **constructor.options
     )
+    if constructor.has_modes:
+        made.train()  # type: ignore[attr-defined]  # of schedulefree's optimizers
     return made
 
 

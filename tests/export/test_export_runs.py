@@ -118,6 +118,16 @@ def test_fsdp2_script_trains_saves_and_resumes(tiny: dict[str, Path], tmp_path: 
     assert trained(again) and again[0] < first[0]
 
 
+def test_fsdp2_script_with_a_schedule_free_optimizer_trains_saves_and_resumes(
+    tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("schedulefree")
+    of = job(plan("zero3", "fsdp2", gpus=2, precision="fp32", optim="schedule_free_adamw"))
+    first = script(tmp_path, of, "--model", str(tiny["untied"]), "--output", "checkpoint", "--lr", "1e-3")
+    again = script(tmp_path, of, "--model", str(tiny["untied"]), "--resume", "checkpoint", "--lr", "1e-3")
+    assert trained(first) and trained(again) and again[0] < first[0]
+
+
 def reference(model: Path, accumulation: int) -> list[float]:
     """The losses of the same data in one process without sharding: the mean over both ranks."""
     from torch.utils.data import DistributedSampler

@@ -78,6 +78,8 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("ademamix_8bit", 3 * 6000 + 3 * 4 * 24, 12000),
         ("rmsprop", 24000, 4000),
         ("adagrad", 24000, 4000),
+        ("schedule_free_adamw", 48000, 8000),
+        ("schedule_free_sgd", 24000, 4000),
     ],
 )
 def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vector: int) -> None:
@@ -162,6 +164,15 @@ def test_muon_steps_the_matrices_of_layers_only() -> None:
 def test_muon_is_refused_where_it_does_not_run(options: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plans(make_request({"model": "gpt2", "gpus": 8, "optim": "muon", **options}), seq_len=8)
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"])
+@pytest.mark.parametrize("options", [{"strategy": "zero2", "backend": "deepspeed"}, {"offload": "optimizer"}])
+def test_schedule_free_is_refused_with_deepspeed_which_steps_too_early(
+    name: OptimizerName, options: dict[str, str]
+) -> None:
+    with pytest.raises(UsageError, match="do not step before train"):
+        plans(make_request({"model": "gpt2", "gpus": 8, "optim": name, **options}), seq_len=8)
 
 
 @pytest.mark.parametrize("options", [{"strategy": "zero2", "backend": "deepspeed"}, {"offload": "optimizer"}])

@@ -18,8 +18,11 @@ from fsdp_advisor.validation.meter import StorageMeter
 
 NAMES: tuple[OptimizerName, ...] = (
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "sgd_momentum", "adagrad", "rmsprop",
+    "schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam",
 )  # fmt: skip
 SHAPES = [(96, 128), (2000,), (64, 300), (4000,)]
+STEPS = {"schedule_free_radam": 6}
+"""Steps before the temporaries are those of all later steps: RAdam's first five have no square roots."""
 SCALARS = 4
 """Storages of 512 bytes each: norms, and the step that is added to the counts."""
 
@@ -67,11 +70,16 @@ def test_state_of_bitsandbytes_has_the_predicted_bytes(name: OptimizerName) -> N
 def stepped(
     name: OptimizerName, shapes: Sequence[tuple[int, ...]] = SHAPES
 ) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
-    """Parameters of these shapes, and the torch optimizer `name` after one step over them."""
+    """Parameters of these shapes, and the optimizer `name` after its first steps over them."""
     constructor = optimizer_named(name).script
+    if constructor.module not in ("torch.optim", "bitsandbytes.optim"):
+        pytest.importorskip(constructor.module)
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     optimizer = optimizer_class(constructor)(parameters, lr=1e-3, **constructor.options)
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+    if constructor.has_modes:
+        optimizer.train()
+    for _ in range(STEPS.get(name, 1)):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
     return parameters, optimizer

@@ -121,6 +121,10 @@ TORCH = [
     Case(PYTHIA, "ddp", "ddp", 2, 2, 256, optim="adagrad"),
     Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="adagrad"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="adagrad"),
+    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "fp32", optim="schedule_free_adamw"),
+    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="schedule_free_adamw"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, "bf16", optim="schedule_free_sgd"),
 ]
 """Of PyTorch's own engines."""
 

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("case", taken(TORCH, MORE_TORCH), ids=str)
 def test_predicted_peaks_equal_pytorch(case: Case) -> None:
+    if case.optim.startswith("schedule_free"):
+        pytest.importorskip("schedulefree")
     plan = plan_of(case)
     model = resolve(case.model)
     profile = model.profile

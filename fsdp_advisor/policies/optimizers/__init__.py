@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from fsdp_advisor.job.request import OptimizerName
-from fsdp_advisor.policies.optimizers import adafactor, adagrad, adamw, bitsandbytes, muon, rmsprop, sgd, torchao
+from fsdp_advisor.policies.optimizers import (
+    adafactor,
+    adagrad,
+    adamw,
+    bitsandbytes,
+    muon,
+    rmsprop,
+    schedulefree,
+    sgd,
+    torchao,
+)
 from fsdp_advisor.policies.optimizers.interface import Optimizer
 
 _ALL: tuple[Optimizer, ...] = (
@@ -14,6 +24,7 @@ _ALL: tuple[Optimizer, ...] = (
     adafactor.ADAFACTOR,
     adagrad.ADAGRAD,
     rmsprop.RMSPROP,
+    *schedulefree.ALL,
     *bitsandbytes.ALL,
     torchao.ADAMW_8BIT,
     torchao.ADAMW_4BIT,

@@ -68,11 +68,15 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constructor:
-    """The class of the optimizer in Python, and its arguments besides the parameters and the learning rate."""
+    """The class of the optimizer in Python, and its arguments besides the parameters and the learning rate.
+
+    `has_modes`: whether it steps only after its `train()`, and the weights are those to evaluate and save after its `eval()`.
+    """
 
     module: str
     name: str
     options: Mapping[str, Option] = field(default_factory=dict)
+    has_modes: bool = False
 
     def call(self) -> str:
         """The call in Python source, over the names `parameters` and `lr`.

@@ -1,0 +1,45 @@
+"""Schedule-free AdamW, SGD and RAdam of the package schedulefree.
+
+They keep a second copy of the weights, `z`, instead of the first moment, and normalize the gradient in place. Evaluation and saving
+turn the weights into their average and back, in place as well.
+
+Source: schedulefree 1.4.1, adamw_schedulefree.py, sgd_schedulefree.py, radam_schedulefree.py (`step`, `train`, `eval`); transformers
+5.23, trainer_optimizer.py, `_get_schedule_free_optimizer`.
+"""
+
+from __future__ import annotations
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.policies.optimizers.elementwise import Elementwise
+from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal
+
+_NOT_DEEPSPEED = Refusal("DeepSpeed steps the optimizer in initialize(), before anyone has called its train()")
+
+
+def _schedule_free(name: OptimizerName, cls: str, *, moments: int, temporaries: int, passes: int) -> Elementwise:
+    constructor = Constructor(module="schedulefree", name=cls, has_modes=True)
+    return Elementwise(
+        name=name,
+        script=constructor,
+        transformers=NamedOptimizer(name=name),
+        deepspeed=_NOT_DEEPSPEED,
+        deepspeed_offloaded=_NOT_DEEPSPEED,
+        measured=constructor,
+        measured_zero1=Refusal(f"ZeroRedundancyOptimizer has no train(), without which {name} does not step"),
+        fsdp2=None,
+        host_kernel="many_passes",
+        deepspeed_host_kernel="many_passes",
+        is_cpu_adam=False,
+        moments=moments,
+        temporaries=temporaries,
+        passes=passes,
+    )
+
+
+_SGD_PASSES = 9  # w towards z, w, z: 3 tensors each
+_ADAM_PASSES = _SGD_PASSES + 14  # v twice, its root three times, the gradient: 2 + 3 + 2 + 2 + 2 + 3 tensors
+
+ADAMW = _schedule_free("schedule_free_adamw", "AdamWScheduleFree", moments=2, temporaries=1, passes=_ADAM_PASSES)
+SGD = _schedule_free("schedule_free_sgd", "SGDScheduleFree", moments=1, temporaries=0, passes=_SGD_PASSES)
+RADAM = _schedule_free("schedule_free_radam", "RAdamScheduleFree", moments=2, temporaries=1, passes=_ADAM_PASSES)
+ALL = (ADAMW, SGD, RADAM)
