@@ -19,7 +19,9 @@ _TOPICS = {
     "kernels of adapters": ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"),
     "quantized weights": ("gptq", "qat", "quantization"),
     "packed sequences": ("sample_packing", "batch_flattening"),
-    "fused and chunked losses": ("plugins", "chunked_cross_entropy", "liger_fused_linear_cross_entropy", "flash_attn_cross_entropy"),
+    "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
+    "Liger's kernels other than its loss": ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
+    "plugins": ("plugins",),
     "tensor and context parallelism": ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     "torch.compile": ("torch_compile",),
     "preference and reinforcement learning": ("rl", "rl_beta", "reward_model", "process_reward_model"),
@@ -60,9 +62,25 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         options["activation_checkpointing"] = "full"
     found.take("gradient_checkpointing_kwargs")
     _sharding(found)
+    _loss(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
     return found
+
+
+_LOSS_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
+
+
+def _loss(found: Collector) -> None:
+    """The losses of axolotl's plugins. Source: integrations/{liger,cut_cross_entropy}/args.py; the latter's default is true."""
+    plugins = [str(name).rpartition(".")[2] for name in found.peek("plugins") or ()]
+    if found.flag("liger_fused_linear_cross_entropy"):
+        found.options["loss"] = "liger"
+    cuts = found.flag("cut_cross_entropy")
+    if "CutCrossEntropyPlugin" in plugins and cuts is not False:
+        found.options["loss"] = "cce"
+    if plugins and set(plugins) <= set(_LOSS_PLUGINS):
+        found.take("plugins")
 
 
 def _precision(found: Collector) -> None:

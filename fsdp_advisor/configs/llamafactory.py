@@ -25,7 +25,6 @@ _OWN = {
 _TOPICS = {
     "an existing adapter": ("adapter_name_or_path",),
     "quantized weights": ("quantization_bit", "quantization_method"),
-    "fused and chunked losses": ("enable_liger_kernel",),
     "packed sequences": ("packing", "neat_packing"),
     "frozen parameters": ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"),
     "the optimizer": ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
@@ -57,6 +56,9 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         found.options["precision"] = "bf16"
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
+    if found.flag("enable_liger_kernel"):
+        found.options["loss"] = "liger"
+        found.omits("Liger's kernels other than its loss are not modelled; they need less memory")
     has_engine = found.peek("fsdp") or found.peek("deepspeed")
     read_into(found)
     if not has_engine:

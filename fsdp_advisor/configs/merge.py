@@ -11,8 +11,8 @@ from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
 
-_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer")
-"""From the least to the most specific: a Trainer runs on accelerate, which runs DeepSpeed."""
+_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl")
+"""From the least to the most specific: TRL runs on the Trainer, that on accelerate, which runs DeepSpeed."""
 
 
 _UNSHARDED_ALONE = {"torchtune", "torchtitan"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_advisor.configs import deepspeed
 from fsdp_advisor.configs.adapters import read_trl
-from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.collect import Collector, active
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.errors import UsageError
@@ -28,7 +28,6 @@ _OF_TRL = {
 """Keys of TRL's arguments that the Trainer's lack."""
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size")
 _TOPICS = {
-    "fused and chunked losses": ("use_liger_kernel", "use_liger"),
     "packed sequences": ("packing", "padding_free"),
     "torch.compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
     "preference and reinforcement learning": ("beta", "num_generations", "ref_model_sync_steps", "reward_model_path"),
@@ -53,7 +52,7 @@ def read(file: str, keys: Mapping[str, Any], *, trl: bool | None = None) -> Coll
 def read_into(found: Collector, *, trl: bool = False) -> None:
     """Set the options of a Trainer's arguments, which are the keys of `found`."""
     options = found.options
-    options["framework"] = "trainer"
+    options["framework"] = "trl" if trl else "trainer"
     for key in ("model_name_or_path", "model_name", "model"):
         if isinstance(found.peek(key), str):
             options["model"] = found.take(key)
@@ -64,8 +63,8 @@ def read_into(found: Collector, *, trl: bool = False) -> None:
         found.number(key, "seq_len")
     if trl:
         found.default("seq_len", 1024, "1024 tokens, TRL's default of max_length")
-        found.omits("TRL is estimated as the Trainer")
     _precision(found, trl)
+    _loss(found, trl)
     read_trl(found)
     set_attention(found, "attn_implementation")
     arguments = found.peek("optim_args")
@@ -75,8 +74,6 @@ def read_into(found: Collector, *, trl: bool = False) -> None:
     _sharding(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *(name for name in names if found.peek(name) not in ("no", "1")))
-    if found.peek("loss_type") not in (None, "nll"):
-        found.lacks("loss_type", "fused and chunked losses")
 
 
 def _precision(found: Collector, trl: bool) -> None:
@@ -89,6 +86,23 @@ def _precision(found: Collector, trl: bool) -> None:
     for key in ("dtype", "torch_dtype"):
         if found.peek(key) not in (None, "auto"):
             found.options["dtype"] = str(found.take(key)).removeprefix("torch.")
+
+
+def _loss(found: Collector, trl: bool) -> None:
+    """Liger's loss and its other kernels. TRL computes the loss itself, with `loss_type` dft of whole logits."""
+    if trl and found.peek("loss_type") not in (None, "nll", "chunked_nll"):
+        found.lacks("loss_type", "other losses of TRL; the estimate has its usual one")
+    found.take("loss_type")
+    names = [name for name in ("use_liger_kernel", "use_liger") if active(found.peek(name))]
+    kernels = found.take("liger_kernel_config") or {}
+    for name in names:
+        found.take(name)
+    if not names or not isinstance(kernels, dict):
+        return
+    if kernels.get("fused_linear_cross_entropy", True) and not trl:
+        found.options["loss"] = "liger"
+    if any(kernels.get(name, True) for name in ("rope", "rms_norm", "swiglu")):
+        found.omits("Liger's kernels other than its loss are not modelled; they need less memory")
 
 
 def _checkpointing(found: Collector, trl: bool) -> None:

@@ -28,6 +28,7 @@ from fsdp_advisor.export.constants import (
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import framework_limit, fsdp2_optimizer_limit
+from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Framework
@@ -44,6 +45,11 @@ def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
         or _unsharded_replicas(job.plan)
         or deepspeed.host_optimizer_limit(job.plan)
     )
+
+
+def config_unsupported(job: Job) -> str | None:
+    """Why a script under `accelerate launch` cannot train the job."""
+    return script_loss_limit(job) or unsupported(job)
 
 
 def _unsharded_replicas(plan: Plan) -> str | None:
@@ -225,7 +231,7 @@ TARGET = Target(
     file_name=ACCELERATE_FILE,
     media_type="application/yaml",
     checked=("accelerate", "transformers", "torch"),
-    unsupported=unsupported,
+    unsupported=config_unsupported,
     write=write,
     usage=usage,
     framework="accelerate",

@@ -15,6 +15,7 @@ from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.constants import AXOLOTL_FILE, LEARNING_RATE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import axolotl_keys, loss_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
@@ -43,7 +44,7 @@ def unsupported(job: Job) -> str | None:
         return "it names the parameters to train, not those to freeze"
     if job.adaptation.peft and "target_modules" not in job.adaptation.peft:
         return "it needs the modules that get adapters: use --lora-target-modules"
-    return lora_limit(job) or accelerate.unsupported(job, "trainer")
+    return loss_limit(job, "full", "liger", "cce") or lora_limit(job) or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -73,6 +74,7 @@ def _config(job: Job) -> dict[str, Any]:
         **PRECISION[plan.precision],
         "tf32": False,
         "attn_implementation": plan.attention,
+        **axolotl_keys(job),
         **_adapter(job),
         **_engine(job),
     }

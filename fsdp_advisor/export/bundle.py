@@ -37,6 +37,7 @@ from fsdp_advisor.export.constants import (
 )
 from fsdp_advisor.export.header import plan_items, prediction_items, printable_line
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.scripts import PACKAGES, training_script
 from fsdp_advisor.export.target import Target, with_environment
@@ -171,6 +172,8 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
 def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
     if consumer in ("axolotl", "trl", "llamafactory"):
         return {}
+    if (reason := loss_limit(job, "full", "liger")) is not None:
+        raise UsageError(f"no script can train this: {reason}", hint="-o FILE writes the target's file alone")
     if consumer == "torch" and job.plan.backend in ("fsdp2", "ddp"):
         complete = script.FSDP2 if job.plan.backend == "fsdp2" else script.DDP
         if complete.unsupported(job) is None:

@@ -13,6 +13,7 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.compatibility import OFFLOADS, refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
 from fsdp_advisor.model.resolve import Resolved, resolve
@@ -38,6 +39,11 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
     return estimate_resolved(request.but(reserved=True), model)
+
+
+def needs_recording_for(target: str, request: EstimateRequest) -> bool:
+    """Whether the report for a target is about steps that have to be recorded."""
+    return needs_recording(_with_framework(find(target), request))
 
 
 def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest:

@@ -14,6 +14,7 @@ VERSIONS = {
     "llamafactory": "0.9.5",
     "peft": "0.21.2",
     "bitsandbytes": "0.50.2",
+    "liger_kernel": "0.8.5",
 }
 """The version of each consumer that the exports were checked against.
 

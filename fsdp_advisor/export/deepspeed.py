@@ -24,6 +24,7 @@ from fsdp_advisor.export.constants import (
     SCRIPT,
 )
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.plan import Plan
@@ -40,7 +41,7 @@ def unsupported(job: Job) -> str | None:
     if plan.backend != "deepspeed":
         able = "deepspeed" in OFFLOADS[plan.offload].get(plan.strategy, ())
         return "it shards only with DeepSpeed" + ("; use --backend deepspeed" if able else "")
-    return host_optimizer_limit(plan)
+    return script_loss_limit(job) or host_optimizer_limit(plan)
 
 
 def host_optimizer_limit(plan: Plan) -> str | None:

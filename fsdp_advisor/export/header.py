@@ -41,7 +41,8 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
         ("Batch", f"{batch} = {job.global_batch_size}, each of {format_tokens(plan.seq_len)}"),
         (
             "Step",
-            f"activation checkpointing {plan.activation_checkpointing}, {plan.attention} attention, {plan.optim}",
+            f"activation checkpointing {plan.activation_checkpointing}, {plan.attention} attention, {plan.optim}"
+            + (f", loss {plan.loss_code}" if plan.loss_code != "full" else ""),
         ),
     ]
     if plan.backend in ("fsdp1", "fsdp2"):

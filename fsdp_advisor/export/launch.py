@@ -25,6 +25,7 @@ from fsdp_advisor.export.constants import (
 )
 from fsdp_advisor.export.header import header, printable_line
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
@@ -88,11 +89,12 @@ def _any_script(job: Job) -> str | None:
     """torchrun starts any script, but accelerate's settings reach a script only through its own launcher."""
     if job.plan.framework == "accelerate":
         return "a script reads accelerate's configuration only under `accelerate launch`; use accelerate-launch"
-    return None
+    return script_loss_limit(job)
 
 
-def _everything(job: Job) -> None:
+def _any_launcher(job: Job) -> str | None:
     """Slurm starts every launcher."""
+    return script_loss_limit(job)
 
 
 def _target(
@@ -120,12 +122,12 @@ def _target(
 TORCHRUN = _target("torchrun", "torchrun launch line (shell)", "torchrun.sh", "torch", unsupported=_any_script)
 ACCELERATE = _target(
     "accelerate-launch", "accelerate launch line (shell)", "accelerate-launch.sh", "accelerate", "torch",
-    unsupported=accelerate.unsupported, framework="accelerate",
+    unsupported=accelerate.config_unsupported, framework="accelerate",
 )  # fmt: skip
 DEEPSPEED = _target(
     "deepspeed-launch", "deepspeed launch line (shell)", "deepspeed-launch.sh", "deepspeed", "torch",
     unsupported=deepspeed.unsupported, backend="deepspeed", framework="deepspeed",
 )  # fmt: skip
 SBATCH = _target(
-    "sbatch", "Slurm batch script (shell)", SLURM_FILE, "torch", starts_with="sbatch", unsupported=_everything
+    "sbatch", "Slurm batch script (shell)", SLURM_FILE, "torch", starts_with="sbatch", unsupported=_any_launcher
 )

@@ -15,6 +15,7 @@ from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.constants import LEARNING_RATE, LLAMAFACTORY_FILE, NVME_NOTE
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 
@@ -44,7 +45,7 @@ def unsupported(job: Job) -> str | None:
         return "it has no option for target_parameters of LoRA"
     if "load_in_4bit" in adaptation.quantization and adaptation.quantization["bnb_4bit_quant_storage"] != weights(job):
         return f"it stores packed weights as {weights(job)}; use --bnb-4bit-quant-storage {weights(job)}"
-    return lora_limit(job) or accelerate.unsupported(job, "trainer")
+    return loss_limit(job, "full", "liger") or lora_limit(job) or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -58,6 +59,8 @@ def notes(job: Job) -> list[str]:
         found.append("LLaMA-Factory loads the base in 16 bits, so it needs less memory than predicted for fp32 weights")
     if job.adaptation.quantization:
         found.append("LLaMA-Factory leaves embeddings in 16 bits, so it needs less memory than predicted")
+    if job.plan.loss_code == "liger":
+        found.append("LLaMA-Factory runs all of Liger's kernels, so it needs less memory than predicted")
     if job.offloads_to_nvme:
         found.append(NVME_NOTE)
     return found
@@ -84,6 +87,7 @@ def _config(job: Job) -> dict[str, Any]:
         "bf16": plan.precision == "bf16-mixed",
         "fp16": plan.precision == "fp16-mixed",
         **({"pure_bf16": True} if plan.precision == "bf16" else {}),
+        **({"enable_liger_kernel": True} if plan.loss_code == "liger" else {}),
         "flash_attn": _ATTENTION[plan.attention],
         "disable_gradient_checkpointing": not checkpoints,
         **({"use_reentrant_gc": False} if checkpoints else {}),

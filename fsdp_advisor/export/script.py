@@ -11,6 +11,8 @@ from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PO
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import fsdp2_optimizer_limit
+from fsdp_advisor.export.losses import loss_limit
+from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -32,7 +34,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
     optimizer = optimizer_named(job.plan.optim)
     if isinstance(optimizer.script, Refusal):
         return optimizer.script.reason
-    return fsdp2_optimizer_limit(job.plan)
+    return loss_limit(job, "full", "liger") or fsdp2_optimizer_limit(job.plan)
 
 
 def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -42,7 +44,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(
         "train.py.jinja",
-        header=header(job, *checked, *adapting_packages(job)),
+        header=header(job, *checked, *adapting_packages(job), *loss_packages(job)),
         launch=with_environment(job, torchrun_line(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,

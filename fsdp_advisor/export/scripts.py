@@ -18,6 +18,7 @@ from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FILE, SCRIPT, Consumer
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import COMPUTE
 from fsdp_advisor.job.plan import Plan
@@ -60,7 +61,7 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
     attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     by_fsdp = plan.backend in ("fsdp1", "fsdp2") and consumer == "accelerate"  # accelerate then checkpoints the layers
     return {
-        "header": header(job, *PACKAGES[consumer], *adapting_packages(job)),
+        "header": header(job, *PACKAGES[consumer], *adapting_packages(job), *loss_packages(job)),
         "plan": plan,
         "model": job.model_name,
         "model_arguments": {"dtype": weights(job), **attention},

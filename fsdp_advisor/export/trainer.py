@@ -21,6 +21,8 @@ from fsdp_advisor.export.constants import (
 )
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import loss_limit, trainer_arguments
+from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
@@ -32,7 +34,7 @@ def unsupported(job: Job) -> str | None:
     """Why the Trainer cannot train the job; None if it can."""
     if job.task is None:
         return "a bare parameter count is not a model"
-    return accelerate.unsupported(job, "trainer")
+    return loss_limit(job, "full", "liger") or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -40,7 +42,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
     text = render(
         "trainer.py.jinja",
-        header=header(job, *TARGET.checked, *adapting_packages(job)),
+        header=header(job, *TARGET.checked, *adapting_packages(job), *loss_packages(job)),
         model=job.model_name,
         auto=AUTO_CLASSES[job.task or ""],
         model_arguments=_model_arguments(job),
@@ -85,6 +87,7 @@ def arguments(job: Job) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "learning_rate": LEARNING_RATE,
         "optim": optimizer.name,
+        **trainer_arguments(job),
     }
     if optimizer.options:
         arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in optimizer.options.items())

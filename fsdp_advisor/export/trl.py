@@ -14,13 +14,14 @@ from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.constants import NVME_NOTE, TRL_FILE
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS
 
-NOTES = (
-    "dataset_name is an example: replace it with your own",
-    "TRL computes the loss without all logits at once, so it needs less memory than predicted",
+DATASET_NOTE = "dataset_name is an example: replace it with your own"
+LOSS_NOTE = (
+    "TRL computes the loss without all logits at once, so it needs less memory than predicted; use --framework trl"
 )
 QUANTIZED_NOTE = "TRL keeps adapters on a quantized base in bf16 and does not store the other weights in fp32, so it needs less memory than predicted"
 
@@ -33,7 +34,7 @@ def unsupported(job: Job) -> str | None:
         )
     if trainer.replicated(job.plan):
         return "its configuration file has no mesh of replicas; use the target trainer"
-    return lora_limit(job) or accelerate.unsupported(job, "trainer")
+    return loss_limit(job, "full", "trl") or lora_limit(job) or accelerate.unsupported(job, "trl")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -42,7 +43,9 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def notes(job: Job) -> list[str]:
-    found = [*NOTES, *accelerate.behaviour(job.plan)]
+    found = [DATASET_NOTE, *accelerate.behaviour(job.plan)]
+    if job.plan.loss_code == "full":
+        found.append(LOSS_NOTE)
     if job.adaptation.quantization:
         found.append(QUANTIZED_NOTE)
     if job.offloads_to_nvme:
@@ -101,5 +104,5 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m trl.scripts.sft --config {file}"),
-    framework="trainer",
+    framework="trl",
 )

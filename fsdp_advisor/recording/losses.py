@@ -21,6 +21,16 @@ from fsdp_advisor.model.tape_key import TapeLoss
 from fsdp_advisor.recording.source import RootModules, Source, WrappedSource
 from fsdp_advisor.recording.tiles import Tile, sized_by
 
+LIGER_MODELS = frozenset(
+    "deepseek_v2 deepseek_v3 deepseek_v4 gemma gemma2 gemma3_text gemma3 gemma4_text gemma4 glm4 glm4v glm4v_moe gpt_oss internvl llama "
+    "llama4_text llama4 llava granite mllama mllama_text_model ministral mistral mixtral muse_glimmer nemotron olmo2 pixtral olmo3 qwen2 "
+    "qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text "
+    "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text smollm3 phi3 paligemma falcon_h1 smolvlm hunyuan_v1_dense hunyuan_v1_moe "
+    "exaone4".split()
+)
+"""The types of models whose loss Liger replaces; it leaves others as they are. Source: liger-kernel 0.8.5,
+transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN."""
+
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
 """Tokens and vocabulary entries of a tile. Source: trl 1.16, kernels/chunked_logprob.py and trainer/utils.py."""
 
@@ -52,16 +62,26 @@ class LossSource(WrappedSource):
 
     def __init__(self, base: Source, loss: TapeLoss, ignored_labels: float = 0.0) -> None:
         super().__init__(base)
-        self._compute = _LOSSES[loss]
+        self._loss = loss
         self._ignored_labels = ignored_labels
 
     def configure(
         self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
     ) -> None:
         self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+        if self.task != "causal-lm":
+            raise NotRecordable(
+                f"{self.name}: losses in tiles are for causal language models, not for {self.task}",
+                hint="use --loss full",
+            )
         model = _causal_model(module, self.name)
+        if self._loss == "liger" and model.config.model_type not in LIGER_MODELS:
+            raise NotRecordable(
+                f"{self.name}: Liger 0.8.5 has no loss for models of type {model.config.model_type}",
+                hint="--loss cce works for every causal model",
+            )
         head = model.get_output_embeddings()
-        model.__dict__["fused_loss"] = FusedLoss(head, self._compute, self._ignored_labels)
+        model.__dict__["fused_loss"] = FusedLoss(head, _LOSSES[self._loss], self._ignored_labels)
         model.forward = MethodType(_forward, model)
 
     def root_modules(self, module: nn.Module) -> RootModules:

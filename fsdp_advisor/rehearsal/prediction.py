@@ -55,6 +55,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "activation-checkpointing": "full" if model["checkpointing"] else "none",
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
+        "loss": model["loss"],
         **_precision(job),
         **_adapter(model["peft"], folder),
         "optim": _optimizer(job),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from fsdp_advisor.export import TARGETS, find
+from fsdp_advisor.export.choice import needs_recording_for
 from fsdp_advisor.hardware import Gpu, list_gpus
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model import catalog
@@ -141,6 +142,7 @@ async def post_export(request: Request, target: Target, body: ExportBody) -> Res
 
 async def _export(request: Request, target: str, source: ModelSource, asked: EstimateRequest, whole: bool) -> Response:
     name = find(target).name
+    source = replace(source, must_record=needs_recording_for(name, asked))
     return document_response(request, await service_of(request).answer(source, export_document, asked, name, whole))
 
 

@@ -21,6 +21,7 @@ _LABELS = {
     "tokens": "Tokens to train on",
     "price": "Price per GPU hour",
     "wrap": "FSDP units",
+    "ignored_labels": "Part of labels ignored",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
     "dtype": "Weights stored in",
@@ -43,7 +44,7 @@ _LABELS = {
 }
 _NAMES = {
     "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP", "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "cpu": "CPU", "nvme": "NVMe",
+    "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "trl": "TRL", "cpu": "CPU", "nvme": "NVMe",
     "auto": "choose for me", "all": "choose for me",
 }  # fmt: skip
 _YES_NO = {"False": "no", "True": "yes"}
@@ -56,6 +57,13 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
         "gpu-type": "the smallest GPU",
     },
     "precision": {"": "usual"},
+    "loss": {
+        "auto": "the framework's",
+        "full": "of whole logits",
+        "chunked": "in TRL's tiles",
+        "liger": "Liger's",
+        "cce": "cut cross entropy",
+    },
     "wrap": {"layer": "each layer", "none": "the whole model"},
 }
 _LISTS = re.compile(r"`?fsdp-advisor (models|gpus)`?")

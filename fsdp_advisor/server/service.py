@@ -77,7 +77,8 @@ class AnswerService:
             self._answers.popitem(last=False)
 
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
-        source = replace(source, must_record=any(isinstance(r, EstimateRequest) and needs_recording(r) for r in rest))
+        asked = any(isinstance(r, EstimateRequest) and needs_recording(r) for r in rest)
+        source = replace(source, must_record=source.must_record or asked)
         if source.config is None:
             try:
                 return await (self._recorder if source.must_record else self._pool).run(answer, source, *rest)

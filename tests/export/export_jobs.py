@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.optimizers import optimizer_refusal
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import OptimizerName, Precision
@@ -67,4 +68,5 @@ def jobs(target: str) -> list[Job]:
     """The jobs that the target supports. Every second one is estimated for the target's own framework."""
     found = [j for p in plans() if TARGETS[target].unsupported(j := job(p)) is None]
     own = TARGETS[target].framework
-    return [replace(j, plan=replace(j.plan, framework=own)) if i % 2 else j for i, j in enumerate(found)]
+    values = {"framework": own, "loss_code": FRAMEWORKS[own].loss}
+    return [replace(j, plan=replace(j.plan, **values)) if i % 2 else j for i, j in enumerate(found)]

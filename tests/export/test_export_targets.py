@@ -77,11 +77,13 @@ def test_header_states_prediction_and_checked_versions(target: str) -> None:
 
 
 def test_checked_versions_equal_installed_versions() -> None:
-    """But for axolotl and LLaMA-Factory, and for TRL, which only the tests of rehearsals have."""
-    others = {package: VERSIONS[package] for package in ("axolotl", "trl", "llamafactory")}
+    """But for axolotl and LLaMA-Factory, and for TRL and Liger, which only the tests of rehearsals have."""
+    others = {package: VERSIONS[package] for package in ("axolotl", "trl", "llamafactory", "liger_kernel")}
     installed = {package: version(package).partition("+")[0] for package in VERSIONS if package not in others}
     assert {**installed, **others} == VERSIONS
-    assert f"trl=={VERSIONS['trl']}" in (Path(__file__).parents[1] / "rehearsal/requirements.txt").read_text()
+    rehearsed = (Path(__file__).parents[1] / "rehearsal/requirements.txt").read_text()
+    for package in ("trl", "liger_kernel"):
+        assert f"{package}=={VERSIONS[package]}" in rehearsed
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -201,7 +203,7 @@ def test_auto_backend_becomes_the_backend_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("target", "framework"),
     [
-        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"), ("trl", "trainer"), ("llamafactory", "trainer"),
+        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"), ("trl", "trl"), ("llamafactory", "trainer"),
         ("deepspeed", "deepspeed"), ("deepspeed-launch", "deepspeed"), ("fsdp2", "torch"), ("ddp", "torch"),
         ("torchrun", "torch"), ("sbatch", "torch"),
     ],

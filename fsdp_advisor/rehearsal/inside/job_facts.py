@@ -82,9 +82,13 @@ def framework_of() -> str:
     frame: Any = sys._getframe()
     while trainer is not None and frame is not None:
         if frame.f_code.co_filename == trainer.__file__:
-            return "trainer"
+            return "trl" if _is_sft_trainer(frame.f_locals.get("self")) else "trainer"
         frame = frame.f_back
     return "accelerate" if state is not None and state.AcceleratorState._shared_state else "torch"
+
+
+def _is_sft_trainer(trainer: Any) -> bool:
+    return any(each.__name__ == "SFTTrainer" for each in type(trainer).__mro__)
 
 
 def optimizer_of(optimizer: Any) -> dict[str, Any]:
@@ -106,6 +110,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
                 "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
+                "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None

@@ -1,0 +1,58 @@
+"""Losses without whole logits as the exported files name them.
+
+Source: transformers 5.23, training_args.py (`liger_kernel_config`); liger-kernel 0.8.5, transformers/monkey_patch.py; axolotl 0.18.0, integrations/{liger,cut_cross_entropy}/args.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.job.losses import LossCode
+
+LIGER_LOSS_ALONE = {
+    "fused_linear_cross_entropy": True,
+    **dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu"), False),
+}
+"""The keywords with which Liger replaces the loss and no other kernel: the estimate has only its loss."""
+
+
+def loss_limit(job: Job, *possible: LossCode) -> str | None:
+    """Why a consumer that has these losses cannot train the job."""
+    match job.plan.loss_code:
+        case "trl" if "trl" not in possible:
+            return "only TRL computes the loss in these tiles; use --loss liger"
+        case "liger" if "liger" not in possible:
+            return "it does not accept Liger's loss"
+        case "cce" if "cce" not in possible:
+            return "it has no cut cross entropy; use --loss liger, or the target axolotl"
+    return None
+
+
+def script_loss_limit(job: Job) -> str | None:
+    """Why a script of these exports cannot compute the loss. TRL's own script computes it by itself."""
+    return None if job.plan.framework == "trl" else loss_limit(job, "full", "liger")
+
+
+def packages(job: Job) -> tuple[str, ...]:
+    """The packages that compute the loss."""
+    return ("liger_kernel",) if job.plan.loss_code == "liger" else ()
+
+
+def trainer_arguments(job: Job) -> dict[str, Any]:
+    """The arguments of the Trainer."""
+    if job.plan.loss_code != "liger":
+        return {}
+    return {"use_liger_kernel": True, "liger_kernel_config": LIGER_LOSS_ALONE}
+
+
+def axolotl_keys(job: Job) -> dict[str, Any]:
+    """The keys of axolotl's configuration."""
+    match job.plan.loss_code:
+        case "liger":
+            plugin = "axolotl.integrations.liger.LigerPlugin"
+            return {"plugins": [plugin], "liger_fused_linear_cross_entropy": True}
+        case "cce":
+            plugin = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+            return {"plugins": [plugin], "cut_cross_entropy": True}
+    return {}

@@ -1,0 +1,98 @@
+"""Peaks of training steps with the losses of TRL, Liger and cut cross entropy, as the libraries' own trainers run them.
+
+Arguments: the model's configuration, and for each job its loss, precision, micro-batch and length, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from multiprocessing import get_context
+from types import MethodType
+from typing import Any
+
+import torch
+from cut_cross_entropy import linear_cross_entropy
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutput
+from trl import SFTConfig, SFTTrainer
+
+LIGER_LOSS_ALONE = {
+    "fused_linear_cross_entropy": True, "rope": False, "rms_norm": False, "layer_norm": False, "swiglu": False, "geglu": False,
+}  # fmt: skip
+
+
+class SteadyPeak(TrainerCallback):
+    """The peak of the steps after the first, which makes the optimizer's state."""
+
+    peak = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > 1:
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+
+def cut_forward(self: Any, labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
+    inputs.pop("num_items_in_batch", None)
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.to(
+        torch.bfloat16
+    )  # its kernels need half precision
+    return CausalLMOutput(loss=linear_cross_entropy(hidden, self.get_output_embeddings().weight, labels, shift=True))
+
+
+def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> int:
+    rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
+    found = SteadyPeak()
+    usual = {
+        "per_device_train_batch_size": batch, "max_steps": 3, "optim": "adamw_torch_fused", "output_dir": "out", "report_to": "none",
+        "save_strategy": "no", "bf16": precision == "bf16-mixed", "disable_tqdm": True,
+    }  # fmt: skip
+    trainer: Trainer
+    if loss == "trl":
+        arguments = SFTConfig(**usual, max_length=length, gradient_checkpointing=False)
+        trainer = SFTTrainer(model, args=arguments, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer())
+        trainer.add_callback(found)
+    else:
+        if loss == "liger":
+            usual |= {"use_liger_kernel": True, "liger_kernel_config": LIGER_LOSS_ALONE}
+        else:
+            model.forward = MethodType(cut_forward, model)
+            usual["remove_unused_columns"] = False
+        data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
+        trainer = Trainer(model, args=TrainingArguments(**usual), train_dataset=data, callbacks=[found])
+    trainer.train()
+    return found.peak
+
+
+def tokenizer() -> Any:
+    """A tokenizer, which SFTTrainer needs to pad."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<pad>", unk_token="<unk>"
+    )
+
+
+def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int]) -> int:
+    loss, precision, tied, batch, length = job
+    settings = AutoConfig.for_model(**config, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    return peak_of(model, loss, precision, batch, length)
+
+
+def main() -> None:
+    config, jobs = (json.loads(word) for word in sys.argv[1:])
+    with get_context("spawn").Pool(
+        1, maxtasksperchild=1
+    ) as fresh:  # what the cache kept of another job would change the peak
+        peaks = {name: fresh.apply(measured, (config, job)) for name, job in jobs.items()}
+    print("FOUND", json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main()

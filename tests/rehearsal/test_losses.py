@@ -1,0 +1,42 @@
+"""Steps with the losses of TRL, Liger and cut cross entropy on a simulated GPU, compared with the prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_advisor import estimate
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 50_000, "max_position_embeddings": 8192,
+}  # fmt: skip
+JOBS = {
+    "trl": ("trl", "bf16-mixed", False, 4, 2048),
+    "trl in half precision, less than a tile": ("trl", "bf16", True, 1, 1000),
+    "liger in half precision": ("liger", "bf16", True, 3, 2000),
+    "cce": ("cce", "bf16-mixed", True, 4, 2048),
+}
+"""Loss, precision, whether embeddings are tied, micro-batch, sequence length."""
+
+
+@pytest.fixture(scope="module")
+def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
+    return run("losses.py", json.dumps(CONFIG), json.dumps(JOBS))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_loss_of_the_library_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
+    loss, precision, tied, batch, length = JOBS[name]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied}))
+    (row,) = estimate(
+        model=str(config), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
+        framework="trl" if loss == "trl" else "trainer", loss="auto" if loss == "trl" else loss, activation_checkpointing="none",
+    ).estimates  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=2e-4)
