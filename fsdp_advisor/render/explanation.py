@@ -126,9 +126,11 @@ def _loss_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
     saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes
     loss = f"Loss (logits and their gradients): {sizes.scaled(estimate.at_peak['loss'])} at the peak"
     if saved * 1000 < estimate.peak_tensor_bytes:
-        return [f"{loss}; a fused or chunked loss would save nothing, because the loss does not set the peak"]
+        return [
+            f"{loss}; a loss without whole logits (--loss) would save nothing, because the loss does not set the peak"
+        ]
     return [
-        f"{loss}; a fused or chunked loss would save {sizes.scaled(saved)}: "
+        f"{loss}; a loss without whole logits (--loss) would save about {sizes.scaled(saved)}: "
         f"the tensors would peak at {sizes.full(estimate.fused_loss_peak_bytes)}"
     ]
 
