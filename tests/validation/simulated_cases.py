@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from matrix import ALL
 
 from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 
 
@@ -62,6 +65,21 @@ def plan_of(case: Case) -> Plan:
     request = make_request(vars(case))
     (plan,) = plans(request, seq_len=case.seq_len)
     return plan
+
+
+DEEP = 13
+"""Layers from which a model is simulated with fewer of its equal layers, unless `CASES=all`: the time grows with the layers."""
+
+
+def of_case(profile: Profile) -> Profile:
+    """The profile and configuration to simulate: the model's own, or of a deep model, with most of its repeated layers left out."""
+    if ALL or max(stack.depth for stack in profile.stacks) < DEEP:
+        return profile
+    (stack,) = profile.stacks
+    runs = tuple(replace(run, repeats=min(run.repeats, 2 if len(run.pattern) == 1 else 1)) for run in stack.runs)
+    short = replace(stack, runs=runs)
+    (name,) = {"num_hidden_layers", "n_layer"} & set(profile.config)
+    return replace(profile, stacks=(short,), config={**profile.config, name: short.depth})
 
 
 TINY, L1B, L7B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"

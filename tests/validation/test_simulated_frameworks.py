@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from matrix import taken
-from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, Case, plan_of
+from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, Case, of_case, plan_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
@@ -42,8 +42,8 @@ TINY_CONFIG = {
 def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> None:
     plan = plan_of(case)
     model = resolve(case.model)
-    profile = model.profile
-    assert profile is not None
+    assert model.profile is not None
+    profile = of_case(model.profile)
     step = peak_of_step(profile, model.tape(tape_key_of(plan)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from matrix import taken
-from simulated_cases import FRAMEWORKS, MORE_FRAMEWORKS, MORE_TORCH, TORCH, Case, coverage, plan_of
+from simulated_cases import FRAMEWORKS, MORE_FRAMEWORKS, MORE_TORCH, TORCH, Case, coverage, of_case, plan_of
 
 torch = pytest.importorskip("torch")
 
@@ -27,8 +27,8 @@ def test_predicted_peaks_equal_pytorch(case: Case) -> None:
         pytest.importorskip("schedulefree")
     plan = plan_of(case)
     model = resolve(case.model)
-    profile = model.profile
-    assert profile is not None
+    assert model.profile is not None
+    profile = of_case(model.profile)
     step = peak_of_step(profile, model.tape(tape_key_of(plan, profile)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
     layers = sum(len(u.parameters) for u in profile.layers()) + len(profile.root.parameters)
