@@ -169,7 +169,7 @@ def clones_outputs(plan: Plan) -> bool:
 def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
     """Bytes of the logits: one row of the vocabulary per token. Not counted: the small logits of other tasks."""
     embedding = _with_role(profile, "embedding")
-    if not embedding or not profile.task.endswith(("-lm", "-seq2seq")):
+    if not embedding or not profile.task.endswith(("-lm", "-seq2seq", "-to-text")):
         return NO_BYTES
     return (0, 0, 0, element_bytes * profile.root.parameters[embedding[0]].shape[0], 0, 0)
 

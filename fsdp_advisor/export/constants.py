@@ -73,5 +73,6 @@ AUTO_CLASSES = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "image-classification": "AutoModelForImageClassification",
+    "image-text-to-text": "AutoModelForImageTextToText",
 }
 """The transformers class that loads a model for training, by task."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_advisor.errors import UnreadableConfig
+from fsdp_advisor.model.multimodal import TRAINED_WHOLE
 
 Config = dict[str, Any]
 
@@ -49,6 +50,8 @@ _LOOSE = (  # (key, maximum) of values that may have any type; building a model 
 )
 _TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)  # a string, or a bracket outside of strings
 _SHOWN_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of a multimodal configuration with its language model: transformers' own, InternVL's, DeepSeek-VL's, Qwen-Omni's."""
 _NOT_SHAPES = (
     "_name_or_path", "auto_map", "quantization_config", "transformers_version", "torch_dtype", "dtype", "use_cache",
 )  # fmt: skip
@@ -122,10 +125,11 @@ def json_depth_exceeds(data: bytes, limit: int) -> bool:
 def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
     """The part of a checked configuration that is built and trained, and notes on what is not estimated.
 
-    Of a multimodal model, this is the text part. Raises UnreadableConfig if no model can be built from the configuration.
+    Of a multimodal model, this is the whole if the model trains on text alone, else the text part. Raises UnreadableConfig if no
+    model can be built from the configuration.
     """
     config, notes = _text_part(config)
-    config = {k: v for k, v in config.items() if k not in _NOT_SHAPES}
+    config = _shapes(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _SHOWN_KEY.fullmatch(model_type):
         problem = "no model_type" if model_type is None else "an invalid model_type"
@@ -148,9 +152,15 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
     """The text part of a multimodal configuration, or the whole of another one; and notes on what is not estimated."""
     notes: tuple[str, ...] = ()
     quantized = config.get("quantization_config")
-    inner = config.get("text_config")
-    if isinstance(inner, dict) and inner:
-        outer_type = config.get("model_type")
+    inner = _language_part(config)
+    outer_type = config.get("model_type")
+    if inner and outer_type in TRAINED_WHOLE:
+        quantized = quantized or inner.get("quantization_config")
+        notes += (
+            f"{outer_type} is recorded as it trains on text: all its parameters are counted and trained unless --freeze names them,"
+            " and no activations of images or sound",
+        )
+    elif inner:
         guessed = f"{outer_type}_text" if isinstance(outer_type, str) else None
         tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
         config = {**tied, "model_type": guessed, **inner}
@@ -161,9 +171,23 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
     return config, notes
 
 
+def _language_part(config: Config) -> Config | None:
+    """The configuration of a multimodal model's language model; None if the model is no such model."""
+    for key in _LANGUAGE_PARTS:
+        if isinstance(inner := config.get(key), dict) and inner:
+            return _language_part(inner) or inner
+    return None
+
+
+def _shapes(config: Config) -> Config:
+    """The configuration, and those in it, without the values that change no shape."""
+    return {k: _shapes(v) if isinstance(v, dict) else v for k, v in config.items() if k not in _NOT_SHAPES}
+
+
 def _largest(config: Config, key: re.Pattern[str]) -> int:
-    """The largest integer of the configuration whose key matches; at least 1."""
-    return max([1, *(v for k, v in config.items() if type(v) is int and key.fullmatch(k))])
+    """The largest integer of the configuration, or of one in it, whose key matches; at least 1."""
+    nested = [_largest(value, key) for value in config.values() if isinstance(value, dict)]
+    return max([1, *nested, *(v for k, v in config.items() if type(v) is int and key.fullmatch(k))])
 
 
 def _problems(value: Config | list[Any], keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -11,12 +11,12 @@ Shapes: B = micro-batch (sequences), T = tokens per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fsdp_advisor.errors import ErrorPayload
 
@@ -359,10 +359,17 @@ class Profile:
         """Whether parameters have dtypes of their own, so that a model in half precision has weights in fp32 too."""
         return any(p.dtype is not None for unit, _ in self.counted_units() for p in unit.parameters)
 
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The configuration of the language model: that of a multimodal model contains it."""
+        text = self.config.get("text_config")
+        return text if isinstance(text, dict) else self.config
+
     @cached_property
     def window(self) -> int | None:
         """Tokens in a layer's sliding window; None if the configuration has no such layers."""
-        value = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
+        config = self.text_config
+        value = config.get("sliding_window") if config.get("use_sliding_window", True) else None
         return value if isinstance(value, int) and value > 0 else None
 
     @cached_property

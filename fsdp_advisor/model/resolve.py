@@ -296,7 +296,8 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
     from fsdp_advisor.model import cache
     from fsdp_advisor.model.config import parse_config, trained_part
 
-    config, more = trained_part(parse_config(data, name), name)
+    whole = parse_config(data, name)
+    config, more = trained_part(whole, name)
     notes += more
     cached = cache.fetch(config, None)
     if cached is not None:
@@ -305,8 +306,7 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
             notes += (f"recorded earlier, with {_versions(profile)}",)
     else:
         with _RECORDER_LOCK:
-            own_code = "auto_map" in json.loads(data)
-            profile = _recorder_for(config, name, None, f"{name} is not in the catalog", own_code=own_code).profile
+            profile = _recorder_for(config, name, None, f"{name} is not in the catalog", whole=whole).profile
         if not cache.writable():
             notes += (
                 f"the cache folder {cache.folder() or ''} cannot be written: the model will be recorded again each time",
@@ -320,8 +320,11 @@ _RECORDER_LOCK = threading.RLock()
 """Only one thread records: the recorder disables the garbage collector and installs a global dispatch mode."""
 
 
-def _recorder_for(config: Config, name: str, task: str | None, what: str, *, own_code: bool = False) -> Recorder:
-    """A recorder for the configuration. `what` is the beginning of the error message if torch is missing."""
+def _recorder_for(config: Config, name: str, task: str | None, what: str, *, whole: Config | None = None) -> Recorder:
+    """A recorder for the configuration. `what` is the beginning of the error message if torch is missing.
+
+    `whole`: the configuration before the part that is trained was selected, for the error message about an unknown model type.
+    """
     from fsdp_advisor.model import cache
 
     if cache.installed_versions() is None:
@@ -335,7 +338,7 @@ def _recorder_for(config: Config, name: str, task: str | None, what: str, *, own
             raise
         raise UnreadableConfig(
             f"{name}: the installed transformers has no model of type {config['model_type']!r}",
-            hint="code in the repository (auto_map) is never run" if own_code else "a newer transformers may have it",
+            hint=_about_unknown_type(config, whole or {}),
         ) from error
     except AdvisorError:
         raise
@@ -344,6 +347,15 @@ def _recorder_for(config: Config, name: str, task: str | None, what: str, *, own
             f"{name} could not be built to record it: {type(error).__name__}: {_line(error)}",
             hint="check model_type and the sizes in the configuration",
         ) from error
+
+
+def _about_unknown_type(config: Config, whole: Config) -> str:
+    """What to do about a model type that transformers does not have."""
+    from fsdp_advisor.recording.nearest import advice
+
+    names = [*(config.get("architectures") or ()), *(whole.get("architectures") or ())]
+    architectures = [name for name in names if isinstance(name, str)]
+    return advice(config["model_type"], architectures, whole.get("transformers_version"), own_code="auto_map" in whole)
 
 
 @lru_cache(maxsize=4)

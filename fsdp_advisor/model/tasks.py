@@ -56,6 +56,9 @@ TASKS: dict[str, Task] = {
         has_root_units=True,
         takes_any_length=False,
     ),
+    "image-text-to-text": Task(
+        words=("decoder", "vision", "image", "text"), sample="{} tokens of text", has_root_units=True
+    ),
 }
 """Every task, by the name that profiles use."""
 

@@ -244,8 +244,8 @@ class StepBuilder:
         return taken
 
     def gradient(self, parameter: int, *, at_root: bool) -> Buffer:
-        """The latest gradient of one parameter of the current layer, or of the root."""
-        return self._latest[2 * parameter + at_root]
+        """The latest gradient of one parameter of the current layer, or of the root; NO_BUFFER if it gets none."""
+        return self._latest.get(2 * parameter + at_root, NO_BUFFER)
 
     def whole_gradients(self) -> list[Buffer]:
         """Every unsharded gradient that is alive."""

@@ -29,6 +29,7 @@ _AUTO = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "image-classification": "AutoModelForImageClassification",
+    "image-text-to-text": "AutoModelForImageTextToText",
 }
 TASKS = tuple(_AUTO)
 
@@ -54,8 +55,9 @@ class TransformersSource:
         with _errors_explained(self.name):
             self._config = self._configuration()
         self.task = task or _task(self._config, self._values)
-        self.max_seq_len = _max_seq_len(self._config)
-        self.alike_up_to: int | None = _original_max_seq_len(self._config)
+        text = getattr(self._config, "text_config", None) or self._config
+        self.max_seq_len = _max_seq_len(text)
+        self.alike_up_to: int | None = _original_max_seq_len(text)
 
     def _configuration(self) -> Any:
         config = transformers.AutoConfig.for_model(
@@ -189,15 +191,15 @@ def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:
 def _task(config: Any, values: Mapping[str, Any]) -> str:
     """The task of the configuration's `architectures`, or else the first task that supports its model type."""
     named = " ".join(values.get("architectures") or ())
+    known = [task for task, auto in _AUTO.items() if type(config) in getattr(transformers, auto)._model_mapping]
     hints = {
         "ForMaskedLM": "masked-lm",
         "ForPreTraining": "masked-lm",
         "ForImageClassification": "image-classification",
         "ForSpeechSeq2Seq": "speech-seq2seq",
-        "ForConditionalGeneration": "seq2seq-lm",
+        "ForConditionalGeneration": "seq2seq-lm" if "seq2seq-lm" in known else "image-text-to-text",
         "ForCausalLM": "causal-lm",
     }
-    known = [task for task, auto in _AUTO.items() if type(config) in getattr(transformers, auto)._model_mapping]
     for hint, task in hints.items():
         if hint in named and task in known:
             return task

@@ -160,7 +160,7 @@ def matmul_s_per_flop(
 
 def head_dim(profile: Profile) -> int:
     """The dimension of one attention head from the configuration; 128 if it is not given there."""
-    config = profile.config
+    config = profile.text_config
     for name in ("head_dim", "d_kv"):
         if isinstance(own := config.get(name), int):
             return own

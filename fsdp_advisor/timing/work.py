@@ -42,7 +42,7 @@ class TapeWork:
 @lru_cache(maxsize=64)
 def tape_work(profile: Profile, tape: Tape, b: int, t: int, device: Device, checkpointing: bool) -> TapeWork:
     """The tape's work at micro-batch `b` and `t` tokens."""
-    head, causal = head_dim(profile), profile.task == "causal-lm"
+    head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text")
     rates = _rates(profile, tape, b, t, device)
     last_root = max((s.layer for s in _root_forwards(tape)), default=0)
     forward: dict[tuple[int, int], Work] = {}

@@ -149,23 +149,32 @@ def test_large_real_values_pass(values: dict[str, object]) -> None:
     assert trained_part(parse_config(json.dumps(LLAMA | values).encode(), "x"), "x")[0] == LLAMA | values
 
 
-def test_text_part_of_a_multimodal_model_is_estimated(home: Path) -> None:
+def test_text_part_of_a_model_that_needs_images_is_estimated(home: Path) -> None:
     text = {k: v for k, v in LLAMA.items() if k != "architectures"}
-    outer = {
-        "model_type": "llava",
-        "architectures": ["LlavaForConditionalGeneration"],
-        "vision_config": {},
-        "text_config": text,
-    }
-    found = resolve(str(write(home / "llava.json", outer)))
+    outer = {"model_type": "blip-2", "vision_config": {}, "text_config": text}
+    found = resolve(str(write(home / "blip.json", outer)))
     assert found.parameters == PARAMETERS
     assert found.notes == ("only the text part (llama) of a multimodal model is estimated",)
 
 
+@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config", "thinker_config"])
+def test_language_model_is_found_under_every_name(key: str) -> None:
+    inner = {"text_config": LLAMA} if key == "thinker_config" else LLAMA
+    config, notes = trained_part({"model_type": "other", key: inner}, "x")
+    assert config == LLAMA
+    assert notes == ("only the text part (llama) of a multimodal model is estimated",)
+
+
+def test_experts_of_the_language_model_are_bounded() -> None:
+    outer = {"model_type": "llava", "text_config": LLAMA | {"num_hidden_layers": 1024, "num_local_experts": 4096}}
+    with pytest.raises(UnreadableConfig, match="1024 layers x 4096 experts"):
+        trained_part(outer, "x")
+
+
 def test_text_part_inherits_model_type_and_tied_embeddings() -> None:
-    outer = {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": {"hidden_size": 64}}
+    outer = {"model_type": "gemma9", "tie_word_embeddings": True, "text_config": {"hidden_size": 64}}
     config, _ = trained_part(outer, "x")
-    assert config == {"model_type": "gemma3_text", "tie_word_embeddings": True, "hidden_size": 64}
+    assert config == {"model_type": "gemma9_text", "tie_word_embeddings": True, "hidden_size": 64}
 
 
 def test_quantization_is_ignored_with_a_note(home: Path) -> None:

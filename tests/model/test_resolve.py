@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,8 @@ def test_unknown_name_without_hub_suggests_the_nearest() -> None:
 
 # Recording
 
+VERSION = metadata.version("transformers")
+
 
 @pytest.mark.parametrize(
     ("config", "message", "hint"),
@@ -321,12 +324,29 @@ def test_unknown_name_without_hub_suggests_the_nearest() -> None:
         (
             {"model_type": "nonesuch"},
             "the installed transformers has no model of type 'nonesuch'",
-            "a newer transformers may have it",
+            f"a newer transformers may have it: pip install -U transformers; no model of transformers {VERSION} has a similar name",
+        ),
+        (
+            {"model_type": "nonesuch", "transformers_version": "99.1.0"},
+            "the installed transformers has no model of type 'nonesuch'",
+            f"pip install 'transformers>=99.1.0', which wrote the configuration; {VERSION} is installed",
         ),
         (
             {"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}},
             "the installed transformers has no model of type 'nonesuch'",
-            "code in the repository (auto_map) is never run",
+            f"code in the repository (auto_map) is never run; no model of transformers {VERSION} has a similar name",
+        ),
+        (
+            {"model_type": "chatglm", "auto_map": {"AutoConfig": "evil.Config"}},
+            "the installed transformers has no model of type 'chatglm'",
+            f"code in the repository (auto_map) is never run; the nearest model of transformers {VERSION} is GlmForCausalLM: "
+            "set model_type to 'glm' if the layers are the same",
+        ),
+        (
+            {"model_type": "ours", "architectures": ["LlamaForCausalLM"], "auto_map": {"AutoConfig": "evil.Config"}},
+            "the installed transformers has no model of type 'ours'",
+            f"code in the repository (auto_map) is never run; the nearest model of transformers {VERSION} is LlamaForCausalLM: "
+            "set model_type to 'llama' if the layers are the same",
         ),
     ],
 )

@@ -228,14 +228,18 @@ class DeepspeedStep(StepHooks):
         self._gathering.drop(step)
 
     def _reduce_whole_gradients(self, step: StepBuilder) -> None:
-        """Stage 1, after the last backward: reduce the whole gradients through the bucket, in the order of the parameters."""
+        """Stage 1, after the last backward: reduce the whole gradients through the bucket, in the order of the parameters.
+
+        A parameter without a gradient is left out. Source: stage_1_and_2.py, reduce_gradients.
+        """
         at = 0
         for parameter in self._profile.in_order():
             if not parameter.trainable:
                 continue
-            buffer = self._unreduced.pop(at)
+            buffer = self._unreduced.pop(at, NO_BUFFER)
             oversized = parameter.elements > self._layout.buffers.bucket_elements
-            self._bucket.take(step, at, Gradient(0, parameter.elements, 0, step.n_bytes(buffer), oversized), buffer)
+            if buffer != NO_BUFFER:
+                self._bucket.take(step, at, Gradient(0, parameter.elements, 0, step.n_bytes(buffer), oversized), buffer)
             at += parameter.elements
         self._bucket.reduce(step)
 

@@ -265,11 +265,8 @@ class Fsdp2Step(StepHooks):
         return [gradient for gradient in step.whole_gradients() if gradient not in theirs]
 
     def _gradients_of_part(self, step: StepBuilder, part: Part) -> list[Buffer]:
-        return [
-            step.gradient(index, at_root=True)
-            for index, parameter in zip(part.indices, part.unit.parameters, strict=False)
-            if parameter.trainable
-        ]
+        trainable = (i for i, parameter in zip(part.indices, part.unit.parameters, strict=False) if parameter.trainable)
+        return [found for i in trainable if (found := step.gradient(i, at_root=True)) != NO_BUFFER]
 
     def _split_last_gradient(
         self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]
@@ -289,9 +286,8 @@ class Fsdp2Step(StepHooks):
         ).parameters
         indices = part.indices if part else range(len(parameters))
         trainable = [index for index, p in zip(indices, parameters, strict=False) if p.trainable]
-        if not trainable:
-            return gradients, NO_BUFFER
-        last = step.gradient(trainable[-1], at_root=stack == ROOT)
+        found = (step.gradient(index, at_root=stack == ROOT) for index in reversed(trainable))
+        last = next((gradient for gradient in found if gradient != NO_BUFFER), NO_BUFFER)
         if last not in gradients:  # it belongs to an earlier micro-batch
             return gradients, NO_BUFFER
         return [gradient for gradient in gradients if gradient != last], last

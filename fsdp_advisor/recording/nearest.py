@@ -1,0 +1,67 @@
+"""The model of the installed transformers that is nearest to one that it does not know."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+_BY_OTHER_NAME = {
+    "aquila": "llama", "baichuan": "llama", "chatglm": "glm", "decilm": "llama", "deepseek": "deepseek_v2",
+    "deepseek_vl_v2": "deepseek_vl", "dream": "qwen2", "hunyuan": "hunyuan_v1_dense", "internlm": "llama", "internlm2": "llama",
+    "internvl_chat": "internvl", "jais": "gpt2", "kimi_vl": "kimi_k25", "llada": "llama", "llava_llama": "llava",
+    "llava_qwen": "llava_onevision", "minicpm": "minicpm3", "mixformer-sequential": "phi", "nemotron-nas": "llama", "orion": "llama",
+    "phi-msft": "phi", "phi3_v": "phi3", "phi3small": "phi3", "phi4mm": "phi4_multimodal", "qwen": "qwen2",
+    "refinedweb": "falcon", "refinedwebmodel": "falcon", "stablelm_epoch": "stablelm", "telechat": "llama", "xverse": "llama",
+    "yi": "llama",
+}  # fmt: skip
+"""Model types of code in hub repositories whose layers are those of a model in transformers, or close to them."""
+
+
+def nearest(model_type: str, architectures: Iterable[str]) -> tuple[str, str] | None:
+    """The model type and class of the nearest model that transformers has; None if no name is similar.
+
+    >>> nearest("chatglm", ["ChatGLMModel"]), nearest("my_llama", ["LlamaForCausalLM"]), nearest("zzz", [])
+    (('glm', 'GlmForCausalLM'), ('llama', 'LlamaForCausalLM'), None)
+    """
+    classes: dict[str, str] = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    for name in architectures:
+        if kinds := [kind for kind, own in classes.items() if own == name]:  # InternLM3 has LlamaForCausalLM, too
+            return min(kinds, key=lambda kind: kind.replace("_", "") not in name.lower()), name
+    lowered = model_type.lower()
+    found = [_BY_OTHER_NAME.get(lowered, ""), *difflib.get_close_matches(lowered, classes, 1, 0.75)]
+    return next(((kind, classes[kind]) for kind in found if kind in classes), None)
+
+
+def advice(model_type: str, architectures: Iterable[str], written_by: object, *, own_code: bool) -> str:
+    """What to do about a model type that transformers does not know.
+
+    `written_by`: the version of transformers that wrote the configuration, if it says so. `own_code`: whether the model comes with
+    code of its own (auto_map).
+    """
+    installed = transformers.__version__
+    similar = nearest(model_type, architectures)
+    instead = (
+        f"the nearest model of transformers {installed} is {similar[1]}: set model_type to {similar[0]!r} if the layers are the same"
+        if similar
+        else f"no model of transformers {installed} has a similar name"
+    )
+    if own_code:
+        return f"code in the repository (auto_map) is never run; {instead}"
+    version = written_by if isinstance(written_by, str) and re.fullmatch(r"\d{1,4}(\.\d{1,4}){1,2}", written_by) else ""
+    if version and _numbers(version) > _numbers(installed):
+        return f"pip install 'transformers>={version}', which wrote the configuration; {installed} is installed"
+    if model_type in CONFIG_MAPPING_NAMES:
+        return instead
+    return f"a newer transformers may have it: pip install -U transformers; {instead}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
