@@ -32,6 +32,8 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "rmsprop32bit": "rmsprop_bnb_32bit",
     "rmsprop8bit": "rmsprop_bnb_8bit",
     "ao_adamw_8bit": "adamw_torch_8bit",
+    "adamwfp8": "adamw_torch_fp8",
+    "ao_adamw_fp8": "adamw_torch_fp8",
     "adamwschedulefree": "schedule_free_adamw",
     "sgdschedulefree": "schedule_free_sgd",
     "radamschedulefree": "schedule_free_radam",

@@ -22,7 +22,7 @@ OptimizerName = Literal[
     "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
     "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
-    "schedule_free_radam",
+    "schedule_free_radam", "adamw_torch_fp8",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = Literal["none", "full"]
@@ -97,6 +97,15 @@ _STRATEGY_NAMES = {
     for word in words.split()
 }
 """What FSDP, DeepSpeed and accelerate call the strategies."""
+
+
+_LAYERWISE = (
+    "galore_adamw_layerwise",
+    "galore_adamw_8bit_layerwise",
+    "galore_adafactor_layerwise",
+    "apollo_adamw_layerwise",
+)
+"""transformers/trainer_optimizer.py (5.23), `_setup_low_rank_optimizer`, refuses them with DDP and accumulation."""
 
 
 def uneven_nodes(gpus: int, nnodes: int) -> str | None:
@@ -217,18 +226,35 @@ class EstimateRequest:
                 "paged_ademamix": "paged_ademamix_32bit",
                 "rmsprop_bnb": "rmsprop_bnb_32bit",
             },
+            elsewhere={"cpu_offload_optimizer": "offload optimizer, which is DeepSpeed's, with adamw_torch_fused"},
             nearest={
                 "lomo": "sgd, which has no state either",
                 "adalomo": "adafactor, which factors its state too",
+                "galore_adafactor": "adafactor, which factors its state too",
+                **dict.fromkeys(
+                    ("galore_adamw", "galore_adamw_8bit", "apollo_adamw"),
+                    "adamw_torch_8bit, whose state is small too, or LoRA (use_peft), whose state has a low rank",
+                ),
+                **dict.fromkeys(
+                    _LAYERWISE,
+                    "adamw_torch_8bit, or LoRA (use_peft); layerwise optimizers step in backward, and do not run with DDP",
+                ),
+                "adam_mini": "sgd_momentum, which keeps one state per element too",
+                "stable_adamw": "adamw_torch",
+                "grokadamw": "adamw_torch",
             },
             not_modelled=(
                 "adamw_apex_fused",
                 "adamw_anyprecision",
                 "galore_adamw",
+                "galore_adamw_8bit",
                 "galore_adafactor",
                 "lomo",
                 "adalomo",
                 "apollo_adamw",
+                *_LAYERWISE,
+                "adam_mini",
+                "stable_adamw",
                 "grokadamw",
                 "shampoo",
                 "soap",

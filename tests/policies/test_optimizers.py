@@ -130,6 +130,7 @@ def test_states_of_large_tensors_are_paged(name: OptimizerName, kept: int, paged
     [
         ("adamw_torch_8bit", 2 * (8192 + 4 * 32 + 1024), 2 * 4 * 32 + 8 * 8192, 0),
         ("adamw_torch_4bit", 2 * (4096 + 4 * 32 + 64), 2 * 4 * 32 + 24 * 8192, 2 * 4 * 32 + 24 * 8192),
+        ("adamw_torch_fp8", 2 * (8192 + 4 * 32), 2 * 4 * 32, 2 * 4 * 32),
     ],
 )
 def test_torchao_quantizes_whole_blocks(name: OptimizerName, state: int, of_a_matrix: int, of_a_vector: int) -> None:

@@ -81,6 +81,6 @@ def test_bitsandbytes_allocates_what_is_predicted(optimizer: Optimizer, of_bitsa
 
 
 def test_torchao_allocates_what_is_predicted(run: Run) -> None:
-    optimizers = (torchao.ADAMW_8BIT, torchao.ADAMW_4BIT)
+    optimizers = (torchao.ADAMW_8BIT, torchao.ADAMW_4BIT, torchao.ADAMW_FP8)
     found = stepped(run, optimizers, COMPILED_SHAPES, ranks=1)
     assert found == {optimizer.name: predicted(optimizer, COMPILED_SHAPES) for optimizer in optimizers}

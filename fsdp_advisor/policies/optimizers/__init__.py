@@ -28,6 +28,7 @@ _ALL: tuple[Optimizer, ...] = (
     *bitsandbytes.ALL,
     torchao.ADAMW_8BIT,
     torchao.ADAMW_4BIT,
+    torchao.ADAMW_FP8,
     muon.MUON,
 )
 _BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}

@@ -1,6 +1,6 @@
-"""AdamW of torchao with 8-bit and 4-bit states, which torch.compile compiles for each parameter.
+"""AdamW of torchao with 8-bit, 4-bit and fp8 states, which torch.compile compiles for each parameter.
 
-Source: torchao 0.18, optim/adam.py (`_AdamBase`), optim/subclass_8bit.py, optim/subclass_4bit.py; the temporaries are those of the
+Source: torchao 0.18, optim/adam.py (`_AdamBase`), optim/subclass_8bit.py, subclass_4bit.py, subclass_fp8.py; the temporaries are those of the
 code that Inductor (torch 2.13) generates for `single_param_adam`.
 """
 
@@ -21,7 +21,7 @@ from fsdp_advisor.policies.optimizers.interface import (
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 BLOCK_ELEMENTS = 256
-"""Elements that share one fp32 scale. It is the Trainer's value for both; torchao's own for 4 bits is 128."""
+"""Elements that share one fp32 scale. It is the Trainer's value for 8 and 4 bits, and torchao's for fp8; torchao's own for 4 bits is 128."""
 QUANTIZED_MIN_ELEMENTS = 4096
 """A tensor with fewer elements, or one whose elements are not a multiple of the block, keeps moments of its own dtype."""
 FP32_BYTES = 4
@@ -31,9 +31,10 @@ STEP_COUNT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TorchaoAdamW(Optimizer):
-    """Two moments, each with codes of `bits` bits, a scale per block and a table of the codes' values."""
+    """Two moments, each with codes of `bits` bits, a scale per block and, unless they are `fp8`, a table of the codes' values."""
 
     bits: int
+    fp8: bool = False
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return self.flat_state_storages(prod(shape), element_bytes)
@@ -43,7 +44,7 @@ class TorchaoAdamW(Optimizer):
             return NO_STORAGES
         if not _quantizes(elements):
             return Storages.of(elements * element_bytes) * 2
-        table = Storages.of(FP32_BYTES * 2**self.bits)
+        table = NO_STORAGES if self.fp8 else Storages.of(FP32_BYTES * 2**self.bits)
         return (Storages.of(elements * self.bits // 8) + _scales(elements) + table) * 2
 
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
@@ -56,9 +57,11 @@ class TorchaoAdamW(Optimizer):
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
         """Scales and new moments in fp32; of 4-bit states also the new codes in int64.
 
-        One kernel computes the scales and codes of the 8-bit states of a 1-D tensor.
+        One kernel computes the scales and codes of the 8-bit states of a 1-D tensor. Of fp8 states the new moments are never stored.
         """
         elements = prod(shape)
+        if self.fp8:
+            return _scales(elements) * 2 if _quantizes(elements) else NO_STORAGES
         if not _quantizes(elements) or (self.bits == 8 and len(shape) == 1):
             return NO_STORAGES
         codes = NO_STORAGES if self.bits == 8 else Storages.of(INT64_BYTES * elements, 2)
@@ -88,12 +91,16 @@ def _scales(elements: int) -> Storages:
     return Storages.of(FP32_BYTES * (elements // BLOCK_ELEMENTS))
 
 
-def _torchao(name: OptimizerName, cls: str, bits: int) -> TorchaoAdamW:
+_NOT_NAMED = "transformers 5.23 has no name for torchao's fp8 AdamW: pass torchao.optim.AdamWFp8 to the Trainer"
+_NEW_GPUS = "torchao's fp8 AdamW needs a GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell)"
+
+
+def _torchao(name: OptimizerName, cls: str, bits: int, *, fp8: bool = False) -> TorchaoAdamW:
     constructor = Constructor(module="torchao.optim", name=cls, options={"block_size": BLOCK_ELEMENTS})
     return TorchaoAdamW(
         name=name,
         script=constructor,
-        transformers=NamedOptimizer(name=name),
+        transformers=Refusal(_NOT_NAMED) if fp8 else NamedOptimizer(name=name),
         deepspeed=Refusal(f"DeepSpeed cannot make this optimizer: pass torchao.optim.{cls} to initialize()"),
         deepspeed_offloaded=NamedOptimizer(name="AdamW"),
         measured=constructor,
@@ -107,9 +114,12 @@ def _torchao(name: OptimizerName, cls: str, bits: int) -> TorchaoAdamW:
         deepspeed_notes=(
             "the states of torchao under DeepSpeed are counted from its source code and have not been run",
         ),
+        notes=(_NEW_GPUS,) if fp8 else (),
         bits=bits,
+        fp8=fp8,
     )
 
 
 ADAMW_8BIT = _torchao("adamw_torch_8bit", "AdamW8bit", 8)
 ADAMW_4BIT = _torchao("adamw_torch_4bit", "AdamW4bit", 4)
+ADAMW_FP8 = _torchao("adamw_torch_fp8", "AdamWFp8", 8, fp8=True)
