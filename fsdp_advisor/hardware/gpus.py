@@ -333,6 +333,16 @@ GPUS: tuple[Gpu, ...] = (
         source="NVIDIA GB200 NVL72 datasheet, 72 GPUs (halved: it prints sparse rates)",
     ),
     Gpu(
+        name="GB300", full_name="NVIDIA GB300 279GB", aliases=("GB300-279GB", "GB300-288GB", "GB300 NVL72"),
+        memory_bytes=_gib(276.50), nominal_memory_bytes=279 * GIB,
+        memory_source=_OOM + "NVIDIA-NeMo/Megatron-Bridge/issues/2221",
+        bf16_flops=2500e12, fp16_flops=2500e12, tf32_flops=1250e12, fp32_flops=80e12, memory_bytes_per_s=8.0e12,
+        architecture="blackwell", compute_capability=(10, 3), multiprocessors=152, gpus_per_node=4,
+        intra_node=via.NVLINK_5, inter_node=via.INFINIBAND_XDR,
+        node_source=_DGX + "GB300 NVL72 (4 GPUs per tray; NVLink reaches all 72, which the table does not count on)",
+        source="NVIDIA GB300 NVL72 datasheet, 72 GPUs (halved: it prints sparse rates)",
+    ),
+    Gpu(
         name="RTX-5090", full_name="NVIDIA GeForce RTX 5090", aliases=("5090", "RTX 5090 32GB"),
         memory_bytes=_gib(31.37), nominal_memory_bytes=32 * GIB,
         memory_source=_OOM + "Wan-Video/Wan2.1/issues/465 (others: 31.34 to 31.39 GiB)",

@@ -77,6 +77,7 @@ PRINTED = {
     "NVIDIA B200": "B200",
     "NVIDIA B300 SXM6 AC": "B300",
     "NVIDIA GB200": "GB200",
+    "NVIDIA GB300": "GB300",
     "AMD Instinct MI210": "MI210",
     "AMD Instinct MI250X": "MI250X",
     "AMD Instinct MI250X/MI250": "MI250X",
