@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import ALL, taken
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import UsageError
@@ -110,10 +110,10 @@ def test_full_campaign_covers_engines_precisions_and_world_sizes() -> None:
     assert {r.optim for r in requests} == {"adamw_torch_fused", "adamw_torch"}
 
 
-def predicted_shares(name: str, gpu: str) -> list[tuple[Prediction, float, float]]:
-    """Each case's prediction as a stand-in on a GPU, and its allocated and device peaks as shares of the GPU's memory."""
+def predicted_shares(name: str, gpu: str, step: int = 1) -> list[tuple[Prediction, float, float]]:
+    """Predictions as a stand-in on a GPU, and allocated and device peaks as shares of its memory, of every `step`th case."""
     here = find_gpu(gpu)
-    found = [predict(request, "stand-in", "cuda", gpu=here) for request in campaign.load(name)]
+    found = [predict(request, "stand-in", "cuda", gpu=here) for request in campaign.load(name)[::step]]
     shares = (
         (p.predicted[f"peak_{figure}_bytes"] / here.memory_bytes for figure in ("allocated", "device")) for p in found
     )
@@ -124,12 +124,13 @@ def predicted_shares(name: str, gpu: str) -> list[tuple[Prediction, float, float
 def test_full_campaign_ranges_from_small_cases_to_cases_beyond_an_80_gb_gpu(gpu: str) -> None:
     """Cases that do not fit exceed the GPU by their tensors alone. No case is so close to full that both verdicts are possible."""
     pytest.importorskip("torch")
-    found = predicted_shares("full", gpu)
+    found = predicted_shares("full", gpu, step=1 if ALL else 3)
     beyond = [allocated for prediction, allocated, _ in found if not prediction.fits]
-    assert len(beyond) >= 12 and min(beyond) > 1.04
+    assert len(beyond) >= (12 if ALL else 4) and min(beyond) > 1.04
     fitting = [device for prediction, _, device in found if prediction.fits]
     assert max(fitting) < 0.97
-    assert sum(device > 0.88 for device in fitting) >= 6 and sum(device < 0.3 for device in fitting) >= 15
+    assert sum(device > 0.88 for device in fitting) >= (6 if ALL else 2)
+    assert sum(device < 0.3 for device in fitting) >= (15 if ALL else 5)
 
 
 SMALL = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS if 23 * 10**9 < gpu.nominal_memory_bytes < 27 * 10**9)
@@ -172,25 +173,22 @@ def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_campaign_command_records_every_case_and_retries_failed_ones(model: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path, out = tmp_path / "c.jsonl", tmp_path / "r.jsonl"
-    rows = [
-        {"model": model, "strategy": s, "gpus": 4, "micro_batch_size": 2, "seq_len": 16}
-        for s in ("ddp", "zero3", "zero1")
-    ]
+    rows = [{"model": model, "strategy": s, "gpus": 4, "micro_batch_size": 2, "seq_len": 16} for s in ("ddp", "zero1")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ("--campaign", str(path), "--mode", "simulate", "--records", str(out))
     first = program(*arguments, "--gpu", "24GiB")
     assert first.returncode == 0, first.stderr
-    assert "3/3" in first.stderr and "deepspeed cannot be simulated" in first.stdout
+    assert "2/2" in first.stderr and "deepspeed cannot be simulated" in first.stdout
     made, _ = records.read(out)
-    assert [r.outcome for r in made] == ["ok", "ok", "error"]
-    assert all(r.errors["peak_tensor_bytes"] == 0 and r.fits_really for r in made[:2])
+    assert [r.outcome for r in made] == ["ok", "error"]
+    assert made[0].errors["peak_tensor_bytes"] == 0 and made[0].fits_really
     again = program(*arguments, "--gpu", "24GiB")
     assert (
-        "2/3 starting" in again.stderr and len(records.read(out)[0]) == 4
+        "1/2 starting" in again.stderr and len(records.read(out)[0]) == 3
     )  # the case that could not run is tried again
     summed = program("report", str(out), "--json")
     data = json.loads(summed.stdout)
-    assert summed.returncode == 0 and data["outcomes"] == {"ok": 2, "error": 1}
+    assert summed.returncode == 0 and data["outcomes"] == {"ok": 1, "error": 1}
 
 
 def test_single_case_is_shown_as_its_record(model: str, tmp_path: Path) -> None:
@@ -203,9 +201,12 @@ def test_single_case_is_shown_as_its_record(model: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "r.jsonl").read_text()) == shown
 
 
-def test_rung_is_an_alias_of_mode(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    done = program("--model", model, "--gpus", "4", "--strategy", "zero1", "--rung", "simulate")
-    assert done.returncode == 2 and "mode: simulate, as requested" in done.stderr
+def test_rung_is_an_alias_of_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    """The refusal of what cannot be simulated is one line and a hint, like the others below."""
+    done = program("--model", "gpt2", "--gpus", "4", "--strategy", "zero1", "--rung", "simulate")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+    assert done.returncode == 2 and "mode: simulate, as requested" in done.stderr and not done.stdout
+    assert "deepspeed" in lines[0] and len(lines) <= 2
     assert main(["validate", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "--mode NAME, --rung NAME" in shown
@@ -220,7 +221,6 @@ def test_rung_is_an_alias_of_mode(model: str, capsys: pytest.CaptureFixture[str]
         (("--campaign", "quick"), 2, "--records"),
         (("--campaign", "quick", "--records", "r.jsonl", "--sbatch"), 2, "--sbatch takes a single case"),
         (("report", "nowhere.jsonl"), 2, "cannot read"),
-        (("--model", "gpt2", "--gpus", "4", "--strategy", "zero1", "--mode", "simulate"), 2, "deepspeed"),
     ],
     ids=str,
 )
