@@ -234,8 +234,12 @@ def _is_unit(units: set[int], module: nn.Module) -> bool:
     return id(module) in units
 
 
-def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """The plan's optimizer over the wrapped model's parameters. Raises MeasurementError if it cannot be measured."""
+def optimizer_for(model: nn.Module, plan: Plan, *, training: bool = True) -> torch.optim.Optimizer:
+    """The plan's optimizer over the wrapped model's parameters. Raises MeasurementError if it cannot be measured.
+
+    `training`: whether an optimizer with modes is put into training mode. Its train() makes entries of state for the parameters of this
+    moment, which keep them alive if accelerate shards them afterwards.
+    """
     optimizer = optimizer_named(plan.optim)
     if plan.backend == "fsdp2" and optimizer.fsdp2_step_failure:
         raise ModeUnavailable(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
@@ -249,7 +253,7 @@ def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     made: torch.optim.Optimizer = optimizer_class(constructor)(
         _trainable(model), lr=_LEARNING_RATE, **constructor.options
     )
-    if constructor.has_modes:
+    if training and constructor.has_modes:
         made.train()  # type: ignore[attr-defined]  # of schedulefree's optimizers
     return made
 

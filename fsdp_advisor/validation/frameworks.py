@@ -87,6 +87,7 @@ class TransformersTrainer:
         if not last:
             self._synced.enter_context(trainer.accelerator.no_sync(model=self.model))
         self.model.train()
+        self.optimizer.train()
         inputs = trainer._prepare_inputs(dict(self.batch))
         with trainer.compute_loss_context_manager():
             loss: torch.Tensor = trainer.compute_loss(self.model, inputs, num_items_in_batch=self._items)
@@ -193,8 +194,9 @@ def accelerate_trainer(
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         parallelism_config=parallel,
     )
-    optimizer = engines.optimizer_for(model, plan)
+    optimizer = engines.optimizer_for(model, plan, training=False)
     prepared, optimizer = accelerator.prepare(model, optimizer)
+    optimizer.train()
     return AccelerateTrainer(source, accelerator, prepared, optimizer, batch)
 
 

@@ -161,6 +161,8 @@ FRAMEWORKS = [
     Case(PYTHIA, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
     Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
     Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="accelerate"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="trainer"),
 ]
 """Of the engines as accelerate and the Trainer call them, and of wrapping the whole model."""
 
