@@ -46,7 +46,7 @@ def notes(job: Job) -> list[str]:
     found = [DATASET_NOTE, *accelerate.behaviour(job.plan)]
     if job.plan.loss_code == "full":
         found.append(LOSS_NOTE)
-    if job.adaptation.quantization:
+    if job.adaptation.quantization and job.adaptation.prepared:
         found.append(QUANTIZED_NOTE)
     if job.offloads_to_nvme:
         found.append(NVME_NOTE)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 
 CONFIG_KEY = "fsdp_advisor_adaptation"
@@ -51,12 +52,14 @@ class Adaptation:
 
     `peft`: the values of PEFT's adapter_config.json; empty for a model without adapters. `freeze`: patterns of the names of
     parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig; empty for a base in its own
-    dtype.
+    dtype. `prepared`: whether PEFT's `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the
+    rest keeps its dtype, and adapters but for DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`.
     """
 
     peft: Mapping[str, Any] = field(default_factory=dict, hash=False)
     freeze: tuple[str, ...] = ()
     quantization: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    prepared: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.peft or self.freeze or self.quantization)
@@ -85,12 +88,20 @@ class Adaptation:
 
     def as_dict(self) -> dict[str, Any]:
         """The values as JSON has them."""
-        return json.loads(json.dumps(asdict(self), sort_keys=True))  # type: ignore[no-any-return]
+        values = asdict(self)
+        if self.prepared:
+            del values["prepared"]  # as in recordings that were made before it existed
+        return json.loads(json.dumps(values, sort_keys=True))  # type: ignore[no-any-return]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Adaptation:
         """The adaptation that `as_dict` made these values of. Other keys are left aside."""
-        return cls(peft=values["peft"], freeze=tuple(values["freeze"]), quantization=values["quantization"])
+        return cls(
+            peft=values["peft"],
+            freeze=tuple(values["freeze"]),
+            quantization=values["quantization"],
+            prepared=values.get("prepared", True),
+        )
 
 
 UNCHANGED = Adaptation()
@@ -106,7 +117,10 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
         )
     if peft and request.freeze:
         raise UsageError("PEFT freezes the whole base model, so --freeze has no effect", hint="leave --freeze out")
-    return Adaptation(peft=peft, freeze=tuple(sorted(set(request.freeze))), quantization=quantization)
+    prepared = not (quantization and FRAMEWORKS[request.framework].keeps_quantized_dtypes)
+    return Adaptation(
+        peft=peft, freeze=tuple(sorted(set(request.freeze))), quantization=quantization, prepared=prepared
+    )
 
 
 def may_adapt(request: EstimateRequest) -> bool:

@@ -28,6 +28,8 @@ class FrameworkFacts:
     - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
     - `uses_trainer`: transformers' Trainer runs the loop.
     - `loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
+    - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
+      sft_trainer.py, `__init__`.
     - `checkpoints`: layers are checkpointed if nothing else is said. Source: trl 1.16, sft_config.py, gradient_checkpointing.
     """
 
@@ -45,6 +47,7 @@ class FrameworkFacts:
     uses_trainer: bool = False
     loss: Literal["full", "trl"] = "full"
     checkpoints: bool = False
+    keeps_quantized_dtypes: bool = False
 
 
 _ACCELERATE = FrameworkFacts(
@@ -65,7 +68,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     "torch": FrameworkFacts(),
     "accelerate": _ACCELERATE,
     "trainer": _TRAINER,
-    "trl": replace(_TRAINER, loss="trl", checkpoints=True),
+    "trl": replace(_TRAINER, loss="trl", checkpoints=True, keeps_quantized_dtypes=True),
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
 }
 """`torch` is each engine by itself, DeepSpeed's own loop included."""

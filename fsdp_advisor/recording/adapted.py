@@ -33,10 +33,10 @@ class AdaptedSource(WrappedSource):
     def __init__(self, base: TransformersSource, adaptation: Mapping[str, Any]) -> None:
         """`adaptation`: the values of an `Adaptation`, and under `versions` those of the packages that adapt the model."""
         super().__init__(base)
-        self.inventory_dtype = torch.bfloat16
-        """A parameter with another dtype has it at every precision, as the fp32 weights of adapters."""
-        self._recorded_as = dict(adaptation)
         self._adaptation = Adaptation.from_dict(adaptation)
+        self.inventory_dtype = torch.bfloat16 if self._adaptation.prepared else torch.float64
+        """A parameter with another dtype has it at every precision, as the fp32 weights of adapters. No weight is in float64."""
+        self._recorded_as = dict(adaptation)
 
     def config(self) -> dict[str, object]:
         return {**self._base.config(), CONFIG_KEY: self._recorded_as}
@@ -48,12 +48,22 @@ class AdaptedSource(WrappedSource):
             settings = Quantization.from_keywords(quantization)
             model = self._base.build(getattr(torch, settings.compute_dtype))
             quantize(model, settings)
-            prepare_for_training(model, gradient_checkpointing=False)
+            if self._adaptation.prepared:
+                prepare_for_training(model, gradient_checkpointing=False)
+            else:
+                model.requires_grad_(False)
         else:
             model = self._base.build(dtype)
         if self._adaptation.freeze:
             freeze(model, self._adaptation.freeze, self.name)
-        return self._with_adapters(model) if self._adaptation.peft else model
+        if not self._adaptation.peft:
+            return model
+        model = self._with_adapters(model)
+        if not self._adaptation.prepared:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        return model
 
     def is_adapter(self, parameter: str) -> bool:
         """Whether the parameter of this name belongs to an adapter or is a trained copy of one of the base's."""
