@@ -6,6 +6,7 @@ over the parameters in reverse order, allocated once; `gradient_as_bucket_view=F
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
@@ -33,11 +34,19 @@ BUCKET_BYTES = 25 * 2**20
 
 @lru_cache(maxsize=64)
 def buckets(profile: Profile, plan: Plan) -> Storages:
-    """DDP's buckets: parameters in reverse order; a bucket closes as soon as it has reached its limit.
+    """DDP's buckets in the first step: one for each dtype. If DDP searches for unused parameters, they hold parameters in reverse
+    order, and a bucket closes as soon as it has reached its limit.
 
-    Source: `compute_bucket_assignment_by_size` in reducer.cpp.
+    Source: `_ddp_init_helper`, bucket_size_limits; `compute_bucket_assignment_by_size` in reducer.cpp.
     """
-    return _assigned(reversed([p for p in profile.in_order() if p.trainable]), plan)
+    trained = [p for p in profile.in_order() if p.trainable]
+    if clones_outputs(plan):
+        return _assigned(reversed(trained), plan)
+    filled: Counter[int] = Counter()  # by bytes per element
+    for parameter in trained:
+        element = stored_bytes(plan, parameter)
+        filled[element] += parameter.elements * element
+    return sum(map(Storages.of, filled.values()), NO_STORAGES)
 
 
 def _assigned(parameters: Iterable[Parameter], plan: Plan) -> Storages:
