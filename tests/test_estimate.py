@@ -219,7 +219,7 @@ def test_fsdp2_padding_is_named() -> None:
 
 
 def test_a_path_that_a_models_code_refuses_costs_that_row_alone() -> None:
-    """Under autocast Mixtral's experts multiply fp32 by bf16 on fake tensors, which grouped products refuse."""
+    """The catalog has no tape of Mixtral under autocast: when it was made, the recorder refused grouped products in fp32."""
     report = estimate(model="mistralai/Mixtral-8x7B-v0.1", gpus=8, gpu="H100")
     peaks = {(e.plan.strategy, e.plan.offload): e.peak_tensor_bytes for e in report.estimates}
     assert peaks["ddp", "none"] is None and peaks["zero3", "none"] is not None

@@ -47,14 +47,26 @@ def steady() -> Iterator[None]:
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Context of fake tensors: nothing is computed and no memory is used. LayerDrop drops no layer: it decides by a
-    random number, and a fake tensor has no value.
+    random number, and a fake tensor has no value. Grouped products of experts take every dtype, as on a GPU.
     """
     rand = torch.rand
+    grouped_product = torch._meta_registrations._meta_grouped_mm_common
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
         return 1.0 if args == ([],) and not kwargs else rand(*args, **kwargs)
 
-    with mock.patch.object(torch, "rand", drawn), FakeTensorMode(allow_non_fake_inputs=True):
+    def multiplied(a: torch.Tensor, b: torch.Tensor, *args: Any, offs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The product of dtypes that PyTorch's fake tensors refuse. Source: ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: it
+        multiplies one group after the other into the output."""
+        if a.dtype in (torch.float32, torch.float16):
+            return torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offs, a.dtype)
+        return grouped_product(a, b, *args, offs=offs, **kwargs)
+
+    with (
+        mock.patch.object(torch, "rand", drawn),
+        mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", multiplied),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         yield
 
 

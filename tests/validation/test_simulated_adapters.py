@@ -94,11 +94,6 @@ def _flattens(case: Case) -> bool:
     return case.get("backend") != "fsdp1" or not {"bf16", "bfloat16"} & {case.get("precision"), case.get("dtype")}
 
 
-def _lacks_kernel(case: Case) -> bool:
-    """transformers' experts in fp32 have no grouped product under PyTorch's fake tensors."""
-    return case["model"] == "mixtral" and case.get("precision") == "fp32"
-
-
 def _lora() -> list[Case]:
     """Each architecture with each engine; the variations take turns."""
     cases = []
@@ -106,7 +101,7 @@ def _lora() -> list[Case]:
         for e, engine in enumerate(ENGINES):
             variation = VARIATIONS[(3 * m + 2 * e) % len(VARIATIONS)]
             cases.append({"model": model, **engine, "use_peft": "true", **NEEDED.get(model, {}), **variation})
-    return [case for case in cases if _flattens(case) and not _lacks_kernel(case)]
+    return [case for case in cases if _flattens(case)]
 
 
 FEW: list[Case] = [

@@ -54,7 +54,18 @@ VARIATIONS: tuple[dict[str, str], ...] = (
     {"freeze": "lm_head", "precision": "bf16"},
 )
 
+NEEDED: dict[tuple[str, str], dict[str, str]] = {  # without a default of PEFT's, or with a head that has another name
+    ("phi3", "use_peft"): {"lora_target_modules": "qkv_proj"},
+    ("mixtral", "use_peft"): {"lora_target_modules": "q_proj,v_proj"},
+    ("gpt2", "freeze"): {"freeze": "transformer.wte"},
+    ("qwen3", "freeze"): {"freeze": "model.embed_tokens"},
+}
+
 Case = dict[str, str]
+
+
+def _complete(case: Case) -> Case:
+    return case | {k: v for option in case for k, v in NEEDED.get((case["model"], option), {}).items()}
 
 
 def _names(case: Case) -> str:
@@ -69,7 +80,7 @@ FEW: list[Case] = [
     {"model": "qwen3", "loss": "chunked", **ENGINES[2], **VARIATIONS[3]},
 ]
 MORE: list[Case] = [
-    {"model": model, "loss": loss, **ENGINES[(m + i) % len(ENGINES)], **VARIATIONS[(3 * m + i) % len(VARIATIONS)]}
+    _complete({"model": model, "loss": loss, **ENGINES[(m + i) % 4], **VARIATIONS[(3 * m + i) % len(VARIATIONS)]})
     for i, ((m, model), loss) in enumerate(
         product(enumerate(name for name in CONFIGS if name != "bert"), ("chunked", "liger", "cce") * 5)
     )
