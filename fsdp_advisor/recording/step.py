@@ -349,12 +349,14 @@ class Step:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             again = self._phase == "backward"
-            if not again:
-                if is_layer:
-                    self._begin("forward", stack, layer)
-                self._mark(Op.PRE_FORWARD, mark)
             fsdp2 = engine == "fsdp2" and place.is_unit
-            if self._cast is not None and (fsdp2 or (self._key.uses_flat_parameter and root)):
+            if is_layer and not again:
+                self._begin("forward", stack, layer)
+            if fsdp2 and self._cast is not None:  # before it gathers: FSDPState._pre_forward
+                args, kwargs = cast_floating((args, kwargs), self._cast)
+            if not again:
+                self._mark(Op.PRE_FORWARD, mark)
+            if self._cast is not None and self._key.uses_flat_parameter and root:
                 args, kwargs = cast_floating((args, kwargs), self._cast)
             if not again:
                 if (unit := self._flat.get(module)) is not None:
