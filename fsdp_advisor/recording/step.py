@@ -55,12 +55,12 @@ def fake_tensors() -> Iterator[None]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         return 1.0 if args == ([],) and not kwargs else rand(*args, **kwargs)
 
-    def multiplied(a: torch.Tensor, b: torch.Tensor, *args: Any, offs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def multiplied(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> Any:
         """The product of dtypes that PyTorch's fake tensors refuse. Source: ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: it
         multiplies one group after the other into the output."""
         if a.dtype in (torch.float32, torch.float16):
-            return torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offs, a.dtype)
-        return grouped_product(a, b, *args, offs=offs, **kwargs)
+            return torch._meta_registrations._create_grouped_mm_output_tensor(a, b, settings["offs"], a.dtype)
+        return grouped_product(a, b, **settings)
 
     with (
         mock.patch.object(torch, "rand", drawn),
