@@ -20,9 +20,7 @@ from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS
 
 DATASET_NOTE = "dataset_name is an example: replace it with your own"
-LOSS_NOTE = (
-    "TRL computes the loss without all logits at once, so it needs less memory than predicted; use --framework trl"
-)
+LOSS_NOTE = "TRL computes the loss without all logits at once, so it needs less memory than predicted; the framework trl predicts it"
 QUANTIZED_NOTE = "TRL keeps adapters on a quantized base in bf16 and does not store the other weights in fp32, so it needs less memory than predicted"
 
 
