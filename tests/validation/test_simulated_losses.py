@@ -56,6 +56,7 @@ VARIATIONS: tuple[dict[str, str], ...] = (
 
 NEEDED: dict[tuple[str, str], dict[str, str]] = {  # without a default of PEFT's, or with a head that has another name
     ("phi3", "use_peft"): {"lora_target_modules": "qkv_proj"},
+    ("olmo2", "use_peft"): {"lora_target_modules": "all-linear"},
     ("mixtral", "use_peft"): {"lora_target_modules": "q_proj,v_proj"},
     ("gpt2", "freeze"): {"freeze": "transformer.wte"},
     ("qwen3", "freeze"): {"freeze": "model.embed_tokens"},
