@@ -35,7 +35,7 @@ from fsdp_advisor.model.profile import (
 )
 
 FORMAT = 4
-RECORDING = 5
+RECORDING = 6
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
 again."""
 _COLUMNS = "BHH"
