@@ -39,6 +39,14 @@ def packages(job: Job) -> tuple[str, ...]:
     return ("liger_kernel",) if job.plan.loss_code == "liger" else ()
 
 
+def script_call(job: Job) -> str:
+    """The line of a script that replaces the model's loss, over the name `model`; empty for the model's own."""
+    if job.plan.loss_code != "liger":
+        return ""
+    others = ", ".join(f"{name}={value}" for name, value in LIGER_LOSS_ALONE.items() if not value)
+    return f"_apply_liger_kernel_to_instance(model, {others})"
+
+
 def trainer_arguments(job: Job) -> dict[str, Any]:
     """The arguments of the Trainer."""
     if job.plan.loss_code != "liger":

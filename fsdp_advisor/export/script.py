@@ -11,7 +11,7 @@ from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PO
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import fsdp2_optimizer_limit
-from fsdp_advisor.export.losses import loss_limit
+from fsdp_advisor.export.losses import loss_limit, script_call
 from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
@@ -68,6 +68,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         bitsandbytes=optimizer.module.startswith("bitsandbytes"),
         torchao=optimizer.module.startswith("torchao"),
         schedulefree=optimizer.has_modes,
+        loss_call=script_call(job),
     )
     return text, ()
 

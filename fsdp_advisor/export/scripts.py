@@ -19,6 +19,7 @@ from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FI
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import packages as loss_packages
+from fsdp_advisor.export.losses import script_call
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import COMPUTE
 from fsdp_advisor.job.plan import Plan
@@ -75,6 +76,7 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "bitsandbytes": optimizer.module.startswith("bitsandbytes"),
         "torchao": optimizer.module.startswith("torchao"),
         "schedulefree": optimizer.has_modes,
+        "loss_call": script_call(job),
         "layers": list(job.wrapped_classes),
         "least": plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
     }

@@ -188,3 +188,17 @@ def test_a_loss_that_a_consumer_lacks_is_refused(target: str, loss: str) -> None
     assert "loss" in (TARGETS[target].unsupported(of) or "") or "cross entropy" in (
         TARGETS[target].unsupported(of) or ""
     )
+
+
+@pytest.mark.parametrize("name", ["lora", "qlora", "frozen"])
+@pytest.mark.parametrize("target", ["ddp", "fsdp2", "accelerate", "deepspeed"])
+def test_a_script_replaces_the_loss_before_it_adapts_the_model(target: str, name: str) -> None:
+    backend, framework = TRAINED_BY[target]
+    shape = plan("ddp" if backend == "ddp" else "zero3", backend, framework=framework, loss_code="liger")
+    of = job(shape, adaptation=ADAPTATIONS[name])
+    if TARGETS[target].unsupported(of) is not None:
+        return
+    script = files_of(target, of)["train.py"]
+    compile(script, "train.py", "exec")
+    calls = script[script.index("def build" if "def build" in script else "def train(") :]
+    assert calls.index("_apply_liger_kernel_to_instance(model") < calls.index("adapted(model)")
