@@ -14,13 +14,7 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
-from fsdp_advisor.model.tape_key import (
-    TapeAttention,
-    TapeCheckpointing,
-    TapeEngine,
-    TapeKey,
-    TapePrecision,
-)
+from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 
 FLASH_FROM = (8, 0)
 """The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""

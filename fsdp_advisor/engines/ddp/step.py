@@ -6,7 +6,7 @@ over the parameters in reverse order, allocated once; `gradient_as_bucket_view=F
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
@@ -39,27 +39,22 @@ def buckets(profile: Profile, plan: Plan) -> Storages:
 
     Source: `_ddp_init_helper`, bucket_size_limits; `compute_bucket_assignment_by_size` in reducer.cpp.
     """
-    trained = [p for p in profile.in_order() if p.trainable]
-    if clones_outputs(plan):
-        return _assigned(reversed(trained), plan)
-    filled: Counter[int] = Counter()  # by bytes per element
-    for parameter in trained:
-        element = stored_bytes(plan, parameter)
-        filled[element] += parameter.elements * element
-    return sum(map(Storages.of, filled.values()), NO_STORAGES)
+    limits = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if clones_outputs(plan) else (sys.maxsize, sys.maxsize)
+    return _assigned(reversed([p for p in profile.in_order() if p.trainable]), plan, limits)
 
 
-def _assigned(parameters: Iterable[Parameter], plan: Plan) -> Storages:
-    """The buckets of these parameters. Each dtype has its own buckets, of which the first one is small."""
+def _assigned(parameters: Iterable[Parameter], plan: Plan, limits: tuple[int, int]) -> Storages:
+    """The buckets of these parameters. Each dtype has its own buckets. `limits`: bytes of the first of them, and of the others."""
     result = NO_STORAGES
     filled: dict[int, int] = {}  # by bytes per element, which differ between the dtypes that one model trains
-    limits: dict[int, int] = {}
+    first, others = limits
+    limit: dict[int, int] = {}
     for parameter in parameters:
         element = stored_bytes(plan, parameter)
         filled[element] = filled.get(element, 0) + parameter.elements * element
-        if filled[element] >= limits.get(element, FIRST_BUCKET_BYTES):
+        if filled[element] >= limit.get(element, first):
             result += Storages.of(filled.pop(element))
-            limits[element] = BUCKET_BYTES
+            limit[element] = others
     return sum(map(Storages.of, filled.values()), result)
 
 
@@ -193,7 +188,7 @@ class DdpStep(StepHooks):
         """
         if self._plan.world_size == 1 or clones_outputs(self._plan):
             return NO_STORAGES
-        return _assigned(_ready_order(self._profile, tape.read()), self._plan)
+        return _assigned(_ready_order(self._profile, tape.read()), self._plan, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
 
     def _unit(self, unit: UnitId) -> Unit:
         return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
