@@ -44,7 +44,7 @@ def unsupported(job: Job) -> str | None:
         return "it names the parameters to train, not those to freeze"
     if job.adaptation.peft and "target_modules" not in job.adaptation.peft:
         return "it needs the modules that get adapters: use --lora-target-modules"
-    return loss_limit(job, "full", "liger", "cce") or lora_limit(job) or accelerate.unsupported(job, "trainer")
+    return loss_limit(job, "liger", "cce") or lora_limit(job) or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:

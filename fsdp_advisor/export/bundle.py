@@ -172,7 +172,7 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
 def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
     if consumer in ("axolotl", "trl", "llamafactory"):
         return {}
-    if (reason := loss_limit(job, "full", "liger")) is not None:
+    if (reason := loss_limit(job, "liger")) is not None:
         raise UsageError(f"no script can train this: {reason}", hint="-o FILE writes the target's file alone")
     if consumer == "torch" and job.plan.backend in ("fsdp2", "ddp"):
         complete = script.FSDP2 if job.plan.backend == "fsdp2" else script.DDP

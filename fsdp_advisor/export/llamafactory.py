@@ -45,7 +45,7 @@ def unsupported(job: Job) -> str | None:
         return "it has no option for target_parameters of LoRA"
     if "load_in_4bit" in adaptation.quantization and adaptation.quantization["bnb_4bit_quant_storage"] != weights(job):
         return f"it stores packed weights as {weights(job)}; use --bnb-4bit-quant-storage {weights(job)}"
-    return loss_limit(job, "full", "liger") or lora_limit(job) or accelerate.unsupported(job, "trainer")
+    return loss_limit(job, "liger") or lora_limit(job) or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:

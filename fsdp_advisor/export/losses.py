@@ -18,7 +18,7 @@ LIGER_LOSS_ALONE = {
 
 
 def loss_limit(job: Job, *possible: LossCode) -> str | None:
-    """Why a consumer that has these losses cannot train the job."""
+    """Why a consumer that has only these losses, and that of whole logits, cannot train the job."""
     match job.plan.loss_code:
         case "trl" if "trl" not in possible:
             return "only TRL computes the loss in these tiles; use --loss liger"
@@ -31,7 +31,7 @@ def loss_limit(job: Job, *possible: LossCode) -> str | None:
 
 def script_loss_limit(job: Job) -> str | None:
     """Why a script of these exports cannot compute the loss. TRL's own script computes it by itself."""
-    return None if job.plan.framework == "trl" else loss_limit(job, "full", "liger")
+    return None if job.plan.framework == "trl" else loss_limit(job, "liger")
 
 
 def packages(job: Job) -> tuple[str, ...]:

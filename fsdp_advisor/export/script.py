@@ -34,7 +34,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
     optimizer = optimizer_named(job.plan.optim)
     if isinstance(optimizer.script, Refusal):
         return optimizer.script.reason
-    return loss_limit(job, "full", "liger") or fsdp2_optimizer_limit(job.plan)
+    return loss_limit(job, "liger") or fsdp2_optimizer_limit(job.plan)
 
 
 def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

@@ -34,7 +34,7 @@ def unsupported(job: Job) -> str | None:
     """Why the Trainer cannot train the job; None if it can."""
     if job.task is None:
         return "a bare parameter count is not a model"
-    return loss_limit(job, "full", "liger") or accelerate.unsupported(job, "trainer")
+    return loss_limit(job, "liger") or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:

@@ -32,7 +32,7 @@ def unsupported(job: Job) -> str | None:
         )
     if trainer.replicated(job.plan):
         return "its configuration file has no mesh of replicas; use the target trainer"
-    return loss_limit(job, "full", "trl") or lora_limit(job) or accelerate.unsupported(job, "trl")
+    return loss_limit(job, "trl") or lora_limit(job) or accelerate.unsupported(job, "trl")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
