@@ -32,6 +32,8 @@ class Gpu:
     fp32_flops: float | None = None
     memory_bytes_per_s: float | None = None
     architecture: Architecture | None = None
+    runtime: Literal["cuda", "rocm", "other"] = "cuda"  # other: not modelled outside of tensors
+    unified_memory: bool = False  # the GPU has no memory of its own: it uses the processor's
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None  # streaming multiprocessors; compute units on AMD
     intra_node: Link | None = None
@@ -40,6 +42,11 @@ class Gpu:
     node_source: str = ""  # begins with "assumed" if no node of a maker or a cloud is known
     host_memory_bytes: int | None = None  # of that node
     source: str
+
+    @property
+    def is_memory_size(self) -> bool:
+        """Whether a memory size was given instead of a name."""
+        return self.gpus_per_node is None
 
     @property
     def lacks_bf16(self) -> bool:

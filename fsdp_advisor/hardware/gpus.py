@@ -11,6 +11,9 @@ is published.
 
 `host_memory_bytes` is the specification of the machine that `node_source` names. A DGX is sold with 2 TB (1 TB with the A100
 40GB) and can be extended. None: the machine is assumed, or the buyer chooses its memory.
+
+The memory of a row with `unified_memory` is the processor's too: the operating system and the job's host memory take their part
+of it. Accelerators with a runtime of their own (`runtime` "other") are only memory sizes, as they are advertised.
 """
 
 from fsdp_advisor.hardware import links as via
@@ -28,6 +31,8 @@ def _gib(reading: float) -> int:
 _PRINTED = "torch.cuda.get_device_properties in a public log: total_memory="
 _OOM = "out-of-memory message, github.com/"
 _OOM_LOG = "out-of-memory message in a public log: total capacity of "
+_LLAMA = "llama.cpp's list of devices in a public log: "
+_NOMINAL = "as advertised; no reading of what PyTorch may use was found"
 _LOG = "total memory printed in a public log: "
 _SERVER = "assumed: 8 cards in a server with one 100 Gb/s port (no maker's reference node)"
 _WORKSTATION = "assumed: 4 cards in a workstation with one 10 Gb/s port (no maker's reference node)"
@@ -99,6 +104,15 @@ GPUS: tuple[Gpu, ...] = (
         architecture="ampere", compute_capability=(8, 6), multiprocessors=84, gpus_per_node=4,
         intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
         source="NVIDIA product page: 10752 cores at 1860 MHz, 21 Gb/s; tensor: 2 and 1 x fp32, as the RTX 3090",
+    ),
+    Gpu(
+        name="RTX-3060", full_name="NVIDIA GeForce RTX 3060", aliases=("3060", "RTX 3060 12GB"),
+        memory_bytes=11931 * _MIB, nominal_memory_bytes=12 * GIB,
+        memory_source=_PRINTED + "11931MB, torch 2.4 (others: 11938 to 12044)",
+        bf16_flops=25.4e12, fp16_flops=25.4e12, tf32_flops=12.7e12, fp32_flops=12.7e12, memory_bytes_per_s=360e9,
+        architecture="ampere", compute_capability=(8, 6), multiprocessors=28, gpus_per_node=4,
+        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 3584 cores at 1777 MHz, 15 Gb/s; tensor: 2 and 1 x fp32, as the RTX 3090",
     ),
     Gpu(
         name="A10", full_name="NVIDIA A10", aliases=("A10-24GB", "A10 PCIe"),
@@ -206,6 +220,24 @@ GPUS: tuple[Gpu, ...] = (
         source="NVIDIA Ada architecture whitepaper, appendix A (fp32 accumulation)",
     ),
     Gpu(
+        name="RTX-4080-SUPER", full_name="NVIDIA GeForce RTX 4080 SUPER", aliases=("4080 SUPER", "RTX 4080 SUPER 16GB"),
+        memory_bytes=15937 * _MIB, nominal_memory_bytes=16 * GIB,
+        memory_source=_LLAMA + "15937 MiB (16071 in a log of PyTorch 2.4)",
+        bf16_flops=104.4e12, fp16_flops=104.4e12, tf32_flops=52.2e12, fp32_flops=52.2e12, memory_bytes_per_s=736e9,
+        architecture="ada", compute_capability=(8, 9), multiprocessors=80, gpus_per_node=4,
+        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 10240 cores at 2550 MHz, 23 Gb/s; tensor: 2 and 1 x fp32, as the RTX 4080",
+    ),
+    Gpu(
+        name="RTX-4070-Ti", full_name="NVIDIA GeForce RTX 4070 Ti", aliases=("4070 Ti", "RTX 4070 Ti 12GB"),
+        memory_bytes=11933 * _MIB, nominal_memory_bytes=12 * GIB,
+        memory_source=_LLAMA + "11933 MiB (11.6 GiB printed by PyTorch)",
+        bf16_flops=80.2e12, fp16_flops=80.2e12, tf32_flops=40.1e12, fp32_flops=40.1e12, memory_bytes_per_s=504e9,
+        architecture="ada", compute_capability=(8, 9), multiprocessors=60, gpus_per_node=4,
+        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 7680 cores at 2610 MHz, 21 Gb/s; tensor: 2 and 1 x fp32, as the RTX 4080",
+    ),
+    Gpu(
         name="L4", full_name="NVIDIA L4", aliases=("L4-24GB",),
         memory_bytes=_gib(22.03), nominal_memory_bytes=24 * GIB, memory_source=_LOG + "NVIDIA L4, 22.03 GiB",
         bf16_flops=121e12, fp16_flops=121e12, tf32_flops=60e12, fp32_flops=30.3e12, memory_bytes_per_s=300e9,
@@ -258,6 +290,15 @@ GPUS: tuple[Gpu, ...] = (
         intra_node=via.NVLINK_4, inter_node=via.INFINIBAND_NDR, node_source=_DGX + "DGX H100",
         host_memory_bytes=2048 * GIB,
         source="NVIDIA H100 datasheet (halved: it prints sparse rates) and Hopper architecture whitepaper",
+    ),
+    Gpu(
+        name="H100-96GB", full_name="NVIDIA H100 96GB HBM2e SXM5", aliases=("H100-SXM5-96GB", "H100 96GB HBM2e"),
+        memory_bytes=_gib(95.00), nominal_memory_bytes=96 * GIB,
+        memory_source="torchtitan's training logs, benchmarks of Llama 3 on H100: 95.00 GiB",
+        bf16_flops=989.4e12, fp16_flops=989.4e12, tf32_flops=494.7e12, fp32_flops=66.9e12, memory_bytes_per_s=2.4e12,
+        architecture="hopper", compute_capability=(9, 0), multiprocessors=132, gpus_per_node=8,
+        intra_node=via.NVLINK_4, inter_node=via.INFINIBAND_NDR, node_source="Meta Grand Teton: one adapter per GPU",
+        source="torchtitan, benchmarks: 96 GB of HBM2e at 2.4 TB/s; an H100's die, limited to 500 W by default",
     ),
     Gpu(
         name="H100-PCIe", full_name="NVIDIA H100 80GB PCIe", aliases=("H100-80GB-PCIe", "H100-PCIe-80GB"),
@@ -352,6 +393,60 @@ GPUS: tuple[Gpu, ...] = (
         source="NVIDIA RTX Blackwell architecture whitepaper, appendix (fp32 accumulation)",
     ),
     Gpu(
+        name="RTX-5080", full_name="NVIDIA GeForce RTX 5080", aliases=("5080", "RTX 5080 16GB"),
+        memory_bytes=16609378304, nominal_memory_bytes=16 * GIB,
+        memory_source=_PRINTED + "16609378304 bytes (16302MB before driver 580 and under Windows)",
+        bf16_flops=112.6e12, fp16_flops=112.6e12, tf32_flops=56.3e12, fp32_flops=56.3e12, memory_bytes_per_s=960e9,
+        architecture="blackwell", compute_capability=(12, 0), multiprocessors=84, gpus_per_node=4,
+        intra_node=via.PCIE_5_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA RTX Blackwell architecture whitepaper, appendix: 10752 cores at 2617 MHz (fp32 accumulation)",
+    ),
+    Gpu(
+        name="RTX-5070-Ti", full_name="NVIDIA GeForce RTX 5070 Ti", aliases=("5070 Ti", "RTX 5070 Ti 16GB"),
+        memory_bytes=15842 * _MIB, nominal_memory_bytes=16 * GIB,
+        memory_source=_LLAMA + "15842 MiB (16302 under Windows)",
+        bf16_flops=87.8e12, fp16_flops=87.8e12, tf32_flops=43.9e12, fp32_flops=43.9e12, memory_bytes_per_s=896e9,
+        architecture="blackwell", compute_capability=(12, 0), multiprocessors=70, gpus_per_node=4,
+        intra_node=via.PCIE_5_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 8960 cores at 2452 MHz, 28 Gb/s; tensor: 2 and 1 x fp32, as the RTX 5080",
+    ),
+    Gpu(
+        name="RTX-5070", full_name="NVIDIA GeForce RTX 5070", aliases=("5070", "RTX 5070 12GB"),
+        memory_bytes=_gib(11.50), nominal_memory_bytes=12 * GIB,
+        memory_source=_LOG + "Linux, torch 2.12, 11.5 GiB (12226 MiB under Windows)",
+        bf16_flops=61.8e12, fp16_flops=61.8e12, tf32_flops=30.9e12, fp32_flops=30.9e12, memory_bytes_per_s=672e9,
+        architecture="blackwell", compute_capability=(12, 0), multiprocessors=48, gpus_per_node=4,
+        intra_node=via.PCIE_5_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 6144 cores at 2512 MHz, 28 Gb/s; tensor: 2 and 1 x fp32, as the RTX 5080",
+    ),
+    Gpu(
+        name="RTX-5060-Ti-16GB", full_name="NVIDIA GeForce RTX 5060 Ti", aliases=("5060 Ti", "5060 Ti 16GB"),
+        memory_bytes=15850 * _MIB, nominal_memory_bytes=16 * GIB,
+        memory_source=_LLAMA + "15850 MiB (others: 15825 to 15850)",
+        bf16_flops=47.4e12, fp16_flops=47.4e12, tf32_flops=23.7e12, fp32_flops=23.7e12, memory_bytes_per_s=448e9,
+        architecture="blackwell", compute_capability=(12, 0), multiprocessors=36, gpus_per_node=4,
+        intra_node=via.PCIE_5_X8, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 4608 cores at 2572 MHz, 28 Gb/s; tensor: 2 and 1 x fp32, as the RTX 5080",
+    ),
+    Gpu(
+        name="RTX-5060-Ti-8GB", full_name="NVIDIA GeForce RTX 5060 Ti 8GB", aliases=("5060 Ti 8GB",),
+        memory_bytes=_gib(7.50), nominal_memory_bytes=8 * GIB,
+        memory_source=_LOG + "Linux, 7.5 GiB (nvidia-smi: 8151 MiB)",
+        bf16_flops=47.4e12, fp16_flops=47.4e12, tf32_flops=23.7e12, fp32_flops=23.7e12, memory_bytes_per_s=448e9,
+        architecture="blackwell", compute_capability=(12, 0), multiprocessors=36, gpus_per_node=4,
+        intra_node=via.PCIE_5_X8, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 4608 cores at 2572 MHz, 28 Gb/s; tensor: 2 and 1 x fp32, as the RTX 5080",
+    ),
+    Gpu(
+        name="RTX-5060", full_name="NVIDIA GeForce RTX 5060", aliases=("5060", "RTX 5060 8GB"),
+        memory_bytes=_gib(7.50), nominal_memory_bytes=8 * GIB,
+        memory_source=_LOG + "Linux, 7.5 GiB (8150 MiB under Windows)",
+        bf16_flops=38.4e12, fp16_flops=38.4e12, tf32_flops=19.2e12, fp32_flops=19.2e12, memory_bytes_per_s=448e9,
+        architecture="blackwell", compute_capability=(12, 0), multiprocessors=30, gpus_per_node=4,
+        intra_node=via.PCIE_5_X8, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA product page: 3840 cores at 2497 MHz, 28 Gb/s; tensor: 2 and 1 x fp32, as the RTX 5080",
+    ),
+    Gpu(
         name="RTX-PRO-6000", full_name="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
         aliases=("RTX PRO 6000 Blackwell", "PRO 6000", "RTX PRO 6000 96GB", "RTX 6000 Blackwell"),
         memory_bytes=_gib(94.97), nominal_memory_bytes=96 * GIB, memory_source=_OOM + "antirez/ds4/issues/431",
@@ -370,13 +465,22 @@ GPUS: tuple[Gpu, ...] = (
         intra_node=via.PCIE_5_X16, inter_node=via.ETHERNET_100G.shared_by(8), node_source=_SERVER,
         source="NVIDIA RTX PRO 6000 Blackwell Server Edition page; tensor: 4 and 2 x fp32, as the Workstation",
     ),
+    # Memory that the processor shares. No rate of GB10 for fp32 accumulation is published.
+    Gpu(
+        name="DGX-Spark", full_name="NVIDIA GB10", aliases=("NVIDIA DGX Spark", "GB10 Grace Blackwell"),
+        memory_bytes=_gib(121.69), nominal_memory_bytes=128 * GIB,
+        memory_source="PyTorch's total, github.com/unslothai/unsloth/pull/10283 (119.6 to 121.7 GiB by firmware)",
+        fp32_flops=29.7e12, memory_bytes_per_s=273e9, compute_capability=(12, 1), multiprocessors=48, unified_memory=True,
+        gpus_per_node=1, inter_node=via.ROCE_200G, node_source="NVIDIA DGX Spark: one ConnectX-7 adapter",
+        source="NVIDIA DGX Spark user guide: 6144 cores (here at 2418 MHz), 273 GB/s",
+    ),
     # AMD. MI200: PyTorch sees each of the two dies of a MI250X as a GPU, and so does this table.
     Gpu(
         name="MI210", full_name="AMD Instinct MI210", aliases=("MI210-64GB",),
         memory_bytes=65520 * _MIB, nominal_memory_bytes=64 * GIB,
         memory_source="llama.cpp --list-devices in a public log: 65520 MiB",
         bf16_flops=181e12, fp16_flops=181e12, fp32_flops=45.3e12, memory_bytes_per_s=1638.4e9,
-        architecture="cdna2", compute_capability=(9, 0), multiprocessors=104, gpus_per_node=4,
+        architecture="cdna2", runtime="rocm", compute_capability=(9, 0), multiprocessors=104, gpus_per_node=4,
         intra_node=via.XGMI_MI210, inter_node=via.ETHERNET_100G.shared_by(4),
         node_source="assumed: one 4-card hive in a server with one 100 Gb/s port (no maker's reference node)",
         source="AMD Instinct MI210 brochure (matrix rates)",
@@ -386,17 +490,26 @@ GPUS: tuple[Gpu, ...] = (
         aliases=("AMD Instinct MI250X", "AMD Instinct MI250X/MI250", "MI250X-GCD", "MI250X-64GB"),
         memory_bytes=65520 * _MIB, nominal_memory_bytes=64 * GIB, memory_source=_PRINTED + "65520MB",
         bf16_flops=191.5e12, fp16_flops=191.5e12, fp32_flops=47.9e12, memory_bytes_per_s=1638.4e9,
-        architecture="cdna2", compute_capability=(9, 0), multiprocessors=110, gpus_per_node=8,
+        architecture="cdna2", runtime="rocm", compute_capability=(9, 0), multiprocessors=110, gpus_per_node=8,
         intra_node=via.XGMI_MI250X, inter_node=via.SLINGSHOT_200G.shared_by(2),
         node_source="OLCF Frontier: 4 boards, 8 dies, 4 adapters",
         host_memory_bytes=512 * GIB,
         source="AMD Instinct MI250X specifications (matrix rates), halved: they are of both dies",
     ),
     Gpu(
+        name="MI300A", full_name="AMD Instinct MI300A", aliases=("MI300A-128GB", "AMD Instinct MI300A Accelerator"),
+        memory_bytes=96 * GIB, nominal_memory_bytes=128 * GIB,
+        memory_source="ROCm documentation, MI300A system optimization: device allocations reach 96 of 128 GiB by default",
+        bf16_flops=980.6e12, fp16_flops=980.6e12, tf32_flops=490.3e12, fp32_flops=122.6e12, memory_bytes_per_s=5.3e12,
+        architecture="cdna3", runtime="rocm", compute_capability=(9, 4), multiprocessors=228, unified_memory=True, gpus_per_node=4,
+        intra_node=via.XGMI_MI300A, inter_node=via.SLINGSHOT_200G,
+        node_source="LLNL El Capitan: 4 accelerators and 4 adapters per node", source="AMD Instinct MI300A data sheet",
+    ),
+    Gpu(
         name="MI300X", full_name="AMD Instinct MI300X", aliases=("MI300", "MI300X-192GB", "AMD Instinct MI300X OAM"),
         memory_bytes=196592 * _MIB, nominal_memory_bytes=192 * GIB, memory_source=_PRINTED + "196592MB",
         bf16_flops=1307.4e12, fp16_flops=1307.4e12, tf32_flops=653.7e12, fp32_flops=163.4e12, memory_bytes_per_s=5.3e12,
-        architecture="cdna3", compute_capability=(9, 4), multiprocessors=304, gpus_per_node=8,
+        architecture="cdna3", runtime="rocm", compute_capability=(9, 4), multiprocessors=304, gpus_per_node=8,
         intra_node=via.XGMI_MI300X, inter_node=via.INFINIBAND_NDR,
         node_source="Azure ND MI300X v5: one adapter per GPU",
         host_memory_bytes=1850 * GIB, source="AMD Instinct MI300X data sheet",
@@ -405,7 +518,7 @@ GPUS: tuple[Gpu, ...] = (
         name="MI325X", full_name="AMD Instinct MI325X", aliases=("MI325", "MI325X-256GB"),
         memory_bytes=_gib(255.98), nominal_memory_bytes=256 * GIB, memory_source=_OOM_LOG + "255.98 GiB",
         bf16_flops=1307.4e12, fp16_flops=1307.4e12, tf32_flops=653.7e12, fp32_flops=163.4e12, memory_bytes_per_s=6.0e12,
-        architecture="cdna3", compute_capability=(9, 4), multiprocessors=304, gpus_per_node=8,
+        architecture="cdna3", runtime="rocm", compute_capability=(9, 4), multiprocessors=304, gpus_per_node=8,
         intra_node=via.XGMI_MI300X, inter_node=via.ROCE_400G, node_source="assumed: one 400 Gb/s adapter per GPU",
         source="AMD Instinct MI325X data sheet",
     ),
@@ -413,9 +526,33 @@ GPUS: tuple[Gpu, ...] = (
         name="MI355X", full_name="AMD Instinct MI355X", aliases=("MI355", "MI355X-288GB"),
         memory_bytes=_gib(287.98), nominal_memory_bytes=288 * GIB, memory_source=_OOM_LOG + "287.98 GiB",
         bf16_flops=2516.6e12, fp16_flops=2516.6e12, fp32_flops=157.3e12, memory_bytes_per_s=8.0e12,
-        architecture="cdna4", compute_capability=(9, 5), multiprocessors=256, gpus_per_node=8,
+        architecture="cdna4", runtime="rocm", compute_capability=(9, 5), multiprocessors=256, gpus_per_node=8,
         intra_node=via.XGMI_MI355X, inter_node=via.ROCE_400G, node_source="assumed: one 400 Gb/s adapter per GPU",
         source="AMD Instinct MI355X specifications: 2.5 PF, of which the digits are 1024 cores x 512 FMA x 2400 MHz",
+    ),
+    Gpu(
+        name="Strix-Halo", full_name="AMD Radeon 8060S (Ryzen AI Max+ 395, 128 GB)",
+        aliases=("Radeon 8060S Graphics", "AMD Radeon 8060S Graphics", "Ryzen AI Max+ 395", "AI Max+ 395", "8060S"),
+        memory_bytes=64038 * _MIB, nominal_memory_bytes=128 * GIB,
+        memory_source=_PRINTED + "64038MB, half of the memory; the kernel parameter ttm.pages_limit raises it",
+        memory_bytes_per_s=256e9, multiprocessors=20, runtime="rocm", unified_memory=True, gpus_per_node=1,
+        source="AMD Ryzen AI Max+ 395 specifications: 256-bit LPDDR5X-8000; 20 work-group processors, as PyTorch prints",
+    ),
+    # Accelerators with a runtime of their own. Only their memory is known here.
+    Gpu(
+        name="Gaudi-3", full_name="Intel Gaudi 3", aliases=("Gaudi3", "HL-325L", "Gaudi 3 128GB"),
+        memory_bytes=128 * GIB, nominal_memory_bytes=128 * GIB, memory_source=_NOMINAL,
+        runtime="other", gpus_per_node=8, source="Intel Gaudi 3 AI accelerator white paper: 128 GB of HBM2e",
+    ),
+    Gpu(
+        name="Trainium-2", full_name="AWS Trainium 2", aliases=("Trainium2", "Trn2", "Trn2 96GB"),
+        memory_bytes=96 * GIB, nominal_memory_bytes=96 * GIB, memory_source=_NOMINAL,
+        runtime="other", gpus_per_node=16, source="AWS Neuron documentation, Trainium2 architecture: 96 GiB, trn2.48xlarge",
+    ),
+    Gpu(
+        name="TPU-v6e", full_name="Google TPU v6e", aliases=("TPU v6e", "Trillium", "v6e"),
+        memory_bytes=32 * GIB, nominal_memory_bytes=32 * GIB, memory_source=_NOMINAL,
+        runtime="other", gpus_per_node=8, source="Google Cloud TPU documentation, v6e: 32 GB of HBM per chip",
     ),
 )
 # fmt: on

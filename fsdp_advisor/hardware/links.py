@@ -84,6 +84,10 @@ PCIE_5_X16 = Link(
     name="PCIe 5 x16", kind="pcie", bytes_per_s=32e9 * 16 * 128 / 130 / 8, latency_s=_NCCL_PCIE_S,
     source="PCI-SIG: 32 GT/s per lane, 128b/130b" + _NCCL,
 )
+PCIE_5_X8 = Link(
+    name="PCIe 5 x8", kind="pcie", bytes_per_s=32e9 * 8 * 128 / 130 / 8, latency_s=_NCCL_PCIE_S,
+    source="PCI-SIG: 32 GT/s per lane, 128b/130b, 8 lanes" + _NCCL,
+)
 
 # xGMI (AMD Infinity Fabric) is a mesh: a pair of GPUs has one link, not the total.
 XGMI_MI210 = Link(
@@ -97,6 +101,10 @@ XGMI_MI250X = Link(
 XGMI_MI300X = Link(
     name="xGMI (MI300X)", kind="xgmi", bytes_per_s=7 * 64e9, peer_bytes_per_s=64e9,
     source="AMD Instinct MI300X data sheet: 7 links of 128 GB/s both ways, one to each other GPU",
+)
+XGMI_MI300A = Link(
+    name="xGMI (MI300A)", kind="xgmi", bytes_per_s=3 * 128e9, peer_bytes_per_s=128e9,
+    source="AMD CDNA 3 white paper: two links of 128 GB/s both ways to each of the other 3 accelerators of a node",
 )
 XGMI_MI355X = Link(
     name="xGMI (MI355X)", kind="xgmi", bytes_per_s=7 * 76.8e9, peer_bytes_per_s=76.8e9,
@@ -137,8 +145,8 @@ EFA_3200G = Link(name="EFA 3200 Gb/s", kind="efa", bytes_per_s=3200e9 / 8, sourc
 
 LINKS: tuple[Link, ...] = (
     NVLINK_2, NVLINK_3, NVLINK_3_A800, NVLINK_4, NVLINK_4_H800, NVLINK_5,
-    PCIE_3_X16, PCIE_4_X16, PCIE_5_X16,
-    XGMI_MI210, XGMI_MI250X, XGMI_MI300X, XGMI_MI355X,
+    PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, PCIE_5_X8,
+    XGMI_MI210, XGMI_MI250X, XGMI_MI300X, XGMI_MI300A, XGMI_MI355X,
     ETHERNET_10G, ETHERNET_25G, ETHERNET_100G, SLINGSHOT_200G,
     INFINIBAND_HDR, INFINIBAND_NDR, INFINIBAND_XDR, ROCE_200G, ROCE_400G,
     EFA_100G, EFA_400G, EFA_3200G,

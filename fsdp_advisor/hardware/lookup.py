@@ -69,8 +69,8 @@ def find_gpu(name: str) -> Gpu:
 def list_gpus(pattern: str | None = None) -> tuple[Gpu, ...]:
     """All GPUs, or those with a name or alias that contains `pattern`, ignoring case and punctuation.
 
-    >>> [gpu.name for gpu in list_gpus("H100 SXM")]
-    ['H100-80GB']
+    >>> [gpu.name for gpu in list_gpus("H100 PCIe")]
+    ['H100-PCIe']
     """
     if pattern is None:
         return GPUS
