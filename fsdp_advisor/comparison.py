@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_advisor.assumptions import settled
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import estimate_resolved, settled
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report, StrategyEstimate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -131,18 +131,23 @@ class StrategyEstimate:
     def needed_breakdown(self) -> dict[str, int] | None:
         """The parts of `needed_bytes`: tensors alive at the peak by account, then NON_TENSOR_PARTS. None if no peak is known.
 
-        `loading_or_saving` is what loading or saving needs beyond the step.
+        `loading_or_saving` is what loading or saving needs beyond the step. `vllm` is only there if vLLM runs on the same GPU; if it sleeps
+        during the step, it is what the phase in which it generates needs beyond the step.
         """
         if self.at_peak is None or self.allocator is None or self.overhead is None or self.needed_bytes is None:
             return None
         tensors = sum(self.at_peak.values())
         device = self.allocator.reserved_peak_bytes + self.overhead.middle_bytes
+        beyond = self.needed_bytes - device
+        generates = self.job is not None and self.job.worst_outside_steps == "generate"
+        vllm = self.overhead.vllm_bytes + (beyond if generates else 0)
         return {
             **self.at_peak,
             "libraries": self.allocator.allocated_peak_bytes - tensors,
             "fragmentation": self.allocator.reserved_peak_bytes - self.allocator.allocated_peak_bytes,
-            "cuda_and_nccl": self.overhead.middle_bytes,
-            "loading_or_saving": self.needed_bytes - device,
+            "cuda_and_nccl": self.overhead.middle_bytes - self.overhead.vllm_bytes,
+            **({"vllm": vllm} if vllm else {}),
+            "loading_or_saving": 0 if generates else beyond,
         }
 
     @property
@@ -186,7 +191,7 @@ class StrategyEstimate:
             "paged_optimizer_bytes": self.paged_optimizer_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
-            **_speed(self.step, self.plan.seq_len),
+            **_speed(self.step, self.plan.tokens_per_sequence),
             "job_peaks": None if self.job is None else self.job.as_dict(),
             "fails_in": self.fails_in,
             "warnings": list(self.warnings),
@@ -223,7 +228,7 @@ def _allocator(estimate: StrategyEstimate) -> dict[str, Any]:
     }
 
 
-def _speed(step: StepTime | None, seq_len: int) -> dict[str, Any]:
+def _speed(step: StepTime | None, tokens_per_sequence: float) -> dict[str, Any]:
     """The keys of a step's time; all null where it is not known."""
     if step is None:
         figures = ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share")
@@ -231,7 +236,7 @@ def _speed(step: StepTime | None, seq_len: int) -> dict[str, Any]:
         return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), *more])
     return {
         "tokens_per_second_per_gpu": round(step.tokens_per_second_per_gpu, 1),
-        "samples_per_second_per_gpu": _six_digits(step.tokens_per_second_per_gpu / seq_len),
+        "samples_per_second_per_gpu": _six_digits(step.tokens_per_second_per_gpu / tokens_per_sequence),
         "step_seconds": _six_digits(step.seconds),
         "mfu": round(step.mfu, 4),
         "exposed_communication_share": round(step.exposed_communication_share, 4),
@@ -279,6 +284,8 @@ class Report(Printable):
     hidden_size: int | None = None
     adapters: Adapters | None = None
     notes: tuple[str, ...] = ()
+    packed: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """How the model's checkpoint is packed by GPTQ or AWQ; empty for others."""
 
     @property
     def any_fits(self) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from fsdp_advisor.engines.wrapping import tape_wrap
+from fsdp_advisor.engines.wrapping import takes_root_apart, tape_wrap
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
@@ -48,11 +49,49 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
     if plan.backend == "ddp" and plan.stores_half:
         precision = "bf16-weights-mixed"
     wrap = tape_wrap(profile, plan) if profile is not None else ""
-    key = _key(engine, precision, plan.attention, plan.activation_checkpointing, plan.micro_batch_size == 1, wrap)
+    one = plan.tape_shape[0] * sequences_per_example(plan.task) == 1
+    key = _key(engine, precision, plan.attention, plan.checkpointing, one, wrap)
+    if plan.activation_offload:
+        key = replace(key, activation_offload=True)
+    if plan.batch_layout != "full":
+        key = replace(key, batch=plan.batch_layout)
+        if plan.padding_fraction and plan.attention == "flash_attention_2":
+            key = replace(key, padding=plan.padding_fraction, at=plan.tape_shape)
     if plan.loss_code == "full":
-        return key
-    at = (plan.micro_batch_size, plan.seq_len) if plan.ignored_labels else None  # a rounded number of tokens
-    return replace(key, loss=plan.loss_code, ignored_labels=plan.ignored_labels, at=at)
+        return replace(key, task=plan.task) if plan.task != "sft" else key
+    rounds = plan.unscored_labels > 0  # a rounded number of tokens; GRPO's does not grow with the sequence
+    generation, accumulation = plan.generation, plan.gradient_accumulation_steps
+    if generation is not None:
+        key = replace(
+            key,
+            completion_length=generation.completion_length,
+            generated=generation.micro_batches(accumulation),
+            generates=generation.generator == "transformers",
+            scores_policy=generation.scores_policy(accumulation),
+        )
+    return replace(
+        key,
+        loss=plan.loss_code,
+        ignored_labels=plan.unscored_labels,
+        task=plan.task,
+        reference=plan.reference,
+        gathered_head=_gathered_head(plan, profile),
+        at=plan.tape_shape if rounds or generation is not None else key.at,
+    )
+
+
+def _gathered_head(plan: Plan, profile: Profile | None) -> str:
+    """The dtype in which TRL's loss gathers the head's weight; empty if FSDP2 gathers it.
+
+    The loss never calls the head. In a PeftModel accelerate finds no final norm, so the head is a unit by itself, and no module's
+    forward gathers it. Source: trl 1.16, trainer/utils.py, `_fused_forward`; accelerate/utils/fsdp_utils.py, fsdp2_prepare_model.
+    """
+    if profile is None or plan.loss_code != "trl" or not takes_root_apart(plan) or plan.shard_degree == 1:
+        return ""
+    roles = {p.role for p in profile.root.parameters}
+    if not profile.adapter_parameters or "final_norm" in roles or "head" not in roles:
+        return ""
+    return "bfloat16" if plan.param_bytes == 2 else "float32"
 
 
 @lru_cache(maxsize=1024)  # one object per key, because each caches its name
@@ -85,11 +124,18 @@ def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey,
 
 
 def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
-    """The key's tape. Where sizes are no polynomials, the tape of the plan's own micro-batch and sequence length."""
-    if not any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values()):
-        with contextlib.suppress(NotPolynomial):
-            return _with_attention(model, profile, plan, key)
-    return _with_attention(model, profile, plan, replace(key, at=(plan.micro_batch_size, plan.seq_len)))
+    """The key's tape for any micro-batch and length, or the plan's own tape, for its micro-batch and length alone.
+
+    To record a tape for any takes seven steps or more; the plan's own takes one. So the first question about a code path records its
+    own tape, and the next one with another micro-batch or length the tape for any. If sizes are no polynomials, there is none for any.
+    """
+    own = replace(key, at=plan.tape_shape)
+    not_polynomial = any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values())
+    if not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key))):
+        return _with_attention(model, profile, plan, own)
+    with contextlib.suppress(NotPolynomial):
+        return _with_attention(model, profile, plan, key)
+    return _with_attention(model, profile, plan, own)
 
 
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
@@ -97,7 +143,13 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
     if model.from_catalog and key.name in profile.tapes:
         return key, model.tape(key)
     eager = replace(key, attention="eager")
-    if plan.attention == "sdpa" and model.from_catalog and eager.name in profile.tapes:
+    refusal = profile.refusals.get(key.name)
+    if (
+        plan.attention == "sdpa"
+        and refusal
+        and refusal["kind"] == NoSuchAttention.__name__
+        and eager.name in profile.tapes
+    ):
         return eager, model.tape(eager)
     try:
         tape = model.tape(key)
@@ -105,7 +157,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
         if plan.attention != "sdpa":
             raise
         key, tape = eager, model.tape(eager)
-    for on_gpu in gpu_tape_keys(key, window_filled=profile.fills_window(plan.seq_len)):
+    for on_gpu in gpu_tape_keys(key, window_filled=_needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
     return key, tape
 
@@ -134,8 +186,8 @@ def gpu_tape_key(
     """The key of the GPU tape that replaces `key`'s tape. On an unknown GPU (None) sdpa is assumed to prefer cuDNN.
 
     `window_filled`: whether sequences fill the model's sliding window. In half precision sdpa uses the tape of flash_attention_2,
-    unless `recorded` (names) contains a separate sdpa tape. Models have one if their code passes sdpa a mask or heads that the
-    flash kernel does not support. For GPUs before Ampere the kernels are not modelled: returns `key` unchanged.
+    unless `recorded` (names) contains a separate sdpa tape. Models have one if their code or the batch passes sdpa a mask, or for heads
+    that the flash kernel does not support. For GPUs before Ampere the kernels are not modelled: returns `key` unchanged.
     """
     if key.attention == "flash_attention_2":
         return key
@@ -149,7 +201,7 @@ def gpu_tape_key(
     by_cudnn = _on_gpu(key, kernel="cudnn", window_filled=window_filled)
     if by_cudnn.name in recorded and (compute_capability is None or compute_capability[0] in CUDNN_ON):
         return by_cudnn
-    if on_gpu.name in recorded:
+    if on_gpu.name in recorded or key.masks:
         return on_gpu
     return _on_gpu(key, attention="flash_attention_2", batch_is_one=False)
 
@@ -159,9 +211,9 @@ def gpu_tape_keys(key: TapeKey, *, window_filled: bool) -> tuple[TapeKey, ...]:
     if key.attention != "sdpa":
         return (gpu_tape_key(key),)
     on_gpu = _on_gpu(key, window_filled=window_filled)
-    if not window_filled or key.precision == "fp32":
+    if not (window_filled or key.masks) or key.precision == "fp32":
         return (on_gpu,)
-    return on_gpu, _on_gpu(key, kernel="cudnn", window_filled=True)
+    return on_gpu, _on_gpu(key, kernel="cudnn", window_filled=window_filled)
 
 
 @lru_cache(maxsize=1024)  # as `_key`
@@ -169,10 +221,15 @@ def _on_gpu(key: TapeKey, **changed: Any) -> TapeKey:
     return replace(key, device="gpu", **changed)
 
 
+def _needs_window(profile: Profile, key: TapeKey, plan: Plan) -> bool:
+    """Whether the plan's sequences fill a sliding window, and its tape depends on it. Under a mask of the batch it does not."""
+    return not key.masks and profile.fills_window(plan.seq_len)
+
+
 def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu | None = None) -> TapeKey:
     """`gpu_tape_key` for a plan's model and sequences, on `gpu`."""
     capability = None if gpu is None else gpu.compute_capability
-    filled = profile.fills_window(plan.seq_len)
+    filled = _needs_window(profile, key, plan)
     return gpu_tape_key(key, capability, window_filled=filled, recorded=profile.tapes)
 
 

@@ -33,11 +33,11 @@ def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callab
 
 
 def _worst_phase(estimate: StrategyEstimate) -> str:
-    """`load ` or `save ` if that phase needs more than the steps."""
-    if not (estimate.needed_breakdown or {}).get("loading_or_saving") or estimate.job is None:
+    """`load `, `generate ` or `save ` if that phase needs more than the steps."""
+    device = estimate.peak_device_bytes
+    if estimate.job is None or device is None or estimate.needed_bytes is None or estimate.needed_bytes <= device:
         return ""
-    load, save = (estimate.job.phases[name].gpu_bytes or 0 for name in ("load", "save"))
-    return "load " if load >= save else "save "
+    return f"{estimate.job.worst_outside_steps} "
 
 
 def _retries(estimate: StrategyEstimate) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from matrix import ALL
 from tiny_llama import LLAMA, OTHER, PARAMETERS, SHIPPED, with_tapes
 
 from fsdp_advisor.model import cache, catalog
@@ -29,6 +30,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """With `-n`, neighbouring tests run on the same worker and share its fixtures and caches."""
     if config.getoption("numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not ALL and (left := [item for item in items if item.get_closest_marker("with_all_cases")]):
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -63,6 +70,7 @@ def catalog_zip(recorded: Profile, tmp_path_factory: pytest.TempPathFactory) -> 
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("tiny.profile", dump(with_tapes(recorded, shipped), small=True))
         archive.writestr(catalog.INDEX, json.dumps([row]))
+        archive.writestr(catalog.CONFIGS, json.dumps({"configs": {}, "defaults": {}}))  # tests record its configuration
     return path
 
 

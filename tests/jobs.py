@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.engines.registry import step_program
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import StepOperations, step_operations
 from fsdp_advisor.memory.live import StepPeak, step_peak

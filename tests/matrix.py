@@ -6,9 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 ALL = os.environ.get("CASES") == "all"
+with_all_cases = pytest.mark.with_all_cases
+"""Marks a long test whose subject another test covers in part. It runs only with `CASES=all`."""
 
 
 def taken(part: Sequence[T], more: Sequence[T]) -> list[T]:

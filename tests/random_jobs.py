@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, plans
+from fsdp_advisor.job.parsing import make_request
 
 MODELS = (
     "openai-community/gpt2",

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from fsdp_advisor import estimate, recommend
-from fsdp_advisor.estimator import make_request, settled
+from fsdp_advisor.assumptions import settled
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.ignored import ignored_in_estimate, ignored_in_search
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 
 GPT2 = "openai-community/gpt2"

@@ -29,6 +29,8 @@ LAYERS = (
     "configs",
     "report",
     "verdict",
+    "assumptions",
+    "rows",
     "estimator",
     "comparison",
     "advice",

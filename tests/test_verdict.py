@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from refusing import MIXTRAL, refusing_autocast
 
 from fsdp_advisor import estimate
+from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.verdict import verdict_text
@@ -45,8 +48,9 @@ def test_a_gpu_larger_by_what_is_lacking_fits() -> None:
 
 
 def test_states_that_exceed_the_gpu_are_named_if_the_peak_is_unknown() -> None:
-    """DDP of Mixtral has no recording, because its code refuses autocast on fake tensors."""
-    report, row = one(model="mistralai/Mixtral-8x7B-v0.1", gpus=8, gpu="H100", strategy="ddp")
+    request = make_request({"model": MIXTRAL, "gpus": 8, "gpu": "H100", "strategy": "ddp"})
+    report = estimate_resolved(request, refusing_autocast())
+    (row,) = report.estimates
     assert row.overhead is not None and row.needed_bytes is None
     lacking = row.kept_bytes + row.overhead.low_bytes - report.gpu_memory_bytes
     assert verdict_text(report, row) == f"states alone lack {format_gib(lacking)}"

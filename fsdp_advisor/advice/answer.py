@@ -18,15 +18,16 @@ from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
 from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import base_plan, search_space
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
+from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, requested, settled
+from fsdp_advisor.estimator import estimate_resolved, requested
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest, dashed
-from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
+from fsdp_advisor.model.resolve import Resolved, lacks_tapes, resolve, split_recorder
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
 from fsdp_advisor.units import format_gib
@@ -58,8 +59,9 @@ def recommend(
     """
     fields, recorded = split_recorder({**options, "config_file": config_file})
     request = settled(request or requested(fields, RecommendRequest))
-    # what the catalog lacks of a model as it is could not be recorded
-    model = recorded or resolve(request.model, allow_recording=needs_recording(request))
+    # what the catalog lacks of a model whose tapes it has could not be recorded
+    must_record = needs_recording(request) or lacks_tapes(request.model)
+    model = recorded or resolve(request.model, allow_recording=must_record)
     if request.method == "any":
         return advice_of_methods(request, lambda one: _advice(settled(one), model, timer))
     return _advice(request, model, timer)

@@ -153,10 +153,10 @@ def _memory_questions(search: Search) -> list[_Question]:
     at = f" at micro-batch {preferred}" if len(search.batches.sizes) > 1 or preferred > 1 else ""
     strategies = [s for s in _PATH_ORDER if any(c.strategy == s for c in search.choices)]
     checkpointing = {choice.activation_checkpointing for choice in search.choices}
-    plain = "none" if "none" in checkpointing else "full"
-    lean = "full" if "full" in checkpointing else "none"
+    lean = next(iter(checkpointing - {"none"}), "none")
+    plain = "none" if "none" in checkpointing else lean
     most = strategies[-1]
-    with_checkpointing = " with activation checkpointing" if lean == "full" else ""
+    with_checkpointing = " with activation checkpointing" if lean != "none" else ""
     small = f"micro-batch {smallest} and accumulation {search.batches.accumulation(smallest)}"
 
     def choices(strategy: Strategy, checkpointing: str) -> tuple[StrategyChoice, ...]:

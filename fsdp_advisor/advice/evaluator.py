@@ -12,7 +12,6 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.registry import refusal, states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
-from fsdp_advisor.estimator import estimate_plan, runs_in, step_seconds, tensor_bytes
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
 from fsdp_advisor.job.compatibility import mesh_of
 from fsdp_advisor.job.plan import Plan
@@ -21,6 +20,7 @@ from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.rows import estimate_plan, runs_in, step_seconds, tensor_bytes
 from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.units import format_gib, format_speed
 
@@ -132,7 +132,7 @@ class Candidate:
     def tokens_per_second_per_gpu(self) -> float | None:
         if not self.step_seconds:
             return None
-        return self.global_batch_size * self.plan.seq_len / self.plan.world_size / self.step_seconds
+        return self.global_batch_size * self.plan.tokens_per_sequence / self.plan.world_size / self.step_seconds
 
     @property
     def comparable_speed(self) -> float | None:
@@ -223,7 +223,7 @@ class Candidate:
             "host_bytes_per_node": self.host_bytes_per_node,
             "step_seconds": None if seconds is None else float(f"{seconds:.6g}"),  # as in a report
             "tokens_per_second_per_gpu": None if speed is None else round(speed, 1),
-            "samples_per_second_per_gpu": None if speed is None else float(f"{speed / plan.seq_len:.6g}"),
+            "samples_per_second_per_gpu": None if speed is None else float(f"{speed / plan.tokens_per_sequence:.6g}"),
         }
 
 
@@ -317,7 +317,7 @@ class Evaluator:
         try:
             select_tape(self.model, self.model.profile, plan)
         except AdvisorError as error:
-            if isinstance(error, MissingExtra) and self.model.source != "catalog":
+            if isinstance(error, MissingExtra) and not self.model.is_catalogued:
                 raise
             return error.message
         return None

@@ -12,8 +12,8 @@ from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import search_space
 from fsdp_advisor.advice.sweeps import Sweep
-from fsdp_advisor.estimator import estimate_plan
 from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.units import format_gib, format_tokens
 
 MAX_ADVISED_GPUS = 1024

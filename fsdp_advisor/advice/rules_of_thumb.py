@@ -120,7 +120,7 @@ def _plain(search: Search, strategy: Strategy, offload: Offload) -> Candidate | 
         strategy=strategy,
         backend=OFFLOADS[offload][strategy][0],
         offload=offload,
-        activation_checkpointing="none" if "none" in checkpointing else "full",
+        activation_checkpointing="none" if "none" in checkpointing else next(iter(checkpointing), "full"),
     )
     try:
         return search.candidate(choice, search.batches.smallest)

@@ -185,7 +185,7 @@ class Search:
         rates = []
         for size, one, more in zip(sizes, first, further, strict=True):
             steps = self.batches.accumulation(size)
-            rates.append(size * steps * base.seq_len / (one + (steps - 1) * more))
+            rates.append(size * steps * base.tokens_per_sequence / (one + (steps - 1) * more))
         return rates
 
     # By whole estimates

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
@@ -19,8 +21,10 @@ from fsdp_advisor.job.request import (
     RecommendRequest,
     Strategy,
 )
+from fsdp_advisor.job.training_task import check_task, reference_of
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
+"""The policies that a search chooses from: no others have tapes in the catalog, and to record one takes seconds."""
 DEVICES: tuple[OffloadDevice, ...] = ("cpu", "nvme")
 SIMPLEST_FIRST: tuple[tuple[Backend, Strategy], ...] = (
     ("ddp", "ddp"),
@@ -65,14 +69,15 @@ class StrategyChoice:
             tuple(OFFLOADS).index(self.offload),
             DEVICES.index(self.offload_device),
             SIMPLEST_FIRST.index((self.backend, self.strategy)),
-            CHECKPOINTING.index(self.activation_checkpointing),
+            self.activation_checkpointing != "none",
         )
 
     @property
     def label(self) -> str:
         """The choice in words: `ZeRO-3 + optimizer offload (deepspeed), checkpointing`."""
         to = " to NVMe" if self.offload_device == "nvme" else ""
-        checkpointing = ", checkpointing" if self.activation_checkpointing == "full" else ""
+        policy = self.activation_checkpointing
+        checkpointing = {"none": "", "full": ", checkpointing"}.get(policy, f", checkpointing {policy}")
         return f"{label(self.strategy, self.offload)}{to} ({self.backend}){checkpointing}"
 
     def plan(self, base: Plan, micro_batch_size: int, accumulation: int = 1) -> Plan:
@@ -92,6 +97,9 @@ class StrategyChoice:
 
 def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int) -> Plan:
     """The part of a job that all its plans share, as a DDP plan; `StrategyChoice.plan` replaces the rest."""
+    check_task(request)
+    check_generation(request, seq_len)
+    check_batch(request)
     return Plan(
         strategy="ddp",
         backend="ddp",
@@ -107,8 +115,15 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
         reshard_after_forward=request.reshard_after_forward,
         save_only_model=request.save_only_model,
         dtype=request.dtype,
-        loss_code=loss_code(request.loss, request.framework),
+        loss_code=loss_code(request),
         ignored_labels=request.ignored_labels,
+        packing=request.packing,
+        padding_free=request.padding_free,
+        padding_fraction=request.padding_fraction,
+        task=request.task,
+        reference=reference_of(request),
+        generation=generation_of(request),
+        activation_offload=request.activation_offload,
     )
 
 
@@ -132,7 +147,7 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
                 for strategy, backends in strategies.items()
                 for backend in backends
                 for device in (_devices(request) if offload != "none" else ("cpu",))
-                for checkpointing in CHECKPOINTING
+                for checkpointing in _checkpointing(request)
                 if _is_open(
                     request,
                     choice := StrategyChoice(
@@ -149,6 +164,11 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
             key=lambda choice: choice.simplicity_rank,
         )
     )
+
+
+def _checkpointing(request: RecommendRequest) -> tuple[Checkpointing, ...]:
+    asked = request.activation_checkpointing
+    return CHECKPOINTING if asked == "auto" else (asked,)
 
 
 def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
@@ -179,7 +199,6 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
         request.strategy in ("all", choice.strategy)
         and strategy_open
         and request.offload in ("auto", choice.offload)
-        and request.activation_checkpointing in ("auto", choice.activation_checkpointing)
         and (
             request.backend == choice.backend
             or (request.backend == "auto" and choice.backend in _automatic(request.optim))
@@ -193,6 +212,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
             framework=request.framework,
             wrap=request.wrap,
             activation_checkpointing=choice.activation_checkpointing,
+            activation_offload=request.activation_offload,
         )
         is None
     )

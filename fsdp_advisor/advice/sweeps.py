@@ -13,8 +13,8 @@ from fsdp_advisor.advice.curves import PeakVsSize, log_spaced
 from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.search import FRONTIER_POINTS, USUAL_FRAGMENTATION, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
+from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import gpu_of
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import MAX_GPUS, MAX_SEQ_LEN, RecommendRequest

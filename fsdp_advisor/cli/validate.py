@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from fsdp_advisor.assumptions import DEFAULT_GPU, settled
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.estimator import DEFAULT_GPU, settled
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.fields import Rule, as_words
 from fsdp_advisor.job.parsing import make_request

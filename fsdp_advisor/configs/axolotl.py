@@ -18,7 +18,6 @@ _TOPICS = {
     "LoRA restarts": ("relora",),
     "kernels of adapters": ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"),
     "quantized weights": ("gptq", "qat", "quantization"),
-    "packed sequences": ("sample_packing", "batch_flattening"),
     "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
     "Liger's kernels other than its loss": ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
     "plugins": ("plugins",),
@@ -61,11 +60,26 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     elif found.flag("gradient_checkpointing"):
         options["activation_checkpointing"] = "full"
     found.take("gradient_checkpointing_kwargs")
+    _batches(found)
     _sharding(found)
     _loss(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
     return found
+
+
+def _batches(found: Collector) -> None:
+    """Packing and flattening. Source: core/builders/causal.py: with other attention than flash attention each row is packed by itself."""
+    flash = found.options.get("attention") == "flash_attention_2"
+    if found.flag("sample_packing"):
+        found.options["packing"] = "bfd"
+        if not flash and found.options.get("micro_batch_size", 1) > 1:
+            found.omits(
+                "sample_packing without flash attention packs each row by itself; the estimate has all tokens in one row"
+            )
+    flattens = found.take("batch_flattening")
+    if flattens and (flash or flattens != "auto") and "packing" not in found.options:
+        found.options["padding_free"] = True
 
 
 _LOSS_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")

@@ -25,7 +25,6 @@ _OWN = {
 _TOPICS = {
     "an existing adapter": ("adapter_name_or_path",),
     "quantized weights": ("quantization_bit", "quantization_method"),
-    "packed sequences": ("packing", "neat_packing"),
     "frozen parameters": ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"),
     "the optimizer": ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
     "kernels of unsloth": ("use_unsloth", "use_unsloth_gc"),
@@ -56,6 +55,14 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         found.options["precision"] = "bf16"
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
+    neat = found.flag("neat_packing")
+    if neat or found.flag("packing"):
+        found.options["packing"] = "bfd" if neat else "wrapped"
+    found.take("packing")
+    if neat and found.options.get("attention") != "flash_attention_2":
+        found.omits(
+            "neat_packing without flash attention passes a mask of numbers; the estimate has transformers' own mask"
+        )
     if found.flag("enable_liger_kernel"):
         found.options["loss"] = "liger"
         found.omits("Liger's kernels other than its loss are not modelled; they need less memory")

@@ -11,7 +11,7 @@ from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
 
-_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl")
+_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl", "torchtitan")
 """From the least to the most specific: TRL runs on the Trainer, that on accelerate, which runs DeepSpeed."""
 
 

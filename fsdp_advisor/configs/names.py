@@ -37,6 +37,7 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "adamwschedulefree": "schedule_free_adamw",
     "sgdschedulefree": "schedule_free_sgd",
     "radamschedulefree": "schedule_free_radam",
+    "stableadamw": "stable_adamw",
 }
 """The Trainer's other names, and classes of torch, bitsandbytes and DeepSpeed. `adamw_8bit` is `adamw_bnb_8bit`, `rmsprop_bnb` the
 32-bit one. Source: transformers/training_args.py, OptimizerNames (5.23)."""

@@ -26,7 +26,11 @@ _CONSTANTS = {
 }
 """The constants at the top of an exported script."""
 _ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
-_OF_TRL = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "RewardConfig", "ORPOConfig", "CPOConfig")
+_OF_TRL = {
+    "SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto", "GRPOConfig": "grpo", "RewardConfig": "reward",
+    "ORPOConfig": "orpo", "CPOConfig": "cpo",
+}  # fmt: skip
+"""TRL's configurations, and the tasks of their trainers."""
 
 
 def read(file: str, text: str, function: str | None = None) -> Collector:
@@ -103,13 +107,11 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     keys |= {key: value for key, value in loaded.items() if key in ("dtype", "torch_dtype", "attn_implementation")}
     if isinstance(constants.get("MODEL"), str):
         keys["model_name_or_path"] = constants["MODEL"]
-    found = trainer.read(file, keys, trl=name in _OF_TRL)
+    found = trainer.read(file, keys, trl=name in _OF_TRL, task=_OF_TRL.get(name))
     read_calls(found, calls)
     read_constants(found, constants)
     if computed := _computed(tree, name):
         found.omits(f"arguments that the code computes: {', '.join(computed)}")
-    if name in _OF_TRL and name != "SFTConfig":
-        found.omits(f"{name} (preference and reinforcement learning)")
     if "ParallelismConfig" in calls:
         trainer.mesh(found, calls["ParallelismConfig"])
     return found
@@ -119,6 +121,10 @@ def _computed(tree: ast.Module, name: str) -> list[str]:
     """The keywords of the calls of `name` whose values are no literals."""
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).rsplit(".", 1)[-1] == name]
     return [k.arg for call in calls for k in call.keywords if k.arg and k.arg not in _literals([k])]
+
+
+_OFFLOADS = "offload=torch.cuda.is_available()"
+"""What an exported script writes for activation offload."""
 
 
 def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector:
@@ -133,9 +139,12 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     found.options["dtype"] = str(loaded.get("dtype", "float32")).removeprefix("torch.")
     found.options["attention"] = loaded.get("attn_implementation", "sdpa")
     read_constants(found, constants)
-    if "activation_checkpointing_enable" in calls or "gradient_checkpointing_enable" in calls:
-        found.options["activation_checkpointing"] = "full"
     source = ast.unparse(tree)
+    enabled = calls.get("activation_checkpointing_enable", calls.get("gradient_checkpointing_enable"))
+    if enabled is not None:
+        every = f"every-{enabled['every_n_layers']}" if enabled.get("every_n_layers", 1) != 1 else "full"
+        found.options["activation_checkpointing"] = "selective" if "'context_fn': selective" in source else every
+        found.options["activation_offload"] = enabled.get("offload") is True or _OFFLOADS in source
     _optimizer(found, calls)
     if "fully_shard" in calls:
         _fsdp2(found, tree, source, constants)

@@ -31,6 +31,8 @@ _VALUELESS = {
 }
 _LISTS = {"lora_target_modules", "lora_target_parameters", "lora_modules_to_save"}
 """Options that take several words."""
+_SCRIPT = re.compile(r"\btrl[./]scripts[./](\w+)")
+"""A script of TRL, which is named after its task."""
 _CONFIGURATION = re.compile(r".+\.(ya?ml|json|toml)$")
 
 
@@ -142,6 +144,8 @@ def _command(file: str, words: list[str]) -> list[Collector]:
         launcher, arguments = rest[split + 1 :], rest[:split]
     else:
         launcher, arguments = _split(rest)
+        script = _SCRIPT.search(" ".join(rest))
+        method = script[1] if script else None
     parts = [_launcher(file, program, launcher)]
     keys: dict[str, Any] = {}
     for name, value in _options(arguments):
@@ -161,11 +165,11 @@ def _command(file: str, words: list[str]) -> list[Collector]:
         parts.append(torchtitan.read(file, _nested(titan)))
     elif trainer.is_trainer(keys):
         keys = {name.replace("-", "_"): value for name, value in keys.items()}
-        parts.append(trainer.read(file, keys, trl=True if program == "trl" else None))
+        parts.append(trainer.read(file, keys, trl=True if method else None, task=method))
     elif keys and not parts[0].references:
         parts[0].omits("arguments of the script that are not read: " + ", ".join(sorted(keys)[:12]))
-    if method not in (None, "sft"):
-        parts[-1].omits(f"trl {method} (preference and reinforcement learning)")
+    if method and not trainer.is_trainer(keys):
+        trainer.read_task(parts[0], method)
     return parts
 
 

@@ -88,13 +88,25 @@ def _checkpointing(found: Collector) -> None:
     mode = found.peek("activation_checkpoint.mode") or found.peek("activation_checkpoint")
     words = brief(mode or "").lower()
     key = "activation_checkpoint.mode" if "activation_checkpoint.mode" in found else "activation_checkpoint"
-    if "selective" in words or "budget" in words:
-        found.lacks(key, "selective activation checkpointing; the estimate assumes none")
+    if "budget" in words:
+        found.lacks(key, "a memory budget for the compiler; the estimate assumes no activation checkpointing")
+    elif "selective" in words:
+        found.take(key)
+        found.options["activation_checkpointing"] = _selective(found)
     elif "full" in words:
         found.take(key)
         found.options["activation_checkpointing"] = "full"
     else:
         found.take(key)
+
+
+def _selective(found: Collector) -> str:
+    """The policy of torchtitan 0.2's `selective_ac_option`: its operators (`op`), or one of N layers."""
+    option = str(found.take("activation_checkpoint.selective_ac_option") or "op")
+    if not option.isdecimal() or int(option) < 2:
+        return "selective" if option == "op" else "full"
+    found.assume(f"the first of each {option} layers is checkpointed; torchtitan checkpoints the last")
+    return f"every-{option}"
 
 
 def _optimizer(found: Collector) -> None:

@@ -1,20 +1,24 @@
 """Reads arguments of the Hugging Face Trainer and of TRL, from YAML, JSON, Python or a command line.
 
 Source: transformers 5.23.0, training_args.py (`TrainingArguments`, `_process_fsdp_args`); TRL 1.16.0, trainer/base_config.py,
-trainer/sft_config.py, trainer/model_config.py.
+trainer/sft_config.py, trainer/{dpo,kto,reward}_config.py, trainer/model_config.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from fsdp_advisor.configs import deepspeed
 from fsdp_advisor.configs.adapters import read_trl
-from fsdp_advisor.configs.collect import Collector, active
+from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.checkpointing import MAX_NUMBER
+from fsdp_advisor.job.generation import OF_COLOCATED
+from fsdp_advisor.job.generation import OPTIONS as GENERATION_OPTIONS
+from fsdp_advisor.job.request import TrainingTask
 
 KEYS = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "num_train_epochs", "learning_rate", "bf16", "fp16",
@@ -23,14 +27,28 @@ KEYS = {
 """Keys of which a file of arguments has at least one."""
 _OF_TRL = {
     "use_peft", "dataset_name", "packing", "max_length", "lora_r", "lora_target_modules", "completion_only_loss", "max_prompt_length",
-    "beta", "num_generations", "dataset_text_field", "assistant_only_loss",
+    "beta", "num_generations", "dataset_text_field", "assistant_only_loss", "precompute_ref_log_probs", "center_rewards_coefficient",
 }  # fmt: skip
 """Keys of TRL's arguments that the Trainer's lack."""
+_WITHOUT_EFFECT = (
+    "desirable_weight",
+    "undesirable_weight",
+    "beta",
+    "label_smoothing",
+    "loss_weights",
+    "precompute_ref_batch_size",
+    "disable_dropout",
+    "center_rewards_coefficient",
+)
+"""Keys of a loss of pairs or of log-probabilities, whatever their values."""
+PROMPT_LENGTH = 512
+"""Tokens of a prompt that a configuration does not limit, as in most data sets of TRL's examples."""
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size")
 _TOPICS = {
-    "packed sequences": ("packing", "padding_free"),
     "torch.compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    "preference and reinforcement learning": ("beta", "num_generations", "ref_model_sync_steps", "reward_model_path"),
+    "preference and reinforcement learning": (
+        "beta", "num_generations", "sync_ref_model", "ref_model_sync_steps", "reward_model_path",
+    ),
     "evaluation": ("do_eval", "eval_strategy"),
     "activation offload": ("activation_offloading",),
     "tensor and other parallelism": ("parallelism_config", "distributed_config", "tp_size"),
@@ -41,17 +59,65 @@ def is_trainer(keys: Mapping[str, Any]) -> bool:
     return bool(KEYS & set(keys))
 
 
-def read(file: str, keys: Mapping[str, Any], *, trl: bool | None = None) -> Collector:
-    """The settings of arguments. `trl`: whether they are TRL's; None: to be seen from the keys."""
+def read(file: str, keys: Mapping[str, Any], *, trl: bool | None = None, task: str | None = None) -> Collector:
+    """The settings of arguments. `trl`: whether they are TRL's; None: to be seen from the keys. `task`: of TRL's, if it is known."""
     by_trl = bool(_OF_TRL & set(keys)) if trl is None else trl
     found = Collector(file, "TRL" if by_trl else "Trainer arguments", keys)
-    read_into(found, trl=by_trl)
+    read_into(found, trl=by_trl, task=task)
     return found
 
 
-def read_into(found: Collector, *, trl: bool = False) -> None:
-    """Set the options of a Trainer's arguments, which are the keys of `found`."""
+def _task_of(keys: Collector) -> str | None:
+    """The task that the keys of TRL's arguments show; None if they may be sft's."""
+    if "num_generations" in keys:
+        return "grpo"
+    if "desirable_weight" in keys or "undesirable_weight" in keys:
+        return "kto"
+    if "center_rewards_coefficient" in keys:
+        return "reward"
+    return "dpo" if "beta" in keys or "precompute_ref_log_probs" in keys else None
+
+
+def read_task(found: Collector, task: str | None) -> None:
+    """Set the task of TRL's trainer, None if it is not known, and the options that only this task has."""
+    if task in (None, "sft"):
+        return
+    if task not in get_args(TrainingTask):
+        found.omits(f"trl {task} (preference and reinforcement learning)")
+        return
+    found.options["task"] = task
+    if task == "grpo":
+        _generation(found)
+    if (precomputes := found.flag("precompute_ref_log_probs")) is not None:
+        found.options["precompute_ref_log_probs"] = precomputes
+    for key in ("loss_type", *_WITHOUT_EFFECT):
+        found.take(key)
+
+
+def _generation(found: Collector) -> None:
+    """Set the options of GRPO. Those of vLLM count only where TRL uses them."""
+    uses_vllm, server = truth(found.peek("use_vllm")), found.peek("vllm_mode") == "server"
+    for name in GENERATION_OPTIONS:
+        unused = not uses_vllm or (server and name in OF_COLOCATED)
+        value = found.take(name)
+        if value is not None and not (name.startswith("vllm_") and unused):
+            found.options[name] = value
+    found.lacks("generation_batch_size", "batches of completions other than --steps-per-generation")
+    completion = int(found.options.get("max_completion_length", 512))
+    prompt = found.number("max_prompt_length")
+    if prompt is None:
+        found.default(
+            "seq_len", PROMPT_LENGTH + completion, f"prompts of {PROMPT_LENGTH} tokens, which TRL does not limit"
+        )
+    else:
+        found.options["seq_len"] = prompt + completion
+
+
+def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -> None:
+    """Set the options of a Trainer's arguments, which are the keys of `found`. `task`: of TRL's, if it is known."""
     options = found.options
+    if trl:
+        read_task(found, task or _task_of(found))
     options["framework"] = "trl" if trl else "trainer"
     for key in ("model_name_or_path", "model_name", "model"):
         if isinstance(found.peek(key), str):
@@ -63,6 +129,7 @@ def read_into(found: Collector, *, trl: bool = False) -> None:
         found.number(key, "seq_len")
     if trl:
         found.default("seq_len", 1024, "1024 tokens, TRL's default of max_length")
+    _batches(found)
     _precision(found, trl)
     _loss(found, trl)
     read_trl(found)
@@ -74,6 +141,18 @@ def read_into(found: Collector, *, trl: bool = False) -> None:
     _sharding(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *(name for name in names if found.peek(name) not in ("no", "1")))
+
+
+def _batches(found: Collector) -> None:
+    """TRL's packing and padding-free batches. Source: trl 1.16, trainer/sft_config.py: the usual strategy is bfd."""
+    if found.options.get("task", "sft") != "sft":
+        found.lacks_active("packed sequences", "padding_free")
+        return
+    strategy = found.take("packing_strategy")
+    if found.flag("packing"):
+        found.options["packing"] = "wrapped" if strategy == "wrapped" else "bfd"
+    if found.flag("padding_free"):
+        found.options["padding_free"] = True
 
 
 def _precision(found: Collector, trl: bool) -> None:
@@ -106,15 +185,23 @@ def _loss(found: Collector, trl: bool) -> None:
 
 
 def _checkpointing(found: Collector, trl: bool) -> None:
+    """The switch, and the keywords of transformers' `activation_checkpointing_enable`; `selective` is TRL's."""
     asked = [found.flag(key) for key in ("gradient_checkpointing", "activation_checkpointing")]
+    given = [found.take(f"{name}_checkpointing_kwargs") for name in ("gradient", "activation")]
+    keywords = {name: value for each in given if isinstance(each, Mapping) for name, value in each.items()}
     if any(asked):
-        found.options["activation_checkpointing"] = "full"
+        every = keywords.get("every_n_layers")
+        found.options["activation_checkpointing"] = (
+            f"every-{every}" if type(every) is int and 1 < every <= MAX_NUMBER else "full"
+        )
+        if trl and keywords.get("selective") is True:
+            found.options["activation_checkpointing"] = "selective"
+        if keywords.get("offload") is True:
+            found.options["activation_offload"] = True
     elif False in asked:
         found.options["activation_checkpointing"] = "none"
     elif trl:
         found.default("activation_checkpointing", "full", "gradient checkpointing, TRL's default")
-    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        found.take(key)
 
 
 def _sharding(found: Collector) -> None:

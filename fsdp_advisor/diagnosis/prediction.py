@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.comparison import best_row
 from fsdp_advisor.diagnosis.facts import Category, Difference, Holding, Moment, Prediction
 from fsdp_advisor.engines.registry import step_program
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, settled
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.live import step_moments
@@ -91,7 +92,7 @@ def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
         return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"
     plan = job.plan
     tape = gpu_tape(profile, select_tape(job.model, profile, plan), plan, gpu_of(job.request)[0])
-    moments = step_moments(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len, phase)
+    moments = step_moments(step_program(profile, tape, plan), *plan.tape_shape, phase)
     number = _visit(moment, len(moments))
     if number is None:
         accounts = max((read() for read in moments), key=lambda found: sum(found.values()))

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdp_advisor.engines.deepspeed import host as deepspeed
 from fsdp_advisor.engines.fsdp2 import host as fsdp2
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.host import HostMemory
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.memory.host import HostMemory, page_locked
+from fsdp_advisor.model.profile import ROOT, Profile, Tape, evaluate
 from fsdp_advisor.policies.optimizers import optimizer_named
 
 
-def host_memory(profile: Profile, plan: Plan) -> HostMemory:
-    """Host memory of one node between steps, in bytes. All of a paged optimizer's state counts: CUDA may move all of it there."""
+def host_memory(profile: Profile, plan: Plan, tape: Tape | None = None) -> HostMemory:
+    """Host memory of one node, in bytes: between steps, and with `tape` also that of offloaded activations.
+
+    All of a paged optimizer's state counts: CUDA may move all of it there.
+    """
     offloaded = _offloaded(profile, plan)
+    if tape is not None and plan.activation_offload:
+        activations = _activation_bytes(profile, tape, plan) * plan.ranks_per_node
+        offloaded = replace(offloaded, pinned=offloaded.pinned + activations)
     if not optimizer_named(plan.optim).is_paged:
         return offloaded
     paged = states_of(profile, plan).paged.exact * plan.ranks_per_node
     return HostMemory(pinned=offloaded.pinned, pageable=offloaded.pageable + paged)
+
+
+def _activation_bytes(profile: Profile, tape: Tape, plan: Plan) -> int:
+    """Bytes that a rank locks in host memory for the tensors that forward copies there."""
+    return sum(
+        page_locked(evaluate(n_bytes, *plan.tape_shape))
+        * (1 if segment.stack == ROOT else profile.stacks[segment.stack].counts[segment.layer])
+        for segment in tape.segments
+        if segment.phase == "forward"
+        for n_bytes in segment.host_copies
+    )
 
 
 def _offloaded(profile: Profile, plan: Plan) -> HostMemory:

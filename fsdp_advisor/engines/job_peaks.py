@@ -1,4 +1,4 @@
-"""Peaks of the four phases of a job on a GPU and on a node's host: load, first step, steady step, save.
+"""Peaks of the phases of a job on a GPU and on a node's host: load, first step, steady step, save; GRPO's steps have phases of their own.
 
 A job whose steps fit may still run out of memory before its first step or at its first checkpoint.
 """
@@ -6,11 +6,14 @@ A job whose steps fit may still run out of memory before its first step or at it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp_advisor.engines import rollouts
 from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.loading import choose_load_method, load_methods
+from fsdp_advisor.engines.reference import loading_bytes
+from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import LoadMethod, SaveMethod
 from fsdp_advisor.errors import assert_never
@@ -22,6 +25,10 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.storages import States
 
 PHASES = ("load", "first_step", "steady_step", "save")
+GRPO_PHASES = ("generate", "score", "train")
+"""The phases of GRPO's steady step: ``score`` only if models score completions before the model trains on them."""
+OUTSIDE_STEPS = ("load", "generate", "save")
+"""The phases whose peak is not, or not wholly, in the program of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,19 @@ class JobPeaks:
     save_methods: tuple[SaveMethod, ...]
     fails: str | None
 
+    @property
+    def worst_outside_steps(self) -> str:
+        """The phase outside the steps that needs most of the GPU."""
+        return max(OUTSIDE_STEPS, key=self._gpu_bytes_in)
+
+    @property
+    def bytes_outside_steps(self) -> int:
+        """The GPU's bytes in that phase."""
+        return self._gpu_bytes_in(self.worst_outside_steps)
+
+    def _gpu_bytes_in(self, name: str) -> int:
+        return (self.phases[name].gpu_bytes or 0) if name in self.phases else 0
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON's `job_peaks`: GPU and host bytes by phase; for loading and saving also the method, for saving the files."""
         result: dict[str, Any] = {
@@ -80,12 +100,13 @@ def job_peaks(
     host: HostMemory,
     overhead: DeviceOverhead,
     phase_peaks: Mapping[str, int] | None,
+    tape_phase_peaks: Mapping[str, int] | None = None,
     host_memory_bytes: int | None = None,
 ) -> JobPeaks:
     """Peaks of the phases of `plan` on `gpu`.
 
-    `phase_peaks`: tensor bytes of forward, backward and optimizer in a steady step, None if unknown. `host_memory_bytes`:
-    memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
+    `phase_peaks`: tensor bytes of forward, backward and optimizer in a steady step, None if unknown. `tape_phase_peaks`: the same by
+    phase of the tape. `host_memory_bytes`: memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
     """
     available = gpu.memory_bytes - overhead.middle_bytes
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
@@ -98,13 +119,17 @@ def job_peaks(
         host_memory_bytes=None if host_memory_bytes is None else host_memory_bytes - host.steady,
     )
     phases = {
-        "load": PhasePeak(gpu_bytes=load.gpu_bytes, host_bytes_per_node=load.host_bytes_per_node),
+        "load": PhasePeak(gpu_bytes=_loading_peak(profile, plan, load), host_bytes_per_node=load.host_bytes_per_node),
         "first_step": PhasePeak(
             gpu_bytes=_first_step_peak(profile, plan, states, phase_peaks), host_bytes_per_node=host.steady
         ),
         "steady_step": PhasePeak(
             gpu_bytes=max(phase_peaks.values()) if phase_peaks else None, host_bytes_per_node=host.steady
         ),
+        **{
+            name: PhasePeak(gpu_bytes=n_bytes, host_bytes_per_node=host.steady)
+            for name, n_bytes in rollouts.phase_bytes(profile, plan, gpu, kept, tape_phase_peaks).items()
+        },
         "save": PhasePeak(gpu_bytes=kept + save.gpu_bytes, host_bytes_per_node=host.steady + save.host_bytes_per_node),
     }
     return JobPeaks(
@@ -115,6 +140,15 @@ def job_peaks(
         save_methods=saves,
         fails=next((name for name, peak in phases.items() if not peak.fits(available, host_memory_bytes)), None),
     )
+
+
+def _loading_peak(profile: Profile, plan: Plan, load: LoadMethod) -> int:
+    """Peak of loading the model. A reference model that is a copy is loaded first, and stays."""
+    if plan.reference != "copy":
+        return load.gpu_bytes
+    kept = states_of(profile, plan).parameters.rounded
+    kept -= states_of(profile, replace(plan, reference="none")).parameters.rounded
+    return max(load.gpu_bytes + kept, loading_bytes(profile, plan))
 
 
 def load_method_of(profile: Profile, plan: Plan, gpu: Gpu, overhead: DeviceOverhead) -> LoadMethod:

@@ -85,4 +85,9 @@ def gradient_norms(profile: Profile, plan: Plan) -> Storages:
     """The storages of clipping: one scalar for each trainable parameter; empty if the job does not clip."""
     if not plan.facts.clips_gradients:
         return NO_STORAGES
-    return total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))
+    norms = total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))
+    if not plan.facts.own_models:
+        return norms
+    # they are stacked, and the root of the sum of their squares is reduced over the ranks
+    stacked = Storages.of(CLIP_NORM_BYTES * sum(1 for _ in norms.each()))
+    return norms + stacked + Storages.of(CLIP_NORM_BYTES, 3 if plan.world_size > 1 else 1)

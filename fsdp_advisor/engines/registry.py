@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.engines import wrapping
+from fsdp_advisor.engines import reference, rollouts, wrapping
 from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
 from fsdp_advisor.engines.deepspeed import partitions
@@ -14,9 +15,10 @@ from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2 import units as fsdp2_units
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
 from fsdp_advisor.engines.optimizer_work import optimizer_refusal
+from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.profile import ROLLOUT_PHASES, Profile, Tape
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram
@@ -28,8 +30,23 @@ PAGED = (
 )
 
 
-def step_of_engine(profile: Profile, plan: Plan) -> DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep:
-    """The hooks of the plan's backend."""
+def step_of_engine(profile: Profile, plan: Plan) -> EngineStep:
+    """The hooks of the plan's backend, and of a reference model that is a copy."""
+    hooks = _step_of_backend(profile, plan)
+    hooks.reference = _reference_of(profile, plan)
+    return hooks
+
+
+def _reference_of(profile: Profile, plan: Plan) -> ReferenceStep | None:
+    if plan.reference != "copy":
+        return None
+    copied = reference_plan(plan)
+    if copied.backend == "deepspeed":
+        return ReferenceStep(Zero3Reference(profile, copied), copied)
+    return ReferenceStep(_step_of_backend(frozen(profile), copied), copied)
+
+
+def _step_of_backend(profile: Profile, plan: Plan) -> EngineStep:
     match plan.backend:
         case "ddp":
             return DdpStep(profile, plan)
@@ -50,12 +67,19 @@ def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 
 @lru_cache(maxsize=64)
 def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
-    return build_program(profile, tape, step_of_engine(profile, plan), plan.gradient_accumulation_steps)
+    hooks = step_of_engine(profile, plan)
+    once = frozenset(ROLLOUT_PHASES if plan.generates_once else ())
+    return build_program(profile, tape, hooks, plan.gradient_accumulation_steps, only_first=once)
 
 
 def states_of(profile: Profile, plan: Plan) -> States:
-    """The states that the plan's backend keeps on rank 0 from step to step."""
-    return step_of_engine(profile, plan.without_batch).states
+    """The states that the plan's backend keeps on rank 0 from step to step. Those of a reference model count too."""
+    states = _step_of_backend(profile, plan.without_batch).states
+    copied = _reference_of(profile, plan.without_batch)
+    if copied is None:
+        return states
+    more = copied.states
+    return replace(states, parameters=states.parameters + more.parameters, buffers=states.buffers + more.buffers)
 
 
 def refusal(profile: Profile, plan: Plan) -> UsageError | None:
@@ -85,4 +109,9 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     notes += optimizer.notes
     if optimizer.is_paged and plan.offload == "none":
         notes.append(PAGED)
-    return notes + wrapping.not_modelled(profile, plan)
+    return (
+        notes
+        + wrapping.not_modelled(profile, plan)
+        + reference.not_modelled(profile, plan)
+        + rollouts.not_modelled(profile, plan)
+    )

@@ -93,7 +93,13 @@ def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
 
 
 def effective_wrap(profile: Profile, plan: Plan) -> str:
-    """The plan's policy; `layer` or `none` if it has the same units, and for backends without units."""
+    """The plan's policy; `layer` or `none` if it has the same units, and for backends without units.
+
+    The Trainer gives FSDP1 PEFT's policy if the model has adapters. Source: transformers/distributed/fsdp.py (5.23),
+    update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy.
+    """
+    if plan.backend == "fsdp1" and plan.facts.uses_trainer and profile.adapter_parameters:
+        return "peft"
     if plan.wrap in ("layer", "none") or plan.backend not in ("fsdp1", "fsdp2"):
         return "layer" if plan.backend not in ("fsdp1", "fsdp2") else plan.wrap
     units = units_of(profile, plan.wrap)
@@ -191,7 +197,15 @@ def _with_role(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
-    """Notes on what an estimate under accelerate or the Trainer leaves out or assumes."""
+    """Notes on what an estimate under accelerate, the Trainer or torchtitan leaves out or assumes."""
+    if plan.facts.own_models:
+        return [
+            "torch.compile, which torchtitan 0.3 leaves off unless --compile.enable is given",
+            "CUDA graphs, which torchtitan 0.3 makes unless --training.disable_cuda_graphs is given: a graph keeps its memory, and "
+            "gradients then stay from step to step",
+            "FlexAttention's masks of blocks, a few bytes per token, and the queries, keys and values of its first call, which "
+            "torch.compile keeps",
+        ]
     if not plan.uses_accelerate:
         return []
     notes = []

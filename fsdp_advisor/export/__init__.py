@@ -94,11 +94,12 @@ def _notes(consumer: Target, job: Job) -> list[str]:
 
 def check_supported(consumer: Target, job: Job) -> None:
     """Raises UsageError if the target cannot train the job. The hint lists the targets that can."""
-    reason = consumer.unsupported(job)
+    reason = consumer.limit(job)
     if reason is None:
         return
-    able = [t.name for t in _ALL if t.unsupported(job) is None]
-    raise UsageError(f"{consumer.name} cannot do {job.strategy}: {reason}", hint=f"targets that can: {', '.join(able)}")
+    able = [t.name for t in _ALL if t.limit(job) is None]
+    hint = f"targets that can: {', '.join(able)}" if able else "--load-in-4bit on the model before it was quantized"
+    raise UsageError(f"{consumer.name} cannot do {job.strategy}: {reason}", hint=hint)
 
 
 class _CallablePackage(ModuleType):

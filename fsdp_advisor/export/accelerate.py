@@ -14,10 +14,11 @@ from fsdp_advisor.engines.deepspeed.settings import stage
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.adapters import weights
+from fsdp_advisor.export.batches import script_batch_limit
+from fsdp_advisor.export.checkpointing import checkpointing_limit, checkpointing_note, is_of_model
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ACCELERATE_PORT,
-    CHECKPOINTING_NOTE,
     DEEPSPEED_FILE,
     FSDP1_PREFETCH,
     HEAD_NODE,
@@ -49,7 +50,8 @@ def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
 
 def config_unsupported(job: Job) -> str | None:
     """Why a script under `accelerate launch` cannot train the job."""
-    return script_loss_limit(job) or unsupported(job)
+    limit = checkpointing_limit(job, "every", "selective", offloads=True)
+    return script_loss_limit(job) or script_batch_limit(job) or limit or unsupported(job)
 
 
 def _unsharded_replicas(plan: Plan) -> str | None:
@@ -123,7 +125,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
         "fsdp_version": 2 if plan.backend == "fsdp2" else 1,
         **wrap,
         "fsdp_offload_params": plan.offload == "parameters",
-        "fsdp_activation_checkpointing": plan.activation_checkpointing == "full",
+        "fsdp_activation_checkpointing": plan.checkpointing != "none" and not is_of_model(job),
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
@@ -183,7 +185,7 @@ def usage(job: Job, file: str) -> str:
 def _notes(job: Job) -> list[str]:
     plan = job.plan
     notes = behaviour(plan)
-    if job.adaptation:
+    if job.adaptation.text:
         notes.append(f"the script adapts the model ({job.adaptation.text}); a bundle (-o DIR/) has one that does")
     if plan.backend == "ddp" or (plan.backend != "deepspeed" and (not plan.mixed or plan.dtype != "auto")):
         notes.append(f"load the model with dtype=torch.{weights(job)}: accelerate leaves the weights as they are")
@@ -191,8 +193,8 @@ def _notes(job: Job) -> list[str]:
         notes.append(f"on every node, pass --machine_rank RANK --main_process_ip HOST; HOST replaces {HEAD_NODE}")
     if plan.backend == "deepspeed" and needs_a_file(plan):
         notes.append(f"it reads {DEEPSPEED_FILE}: {job.command('deepspeed', DEEPSPEED_FILE)}")
-    if plan.activation_checkpointing == "full" and plan.backend in ("ddp", "deepspeed"):
-        notes.append(CHECKPOINTING_NOTE)
+    if is_of_model(job):
+        notes.append(checkpointing_note(job))
     if plan.gradient_accumulation_steps > 1 and plan.backend in ("fsdp1", "fsdp2"):
         notes.append(_accumulation(plan))
     return notes

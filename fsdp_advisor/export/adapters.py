@@ -62,6 +62,6 @@ def lora_limit(job: Job) -> str | None:
         return None
     if adaptation.method != "LORA":
         return f"of adapters it has LoRA alone, not {adaptation.method}"
-    usual = {**LORA_USUAL, "task_type": "CAUSAL_LM"}
+    usual = {**LORA_USUAL, "task_type": TASK_TYPES.get(job.task or "", "CAUSAL_LM")}
     others = {k for k, v in adaptation.peft.items() if k not in LORA_OPTIONS and k != "peft_type" and usual.get(k) != v}
     return f"it has no option for {', '.join(sorted(others))} of LoRA" if others else None

@@ -12,6 +12,9 @@ import yaml
 
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
+from fsdp_advisor.export.batches import axolotl_keys as batch_keys
+from fsdp_advisor.export.batches import axolotl_limit
+from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import AXOLOTL_FILE, LEARNING_RATE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -44,7 +47,13 @@ def unsupported(job: Job) -> str | None:
         return "it names the parameters to train, not those to freeze"
     if job.adaptation.peft and "target_modules" not in job.adaptation.peft:
         return "it needs the modules that get adapters: use --lora-target-modules"
-    return loss_limit(job, "liger", "cce") or lora_limit(job) or accelerate.unsupported(job, "trainer")
+    return (
+        loss_limit(job, "liger", "cce")
+        or axolotl_limit(job)
+        or checkpointing_limit(job)
+        or lora_limit(job)
+        or accelerate.unsupported(job, "trainer")
+    )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -64,8 +73,7 @@ def _config(job: Job) -> dict[str, Any]:
         "datasets": [{"path": "yahma/alpaca-cleaned", "type": "alpaca"}],
         "output_dir": "./outputs",
         "sequence_len": plan.seq_len,
-        "sample_packing": False,
-        "pad_to_sequence_len": True,
+        **batch_keys(plan),
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "num_epochs": 1,

@@ -18,6 +18,7 @@ from fsdp_advisor.export import (
     trl,
 )
 from fsdp_advisor.export.adapters import packages as adapting_packages
+from fsdp_advisor.export.batches import batch_limit
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ARGUMENTS_FILE,
@@ -172,14 +173,14 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
 def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
     if consumer in ("axolotl", "trl", "llamafactory"):
         return {}
-    if (reason := loss_limit(job, "liger")) is not None:
+    if (reason := loss_limit(job, "liger") or batch_limit(job)) is not None:
         raise UsageError(f"no script can train this: {reason}", hint="-o FILE writes the target's file alone")
     if consumer == "torch" and job.plan.backend in ("fsdp2", "ddp"):
         complete = script.FSDP2 if job.plan.backend == "fsdp2" else script.DDP
-        if complete.unsupported(job) is None:
+        if complete.limit(job) is None:
             return {SCRIPT: complete.write(job)[0]}
         raise UsageError(
-            f"no script can train {job.strategy}: {complete.unsupported(job)}",
+            f"no script can train {job.strategy}: {complete.limit(job)}",
             hint="-o FILE writes the target's file alone",
         )
     return dict([training_script(job, consumer, start)])

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
+from fsdp_advisor.assumptions import settled
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, settled
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
@@ -77,6 +78,7 @@ def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateReque
             framework=consumer.framework,
             wrap=request.wrap,
             activation_checkpointing=request.activation_checkpointing,
+            activation_offload=request.activation_offload,
         )
         is None
         for s, backends in able.items()
@@ -93,10 +95,10 @@ def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) ->
     job = Job.of(report, report.estimates[0])
     try:
         advice = recommend_resolved(
-            report, model, searched, allowed=lambda plan: consumer.unsupported(replace(job, plan=plan)) is None
+            report, model, searched, allowed=lambda plan: consumer.limit(replace(job, plan=plan)) is None
         )
     except NotRecordable:
-        reasons = {consumer.unsupported(Job.of(report, estimate)) for estimate in report.estimates}
+        reasons = {consumer.limit(Job.of(report, estimate)) for estimate in report.estimates}
         if None in reasons or len(reasons) > 1:
             raise
         raise UsageError(

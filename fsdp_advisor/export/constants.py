@@ -46,9 +46,6 @@ ACCELERATE_PORT = 29500
 RENDEZVOUS_PORT = 29400
 LEARNING_RATE = 1e-5
 NVME_PATH = "/local_nvme"
-CHECKPOINTING_NOTE = (
-    'checkpoint the layers in the script: model.activation_checkpointing_enable({"use_reentrant": False})'
-)
 NVME_NOTE = f"nvme_path is {NVME_PATH}: replace it with the mount point of a local NVMe drive"
 
 # Settings as PyTorch, accelerate and transformers call them
@@ -70,6 +67,7 @@ FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PR
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "image-classification": "AutoModelForImageClassification",

@@ -14,8 +14,9 @@ from typing import Any
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
 from fsdp_advisor.errors import assert_never
+from fsdp_advisor.export.batches import script_batch_limit
+from fsdp_advisor.export.checkpointing import checkpointing_limit, checkpointing_note, is_of_model
 from fsdp_advisor.export.constants import (
-    CHECKPOINTING_NOTE,
     DEEPSPEED_FILE,
     HOST_FILE,
     LEARNING_RATE,
@@ -41,7 +42,12 @@ def unsupported(job: Job) -> str | None:
     if plan.backend != "deepspeed":
         able = "deepspeed" in OFFLOADS[plan.offload].get(plan.strategy, ())
         return "it shards only with DeepSpeed" + ("; use --backend deepspeed" if able else "")
-    return script_loss_limit(job) or host_optimizer_limit(plan)
+    return (
+        script_loss_limit(job)
+        or script_batch_limit(job)
+        or checkpointing_limit(job, "every", "selective", offloads=True)
+        or host_optimizer_limit(plan)
+    )
 
 
 def host_optimizer_limit(plan: Plan) -> str | None:
@@ -63,10 +69,10 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     notes: list[str] = []
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
-    if job.adaptation:
+    if job.adaptation.text:
         notes.append(f"the script adapts the model ({job.adaptation.text}); a bundle (-o DIR/) has one that does")
-    if job.plan.activation_checkpointing == "full":
-        notes.append(CHECKPOINTING_NOTE)
+    if is_of_model(job):
+        notes.append(checkpointing_note(job))
     if isinstance(optimizer, Refusal):
         notes.append(optimizer.reason)
     elif not section:

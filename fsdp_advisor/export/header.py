@@ -5,6 +5,8 @@ from __future__ import annotations
 from fsdp_advisor.export.constants import VERSIONS
 from fsdp_advisor.export.job import PEAKS, Job
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import TrainingTask
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib, format_speed, format_tokens
 
@@ -29,6 +31,23 @@ def summary(job: Job, *packages: str) -> tuple[str, ...]:
     return tuple(map(printable_line, lines))
 
 
+EXAMPLES: dict[TrainingTask, str] = {
+    "sft": "",
+    "dpo": "two sequences of ",
+    "kto": "",
+    "reward": "two sequences of ",
+    "grpo": "",
+}
+"""The sequences of one example of a micro-batch."""
+
+
+def _layout(plan: Plan) -> str:
+    """How the batch is packed or padded, as the end of a sentence."""
+    packed = f", packed {plan.packing}" if plan.packing != "none" else ""
+    free = ", padding-free" if plan.padding_free else ""
+    return packed + free + (f", {plan.padding_fraction:.0%} padding" if plan.padding_fraction else "")
+
+
 def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
     """The plan as pairs of a name and a value in words."""
     plan = job.plan
@@ -36,19 +55,26 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
     batch = f"micro-batch {plan.micro_batch_size} x accumulation {steps} x ranks {ranks}"
     sharding = f", {plan.replica_degree} replicas of {plan.shard_degree} shards" if plan.strategy == "hsdp" else ""
     offload = plan.offload if plan.offload == "none" else f"{plan.offload} to {plan.offload_device}"
+    offloaded = " with offload" if plan.activation_offload else ""
     items = [
         ("Strategy", f"{plan.strategy} by {plan.backend}{sharding}, offload {offload}, framework {plan.framework}"),
-        ("Batch", f"{batch} = {job.global_batch_size}, each of {format_tokens(plan.seq_len)}"),
+        (
+            "Batch",
+            f"{batch} = {job.global_batch_size}, each of {EXAMPLES[plan.task]}{format_tokens(plan.seq_len)}{_layout(plan)}",
+        ),
         (
             "Step",
-            f"activation checkpointing {plan.activation_checkpointing}, {plan.attention} attention, {plan.optim}"
-            + (f", loss {plan.loss_code}" if plan.loss_code != "full" else ""),
+            f"activation checkpointing {plan.activation_checkpointing}{offloaded}, {plan.attention} attention, {plan.optim}"
+            + (f", loss {plan.loss_code}" if plan.loss_code != "full" else "")
+            + (f", task {plan.task}, reference {plan.reference}" if plan.task != "sft" else ""),
         ),
     ]
+    if plan.generation is not None:
+        items.append(("Completions", plan.generation.text))
     if plan.backend in ("fsdp1", "fsdp2"):
         prefetch = f", backward prefetch {plan.backward_prefetch}" if plan.backend == "fsdp1" else ""
         items.append(("Units", f"wrap {plan.wrap}{prefetch}"))
-    if job.adaptation:
+    if job.adaptation.text:
         items.append(("Trained", job.adaptation.text))
     variables = ", ".join(f"{name}={value}" for name, value in job.environment.items())
     items.append(("Environment", variables or "no variables"))

@@ -76,7 +76,7 @@ class Job:
             step_seconds=figures["step_seconds"],
             options=options_of(estimate.plan, report.request, gpu=report.gpu_name, allocator_conf=conf),
             environment=environment,
-            adaptation=launched(report.request),
+            adaptation=launched(report.request).on_checkpoint(report.packed),
             not_modelled=tuple(item.partition(": ")[2] or item for item in estimate.not_modelled),
         )
 

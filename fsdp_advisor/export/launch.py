@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, deepspeed
+from fsdp_advisor.export.batches import script_batch_limit
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ACCELERATE_PORT,
@@ -39,7 +40,7 @@ def consumer_of(plan: Plan) -> Consumer:
     match plan.framework:
         case "accelerate" | "trainer" | "trl":
             return plan.framework
-        case "torch" | "deepspeed":
+        case "torch" | "deepspeed" | "torchtitan":
             return "deepspeed" if plan.backend == "deepspeed" else "torch"
         case _:
             assert_never(plan.framework)
@@ -89,12 +90,12 @@ def _any_script(job: Job) -> str | None:
     """torchrun starts any script, but accelerate's settings reach a script only through its own launcher."""
     if job.plan.framework == "accelerate":
         return "a script reads accelerate's configuration only under `accelerate launch`; use accelerate-launch"
-    return script_loss_limit(job)
+    return script_loss_limit(job) or script_batch_limit(job)
 
 
 def _any_launcher(job: Job) -> str | None:
     """Slurm starts every launcher."""
-    return script_loss_limit(job)
+    return script_loss_limit(job) or script_batch_limit(job)
 
 
 def _target(

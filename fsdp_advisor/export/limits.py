@@ -28,6 +28,7 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
         framework=framework,
         wrap=plan.wrap,
         activation_checkpointing=plan.activation_checkpointing,
+        activation_offload=plan.activation_offload,
     )
     return error.message if error is not None else None
 

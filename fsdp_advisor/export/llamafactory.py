@@ -12,6 +12,8 @@ import yaml
 
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
+from fsdp_advisor.export.batches import llamafactory_keys, llamafactory_limit
+from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import LEARNING_RATE, LLAMAFACTORY_FILE, NVME_NOTE
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -45,7 +47,13 @@ def unsupported(job: Job) -> str | None:
         return "it has no option for target_parameters of LoRA"
     if "load_in_4bit" in adaptation.quantization and adaptation.quantization["bnb_4bit_quant_storage"] != weights(job):
         return f"it stores packed weights as {weights(job)}; use --bnb-4bit-quant-storage {weights(job)}"
-    return loss_limit(job, "liger") or lora_limit(job) or accelerate.unsupported(job, "trainer")
+    return (
+        loss_limit(job, "liger")
+        or llamafactory_limit(job)
+        or checkpointing_limit(job)
+        or lora_limit(job)
+        or accelerate.unsupported(job, "trainer")
+    )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -77,7 +85,7 @@ def _config(job: Job) -> dict[str, Any]:
         "dataset": "alpaca_en_demo",
         "template": "default",
         "cutoff_len": plan.seq_len,
-        "packing": False,
+        **llamafactory_keys(plan),
         "output_dir": "./outputs",
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,

@@ -19,6 +19,10 @@ LIGER_LOSS_ALONE = {
 
 def loss_limit(job: Job, *possible: LossCode) -> str | None:
     """Why a consumer that has only these losses, and that of whole logits, cannot train the job."""
+    if job.plan.task != "sft" and "trl" not in possible:
+        return f"only TRL has the task {job.plan.task}"
+    if job.plan.facts.own_models:
+        return f"{job.plan.framework} trains its own model, from a function in Python that makes its configuration"
     match job.plan.loss_code:
         case "trl" if "trl" not in possible:
             return "only TRL computes the loss in these tiles; use --loss liger"
@@ -31,7 +35,8 @@ def loss_limit(job: Job, *possible: LossCode) -> str | None:
 
 def script_loss_limit(job: Job) -> str | None:
     """Why a script of these exports cannot compute the loss. TRL's own script computes it by itself."""
-    return None if job.plan.framework == "trl" else loss_limit(job, "liger")
+    by_trl = job.plan.framework == "trl" and job.plan.task == "sft"
+    return None if by_trl else loss_limit(job, "liger")
 
 
 def packages(job: Job) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
+from fsdp_advisor.export.batches import batch_limit
+from fsdp_advisor.export.checkpointing import checkpointing_call, checkpointing_limit
 from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -34,7 +36,12 @@ def _unsupported(job: Job, backend: str) -> str | None:
     optimizer = optimizer_named(job.plan.optim)
     if isinstance(optimizer.script, Refusal):
         return optimizer.script.reason
-    return loss_limit(job, "liger") or fsdp2_optimizer_limit(job.plan)
+    return (
+        loss_limit(job, "liger")
+        or batch_limit(job)
+        or checkpointing_limit(job, "every", "selective", offloads=True)
+        or fsdp2_optimizer_limit(job.plan)
+    )
 
 
 def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -62,12 +69,14 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         model_arguments={"dtype": weights(job), **attention},
         compute=COMPUTE.get(plan.precision),
         scaled=plan.precision == "fp16-mixed",
-        checkpointing=plan.activation_checkpointing == "full",
+        checkpointing=checkpointing_call(job),
+        selective=plan.checkpointing == "selective",
         **template_values(job),
         optimizer=optimizer.call(),
         bitsandbytes=optimizer.module.startswith("bitsandbytes"),
         torchao=optimizer.module.startswith("torchao"),
         schedulefree=optimizer.has_modes,
+        optimi=optimizer.module == "optimi",
         loss_call=script_call(job),
     )
     return text, ()

@@ -15,6 +15,7 @@ from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
+from fsdp_advisor.export.checkpointing import checkpointing_call, is_of_model
 from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FILE, SCRIPT, Consumer
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -60,7 +61,6 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
     plan, optimizer = job.plan, optimizer_named(job.plan.optim).script
     assert job.task is not None and isinstance(optimizer, Constructor)
     attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
-    by_fsdp = plan.backend in ("fsdp1", "fsdp2") and consumer == "accelerate"  # accelerate then checkpoints the layers
     return {
         "header": header(job, *PACKAGES[consumer], *adapting_packages(job), *loss_packages(job)),
         "plan": plan,
@@ -71,11 +71,13 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "weights": weights(job),
         **template_values(job),
         "predicted": job.peaks.get(job.allocated or ""),
-        "checkpointing": plan.activation_checkpointing == "full" and not by_fsdp,
+        "checkpointing": checkpointing_call(job) if is_of_model(job) or consumer != "accelerate" else "",
+        "selective": plan.checkpointing == "selective",
         "optimizer": optimizer.call(),
         "bitsandbytes": optimizer.module.startswith("bitsandbytes"),
         "torchao": optimizer.module.startswith("torchao"),
         "schedulefree": optimizer.has_modes,
+        "optimi": optimizer.module == "optimi",
         "loss_call": script_call(job),
         "layers": list(job.wrapped_classes),
         "least": plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,

@@ -31,7 +31,7 @@ class Target:
     """A consumer: its name, its file, which jobs it supports, and the function that writes the file.
 
     - `checked`: the packages whose versions the header names.
-    - `unsupported(job)`: why the consumer cannot train the job, as the end of the sentence "NAME cannot do this: ..."; None
+    - `unsupported(job)`: why the consumer cannot train the job with an unpacked base, as the end of the sentence "NAME cannot do this: ..."; None
       if it can.
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
@@ -50,6 +50,14 @@ class Target:
     backend: str | None = None
     framework: Framework = "torch"
     command: bool = True
+
+    def limit(self, job: Job) -> str | None:
+        """Why the consumer cannot train the job; None if it can."""
+        if job.adaptation.packed_by:
+            return (
+                f"no exported file loads a {job.adaptation.packed_by} checkpoint with gptqmodel's kernels for training"
+            )
+        return self.unsupported(job)
 
     def line(self, job: Job, file: str) -> str:
         """The line that uses the file; a shell command is preceded by the job's environment variables."""

@@ -11,6 +11,8 @@ from typing import Any
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
+from fsdp_advisor.export.batches import FLATTENING_NOTE, batch_limit
+from fsdp_advisor.export.checkpointing import checkpointing_limit, is_of_model, keywords
 from fsdp_advisor.export.constants import (
     ARGUMENTS_FILE,
     AUTO_CLASSES,
@@ -34,7 +36,8 @@ def unsupported(job: Job) -> str | None:
     """Why the Trainer cannot train the job; None if it can."""
     if job.task is None:
         return "a bare parameter count is not a model"
-    return loss_limit(job, "liger") or accelerate.unsupported(job, "trainer")
+    limit = checkpointing_limit(job, "every", offloads=True) or batch_limit(job, padding_free=True)
+    return loss_limit(job, "liger") or limit or accelerate.unsupported(job, "trainer")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -51,7 +54,9 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
         replicas=plan.replica_degree if replicated(plan) else None,
         shards=plan.shard_degree,
     )
-    notes = accelerate.behaviour(plan)
+    notes = list(accelerate.behaviour(plan))
+    if plan.padding_free:
+        notes.append(FLATTENING_NOTE)
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
     return text, tuple(notes)
@@ -95,14 +100,13 @@ def arguments(job: Job) -> dict[str, Any]:
         arguments["fp16"] = True
     elif plan.precision == "bf16-mixed" or (plan.precision == "bf16" and plan.backend == "deepspeed"):
         arguments["bf16"] = True  # must agree with DeepSpeed's section, whatever the dtype of its master weights
-    checkpointing = plan.activation_checkpointing == "full"
+    if is_of_model(job):
+        arguments |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": keywords(job)}
     if plan.backend in ("fsdp1", "fsdp2"):
         arguments |= {"fsdp": True, "fsdp_config": _fsdp(job)}
         if plan.gradient_accumulation_steps > 1 and not plan.defers_reduction:
             arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         return arguments
-    if checkpointing:
-        arguments |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     if plan.backend == "deepspeed":
         arguments["deepspeed"] = deepspeed.through_trainer(job)
     return arguments
@@ -117,7 +121,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
         **({"transformer_layer_cls_to_wrap": list(job.wrapped_classes)} if job.wrapped_classes else {}),
         **({"min_num_params": plan.wrap_policy.number} if plan.wrap_policy.kind == "size" else {}),
         "cpu_offload": plan.offload == "parameters",
-        "activation_checkpointing": plan.activation_checkpointing == "full",
+        "activation_checkpointing": plan.checkpointing != "none" and not is_of_model(job),
         "cpu_ram_efficient_loading": True,
         "state_dict_type": "SHARDED_STATE_DICT",
     }

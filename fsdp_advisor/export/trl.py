@@ -1,6 +1,6 @@
-"""A configuration of TRL's `sft` script: the settings of the plan, and an example data set to replace.
+"""A configuration of TRL's script for the plan's task: the settings of the plan, and an example data set to replace.
 
-Source: TRL 1.16.0, scripts/sft.py, scripts/utils.py (`TrlParser`), trainer/{sft,base,model}_config.py, trainer/sft_trainer.py.
+Source: TRL 1.16.0, scripts/{sft,dpo,kto,reward,grpo}.py, scripts/utils.py (`TrlParser`), trainer/{sft,dpo,kto,reward,grpo,base,model}_config.py.
 """
 
 from __future__ import annotations
@@ -9,30 +9,53 @@ from typing import Any
 
 import yaml
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
+from fsdp_advisor.export.batches import UNTRUNCATED_NOTE, trl_keys
+from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import NVME_NOTE, TRL_FILE
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS
+from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS, TASK_TYPES
+from fsdp_advisor.job.generation import Generation
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import TrainingTask
 
 DATASET_NOTE = "dataset_name is an example: replace it with your own"
 LOSS_NOTE = "TRL computes the loss without all logits at once, so it needs less memory than predicted; the framework trl predicts it"
 QUANTIZED_NOTE = "TRL keeps adapters on a quantized base in bf16 and does not store the other weights in fp32, so it needs less memory than predicted"
 
 
+_DATA_SETS: dict[TrainingTask, str] = {
+    "sft": "trl-lib/Capybara",
+    "dpo": "trl-lib/ultrafeedback_binarized",
+    "kto": "trl-lib/kto-mix-14k",
+    "reward": "trl-lib/ultrafeedback_binarized",
+    "grpo": "trl-lib/DeepMath-103K",
+}
+"""Data sets of TRL's own examples."""
+
+
 def unsupported(job: Job) -> str | None:
     """Why TRL cannot train the job; None if it can. TRL trains through the Trainer."""
-    if job.task != "causal-lm":
+    if job.task != ("sequence-classification" if job.plan.task == "reward" else "causal-lm"):
         return (
-            "its sft script trains only causal language models" if job.task else "a bare parameter count is not a model"
+            f"its {job.plan.task} script trains only causal language models"
+            if job.task
+            else "a bare parameter count is not a model"
         )
     if trainer.replicated(job.plan):
         return "its configuration file has no mesh of replicas; use the target trainer"
-    return loss_limit(job, "trl") or lora_limit(job) or accelerate.unsupported(job, "trl")
+    return (
+        loss_limit(job, "trl")
+        or checkpointing_limit(job, "every", "selective-trl")
+        or lora_limit(job)
+        or accelerate.unsupported(job, "trl")
+    )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -42,12 +65,21 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 def notes(job: Job) -> list[str]:
     found = [DATASET_NOTE, *accelerate.behaviour(job.plan)]
-    if job.plan.loss_code == "full":
+    if job.plan.loss_code == "full" and job.plan.task != "reward":
         found.append(LOSS_NOTE)
     if job.adaptation.quantization and job.adaptation.prepared:
         found.append(QUANTIZED_NOTE)
+    if job.plan.padding_free and job.plan.packing == "none":
+        found.append(UNTRUNCATED_NOTE.format(job.plan.seq_len))
     if job.offloads_to_nvme:
         found.append(NVME_NOTE)
+    if (generation := job.plan.generation) is not None:
+        found.append(
+            f"reward_funcs is an example; TRL does not shorten prompts, so leave out those of more than "
+            f"{job.plan.seq_len - generation.completion_length} tokens"
+        )
+        if generation.generator == "server":
+            found.append(f"start vLLM's server on other GPUs first: trl vllm-serve --model {job.model_name}")
     return found
 
 
@@ -59,10 +91,10 @@ def _config(job: Job) -> dict[str, Any]:
         "model_name_or_path": job.model_name,
         "dtype": weights(job),
         "attn_implementation": plan.attention,
-        "dataset_name": "trl-lib/Capybara",
+        "dataset_name": _DATA_SETS[plan.task],
         "output_dir": "./outputs",
-        "max_length": plan.seq_len,
-        "packing": False,
+        **({"max_length": plan.seq_len} if plan.generation is None else {}),
+        **_of_task(plan),
         "bf16": False,  # TRL's default is true
         "gradient_checkpointing": checkpointing,  # and here
         **(
@@ -73,11 +105,52 @@ def _config(job: Job) -> dict[str, Any]:
     }
 
 
+def _of_task(plan: Plan) -> dict[str, Any]:
+    """Settings that the configuration of the plan's task has. It is read as DPO's if it has `beta`, as KTO's by its weights, as a
+    reward model's if it has the coefficient."""
+    match plan.task:
+        case "sft":
+            return trl_keys(plan)
+        case "dpo" | "kto":
+            weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0} if plan.task == "kto" else {}
+            return {"beta": 0.1, **weights, "precompute_ref_log_probs": plan.reference == "none"}
+        case "reward":
+            return {"center_rewards_coefficient": None}
+        case "grpo":
+            assert plan.generation is not None
+            return {"reward_funcs": ["accuracy_reward"], **_generation(plan.generation)}
+        case _:
+            assert_never(plan.task)
+
+
+def _generation(generation: Generation) -> dict[str, Any]:
+    """The settings of GRPO's completions."""
+    settings: dict[str, Any] = {
+        "num_generations": generation.completions_per_prompt,
+        "max_completion_length": generation.completion_length,
+        "beta": generation.beta,
+        "num_iterations": generation.iterations,
+        **({"steps_per_generation": generation.steps} if generation.steps is not None else {}),
+    }
+    if generation.generator == "transformers":
+        return settings
+    settings |= {"use_vllm": True, "vllm_mode": generation.generator}
+    if generation.generator == "colocate":
+        settings |= {
+            "vllm_gpu_memory_utilization": generation.memory_utilization,
+            "vllm_enable_sleep_mode": generation.sleeps,
+            "vllm_tensor_parallel_size": generation.tensor_parallel,
+        }
+    return settings
+
+
 def _adapter(job: Job) -> dict[str, Any]:
     quantization = job.adaptation.quantization
     if not job.adaptation.peft:
         return {}
     config: dict[str, Any] = {"use_peft": True}
+    if job.plan.task == "reward":  # PEFT then also trains the score
+        config["lora_task_type"] = TASK_TYPES[job.task or ""]
     for name, value in lora(job).items():
         listed = name in LORA_LISTS and isinstance(value, str)
         config[LORA_OPTIONS[name]] = [value] if listed else value
@@ -95,12 +168,12 @@ def _adapter(job: Job) -> dict[str, Any]:
 
 TARGET = Target(
     name="trl",
-    description="configuration of TRL's sft (YAML)",
+    description="configuration of TRL's sft, dpo, kto, reward or grpo (YAML)",
     file_name=TRL_FILE,
     media_type="application/yaml",
     checked=("trl",),
     unsupported=unsupported,
     write=write,
-    usage=lambda job, file: torchrun_line(job, f"-m trl.scripts.sft --config {file}"),
+    usage=lambda job, file: torchrun_line(job, f"-m trl.scripts.{job.plan.task} --config {file}"),
     framework="trl",
 )

@@ -1,4 +1,5 @@
-"""What is changed about a model before it trains: adapters, frozen parameters, a quantized base.
+"""What is changed about a model before it trains: adapters, frozen parameters, a quantized base, checkpointing of some layers, and a
+head that scores sequences.
 
 A model with other trained parameters is another model: it has its own inventory and its own tapes. `Adaptation` identifies it.
 """
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.checkpointing import every_nth_layer
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
@@ -33,7 +35,7 @@ LORA_LISTS = ("target_modules", "target_parameters", "modules_to_save")
 """The keywords of LoraConfig that are lists of names."""
 LORA_USUAL: Mapping[str, Any] = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True}
 """Other keywords of LoraConfig, and the values with which they need no option."""
-TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
+TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
 """PEFT's name of a task, which chooses the class around the model. Other tasks have the class `PeftModel`."""
 QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 """The options that describe how bitsandbytes stores a base in 4 bits."""
@@ -51,18 +53,24 @@ class Adaptation:
     """What is changed about a model.
 
     `peft`: the values of PEFT's adapter_config.json; empty for a model without adapters. `freeze`: patterns of the names of
-    parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig; empty for a base in its own
-    dtype. `prepared`: whether PEFT's `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the
+    parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig, or of the GPTQConfig or
+    AwqConfig of a packed checkpoint; empty for a base in its own dtype. `prepared`: whether PEFT's `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the
     rest keeps its dtype, and adapters but for DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`.
+    `checkpoint_every`: N if one of N layers is checkpointed, which then is a layer of another kind; 0 if all or none are.
+    `own_model`: the framework that trains its own class instead of that of transformers. `reward_head`: whether the model makes one
+    number of each sequence, as transformers' sequence classification with one label, instead of logits of a vocabulary.
     """
 
     peft: Mapping[str, Any] = field(default_factory=dict, hash=False)
     freeze: tuple[str, ...] = ()
     quantization: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prepared: bool = True
+    checkpoint_every: int = 0
+    own_model: str = ""
+    reward_head: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.peft or self.freeze or self.quantization)
+        return self != UNCHANGED
 
     @property
     def method(self) -> str | None:
@@ -81,16 +89,34 @@ class Adaptation:
             name = {"LORA": "DoRA" if self.peft.get("use_dora") else "LoRA"}.get(self.method, self.method)
             words.append(name + (f" r={self.peft['r']}" if "r" in self.peft else ""))
         if self.quantization:
-            words.append("on a 4-bit base" if "load_in_4bit" in self.quantization else "on an 8-bit base")
+            bits = 8 if "load_in_8bit" in self.quantization else self.quantization.get("bits", 4)
+            words.append(
+                f"on {'an' if bits == 8 else 'a'} {bits}-bit {self.packed_by + ' ' if self.packed_by else ''}base"
+            )
         if self.freeze:
             words.append(f"without training {', '.join(self.freeze)}")
         return " ".join(words)
+
+    @property
+    def packed_by(self) -> str:
+        """GPTQ or AWQ if the base is such a checkpoint, else empty."""
+        return str(self.quantization.get("quant_method", "")).upper()
+
+    def on_checkpoint(self, packed: Mapping[str, Any]) -> Adaptation:
+        """The same on a GPTQ or AWQ checkpoint, if it is adapters on a base that nothing else quantizes."""
+        return replace(self, quantization=packed) if packed and self.peft and not self.quantization else self
 
     def as_dict(self) -> dict[str, Any]:
         """The values as JSON has them."""
         values = asdict(self)
         if self.prepared:
             del values["prepared"]  # as in recordings that were made before it existed
+        if not self.checkpoint_every:
+            del values["checkpoint_every"]  # likewise
+        if not self.own_model:
+            del values["own_model"]
+        if not self.reward_head:
+            del values["reward_head"]
         return json.loads(json.dumps(values, sort_keys=True))  # type: ignore[no-any-return]
 
     @classmethod
@@ -101,6 +127,9 @@ class Adaptation:
             freeze=tuple(values["freeze"]),
             quantization=values["quantization"],
             prepared=values.get("prepared", True),
+            checkpoint_every=values.get("checkpoint_every", 0),
+            own_model=values.get("own_model", ""),
+            reward_head=values.get("reward_head", False),
         )
 
 
@@ -117,9 +146,22 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
         )
     if peft and request.freeze:
         raise UsageError("PEFT freezes the whole base model, so --freeze has no effect", hint="leave --freeze out")
-    prepared = not (quantization and FRAMEWORKS[request.framework].keeps_quantized_dtypes)
+    facts = FRAMEWORKS[request.framework]
+    prepared = not (quantization and facts.keeps_quantized_dtypes)
+    if facts.own_models:
+        if peft or request.freeze:
+            raise UsageError(
+                f"adapters and frozen parameters are not modelled with {request.framework}",
+                hint="--framework torch, trainer or trl have them",
+            )
+        return Adaptation(own_model=request.framework)
     return Adaptation(
-        peft=peft, freeze=tuple(sorted(set(request.freeze))), quantization=quantization, prepared=prepared
+        peft=peft,
+        freeze=tuple(sorted(set(request.freeze))),
+        quantization=quantization,
+        prepared=prepared,
+        checkpoint_every=every_nth_layer(request.activation_checkpointing),
+        reward_head=request.task == "reward",
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError, assert_never
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.batch_layout import check_batch
+from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
+from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
+from fsdp_advisor.job.training_task import check_task, reference_of
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh
 
@@ -67,6 +70,9 @@ def mesh_of(strategy: Strategy, gpus: int, nnodes: int) -> Mesh:
 
 def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     """One plan per row of the answer. Raises UsageError if no backend supports the request."""
+    check_task(request)
+    check_generation(request, seq_len)
+    check_batch(request)
     if request.strategy != "all":
         return [_plan(request, request.strategy, request.offload, seq_len)]
     if request.offload == "none":
@@ -106,10 +112,18 @@ def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]
 
 
 def refusal(
-    strategy: Strategy, backend: Backend, *, framework: Framework, wrap: Wrap, activation_checkpointing: Checkpointing
+    strategy: Strategy,
+    backend: Backend,
+    *,
+    framework: Framework,
+    wrap: Wrap,
+    activation_checkpointing: Checkpointing,
+    activation_offload: bool,
 ) -> UsageError | None:
     """Why a combination is refused: the framework fails at it, or the backend is not modelled with it. None if it works."""
     facts = FRAMEWORKS[framework]
+    if activation_offload and (refused := _refused_offload(framework, activation_checkpointing)) is not None:
+        return refused
     policy = wrap_policy(wrap)
     assert policy is not None
     if backend in ("fsdp1", "fsdp2") and policy.kind != "layer":
@@ -131,7 +145,23 @@ def _refuses(request: EstimateRequest, strategy: Strategy, backend: Backend) -> 
         framework=request.framework,
         wrap=request.wrap,
         activation_checkpointing=request.activation_checkpointing,
+        activation_offload=request.activation_offload,
     )
+
+
+def _refused_offload(framework: Framework, checkpointing: Checkpointing) -> UsageError | None:
+    """Why activations cannot be offloaded. None if they can."""
+    if framework == "trl":
+        return UsageError(
+            "TRL offloads activations with code of its own, which is not modelled yet",
+            hint="--framework trainer has transformers' activation offload",
+        )
+    if checkpointing == "none":
+        return UsageError(
+            "activation offload moves the inputs of checkpointed layers, and no layer is checkpointed",
+            hint="add --activation-checkpointing full",
+        )
+    return None
 
 
 def _refused_wrap(
@@ -190,6 +220,34 @@ def check_fsdp_options(plan: Plan) -> None:
         )
 
 
+def _check_torchtitan(plan: Plan) -> None:
+    """Raises UsageError for what torchtitan 0.3 does not train."""
+    if not plan.facts.own_models:
+        return
+    if plan.loss_code == "torchtitan" and plan.seq_len % TORCHTITAN_CHUNKS:
+        raise UsageError(
+            f"torchtitan divides each sequence into {TORCHTITAN_CHUNKS} equal chunks for the loss, and {plan.seq_len} tokens cannot be",
+            hint=f"--seq-len {plan.seq_len - plan.seq_len % TORCHTITAN_CHUNKS}, or --loss full",
+        )
+    if plan.checkpointing == "every" or plan.activation_offload:
+        what = "activation offload" if plan.activation_offload else f"checkpointing {plan.activation_checkpointing}"
+        raise UsageError(
+            f"torchtitan 0.3 has no {what}", hint="--activation-checkpointing selective (its default), full or none"
+        )
+    if plan.precision == "fp16-mixed":
+        raise UsageError("torchtitan does not train in fp16", hint="--precision bf16-mixed")
+    if plan.attention != "sdpa":
+        raise UsageError(
+            f"torchtitan has no attention {plan.attention}",
+            hint="leave --attention out: the estimate has torchtitan's usual FlexAttention",
+        )
+    if plan.wrap != "layer" or plan.forward_prefetch or plan.post_forward_ranks is not None:
+        raise UsageError(
+            "torchtitan's units and prefetching are fixed: each layer, the embedding, and norm and head are units",
+            hint="leave --wrap, --forward-prefetch and --reshard-after-forward out, or use --framework torch",
+        )
+
+
 def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
     able = OFFLOADS[offload].get(strategy, ())
     if not able:
@@ -243,8 +301,16 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         reshard_after_forward=request.reshard_after_forward,
         save_only_model=request.save_only_model,
         dtype=request.dtype,
-        loss_code=loss_code(request.loss, request.framework),
+        loss_code=loss_code(request),
         ignored_labels=request.ignored_labels,
+        packing=request.packing,
+        padding_free=request.padding_free,
+        padding_fraction=request.padding_fraction,
+        task=request.task,
+        reference=reference_of(request),
+        generation=generation_of(request),
+        activation_offload=request.activation_offload,
     )
     check_fsdp_options(plan)
+    _check_torchtitan(plan)
     return plan

@@ -7,6 +7,9 @@ from typing import Literal
 
 from fsdp_advisor.job.request import Backend, Framework
 
+TORCHTITAN_CHUNKS = 8
+"""Chunks into which torchtitan divides each sequence for the loss. Source: torchtitan 0.3.0, components/loss.py, num_chunks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkFacts:
@@ -30,7 +33,19 @@ class FrameworkFacts:
     - `loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
     - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
       sft_trainer.py, `__init__`.
-    - `checkpoints`: layers are checkpointed if nothing else is said. Source: trl 1.16, sft_config.py, gradient_checkpointing.
+    - `keeps_attention_alone`: selective checkpointing keeps the outputs of attention and of no other operator. Source: trl 1.16,
+      models/selective_activation_checkpointing.py.
+    - `checkpointing`: the activation checkpointing if nothing else is said. Source: trl 1.16, sft_config.py, gradient_checkpointing;
+      torchtitan 0.3.0, trainer.py, activation_checkpoint.
+    - `reduces_in_fp32`: FSDP reduces gradients in fp32 also in pure bf16. Source: torchtitan 0.3.0, config/configs.py,
+      mixed_precision_reduce.
+    - `sums_gradients`: FSDP does not divide gradients, because the loss is divided by the tokens of all ranks. Source: torchtitan
+      0.3.0, distributed/fsdp.py, disable_fsdp_gradient_division.
+    - `threads`: threads that run matrix products, each with a workspace of cuBLAS: backward has one of its own, unless autograd's
+      multithreading is off. Source: torchtitan 0.3.0, distributed/utils.py, init_distributed.
+    - `own_models`: it trains its own classes, not those of transformers.
+    - `names_sequences`: a padding-free batch also has the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
+      `DataCollatorForLanguageModeling`.
     """
 
     backends: tuple[Backend, ...] = ("ddp", "fsdp2", "fsdp1", "deepspeed")
@@ -45,9 +60,15 @@ class FrameworkFacts:
     clips_gradients: bool = False
     fsdp1_shards_fully: bool = False
     uses_trainer: bool = False
-    loss: Literal["full", "trl"] = "full"
-    checkpoints: bool = False
+    loss: Literal["full", "trl", "torchtitan"] = "full"
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    keeps_attention_alone: bool = False
     keeps_quantized_dtypes: bool = False
+    reduces_in_fp32: bool = False
+    sums_gradients: bool = False
+    threads: int = 2
+    own_models: bool = False
+    names_sequences: bool = False
 
 
 _ACCELERATE = FrameworkFacts(
@@ -68,12 +89,31 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     "torch": FrameworkFacts(),
     "accelerate": _ACCELERATE,
     "trainer": _TRAINER,
-    "trl": replace(_TRAINER, loss="trl", checkpoints=True, keeps_quantized_dtypes=True),
+    "trl": replace(
+        _TRAINER,
+        loss="trl",
+        checkpointing="full",
+        keeps_quantized_dtypes=True,
+        keeps_attention_alone=True,
+        names_sequences=True,
+    ),
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
+    "torchtitan": FrameworkFacts(  # torchtitan 0.3.0, distributed/fsdp.py, apply_fsdp_to_decoder; config/configs.py, max_norm
+        backends=("fsdp2",),
+        splits_root_unit=True,
+        clips_gradients=True,
+        reduces_in_fp32=True,
+        sums_gradients=True,
+        threads=1,
+        loss="torchtitan",
+        checkpointing="selective",
+        own_models=True,
+    ),
 }
 """`torch` is each engine by itself, DeepSpeed's own loop included."""
 
 FRAMEWORK_NAMES: dict[Framework, str] = {
     "torch": "PyTorch", "accelerate": "accelerate", "trainer": "the Trainer", "deepspeed": "DeepSpeed", "trl": "TRL",
+    "torchtitan": "torchtitan",
 }  # fmt: skip
 """How messages name a framework."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, get_type_hints
 
 from fsdp_advisor.job.adapter_fields import QuantStorage, QuantType, StoredDtype
 from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.generation_fields import VllmMode
 from fsdp_advisor.job.request import (
     Attention,
     Backend,
@@ -25,9 +26,11 @@ from fsdp_advisor.job.request import (
     Offload,
     OffloadDevice,
     OptimizerName,
+    Packing,
     Precision,
     Strategy,
     TrainingMethod,
+    TrainingTask,
     Wrap,
 )
 
@@ -65,6 +68,22 @@ class _Options(TypedDict, total=False):
     save_only_model: bool
     loss: Loss
     ignored_labels: float
+    packing: Packing
+    padding_free: bool
+    padding_fraction: float
+    task: TrainingTask
+    precompute_ref_log_probs: bool
+    num_generations: int
+    max_completion_length: int
+    beta: float
+    num_iterations: int
+    steps_per_generation: int | None
+    use_vllm: bool
+    vllm_mode: VllmMode
+    vllm_gpu_memory_utilization: float
+    vllm_enable_sleep_mode: bool
+    vllm_tensor_parallel_size: int
+    activation_offload: bool
     global_batch_size: int | None
     dtype: StoredDtype
     use_peft: bool
@@ -102,7 +121,7 @@ class RecommendOptions(_Options, total=False):
     offload_device: Literal[OffloadDevice, "auto"]
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
-    activation_checkpointing: Literal[Checkpointing, "auto"]
+    activation_checkpointing: Checkpointing
     find: Find | None
     method: TrainingMethod
     margin: float | str

@@ -7,18 +7,21 @@ from typing import Literal
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.request import EstimateRequest, Framework, Loss
+from fsdp_advisor.job.request import EstimateRequest
 
-LossCode = Literal["full", "trl", "liger", "cce"]
+LossCode = Literal["full", "trl", "liger", "cce", "torchtitan"]
 """Whose code computes the loss; ``full``: the model's own, of whole logits."""
 
 
-def loss_code(loss: Loss, framework: Framework) -> LossCode:
-    """The code that a framework runs for the option. Raises UsageError for a loss that it refuses.
+def loss_code(request: EstimateRequest) -> LossCode:
+    """The code that the framework runs for the option. Raises UsageError for a loss that it refuses.
 
-    Source: trl 1.16, sft_trainer.py: it raises ValueError for Liger's fused linear cross entropy, and has no loss of whole logits.
+    A reward model has no logits of a vocabulary. Source: trl 1.16, sft_trainer.py: it raises ValueError for Liger's fused linear cross
+    entropy, and has no loss of whole logits.
     """
-    usual = FRAMEWORKS[framework].loss
+    loss, usual = request.loss, FRAMEWORKS[request.framework].loss
+    if request.task == "reward":
+        return "full"
     if loss == "auto":
         return usual
     if usual == "trl" and loss != "chunked":
@@ -26,9 +29,15 @@ def loss_code(loss: Loss, framework: Framework) -> LossCode:
             f"TRL 1.16 computes the loss in tiles of its own and accepts no loss {loss}",
             hint="--framework trainer accepts it",
         )
+    if usual == "torchtitan":
+        if loss not in ("chunked", "full"):
+            raise UsageError(f"torchtitan 0.3 has no loss {loss}", hint="--loss chunked (its default) or full")
+        return "torchtitan" if loss == "chunked" else "full"
     return "trl" if loss == "chunked" else loss
 
 
 def needs_recording(request: EstimateRequest) -> bool:
     """Whether the request is about steps that the catalog has for no model, so that they must be recorded."""
-    return may_adapt(request) or loss_code(request.loss, request.framework) != "full"
+    recomputes = request.activation_checkpointing == "selective" or request.activation_offload
+    lays_out = request.padding_free or request.packing == "bfd" or request.padding_fraction > 0
+    return may_adapt(request) or recomputes or lays_out or loss_code(request) != "full"

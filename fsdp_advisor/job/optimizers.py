@@ -47,6 +47,16 @@ _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
             "--backend fsdp2 or fsdp1; rmsprop keeps as much state and runs with DeepSpeed",
         ),
     },
+    "stable_adamw": {
+        "fsdp2": (
+            "the kernels of StableAdamW take no DTensor, which FSDP2's parameters are",
+            "--backend fsdp1, or --optim adamw_torch",
+        ),
+        "deepspeed": (
+            "StableAdamW under DeepSpeed has not been run, and is not modelled",
+            "--backend fsdp1; adamw_torch runs with DeepSpeed",
+        ),
+    },
     "schedule_free_adamw": _SCHEDULE_FREE,
     "schedule_free_sgd": _SCHEDULE_FREE,
     "schedule_free_radam": _SCHEDULE_FREE,

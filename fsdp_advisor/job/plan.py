@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fsdp_advisor.job.adapter_fields import StoredDtype
+from fsdp_advisor.job.batch_layout import BatchLayout, flattens
+from fsdp_advisor.job.checkpointing import CheckpointingCode, checkpointing_policy, every_nth_layer
 from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
+from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.job.request import (
     Attention,
@@ -16,10 +19,13 @@ from fsdp_advisor.job.request import (
     Offload,
     OffloadDevice,
     OptimizerName,
+    Packing,
     Precision,
     Strategy,
+    TrainingTask,
     Wrap,
 )
+from fsdp_advisor.job.training_task import Reference, sequences_per_example
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import ONE_RANK, Mesh
 
@@ -52,6 +58,13 @@ class Plan:
     dtype: StoredDtype = "auto"
     loss_code: LossCode = "full"
     ignored_labels: float = 0.0
+    packing: Packing = "none"
+    padding_free: bool = False
+    padding_fraction: float = 0.0
+    task: TrainingTask = "sft"
+    reference: Reference = "none"
+    generation: Generation | None = None
+    activation_offload: bool = False
 
     @property
     def without_batch(self) -> Plan:
@@ -70,7 +83,52 @@ class Plan:
             attention="sdpa",
             loss_code="full",
             ignored_labels=0.0,
+            packing="none",
+            padding_free=False,
+            padding_fraction=0.0,
+            task="sft",
+            reference="none",
+            generation=None if self.generation is None else replace(self.generation, completion_length=1),
+            activation_offload=False,
         )
+
+    @property
+    def generates_once(self) -> bool:
+        """Whether completions are generated at most before the first micro-batch of an optimizer step."""
+        accumulation = self.gradient_accumulation_steps
+        return self.generation is not None and self.generation.micro_batches(accumulation) >= accumulation
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per forward pass of a rank."""
+        return self.micro_batch_size * sequences_per_example(self.task)
+
+    @property
+    def batch_layout(self) -> BatchLayout:
+        """How the sequences of a micro-batch lie in its tensors."""
+        if flattens(self.packing, self.padding_free):
+            return "flattened-trl" if self.facts.names_sequences else "flattened"
+        return "padded" if self.padding_fraction else "full"
+
+    @property
+    def tape_shape(self) -> tuple[int, int]:
+        """The (B, T) at which the plan's tape is read.
+
+        Of a batch that is one row, other kernels than those of flash_attention_2 see one sequence of all tokens, under a mask.
+        """
+        if self.batch_layout in ("flattened", "flattened-trl") and self.attention != "flash_attention_2":
+            return 1, self.micro_batch_size * self.seq_len
+        return self.micro_batch_size, self.seq_len
+
+    @property
+    def unscored_labels(self) -> float:
+        """The part of all labels that is -100: of padding, or ignored by the data."""
+        return self.padding_fraction + (1 - self.padding_fraction) * self.ignored_labels
+
+    @property
+    def tokens_per_sequence(self) -> float:
+        """The mean number of tokens of a sequence that are not padding."""
+        return self.seq_len * (1 - self.padding_fraction)
 
     @property
     def shard_degree(self) -> int:
@@ -100,6 +158,22 @@ class Plan:
         policy = wrap_policy(self.wrap)
         assert policy is not None, self.wrap
         return policy
+
+    @property
+    def checkpointing(self) -> CheckpointingCode:
+        """The code that recomputes activations."""
+        policy = checkpointing_policy(self.activation_checkpointing)
+        assert policy is not None, self.activation_checkpointing
+        return "selective-trl" if policy.kind == "selective" and self.facts.keeps_attention_alone else policy.kind
+
+    def checkpoints(self, layer: int) -> bool:
+        """Whether a layer is recomputed in backward. `layer`: its number among all layers of the model, from 0.
+
+        Source: transformers 5.23, modeling_utils.py, `_set_gradient_checkpointing`.
+        """
+        if self.checkpointing == "every":
+            return layer % every_nth_layer(self.activation_checkpointing) == 0
+        return self.checkpointing != "none"
 
     @property
     def reshards(self) -> bool:
@@ -144,6 +218,8 @@ class Plan:
     @property
     def reduce_bytes(self) -> int:
         """Bytes per element in which FSDP reduces gradients."""
+        if self.facts.reduces_in_fp32:
+            return 4
         return self.compute_bytes if self.facts.reduces_in_compute_dtype or not self.mixed else 4
 
     @property

@@ -6,6 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fsdp_advisor.job import adapter_fields as adapters
+from fsdp_advisor.job import generation_fields as generation
+from fsdp_advisor.job.checkpointing import (
+    CHECKPOINTING_EXAMPLE,
+    SYNONYMS,
+    read_checkpointing,
+    read_searched_checkpointing,
+)
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, dashed, fields_of
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
@@ -22,12 +29,15 @@ OptimizerName = Literal[
     "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
     "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
-    "schedule_free_radam", "adamw_torch_fp8",
+    "schedule_free_radam", "adamw_torch_fp8", "stable_adamw",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
-Checkpointing = Literal["none", "full"]
-Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl"]
+Checkpointing = str
+"""The text of a `CheckpointingPolicy`; in a search also `auto`."""
+Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "torchtitan"]
 Loss = Literal["auto", "full", "chunked", "liger", "cce"]
+TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
+Packing = Literal["none", "bfd", "wrapped"]
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str
@@ -77,11 +87,17 @@ _ACCUMULATION = Rule(
     le=MAX_BATCH,
 )
 _CHECKPOINTING = Rule(
-    about="the layers that are recomputed in backward",
+    about="the layers that are recomputed in backward: none, full (all), every-N (one of N), or selective (all, but the outputs of "
+    "matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
     group="Training",
-    synonyms={"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"},
-    nearest={"selective": "full, which needs less memory and more time"},
-    not_modelled=("selective", "every-2", "every-3", "every-4", "op", "offload"),
+    metavar="POLICY",
+    max_length=32,
+    synonyms=SYNONYMS,
+    word=read_checkpointing,
+    example=CHECKPOINTING_EXAMPLE,
+)
+_SEARCHED_CHECKPOINTING = replace(
+    _CHECKPOINTING, word=read_searched_checkpointing, example=f"auto, {CHECKPOINTING_EXAMPLE}"
 )
 
 
@@ -119,7 +135,7 @@ class EstimateRequest:
 
     The class takes values of the right type and raises ValueError for others; `make_request` also reads text. `given` are
     the names of the fields that the user gave, even with the default's value; it is empty if the class was called directly.
-    `assumed` are the names of those that were filled in because of the GPU (`estimator.settled`). `configs` says which fields
+    `assumed` are the names of those that were filled in because of the GPU (`assumptions.settled`). `configs` says which fields
     came from configuration files.
     """
 
@@ -240,7 +256,6 @@ class EstimateRequest:
                     "adamw_torch_8bit, or LoRA (use_peft); layerwise optimizers step in backward, and do not run with DDP",
                 ),
                 "adam_mini": "sgd_momentum, which keeps one state per element too",
-                "stable_adamw": "adamw_torch",
                 "grokadamw": "adamw_torch",
             },
             not_modelled=(
@@ -254,7 +269,6 @@ class EstimateRequest:
                 "apollo_adamw",
                 *_LAYERWISE,
                 "adam_mini",
-                "stable_adamw",
                 "grokadamw",
                 "shampoo",
                 "soap",
@@ -319,7 +333,7 @@ class EstimateRequest:
             about="the library that prepares the model and runs the training loop",
             group="Strategy",
             synonyms={"pytorch": "torch", "transformers": "trainer", "hf_trainer": "trainer"},
-            not_modelled=("torchtitan", "lightning", "megatron", "nemo"),
+            not_modelled=("lightning", "megatron", "nemo"),
         ),
     ] = "torch"
     wrap: Annotated[
@@ -338,7 +352,7 @@ class EstimateRequest:
     loss: Annotated[
         Loss,
         Rule(
-            about="how the loss is computed: auto is what the framework does; full: of whole logits; chunked: TRL's tiles; liger: "
+            about="how the loss is computed: auto is what the framework does; full: of whole logits; chunked: TRL's tiles or torchtitan's chunks; liger: "
             "Liger's fused linear cross entropy; cce: cut cross entropy",
             group="Training",
             synonyms={
@@ -358,6 +372,62 @@ class EstimateRequest:
             le=0.999,
         ),
     ] = 0.0
+    packing: Annotated[
+        Packing,
+        Rule(
+            about="bfd packs whole sequences into padding-free rows; wrapped cuts sequences into full rows",
+            group="Training",
+            synonyms={"bfd_split": "bfd", "bfd_requeue": "bfd", "true": "bfd", "false": "none", "no": "none"},
+        ),
+    ] = "none"
+    padding_free: Annotated[
+        bool,
+        Rule(
+            about="a micro-batch is one row of tokens without padding and mask",
+            group="Training",
+        ),
+    ] = False
+    padding_fraction: Annotated[
+        float,
+        Rule(
+            about="the part of the tokens that is padding; speeds count the others",
+            group="Training",
+            ge=0,
+            le=0.99,
+        ),
+    ] = 0.0
+    task: Annotated[
+        TrainingTask,
+        Rule(
+            about="the trainer of --framework trl: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo",
+            group="Training",
+        ),
+    ] = "sft"
+    precompute_ref_log_probs: Annotated[
+        bool,
+        Rule(
+            about="tasks dpo and kto: compute the reference model's log-probabilities before training, so that no step needs the model",
+            group="Training",
+        ),
+    ] = False
+    num_generations: generation.NumGenerations = 8
+    max_completion_length: generation.MaxCompletionLength = 512
+    beta: generation.Beta = 0.0
+    num_iterations: generation.NumIterations = 1
+    steps_per_generation: generation.StepsPerGeneration = None
+    use_vllm: generation.UseVllm = False
+    vllm_mode: generation.VllmModeOption = "colocate"
+    vllm_gpu_memory_utilization: generation.VllmGpuMemoryUtilization = 0.3
+    vllm_enable_sleep_mode: generation.VllmEnableSleepMode = False
+    vllm_tensor_parallel_size: generation.VllmTensorParallelSize = 1
+    activation_offload: Annotated[
+        bool,
+        Rule(
+            about="the inputs of checkpointed layers are in pinned host memory between forward and backward, as with transformers' "
+            "offload",
+            group="Training",
+        ),
+    ] = False
     global_batch_size: Annotated[
         int | None,
         Rule(
@@ -470,7 +540,7 @@ class RecommendRequest(EstimateRequest):
     offload_device: Annotated[Literal[OffloadDevice, "auto"], _OFFLOAD_DEVICE] = "auto"  # type: ignore[assignment]
     micro_batch_size: Annotated[int | None, _MICRO_BATCH_SIZE] = None  # type: ignore[assignment]
     gradient_accumulation_steps: Annotated[int | None, _ACCUMULATION] = None  # type: ignore[assignment]
-    activation_checkpointing: Annotated[Literal[Checkpointing, "auto"], _CHECKPOINTING] = "auto"  # type: ignore[assignment]
+    activation_checkpointing: Annotated[Checkpointing, _SEARCHED_CHECKPOINTING] = "auto"
 
     find: Annotated[
         Find | None,

@@ -88,6 +88,7 @@ _VALUES: dict[str, tuple[str, str]] = {
     "nf4": ("load_in_4bit", "--use-peft"),
     **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "enable_liger_kernel", "liger_kernel"), ("loss", "liger")),
     **dict.fromkeys(("cce", "cut_cross_entropy"), ("loss", "cce")),
+    **dict.fromkeys(("sample_packing", "neat_packing"), ("packing", "bfd")),
     **dict.fromkeys(("chunked_loss", "fused_loss"), ("loss", "chunked")),
 }  # fmt: skip
 """Words that are options elsewhere and values here."""
@@ -123,6 +124,9 @@ _MEANT: dict[str, str] = {
         "freeze": "frozen freeze_layers trainable unfrozen_parameters",
         "load_in_4bit": "quantize quantization bits bnb",
         "dtype": "torch_dtype",
+        "packing": "packing_strategy pack",
+        "padding_free": "flatten flattening batch_flattening",
+        "padding_fraction": "padding pad",
     }.items()
     for name in names.split()
 }  # fmt: skip

@@ -19,11 +19,12 @@ class WrapPolicy:
     """A wrap policy.
 
     `layer`: a unit per layer. `none`: one unit. `size`: `size_based_auto_wrap_policy` with `min_num_params=number`. `class`: a unit
-    per layer of one of `classes` (`transformer_auto_wrap_policy`). `every`: a unit per `number` consecutive layers. The root is
-    always a unit too.
+    per layer of one of `classes` (`transformer_auto_wrap_policy`). `every`: a unit per `number` consecutive layers. `peft`: a unit per
+    layer and per module without children whose weight is trained (PEFT's `fsdp_auto_wrap_policy`); no option of a request, but what
+    the Trainer sets. The root is always a unit too.
     """
 
-    kind: Literal["layer", "none", "size", "class", "every"]
+    kind: Literal["layer", "none", "size", "class", "every", "peft"]
     number: int = 0
     classes: tuple[str, ...] = ()
 
@@ -42,8 +43,8 @@ def wrap_policy(text: str) -> WrapPolicy | None:
     """
     kind, colon, value = text.replace(" ", "").partition(":")
     match kind.lower():
-        case "layer" | "none" if not colon:
-            return WrapPolicy("layer" if kind.lower() == "layer" else "none")
+        case "layer" | "none" | "peft" as named if not colon:
+            return WrapPolicy(named)
         case "size" | "every" if (count := parse_count(value)) is not None and 1 <= count <= MAX_NUMBER:
             return WrapPolicy("size" if kind.lower() == "size" else "every", number=count)
         case "class" if _CLASSES.fullmatch(value):
@@ -53,6 +54,6 @@ def wrap_policy(text: str) -> WrapPolicy | None:
 
 
 def read_wrap(text: str) -> str | None:
-    """The normal spelling of a policy's text, None if it is no policy."""
+    """The normal spelling of a policy's text, None if it is no policy that a request can ask for."""
     policy = wrap_policy(text)
-    return None if policy is None else str(policy)
+    return None if policy is None or policy.kind == "peft" else str(policy)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import ceil
 
 from fsdp_advisor.hardware.gpu import Gpu
+from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.plan import Plan
 
 _MIB = 2**20
@@ -113,6 +115,11 @@ class DeviceOverhead:
     def middle_bytes(self) -> int:
         return (self.low_bytes + self.high_bytes) // 2
 
+    @property
+    def vllm_bytes(self) -> int:
+        """The part of vLLM that runs on the same GPU."""
+        return sum(part.low_bytes for part in self.parts if part.name == "vLLM")
+
 
 def communicators(plan: Plan) -> tuple[int, int]:
     """The minimum and maximum number of NCCL communicators of a rank.
@@ -139,8 +146,10 @@ def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> Devic
 
 @lru_cache(maxsize=1024)
 def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead:
-    if gpu.architecture is not None and gpu.architecture.startswith("cdna"):
+    if gpu.runtime == "rocm":
         return DeviceOverhead(_amd(plan))
+    if gpu.runtime == "other":
+        return DeviceOverhead(())  # unknown; a note of the report says so
     context = _context(gpu)
     kernels = LAZY_KERNEL_BYTES if lazy_loading else EAGER_KERNEL_BYTES
     parts = [_part("CUDA context", context), _part("kernels", kernels)]
@@ -149,7 +158,18 @@ def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead
         one_low, one_high = communicator_range(gpu, plan.world_size, plan.nnodes)
         parts.append(_part("NCCL kernels", NCCL_KERNEL_BYTES))
         parts.append(_part("NCCL buffers", (fewest * one_low, most * one_high)))
+    if plan.generation is not None and plan.generation.generator == "colocate" and not plan.generation.sleeps:
+        parts.append(_part("vLLM", (vllm_bytes(gpu, plan.generation),) * 2))
     return DeviceOverhead(tuple(parts))
+
+
+def vllm_bytes(gpu: Gpu, generation: Generation) -> int:
+    """What colocated vLLM takes of a GPU: weights, cache of keys and values, and its peak of activations.
+
+    It takes this in addition to what others have already. Source: vLLM v1/worker/utils.py, `request_memory`; gpu_worker.py,
+    `determine_available_memory`.
+    """
+    return ceil(gpu.memory_bytes * generation.memory_utilization)
 
 
 def context_range(gpu: Gpu) -> tuple[int, int]:
@@ -198,6 +218,7 @@ NON_TENSOR_PARTS = {
     "libraries": "cuBLAS workspaces, kernels' workspace, rounding to blocks",
     "fragmentation": "reserved by the caching allocator, in no tensor",
     "cuda_and_nccl": "CUDA context, kernels, NCCL's buffers",
+    "vllm": "vLLM on the same GPU",
     "loading_or_saving": "what loading or saving needs beyond the step",
 }
 """The parts of `needed_bytes` that are not tensors of the step."""

@@ -33,13 +33,17 @@ _WORKSPACE_AND_LOSS = frozenset({int(Account.WORKSPACE), int(Account.LOSS)})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPeak:
-    """The peak of a step; the first one if there are several. Bytes, with each storage rounded up to 512."""
+    """The peak of a step; the first one if there are several. Bytes, with each storage rounded up to 512.
+
+    `tape_phase_peaks`: by phase of the tape, which also has forwards without gradients, and of the optimizer.
+    """
 
     peak: int
     phase: Phase
     where: str
     phase_peaks: dict[str, int]
     at_peak: dict[str, int]
+    tape_phase_peaks: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,13 @@ def step_peak(program: StepProgram, b: int, t: int) -> StepPeak:
     """The peak of a step at micro-batch `b` and `t` tokens."""
     reader = _Reader(program, b, t, _WORKSPACE)
     best, phase_peaks = None, dict.fromkeys(("forward", "backward", "optimizer"), 0)
+    tape_phase_peaks: defaultdict[str, int] = defaultdict(int)
     for visit, _, high, highest_at in reader.walk():
         if best is None or high > best[0]:
             best = high, visit, highest_at
         phase_peaks[visit.phase] = max(phase_peaks[visit.phase], high)
+        of_tape = visit.phase if visit.segment is None else program.layout.tape.segments[visit.segment].phase
+        tape_phase_peaks[of_tape] = max(tape_phase_peaks[of_tape], high)
     assert best is not None
     peak, visit, highest_at = best
     return StepPeak(
@@ -68,6 +75,7 @@ def step_peak(program: StepProgram, b: int, t: int) -> StepPeak:
         where=visit.name,
         phase_peaks=phase_peaks,
         at_peak=dict(zip(ACCOUNTS, reader.accounts_at(visit, highest_at), strict=False)),
+        tape_phase_peaks=dict(tape_phase_peaks),
     )
 
 

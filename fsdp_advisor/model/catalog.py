@@ -1,7 +1,7 @@
 """The catalog: profiles of well-known models, recorded from their published configurations and shipped with the package.
 
-`catalog.zip` holds `index.json` (one row per model) and one stored profile per model; `recording.catalog` builds it from
-`architectures.yaml`.
+`catalog.zip` holds `index.json` (one row per model), `configs.json` (their configurations) and one stored profile per model;
+`recording.catalog` builds it from `architectures.yaml`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import cast
 
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import load
@@ -19,6 +20,7 @@ from fsdp_advisor.model.tasks import task_of
 
 PATH = Path(__file__).with_name("catalog.zip")
 INDEX = "index.json"
+CONFIGS = "configs.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,11 @@ class Entry:
     source: str
     member: str
     experts: int | None
+    has_tapes: bool = True
 
     def as_row(self) -> dict[str, object]:
         """The fields that `models` and its REST route show."""
-        return {key: value for key, value in asdict(self).items() if key != "member"}
+        return {key: value for key, value in asdict(self).items() if key not in ("member", "has_tapes")}
 
 
 @lru_cache(maxsize=1)
@@ -89,6 +92,25 @@ def _short(name: str) -> str:
     return re.sub(r"[\s_-]", "", re.sub(r"([\s_-](hf|pt|it|chat|instruct))+$", "", tail))
 
 
+def by_words(name: str) -> Entry | None:
+    """The only model whose name has all words and numbers of `name` in this order; None if there is none, or more than one.
+
+    >>> [entry and entry.id for entry in map(by_words, ("llama 4 scout", "llama 4"))]
+    ['meta-llama/Llama-4-Scout-17B-16E', None]
+    """
+    wanted = re.findall(_TOKENS, name.lower())
+    if "/" in name or not re.search(r"\d", name) or not re.search(r"[^\W\d_]", name):
+        return None
+    found = {e.id: e for e in entries() for one in (e.id, *e.aliases) if _in_order(wanted, one)}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _in_order(wanted: list[str], name: str) -> bool:
+    """Whether the name without its owner has all the wanted words and numbers in this order."""
+    rest = iter(re.findall(_TOKENS, name.lower().rpartition("/")[2]))
+    return all(word in rest for word in wanted)
+
+
 def nearest(name: str) -> list[str]:
     """Up to three ids or aliases that are similar to `name`, most similar first.
 
@@ -116,6 +138,7 @@ def _has_words_of(candidate: str, wanted: str) -> bool:
 
 
 _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
+_TOKENS = f"{_NUMBERS}|{_WORDS}"
 _SIMILAR = 0.75
 """The ratio of difflib from which a word counts as a misspelling of another: lama and llama have 0.89."""
 
@@ -146,5 +169,16 @@ def _names(entry: Entry) -> tuple[str, ...]:
 @cache  # other caches keep profiles alive; an evicted profile would be loaded a second time
 def profile(entry: Entry) -> Profile:
     """The profile of a model of the catalog."""
+    return load(stored(entry))
+
+
+def configurations() -> dict[str, dict[str, dict[str, object]]]:
+    """`configs`: the configuration of each model by its id. `defaults`: the default values of each model type's configuration."""
     with zipfile.ZipFile(PATH) as archive:
-        return load(archive.read(entry.member))
+        return cast("dict[str, dict[str, dict[str, object]]]", json.loads(archive.read(CONFIGS)))
+
+
+def stored(entry: Entry) -> bytes:
+    """The stored profile of a model of the catalog."""
+    with zipfile.ZipFile(PATH) as archive:
+        return archive.read(entry.member)

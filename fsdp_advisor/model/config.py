@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_advisor.errors import UnreadableConfig
-from fsdp_advisor.model.multimodal import TRAINED_WHOLE
+from fsdp_advisor.model.multimodal import TRAINED_WHOLE, trained_on_text
+from fsdp_advisor.model.quantization import PACKED_NOTE, packed_checkpoint
 
 Config = dict[str, Any]
 
@@ -52,6 +53,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)  # a string, or
 _SHOWN_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of a multimodal configuration with its language model: transformers' own, InternVL's, DeepSeek-VL's, Qwen-Omni's."""
+IGNORED_NOTE = "the quantization in the configuration is ignored: training uses unquantized weights"
 _NOT_SHAPES = (
     "_name_or_path", "auto_map", "quantization_config", "transformers_version", "torch_dtype", "dtype", "use_cache",
 )  # fmt: skip
@@ -156,10 +158,7 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
     outer_type = config.get("model_type")
     if inner and outer_type in TRAINED_WHOLE:
         quantized = quantized or inner.get("quantization_config")
-        notes += (
-            f"{outer_type} is recorded as it trains on text: all its parameters are counted and trained unless --freeze names them,"
-            " and no activations of images or sound",
-        )
+        notes += (trained_on_text(str(outer_type)),)
     elif inner:
         guessed = f"{outer_type}_text" if isinstance(outer_type, str) else None
         tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
@@ -167,7 +166,7 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
         quantized = quantized or config.get("quantization_config")
         notes += (f"only the text part ({_shown(str(config['model_type']))}) of a multimodal model is estimated",)
     if quantized:
-        notes += ("the quantization in the configuration is ignored: training uses unquantized weights",)
+        notes += (PACKED_NOTE if packed_checkpoint(quantized) else IGNORED_NOTE,)
     return config, notes
 
 

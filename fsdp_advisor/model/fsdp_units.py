@@ -8,7 +8,7 @@ parameters that no other unit has. Source: torch.distributed.fsdp.wrap (torch 2.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -147,6 +147,19 @@ def _chosen(profile: Profile, policy: WrapPolicy, places: Mapping[UnitId, Unit])
             return frozenset(p for p, unit in places.items() if unit.kind in policy.classes), (), nothing
         case "size":
             return _chosen_by_size(profile, policy.number, places)
+        case "peft":
+            within = {place: _trained_modules(unit.parameters) for place, unit in places.items()}
+            return frozenset(places), _trained_modules(profile.root.parameters), within
+
+
+def _trained_modules(parameters: Iterable[Parameter]) -> tuple[str, ...]:
+    """The modules with a trained weight and without modules below them that have parameters.
+
+    Source: peft/utils/other.py (0.21), fsdp_auto_wrap_policy.
+    """
+    parents = {p.name.rpartition(".")[0] for p in parameters}
+    trained = [p.name.removesuffix(".weight") for p in parameters if p.trainable and p.name.endswith(".weight")]
+    return tuple(name for name in trained if not any(parent.startswith(name + ".") for parent in parents))
 
 
 def _owner_outside(name: str, of_root: tuple[str, ...]) -> UnitId:

@@ -105,7 +105,8 @@ class Parameter:
 class Buffer:
     """A tensor that is no parameter and lives as long as the model. `bytes_per_element`: in its own dtype.
 
-    `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor send.
+    `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor send. `matrix`: the shape of
+    the weight that a buffer of packed values contains; None for other tensors.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Buffer:
     dtype: str
     bytes_per_element: int
     registered: bool = True
+    matrix: tuple[int, ...] | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -228,14 +230,33 @@ class MarkedUnit(IntEnum):
 
 Event = tuple[int, int, int]
 
+ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefill", "decode", "policy"]
+"""The phase of a forward without gradients. ``mismatched``: the trained model's on KTO's mismatched completions; ``reference_mismatched``
+and ``reference``: the reference model's, on these and on the batch. Of GRPO: ``prefill``: the trained model's on prompts, with a cache
+of keys and values; ``decode``: that for the last token of completions; ``policy``: that which scores them."""
+GENERATION_PHASES: tuple[ScoringPhase, ...] = ("prefill", "decode")
+ROLLOUT_PHASES: tuple[ScoringPhase, ...] = (*GENERATION_PHASES, "policy", "reference")
+"""The phases of GRPO's tape that make the batch on which the others train."""
+
+
+class Recomputed(NamedTuple):
+    """The work of a layer's backward that repeats its forward, with the units of `Segment`."""
+
+    matmul_flops: Polynomial
+    attention_flops: Polynomial
+    traffic_bytes: Polynomial
+    operators: int
+
 
 @dataclass(frozen=True)
 class Segment:
     """The events between two layer boundaries of the recorded step.
 
-    `phase` is ``forward`` or ``backward``; `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch of root code.
+    `phase` is ``forward``, ``backward`` or a `ScoringPhase`; `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch
+    of root code.
     `flops`: of matrix products and attention. `traffic_bytes`: read and written by all other operators. `operators`: the number of
-    operators.
+    operators. `recomputed`: the part of them that repeats a forward; None if it was not recorded, because all or none of it is repeated.
+    `host_copies`: the bytes of each tensor that is copied to host memory in forward, or back in backward.
     """
 
     phase: str
@@ -246,6 +267,8 @@ class Segment:
     attention_flops: Polynomial = (0, 0, 0, 0, 0, 0)
     traffic_bytes: Polynomial = (0, 0, 0, 0, 0, 0)
     operators: int = 0
+    recomputed: Recomputed | None = None
+    host_copies: tuple[Polynomial, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""How bitsandbytes stores the frozen weights of a base model."""
+"""How a frozen base model stores its weights: bitsandbytes' settings, or those of a GPTQ or AWQ checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from fsdp_advisor.job.adapter_fields import QuantStorage, QuantType
 
 QuantizationMethod = Literal["bnb_4bit", "bnb_8bit"]
+PACKED_NOTE = "training uses unquantized weights; --use-peft trains adapters on the packed weights of this checkpoint"
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -43,3 +44,28 @@ class Quantization:
             "bnb_4bit_compute_dtype": "compute_dtype",
         }
         return cls(method="bnb_4bit", **{name: keywords[key] for key, name in names.items() if key in keywords})
+
+
+def packed_checkpoint(config: object) -> dict[str, Any] | None:
+    """What matters of a `quantization_config` of a GPTQ or AWQ checkpoint that can be trained with adapters; None for others.
+
+    Its keys are those of transformers' GPTQConfig and AwqConfig. Only AWQ's format `gemm` trains.
+
+    >>> packed_checkpoint({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True})
+    {'quant_method': 'gptq', 'bits': 4, 'group_size': 128}
+    """
+    if not isinstance(config, Mapping):
+        return None
+    method, bits, group = config.get("quant_method"), config.get("bits", 4), config.get("group_size", 128)
+    known = {"gptq": (2, 3, 4, 8), "awq": (4,)}.get(str(method), ())
+    has_format = method == "gptq" or str(config.get("version", "gemm")).lower() == "gemm"
+    if bits not in known or not isinstance(group, int) or not (group == -1 or group >= 16) or not has_format:
+        return None
+    lists = ("modules_in_block_to_quantize", "modules_to_not_convert")
+    named = {key: value for key in lists if isinstance(value := config.get(key), list)}
+    return {"quant_method": method, "bits": bits, "group_size": group, **named}
+
+
+def is_packed_checkpoint(keywords: Mapping[str, Any]) -> bool:
+    """Whether the keywords of a quantized base are those of `packed_checkpoint`."""
+    return "quant_method" in keywords

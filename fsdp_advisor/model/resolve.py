@@ -10,8 +10,9 @@ import json
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fsdp_advisor.errors import (
@@ -28,7 +29,9 @@ from fsdp_advisor.errors import (
 )
 from fsdp_advisor.job.adaptation import CONFIG_KEY, UNCHANGED, Adaptation
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.quantization import PACKED_NOTE, packed_checkpoint
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.units import parse_count
 
@@ -61,16 +64,25 @@ class Resolved:
     notes: tuple[str, ...] = ()
     recording_allowed: bool = True
     recorded_locally: bool = False
-    """Whether the profile of a catalog model was recorded with the installed versions instead of taken from the catalog."""
+    """Whether the tapes of a catalog model are recorded with the installed versions instead of taken from the catalog."""
+    has_catalogued_shapes: bool = False
+    """Whether it is a configuration with the shapes of a catalog model, whose profile is used."""
     recorder: Recorder | None = None
     """The recorder of a model that is no configuration and is not cached."""
     adaptation: Adaptation = UNCHANGED
     """What is changed about the model before it trains."""
+    packed: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """How a GPTQ or AWQ checkpoint is packed; empty for other models."""
 
     @property
     def from_catalog(self) -> bool:
-        """Whether the profile comes from the catalog, which also contains the GPU tapes."""
-        return self.source == "catalog" and not self.recorded_locally
+        """Whether the tapes come from the catalog, which also contains the GPU tapes."""
+        return self.is_catalogued and not self.recorded_locally
+
+    @property
+    def is_catalogued(self) -> bool:
+        """Whether the profile comes from the catalog."""
+        return self.source == "catalog" or self.has_catalogued_shapes
 
     def tape(self, key: TapeKey) -> Tape:
         """The tape of a key: from the catalog or the cache, else recorded now (which needs torch) and cached.
@@ -84,10 +96,8 @@ class Resolved:
         if key.name not in tapes and self._is_refused(key):
             raise _refusal(self.profile.refusals[key.name])
         if key.name not in tapes and not self.recording_allowed:
-            raise NotRecordable(
-                f"{self.name}: {_described(key)} is not in the catalog",
-                hint="choose another attention or precision",
-            )
+            hint = "choose another attention or precision" if tapes else "with torch and transformers it is recorded"
+            raise NotRecordable(f"{self.name}: {_described(key)} is not in the catalog", hint=hint)
         if key.name not in tapes:
             with _RECORDER_LOCK:
                 if key.name not in tapes and self.recorder is not None:
@@ -96,8 +106,23 @@ class Resolved:
                     tapes[key.name] = self._load_cached(key) or self._record_now(key)
         return tapes[key.name]
 
+    def is_new(self, key: TapeKey) -> bool:
+        """Whether the key's code path can be recorded, and no tape of it was (whatever its batch), nor failed to be."""
+        from fsdp_advisor.model import cache
+
+        assert self.profile is not None
+        if not self.recording_allowed or cache.installed_versions() is None or self._is_refused(key):
+            return False
+        cached = self._cached()
+        known = {*self.profile.tapes, *((*cached.tapes, *cached.refusals) if cached else ())}
+        return not any(name == key.name or name.startswith(f"{key.name}|at=") for name in known)
+
     def adapted(self, adaptation: Adaptation) -> Resolved:
-        """The model after an adaptation, from the cache or recorded now. Raises AdvisorError if that is not possible."""
+        """The model after an adaptation, from the cache or recorded now. Adapters on a GPTQ or AWQ checkpoint leave it packed.
+
+        Raises AdvisorError if that is not possible.
+        """
+        adaptation = adaptation.on_checkpoint(self.packed)
         if not adaptation or adaptation == self.adaptation:
             return self
         assert not self.adaptation
@@ -116,15 +141,20 @@ class Resolved:
     def _task(self) -> str | None:
         """The task of a model of the catalog or with adapters; None for others, whose task is derived from the configuration."""
         adapted = bool(self.adaptation)
-        return self.profile.task if self.profile and (self.source == "catalog" or adapted) else None
+        return self.profile.task if self.profile and (self.is_catalogued or adapted) else None
 
-    def _load_cached(self, key: TapeKey) -> Tape | None:
-        """The tape in the cache; None if there is none. Raises the cached error of a failed recording."""
+    def _cached(self) -> Profile | None:
+        """The cached profile of the same parameters; None if there is none."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
         cached = cache.fetch(self.profile.config, self._task)
-        if cached is None or not _same_inventory(cached, self.profile):
+        return cached if cached is not None and _same_inventory(cached, self.profile) else None
+
+    def _load_cached(self, key: TapeKey) -> Tape | None:
+        """The tape in the cache; None if there is none. Raises the cached error of a failed recording."""
+        cached = self._cached()
+        if cached is None:
             return None
         if key.name in cached.refusals:
             raise _refusal(cached.refusals[key.name])
@@ -143,7 +173,7 @@ class Resolved:
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
-        where = "catalog" if self.source == "catalog" else "cache"
+        where = "catalog" if self.is_catalogued else "cache"
         what = f"{self.name}: {_described(key)} is not in the {where}"
         recorder = _recorder_for(self.profile.config, self.name, self._task, what)
         if not _same_inventory(recorder.profile, self.profile):
@@ -163,7 +193,7 @@ class Resolved:
 
 
 def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
-    """The model after an adaptation. Adapters count as parameters; a quantized base counts as before."""
+    """The model after an adaptation. Adapters count as parameters, and packed weights as the weights that they contain."""
     from fsdp_advisor.model import cache
 
     if model.profile is None:
@@ -174,21 +204,37 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
         )
     config = {**model.profile.config, CONFIG_KEY: adaptation.as_dict() | {"versions": _adapter_versions(adaptation)}}
     task = model.profile.task
+    if adaptation.reward_head:
+        if task != "causal-lm":
+            raise UsageError(
+                f"{model.name} is a {task} model; a reward model is made of a causal language model",
+                hint="name a causal language model, or use --task sft",
+            )
+        task = "sequence-classification"
+    what = "with adapters" if adaptation.peft else "changed so"
     profile = cache.fetch(config, task)
     if profile is None:
         if not model.recording_allowed:
             raise NotRecordable(
-                f"{model.name} with these adapters is not recorded yet", hint="the command line records it, with torch"
+                f"{model.name} {what} is not recorded yet", hint="the command line records it, with torch"
             )
         with _RECORDER_LOCK:
-            profile = _recorder_for(config, model.name, task, f"{model.name} with adapters is not recorded yet").profile
+            profile = _recorder_for(config, model.name, task, f"{model.name} {what} is not recorded yet").profile
     return replace(
         model,
         profile=_renamed(profile, model.name),
-        parameters=model.parameters + profile.adapter_parameters,
+        parameters=sum(
+            prod(shape) * count
+            for unit, count in profile.counted_units()
+            for shape in (
+                *(p.matrix or p.shape for p in unit.parameters),
+                *(b.matrix for b in unit.buffers if b.matrix),
+            )
+        ),
         trainable_parameters=profile.trainable_parameters,
         recorded_locally=True,
         adaptation=adaptation,
+        notes=tuple(note for note in model.notes if not (adaptation.packed_by and note == PACKED_NOTE)),
     )
 
 
@@ -196,7 +242,10 @@ def _adapter_versions(adaptation: Adaptation) -> dict[str, str | None]:
     """The versions of the packages that adapt a model; None for one that is not installed."""
     from importlib import metadata
 
-    packages = ["peft"] * bool(adaptation.peft) + ["bitsandbytes"] * bool(adaptation.quantization)
+    packages = ["peft"] * bool(adaptation.peft) + ["bitsandbytes"] * (
+        bool(adaptation.quantization) and not adaptation.packed_by
+    )
+    packages += [adaptation.own_model] * bool(adaptation.own_model)
     found: dict[str, str | None] = dict.fromkeys(packages)
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -228,7 +277,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     """The model that `name` means.
 
     Tries, in this order: an id or alias of the catalog; a file or directory on disk (if `allow_paths`); a bare parameter count;
-    an id of the catalog without its owner, if only one model is named so; the hub (if `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
+    an id of the catalog without its owner, or some of its words, if only one model is named so; the hub (if `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
     Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
     """
     wanted = name.strip()
@@ -248,6 +297,8 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
         if len(short) > 1:
             raise UnknownModel(wanted, hint=f"several models are named so: {', '.join(entry.id for entry in short)}")
         return _catalogued(short[0], wanted, allow_recording)
+    if not (allow_paths and _PATH_SHAPED.match(wanted)) and (entry := catalog.by_words(wanted)) is not None:
+        return _catalogued(entry, wanted, allow_recording)
     if allow_paths and _PATH_SHAPED.match(wanted):
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
@@ -273,9 +324,38 @@ def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> R
     notes: tuple[str, ...] = ()
     if "/" in wanted and wanted.lower() != entry.id.lower():
         notes = (f"{wanted} has the shapes of {entry.id}, whose profile is used",)
+    if entry.task == "image-text-to-text":
+        notes += (trained_on_text(entry.model_type),)
+    if not entry.has_tapes:
+        notes += _about_recording(entry)
     return Resolved(
-        entry.id, "catalog", profile, profile.parameters, profile.trainable_parameters, notes, recording_allowed
+        entry.id,
+        "catalog",
+        profile,
+        profile.parameters,
+        profile.trainable_parameters,
+        notes,
+        recording_allowed,
+        recorded_locally=not entry.has_tapes,
     )
+
+
+def _about_recording(entry: catalog.Entry) -> tuple[str, ...]:
+    """A note on a model without tapes if they cannot be recorded here."""
+    from fsdp_advisor.model import cache
+
+    if cache.installed_versions() is not None:
+        return ()
+    return (
+        f"the catalog has the parameters of {entry.id} but no recording of its steps, so peaks and times are unknown:"
+        " install torch and transformers, with which they are recorded once",
+    )
+
+
+def lacks_tapes(name: str) -> bool:
+    """Whether this is a model of the catalog without tapes, whose steps have to be recorded."""
+    entry = catalog.find(name) or next(iter(catalog.by_short_name(name)), None) or catalog.by_words(name)
+    return entry is not None and not entry.has_tapes
 
 
 def _counted(wanted: str) -> Resolved:
@@ -294,12 +374,18 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
     Raises UnreadableConfig, NotRecordable or MissingExtra.
     """
     from fsdp_advisor.model import cache
+    from fsdp_advisor.model.alike import entry_of
     from fsdp_advisor.model.config import parse_config, trained_part
 
     whole = parse_config(data, name)
     config, more = trained_part(whole, name)
     notes += more
+    packed = packed_checkpoint(whole.get("quantization_config")) or {}
     cached = cache.fetch(config, None)
+    if cached is None and (entry := entry_of(config)) is not None:
+        notes += (f"{name} has the shapes of {entry.id}, whose profile is used",)
+        found = _catalogued(entry, name, recording_allowed=True)
+        return replace(found, name=name, source=source, has_catalogued_shapes=True, notes=notes, packed=packed)
     if cached is not None:
         profile = _renamed(cached, name)
         if cache.installed_versions() is None:
@@ -311,7 +397,7 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
             notes += (
                 f"the cache folder {cache.folder() or ''} cannot be written: the model will be recorded again each time",
             )
-    return Resolved(name, source, profile, profile.parameters, profile.trainable_parameters, notes)
+    return Resolved(name, source, profile, profile.parameters, profile.trainable_parameters, notes, packed=packed)
 
 
 # Recording
@@ -402,6 +488,8 @@ def _described(key: TapeKey) -> str:
     if key.at is not None:
         batch = f"micro-batch {key.at[0]} of {key.at[1]} tokens"
     loss = f", loss {key.loss}" if key.loss != "full" else ""
+    checkpointing += " with activation offload" if key.activation_offload else ""
+    batch += f", {key.batch} batch" if key.batch != "full" else ""
     return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}, {batch}"
 
 

@@ -24,6 +24,7 @@ from fsdp_advisor.model.profile import (
     Parameter,
     Polynomial,
     Profile,
+    Recomputed,
     Run,
     Segment,
     Size,
@@ -35,7 +36,7 @@ from fsdp_advisor.model.profile import (
 )
 
 FORMAT = 4
-RECORDING = 6
+RECORDING = 10
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
 again."""
 _COLUMNS = "BHH"
@@ -119,10 +120,15 @@ def _tape(data: bytes, key: str) -> Tape:
     sizes = opened.header["sizes"]
 
     def segment(row: list[Any]) -> Segment:
-        phase, stack, layer, start, count, matmul, attention, traffic, operators = row
+        phase, stack, layer, start, count, matmul, attention, traffic, operators, *more = row
         columns = [column[start : start + count] for column in opened.columns]
         events = tuple(zip(*columns, strict=True))
-        return Segment(phase, stack, layer, events, sizes[matmul], sizes[attention], sizes[traffic], operators)
+        recomputed = None
+        if more and more[3] is not None:
+            recomputed = Recomputed(sizes[more[0]], sizes[more[1]], sizes[more[2]], more[3])
+        copies = tuple([sizes[i] for i in more[4:]])
+        work = sizes[matmul], sizes[attention], sizes[traffic], operators
+        return Segment(phase, stack, layer, events, *work, recomputed, copies)
 
     return Tape(tuple(sizes), tuple([segment(opened.header["segments"][i]) for i in opened.header["tapes"][key]]))
 
@@ -143,7 +149,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
         indices = []
         for s in tape.segments:
             events = tuple([(op, a if op else size(tape.sizes[a]), b) for op, a, b in s.events])  # Op.ALLOC is 0
-            row = (
+            row: tuple[Any, ...] = (
                 s.phase,
                 s.stack,
                 s.layer,
@@ -152,6 +158,10 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
                 size(s.traffic_bytes),
                 s.operators,
             )
+            if s.recomputed or s.host_copies:
+                again = s.recomputed
+                row += (*map(size, again[:3]), again.operators) if again else (None,) * 4
+                row += tuple(map(size, s.host_copies))
             if (row, events) not in pool:
                 pool[row, events] = len(table)
                 table.append([*row[:3], len(columns[0]), len(events), *row[3:]])
@@ -215,12 +225,19 @@ def _unit_row(unit: Unit) -> list[Any]:
     return [
         unit.kind,
         [_parameter_row(p) for p in unit.parameters],
-        [[b.name, b.shape, b.dtype, b.bytes_per_element, *([] if b.registered else [False])] for b in unit.buffers],
+        [_buffer_row(b) for b in unit.buffers],
     ]
 
 
 def _parameter_row(p: Parameter) -> list[Any]:
     return [p.name, p.shape, p.trainable, p.tied, p.role, p.dtype, *([p.matrix] if p.matrix else [])]
+
+
+def _buffer_row(b: Buffer) -> list[Any]:
+    row = [b.name, b.shape, b.dtype, b.bytes_per_element]
+    if b.matrix:
+        return [*row, b.registered, b.matrix]
+    return row if b.registered else [*row, False]
 
 
 def _pooled_units(units: tuple[Unit, ...]) -> dict[str, Any]:
@@ -242,8 +259,15 @@ def _unit(row: list[Any]) -> Unit:
             Parameter(n, tuple(s), t, tuple(ties), role, dtype, tuple(matrix[0]) if matrix else None)
             for n, s, t, ties, role, dtype, *matrix in parameters
         ),
-        tuple(Buffer(n, tuple(s), *rest) for n, s, *rest in buffers),
+        tuple(_buffer(row) for row in buffers),
     )
+
+
+def _buffer(row: list[Any]) -> Buffer:
+    name, shape, dtype, size, *more = row
+    registered = more[0] if more else True
+    matrix = tuple(more[1]) if len(more) > 1 else None
+    return Buffer(name, tuple(shape), dtype, size, registered, matrix)
 
 
 def _stack(row: dict[str, Any]) -> Stack:

@@ -21,10 +21,21 @@ SdpaKernel = Literal["default", "cudnn"]
 """The kernels that sdpa prefers on a GPU. ``default``: flash, then memory-efficient, then none; ``cudnn``: cuDNN before these, as in
 half precision on Hopper and Blackwell."""
 
-TapeCheckpointing = Literal["none", "full"]
+TapeCheckpointing = Literal["none", "full", "every", "selective", "selective-trl"]
+"""``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
-TapeLoss = Literal["full", "trl", "liger", "cce"]
+TapeLoss = Literal["full", "trl", "liger", "cce", "torchtitan"]
 """``full``: the model's own loss, of whole logits; the others are the code of a library (`recording.losses`)."""
+
+TapeTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
+"""The trainer of TRL whose batch and loss the step has; ``sft`` also stands for all other loops."""
+
+TapeBatch = Literal["full", "padded", "flattened", "flattened-trl"]
+"""How the sequences of a micro-batch lie in its tensors (`job.batch_layout.BatchLayout`)."""
+
+TapeReference = Literal["none", "copy", "adapters-off"]
+"""The model whose log-probabilities the loss also reads: ``copy``: another model's; ``adapters-off``: the trained one's without its
+adapters. Their forward runs without gradients (`ScoringPhase`)."""
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +46,11 @@ class TapeKey:
     sliding window, so some layers need a mask; this affects only sdpa on a GPU. `wrap`: the wrap policy with whose units the tape is
     recorded; empty for a unit per layer, also where only the marks of layers matter. `at`: the (B, T) for which alone the tape is
     valid, of a model whose sizes are no polynomials; None for a tape of every B and T. `ignored_labels`: the part of the labels that
-    a loss other than ``full`` leaves out. Raises ValueError for flash_attention_2 on a CPU.
+    a loss other than ``full`` leaves out. `activation_offload`: checkpointed layers save their inputs in host memory. `gathered_head`:
+    the dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does. `completion_length`: the
+    tokens of each sequence that GRPO generates and scores. `generated`: the micro-batches that it generates at once. `generates`:
+    whether the model generates them itself. `scores_policy`: whether it scores them before the step. `padding`: the part of a
+    padded batch that flash_attention_2 leaves out. Raises ValueError for flash_attention_2 on a CPU.
     """
 
     engine: TapeEngine
@@ -49,6 +64,16 @@ class TapeKey:
     wrap: str = ""
     loss: TapeLoss = "full"
     ignored_labels: float = 0.0
+    task: TapeTask = "sft"
+    reference: TapeReference = "none"
+    activation_offload: bool = False
+    gathered_head: str = ""
+    completion_length: int = 0
+    generated: int = 0
+    generates: bool = False
+    scores_policy: bool = False
+    batch: TapeBatch = "full"
+    padding: float = 0.0
     at: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -67,8 +92,16 @@ class TapeKey:
 
     @property
     def autocasts(self) -> bool:
-        """Whether forward runs under autocast."""
-        return self.mixed and (self.engine == "plain" or self.autocasts_fsdp1)
+        """Whether forward runs under autocast. GRPO's runs under accelerate's with every engine but DeepSpeed.
+
+        Source: trl 1.16, trainer/grpo_trainer.py, `_get_per_token_logps_and_entropies`.
+        """
+        return self.mixed and (self.engine == "plain" or self.autocasts_fsdp1 or self.task == "grpo")
+
+    @property
+    def masks(self) -> bool:
+        """Whether attention other than flash_attention_2 gets a mask because of the batch."""
+        return self.batch != "full"
 
     @property
     def autocasts_fsdp1(self) -> bool:
@@ -104,6 +137,16 @@ class TapeKey:
             "wrap": self.wrap,
             "loss": self.loss if self.loss != "full" else "",
             "ignored": str(self.ignored_labels) if self.ignored_labels else "",
+            "task": self.task if self.task != "sft" else "",
+            "reference": self.reference if self.reference != "none" else "",
+            "offload": "1" if self.activation_offload else "",
+            "head": self.gathered_head,
+            "completion": str(self.completion_length or ""),
+            "generated": str(self.generated or ""),
+            "generates": "1" if self.generates else "",
+            "policy": "1" if self.scores_policy else "",
+            "batch": self.batch if self.batch != "full" else "",
+            "padding": str(self.padding) if self.padding else "",
             "at": "x".join(map(str, self.at or ())),
         }
         return "|".join((*parts, *(f"{name}={value}" for name, value in options.items() if value)))
@@ -117,6 +160,8 @@ class TapeKey:
         fields = (
             (engine, TapeEngine), (precision, TapePrecision), (device, TapeDevice), (attention, TapeAttention),
             (kernel, SdpaKernel), (checkpointing, TapeCheckpointing), (given.get("loss", "full"), TapeLoss),
+            (given.get("task", "sft"), TapeTask), (given.get("reference", "none"), TapeReference),
+            (given.get("batch", "full"), TapeBatch),
         )  # fmt: skip
         for value, allowed in fields:
             if value not in get_args(allowed):
@@ -133,5 +178,15 @@ class TapeKey:
             wrap=given.get("wrap", ""),
             loss=cast("TapeLoss", given.get("loss", "full")),
             ignored_labels=float(given.get("ignored", 0)),
+            task=cast("TapeTask", given.get("task", "sft")),
+            reference=cast("TapeReference", given.get("reference", "none")),
+            activation_offload="offload" in given,
+            gathered_head=given.get("head", ""),
+            completion_length=int(given.get("completion", 0)),
+            generated=int(given.get("generated", 0)),
+            generates="generates" in given,
+            scores_policy="policy" in given,
+            batch=cast("TapeBatch", given.get("batch", "full")),
+            padding=float(given.get("padding", 0)),
             at=(at[0], at[1]) if at else None,
         )

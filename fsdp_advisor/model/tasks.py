@@ -45,6 +45,7 @@ class Task:
 TASKS: dict[str, Task] = {
     "causal-lm": Task(words=("decoder", "text"), has_root_units=True),
     "masked-lm": Task(words=("encoder", "text")),
+    "sequence-classification": Task(words=("decoder", "text", "reward"), has_root_units=True),
     "seq2seq-lm": Task(words=("encoder-decoder", "text"), sample="{} tokens in and out"),
     "speech-seq2seq": Task(
         words=("encoder-decoder", "speech", "audio"), sample="{} tokens of text", has_root_units=True

@@ -70,4 +70,6 @@ def cast_bytes(plan: Plan, parameter: Parameter) -> int:
 
 def gradient_bytes(plan: Plan, parameter: Parameter) -> int:
     """Bytes per element in which FSDP reduces the parameter's gradient."""
+    if plan.facts.reduces_in_fp32:
+        return FP32_BYTES
     return plan.reduce_bytes if plan.mixed else compute_bytes(plan, parameter)

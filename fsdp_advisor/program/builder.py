@@ -38,9 +38,11 @@ class StepHooks:
     """The hooks of a training engine around the units of a step. Each adds instructions to the builder; the defaults add none.
 
     `gradient_hooks`: whether `gradient_ready` is called. `marked_units`: the units within the root's code (`MarkedUnit`) that
-    have hooks. `gradient_stream`: the stream on which autograd allocates gradients.
+    have hooks. `gradient_stream`: the stream on which autograd allocates gradients. `reference`: the hooks around the units of a
+    reference model that is a copy; None if these hooks also run around the units of the reference.
     """
 
+    reference: StepHooks | None = None
     gradient_hooks = False
     marked_units: frozenset[int] = frozenset()
     gradient_stream = Stream.COMPUTE
@@ -50,6 +52,9 @@ class StepHooks:
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before a micro-batch."""
+
+    def begin_forward(self, *, learns: bool, again: bool) -> None:
+        """Before a forward of the model. `learns`: with gradients; `again`: it is not the first one of its micro-batch."""
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Before a unit's forward."""
@@ -62,6 +67,12 @@ class StepHooks:
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
         """After a unit's backward."""
+
+    def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
+        """Before a unit within a layer runs again in backward, because the layer is checkpointed."""
+
+    def after_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
+        """After a unit within a layer ran again in backward. Not called if checkpointing stopped in it, having all it needs."""
 
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
         """After a layer's backward. Called for every layer, even if PyTorch runs no hook there."""
@@ -92,20 +103,28 @@ class StepHooks:
         return NO_STORAGES
 
 
-def build_program(profile: Profile, tape: Tape, hooks: StepHooks, accumulation: int) -> StepProgram:
+def build_program(
+    profile: Profile, tape: Tape, hooks: StepHooks, accumulation: int, *, only_first: frozenset[str] = frozenset()
+) -> StepProgram:
     """The program of one steady-state step of `accumulation` micro-batches.
 
-    Walks the first, the last and one other micro-batch, which stands for all those between.
+    Walks the first, the last and one other micro-batch, which stands for all those between. `only_first`: the phases of the tape that
+    only the first micro-batch has.
     """
     layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks, marked_units=hooks.marked_units)
     step = StepBuilder()
     hooks.begin_step(step)
+    if hooks.reference is not None:
+        hooks.reference.begin_step(step)
     states = tuple(i for i in step.take() if isinstance(i, Alloc))
     micro_batches = []
     for index in range(min(accumulation, 3)):
         is_first, is_last = index == 0, index == min(accumulation, 3) - 1
-        hooks.begin_micro_batch(is_first=is_first, is_last=is_last)
-        visits = tuple(_MicroBatchWalk(profile, layout, hooks, step).visits(is_first))
+        for each in (hooks, hooks.reference):
+            if each is not None:
+                each.begin_micro_batch(is_first=is_first, is_last=is_last)
+        left_out = frozenset() if is_first else only_first
+        visits = tuple(_MicroBatchWalk(profile, layout, hooks, step, left_out).visits(is_first))
         micro_batches.append(MicroBatch(accumulation - 2 if not (is_first or is_last) else 1, visits))
     hooks.optimizer_step(step)
     return StepProgram(
@@ -266,8 +285,12 @@ class StepBuilder:
 class _MicroBatchWalk:
     """Walks one micro-batch: every real layer, forward and backward."""
 
-    def __init__(self, profile: Profile, layout: TapeLayout, hooks: StepHooks, step: StepBuilder) -> None:
+    def __init__(
+        self, profile: Profile, layout: TapeLayout, hooks: StepHooks, step: StepBuilder, left_out: frozenset[str]
+    ) -> None:
         self._profile, self._layout, self._hooks, self._step = profile, layout, hooks, step
+        self._left_out = left_out
+        self._ran: set[StepHooks] = set()
 
     def visits(self, is_first: bool) -> Iterator[Visit]:
         step = self._step
@@ -282,25 +305,39 @@ class _MicroBatchWalk:
         yield Visit("backward", AT_ROOT, "end of backward", step.take())
 
     def _direction(self, phase: Phase, parts: tuple[LayoutPart, ...]) -> Iterator[Visit]:
-        entries = list(_entries(self._profile, parts, backward=phase == "backward"))
+        played = tuple(part for part in parts if part.phase not in self._left_out)
+        entries = list(_entries(self._profile, played, backward=phase == "backward"))
         following = _following([entry.unit for entry in entries])
         for entry, after in zip(entries, following, strict=True):
-            self._play(entry.unit, entry.layer, entry.steps, after)
+            self._play(phase, entry, after)
             if phase == "backward" and entry.unit != AT_ROOT:
                 self._hooks.layer_done(self._step, entry.unit)
             name = unit_name(self._profile, entry.unit)
+            name = name if entry.phase in ("forward", "backward") else f"{entry.phase} {name}"
             yield Visit(phase, entry.unit, name, self._step.take(), entry.segment, entry.repetition)
 
-    def _play(self, unit: UnitId, layer: int, steps: Steps, following: UnitId | None) -> None:
-        hooks, step = self._hooks, self._step
+    def _hooks_of(self, entry: _Entry) -> StepHooks:
+        """The hooks that run around the unit: those of the reference model, or of the trained one."""
+        is_reference = entry.phase.startswith("reference")
+        return (self._hooks.reference if is_reference else None) or self._hooks
+
+    def _play(self, phase: Phase, entry: _Entry, following: UnitId | None) -> None:
+        hooks, step, unit = self._hooks_of(entry), self._step, entry.unit
         step.following = following
-        for item in steps:
+        for item in entry.steps:
             if isinstance(item, Span):
-                step.compute(item, layer, hooks.gradient_stream, partial(hooks.owner_of, unit, layer))
+                step.compute(item, entry.layer, hooks.gradient_stream, partial(hooks.owner_of, unit, entry.layer))
                 continue
             at = unit_at(item.a, unit)
             match item.op:
+                case Op.PRE_FORWARD if phase == "backward":
+                    hooks.before_recomputation(step, at)
+                case Op.POST_FORWARD if phase == "backward":
+                    hooks.after_recomputation(step, at)
                 case Op.PRE_FORWARD:
+                    if at == AT_ROOT:
+                        hooks.begin_forward(learns=entry.phase == "forward", again=hooks in self._ran)
+                        self._ran.add(hooks)
                     hooks.pre_forward(step, at)
                 case Op.POST_FORWARD:
                     hooks.post_forward(step, at)
@@ -315,8 +352,9 @@ class _MicroBatchWalk:
 
 
 class _Entry(NamedTuple):
-    """One real layer or root segment; `layer` is its number in forward order."""
+    """One real layer or root segment of a phase of the tape; `layer` is its number in forward order."""
 
+    phase: str
     unit: UnitId
     layer: int
     steps: Steps
@@ -328,7 +366,7 @@ def _entries(profile: Profile, parts: tuple[LayoutPart, ...], *, backward: bool)
     """Every real layer and root segment of one direction, in order."""
     for part in parts:
         if part.stack == ROOT:
-            yield _Entry(AT_ROOT, 0, part.steps[0], part.segments[0], None)
+            yield _Entry(part.phase, AT_ROOT, 0, part.steps[0], part.segments[0], None)
             continue
         layers = list(_real_layers(profile.stacks[part.stack].runs))
         if backward:
@@ -339,7 +377,7 @@ def _entries(profile: Profile, parts: tuple[LayoutPart, ...], *, backward: bool)
                 continue  # nothing below or in this layer is trained, so it has no backward
             is_last = recorded in part.last and last[recorded] == at
             steps = part.last[recorded] if is_last else part.steps[recorded]
-            yield _Entry((part.stack, recorded), number, steps, part.segments[recorded], repetition)
+            yield _Entry(part.phase, (part.stack, recorded), number, steps, part.segments[recorded], repetition)
 
 
 def _real_layers(runs: tuple[Run, ...]) -> Iterator[tuple[int, int, tuple[int, int]]]:

@@ -84,8 +84,10 @@ Steps = tuple[Span | Hook, ...]
 class LayoutPart:
     """A root segment (`steps[0]`), or a stack. `steps`: by recorded layer. `last`: the same for the last of the
     real layers that a recorded layer stands for, if its steps differ. `segments`: the tape's segment of each recorded layer.
+    `phase`: that of these segments.
     """
 
+    phase: str
     stack: int
     steps: dict[int, Steps]
     last: dict[int, Steps]
@@ -95,7 +97,7 @@ class LayoutPart:
 @dataclass(frozen=True, eq=False)
 class TapeLayout:
     """A tape in the form that the builder walks. `recorded_layers`: by stack, the recorded layer of each real one, in forward
-    order.
+    order. `forward` has all parts before backward, also those of forwards without gradients.
     """
 
     tape: Tape
@@ -129,11 +131,12 @@ class _LayoutReader:
         self._spans: list[Span] = []
 
     def layout(self) -> TapeLayout:
-        parts: dict[str, list[LayoutPart]] = {"forward": [], "backward": []}
+        forward: list[LayoutPart] = []
+        backward: list[LayoutPart] = []
         for index, segment in enumerate(self._tape.segments):
-            of_phase = parts[segment.phase]
+            of_phase = backward if segment.phase == "backward" else forward
             if segment.stack == ROOT or not of_phase or of_phase[-1].stack != segment.stack:
-                of_phase.append(LayoutPart(segment.stack, {}, {}, {}))
+                of_phase.append(LayoutPart(segment.phase, segment.stack, {}, {}, {}))
             layer = segment.layer if segment.stack != ROOT else 0
             of_phase[-1].segments[layer] = index
             differs = self._last_differs(segment)
@@ -143,7 +146,7 @@ class _LayoutReader:
         recorded = tuple(
             tuple(layer for run in stack.runs for layer in run.pattern * run.repeats) for stack in self._profile.stacks
         )
-        return TapeLayout(self._tape, recorded, tuple(parts["forward"]), tuple(parts["backward"]), tuple(self._spans))
+        return TapeLayout(self._tape, recorded, tuple(forward), tuple(backward), tuple(self._spans))
 
     def _last_differs(self, segment: Segment) -> bool:
         """Whether the segment stands for several layers and the last of them frees storages that all of them share."""

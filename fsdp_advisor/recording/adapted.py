@@ -13,7 +13,9 @@ from torch import nn
 
 from fsdp_advisor.errors import MissingExtra, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
-from fsdp_advisor.model.quantization import Quantization
+from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
+from fsdp_advisor.recording.checkpointing import arguments
+from fsdp_advisor.recording.packed import adapter_layers, pack
 from fsdp_advisor.recording.quantized import INSTALL, prepare_for_training, quantize
 from fsdp_advisor.recording.source import Source, WrappedSource
 from fsdp_advisor.recording.transformers_models import TransformersSource
@@ -24,7 +26,13 @@ def source_of(config: Mapping[str, Any], *, name: str, task: str | None = None) 
     values = dict(config)
     adaptation = values.pop(CONFIG_KEY, None)
     plain = TransformersSource(values, name=name, task=task)
-    return plain if adaptation is None else AdaptedSource(plain, adaptation)
+    if adaptation is None:
+        return plain
+    if adaptation.get("own_model"):
+        from fsdp_advisor.recording.torchtitan_models import TorchtitanSource
+
+        return TorchtitanSource(plain, adaptation)
+    return AdaptedSource(plain, adaptation)
 
 
 class AdaptedSource(WrappedSource):
@@ -34,7 +42,9 @@ class AdaptedSource(WrappedSource):
         """`adaptation`: the values of an `Adaptation`, and under `versions` those of the packages that adapt the model."""
         super().__init__(base)
         self._adaptation = Adaptation.from_dict(adaptation)
-        self.inventory_dtype = torch.bfloat16 if self._adaptation.prepared else torch.float64
+        self._packed = is_packed_checkpoint(self._adaptation.quantization)
+        has_usual_dtype = self._adaptation.prepared and not self._packed
+        self.inventory_dtype = torch.bfloat16 if has_usual_dtype else torch.float64
         """A parameter with another dtype has it at every precision, as the fp32 weights of adapters. No weight is in float64."""
         self._recorded_as = dict(adaptation)
 
@@ -42,12 +52,28 @@ class AdaptedSource(WrappedSource):
         return {**self._base.config(), CONFIG_KEY: self._recorded_as}
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """The adapted model. A quantized base is loaded in its compute dtype; what is not quantized is in fp32 then."""
+        """The adapted model. A base that bitsandbytes quantizes is loaded in its compute dtype; the rest of it is in fp32 then. A GPTQ
+        or AWQ checkpoint is loaded in 16 bits.
+
+        Checkpointed layers have other settings than the others, and so are layers of another kind.
+        """
+        model = self._changed(dtype)
+        if self._adaptation.checkpoint_every:
+            every = {"every_n_layers": self._adaptation.checkpoint_every}
+            model.activation_checkpointing_enable(arguments("every", ""), **every)  # type: ignore[operator]  # of transformers'
+        return model
+
+    def _changed(self, dtype: torch.dtype) -> nn.Module:
+        """The model with its adapters, frozen parameters and quantized base."""
         quantization = self._adaptation.quantization
         if quantization:
-            settings = Quantization.from_keywords(quantization)
-            model = self._base.build(getattr(torch, settings.compute_dtype))
-            quantize(model, settings)
+            if self._packed:
+                model = self._base.build(torch.bfloat16)
+                pack(model, self._base.stacks(model), quantization)
+            else:
+                settings = Quantization.from_keywords(quantization)
+                model = self._base.build(getattr(torch, settings.compute_dtype))
+                quantize(model, settings)
             if self._adaptation.prepared:
                 prepare_for_training(model, gradient_checkpointing=False)
             else:
@@ -59,7 +85,7 @@ class AdaptedSource(WrappedSource):
         if not self._adaptation.peft:
             return model
         model = self._with_adapters(model)
-        if not self._adaptation.prepared:
+        if not self._adaptation.prepared and not self._packed:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and "lora_magnitude_vector" not in name:
                     parameter.data = parameter.data.to(torch.bfloat16)
@@ -80,6 +106,8 @@ class AdaptedSource(WrappedSource):
         try:
             kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(str(values.pop("peft_type")).upper())]
             config = kind(task_type=TASK_TYPES.get(self.task), **{k: v for k, v in values.items() if k != "task_type"})
+            if self._packed and isinstance(config, peft.LoraConfig):
+                config._register_custom_module(adapter_layers())
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)

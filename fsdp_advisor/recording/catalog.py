@@ -2,12 +2,13 @@
 
 A work folder keeps finished models, keyed by their configuration, the versions, the tape keys and `RECORDING`. A second run
 records only models for which one of these has changed. With `--add` the catalog's tapes and refusals are kept, and only missing
-tapes are recorded.
+tapes are recorded; with `--add --retry` also those that were refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -16,12 +17,13 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import transformers
 import yaml
 
-from fsdp_advisor.errors import AdvisorError, to_payload
-from fsdp_advisor.model.catalog import INDEX, PATH, find, profile
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, to_payload
+from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, find, profile, stored
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import RECORDING, dump, load
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
@@ -32,9 +34,10 @@ ARCHITECTURES = PATH.with_name("architectures.yaml")
 ENGINES: tuple[TapeEngine, ...] = ("fsdp2", "plain", "fsdp1", "fsdp1+autocast")
 PRECISIONS: tuple[TapePrecision, ...] = ("bf16", "bf16-mixed", "fp32")
 ATTENTIONS: tuple[TapeAttention, ...] = ("sdpa", "eager")
+CHECKPOINTING: tuple[TapeCheckpointing, ...] = ("none", "full")
 ON_CPU = tuple(
     TapeKey(*fields)
-    for fields in itertools.product(ENGINES, PRECISIONS, ATTENTIONS, get_args(TapeCheckpointing), (False, True))
+    for fields in itertools.product(ENGINES, PRECISIONS, ATTENTIONS, CHECKPOINTING, (False, True))
     if fields[0] != "fsdp1+autocast" or (fields[1] == "bf16-mixed" and fields[2] != "eager")
 )
 FLASH = tuple(  # the kernel supports half precision only, and treats every B the same
@@ -76,49 +79,100 @@ def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]
     )
 
 
-def record(row: dict[str, Any], before: Profile | None = None) -> tuple[bytes, list[str]]:
-    """A row's stored profile, and the tapes that the model's code refuses, with the reason. `before`: a profile whose tapes are
-    kept.
+def record(row: dict[str, Any], before: Profile | None = None, *, retry: bool = False) -> tuple[bytes, list[str]]:
+    """A row's stored profile, and the tapes that the model's code refuses, with the reason.
+
+    `before`: a profile whose tapes and refusals are kept, or with `retry` only its tapes.
     """
-    source = TransformersSource(row["config"], name=row["id"], task=row["task"])
+    source = _source(row)
     recorder = Recorder(source)
-    if recorder.profile.parameters != row["parameters"]:
-        raise SystemExit(f"{row['id']}: {recorder.profile.parameters} parameters, not {row['parameters']}")
-    refused = []
+    made = recorder.profile
+    if made.parameters != row["parameters"]:
+        raise SystemExit(f"{row['id']}: {made.parameters} parameters, not {row['parameters']}")
     if before is not None:
-        if (before.root, before.stacks, before.versions) != (
-            recorder.profile.root,
-            recorder.profile.stacks,
-            recorder.profile.versions,
-        ):
+        if (before.root, before.stacks, before.versions) != (made.root, made.stacks, made.versions):
             raise SystemExit(f"{row['id']}: the catalog's tapes are of another model or other versions")
-        recorder.profile.tapes.update(before.tapes)
-        recorder.profile.refusals.update(before.refusals)
-    for key in keys_of(recorder.profile, source):
-        if key.name in recorder.profile.tapes or key.name in recorder.profile.refusals:
-            continue
-        try:
-            recorder.profile.tapes[key.name] = recorder.tape(key)
-        except AdvisorError as error:  # one refusal must not prevent the other tapes
-            refused.append(f"{key.name}: {error.message}")
-            recorder.profile.refusals[key.name] = to_payload(error)
-    return dump(recorder.profile, small=True), refused
+        made.tapes.update(before.tapes)
+        made.refusals.update({} if retry else before.refusals)
+    refused = [why for key in _missing(row, made, source) if (why := _add_tape(recorder, key))]
+    return dump(made, small=True), refused
+
+
+def _add_tape(recorder: Recorder, key: TapeKey) -> str | None:
+    """Record a tape, or keep why that is not possible and return it as a line."""
+    try:
+        recorder.profile.tapes[key.name] = recorder.tape(key)
+    except AdvisorError as error:
+        recorder.profile.refusals[key.name] = to_payload(error)
+        return f"{key.name}: {error.message}"
+    return None
+
+
+def _source(row: dict[str, Any]) -> TransformersSource:
+    return TransformersSource(row["config"], name=row["id"], task=row["task"])
+
+
+def _missing(row: dict[str, Any], profile: Profile, source: TransformersSource) -> list[TapeKey]:
+    """The keys of a row's tapes that `profile` neither has nor refuses."""
+    if row.get("tapes") == "none":
+        return []
+    known = profile.tapes.keys() | profile.refusals.keys()
+    return [key for key in keys_of(profile, source) if key.name not in known]
 
 
 def _key(row: dict[str, Any]) -> str:
     names = [key.name for key in ALL]
-    text = json.dumps([row["config"], row["task"], versions(), names, RECORDING], sort_keys=True)
+    text = json.dumps(
+        [row["config"], row["task"], row.get("tapes", "all"), versions(), names, RECORDING], sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _work(job: tuple[dict[str, Any], Path, bool]) -> tuple[str, list[str]]:
-    row, target, add = job
+def _work(job: tuple[dict[str, Any], Path, bool, bool]) -> tuple[str, list[str]]:
+    row, target, add, retry = job
     entry = find(row["id"]) if add else None
-    data, refused = record(row, profile(entry) if entry else None)
+    before = profile(entry) if entry else None
+    refused: list[str] = []
+    if entry is not None and before is not None and _is_whole(row, before, retry=retry):
+        data = stored(entry)
+    else:
+        data, refused = record(row, before, retry=retry)
     partial = target.with_suffix(".partial")
     partial.write_bytes(data)
     partial.rename(target)
     return row["id"], refused
+
+
+def _is_whole(row: dict[str, Any], before: Profile, *, retry: bool) -> bool:
+    """Whether a profile of the catalog has every tape of its row."""
+    if retry and any(refusal["kind"] != NoSuchAttention.__name__ for refusal in before.refusals.values()):
+        return False
+    source = _source(row)
+    return (before.config, before.versions) == (source.config(), versions()) and not _missing(row, before, source)
+
+
+def _configurations(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The configurations of all rows, and the defaults of their classes, in which configurations of the same model are recognized."""
+    return {
+        "configs": {row["id"]: row["config"] for row in rows},
+        "defaults": {t: _defaults(t) for row in rows for t in _model_types(row["config"])},
+    }
+
+
+def _model_types(config: dict[str, Any]) -> list[str]:
+    """The model types of a configuration and of those in it."""
+    inner = [t for value in config.values() if isinstance(value, dict) for t in _model_types(value)]
+    return [*([config["model_type"]] if "model_type" in config else []), *inner]
+
+
+def _defaults(model_type: str) -> dict[str, Any]:
+    """The default values of the fields of a configuration class that JSON has."""
+    try:
+        fields = dataclasses.fields(transformers.CONFIG_MAPPING[model_type])
+    except KeyError:
+        return {}
+    plain = (str, int, float, bool, list)
+    return {f.name: f.default for f in fields if isinstance(f.default, plain) and not f.name.startswith("_")}
 
 
 def main() -> None:
@@ -127,41 +181,53 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/catalog"))
     parser.add_argument("--only", default="", help="models whose id contains this; the catalog is then not written")
     parser.add_argument("--out", type=Path, default=PATH)
-    parser.add_argument("--partial", action="store_true", help="write what is recorded so far and stop")
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="write what is recorded so far and stop; with --add, other models stay as they are",
+    )
     parser.add_argument("--add", action="store_true", help="keep the catalog's tapes, record the tapes it lacks")
+    parser.add_argument("--retry", action="store_true", help="with --add: also record refused tapes again")
     options = parser.parse_args()
     rows = yaml.safe_load(ARCHITECTURES.read_text())
     options.work.mkdir(parents=True, exist_ok=True)
     targets = [(row, options.work / f"{_key(row)}.profile") for row in rows if options.only in row["id"]]
-    missing = [] if options.partial else [(*job, options.add) for job in targets if not job[1].exists()]
+    missing = [] if options.partial else [(*job, options.add, options.retry) for job in targets if not job[1].exists()]
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=4) as pool:
         for done, (name, refused) in enumerate(pool.imap_unordered(_work, missing), start=1):
             print(f"{done}/{len(missing)} {name}", *(f"\n    {r}" for r in refused), file=sys.stderr, flush=True)
     if options.only:
         return
     index = []
-    with zipfile.ZipFile(options.out, "w", zipfile.ZIP_DEFLATED) as archive:
+    written = options.out.with_suffix(".partial")  # the catalog itself is read meanwhile
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         for row, target in targets:
-            if not target.exists():
+            entry = find(row["id"]) if options.add else None
+            if target.exists():
+                data = target.read_bytes()
+            elif entry is not None:
+                data = stored(entry)
+            else:
                 continue
-            source = TransformersSource(row["config"], name=row["id"], task=row["task"])
             member = row["id"].replace("/", "--") + ".profile"
-            stored = target.read_bytes()
             index.append(
                 {
                     "id": row["id"],
                     "aliases": row.get("aliases", []),
                     "task": row["task"],
                     "parameters": row["parameters"],
-                    "max_seq_len": source.max_seq_len,
+                    "max_seq_len": _source(row).max_seq_len,
                     "model_type": row["config"]["model_type"],
                     "source": row["source"],
                     "member": member,
-                    "experts": load(stored).experts,
+                    "experts": load(data).experts,
+                    "has_tapes": row.get("tapes") != "none",
                 }
             )
-            archive.writestr(zipfile.ZipInfo(member), stored, zipfile.ZIP_STORED)
+            archive.writestr(zipfile.ZipInfo(member), data, zipfile.ZIP_STORED)
         archive.writestr(zipfile.ZipInfo(INDEX), json.dumps(index), zipfile.ZIP_DEFLATED)
+        archive.writestr(zipfile.ZipInfo(CONFIGS), json.dumps(_configurations(rows)), zipfile.ZIP_DEFLATED)
+    written.replace(options.out)
     print(f"{len(index)} models, {options.out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
 
 

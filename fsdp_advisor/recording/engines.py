@@ -8,6 +8,7 @@ Source: torch.distributed.fsdp._fully_shard._fsdp_param_group / _fsdp_state and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -67,9 +68,11 @@ def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
 class FlatUnit:
     """FSDP1's flat parameter of one unit (`use_orig_params=True`). Parameters are views of it, aligned to 16 bytes."""
 
-    def __init__(self, owners: list[tuple[nn.Module, str]], parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self, owners: list[tuple[nn.Module, str]], parameters: list[nn.Parameter], stored: torch.dtype | None
+    ) -> None:
         """Make the flat parameter. `owners`: (module, attribute, ...) of each parameter, tied ones after the first; `parameters`
-        give the shapes.
+        give the shapes. `stored`: the dtype of the shards, None for that of the parameters.
         """
         self._shapes = [p.shape for p in parameters]
         self._places: list[list[tuple[nn.Module, str]]] = [[] for _ in parameters]
@@ -79,11 +82,14 @@ class FlatUnit:
             self._places[index[id(parameter)]].append((module, name))
         dtype = parameters[0].dtype
         self._splits, self._is_padding = aligned_splits([p.numel() for p in parameters], dtype.itemsize)
+        self.has_views = False
         is_trained = any(p.requires_grad for p in parameters)
+        self._shard = torch.empty(0, dtype=stored or dtype)
         self.flat = nn.Parameter(torch.empty(sum(self._splits), dtype=dtype), requires_grad=is_trained)
 
     def use_views(self, on_gradient: Callable[[torch.Tensor | None], None]) -> None:
         """Set every parameter attribute to a view of the flat parameter, as FSDP1 does before a unit's forward."""
+        self.has_views = True
         splits = torch.split(self.flat, self._splits)
         views = (split for split, padding in zip(splits, self._is_padding, strict=True) if not padding)
         for split, shape, places in zip(views, self._shapes, self._places, strict=True):
@@ -92,6 +98,12 @@ class FlatUnit:
                 view.register_hook(on_gradient)
             for module, name in places:
                 setattr(module, name, view)
+
+    def use_shards(self) -> None:
+        """Set every parameter attribute to an empty shard, whose dtype the code around the unit may read."""
+        self.has_views = False
+        for module, name in itertools.chain.from_iterable(self._places):
+            setattr(module, name, self._shard)
 
 
 def aligned_splits(numels: list[int], itemsize: int) -> tuple[list[int], list[bool]]:

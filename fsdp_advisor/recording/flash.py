@@ -15,13 +15,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import get_target_dtype
+from transformers.modeling_flash_attention_utils import _index_first_axis, _is_packed_sequence
+
+from fsdp_advisor.model.tape_key import TapeBatch
 
 NAME = "recorded_fused_attention"  # transformers looks for a kernel package behind any name with "flash" in it
+VARLEN = "recorded_varlen_attention"
+"""The same with sequences of several lengths, in one row or padded."""
 HEAD_ROUNDING = 32
 
 
@@ -111,10 +117,180 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
+class _FlexAttention(torch.autograd.Function):
+    """`flex_attention` as torch.compile makes it, with one kernel in forward and in backward two: the sum over the products of
+    gradient and output, and the gradients. Source: torch/_inductor/kernel/flex/flex_attention.py (torch 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor
+        with scratch():
+            largest = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        out, lse = _forward(q, k, v)
+        del largest
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        with scratch():
+            delta = torch.empty_like(lse)
+        gradients: tuple[torch.Tensor, ...] = _backward(grads[0].contiguous(), q, k, v, out, lse)
+        del delta
+        return gradients
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output of compiled FlexAttention, of shape (B, T, H, D). The masks of blocks are not counted: 16 bytes per pair of blocks of
+    128 tokens.
+    """
+    out: torch.Tensor = _FlexAttention.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return out
+
+
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The output of cuDNN's kernel, of shape (B, T, H, D). `bias` is an additive mask."""
     out: torch.Tensor = _FlashAttention.apply(q, k, v, bias, True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return out
+
+
+# Sequences of several lengths
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the sequences of the current batch lie in its tensors. `padding`: the part of the tokens that is padding."""
+
+    layout: TapeBatch
+    sequences: int
+    padding: float
+
+
+class _Current:
+    rows = Rows("full", 1, 0.0)
+
+
+def use_rows(rows: Rows) -> None:
+    """Let attention run on batches with these rows, also when backward computes it again."""
+    _Current.rows = rows
+
+
+@torch.library.custom_op("fsdp_advisor::flash_varlen", mutates_args=())
+def _varlen_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only its shapes are known")
+
+
+@_varlen_forward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("fsdp_advisor::flash_varlen_backward", mutates_args=())
+def _varlen_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    sequences: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    raise NotImplementedError("only its shapes are known")
+
+
+@_varlen_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    sequences: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """`flash_attn_varlen_func`, over tensors of shape (tokens, H, D). `lengths`: the cumulative lengths of the sequences.
+
+    The scratch of backward has 128 rows more for each sequence. Source: Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp,
+    `mha_varlen_bwd`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, sequences: int
+    ) -> torch.Tensor:
+        out: torch.Tensor
+        out, lse = _varlen_forward(q, k, v, sequences)
+        ctx.save_for_backward(q, k, v, out, lse, lengths)
+        ctx.sequences = sequences
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, _ = ctx.saved_tensors
+        tokens, h, d = q.shape
+        with scratch():
+            rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
+            rows = tokens + 128 * ctx.sequences
+            taken = [q.new_empty((rows, h, rounded), dtype=torch.float32), q.new_empty((h, rows), dtype=torch.float32)]
+            if k.shape[1] != h:
+                taken += [q.new_empty((k.shape[0], h, d)), q.new_empty((k.shape[0], h, d))]
+        gradients = _varlen_backward(grads[0].contiguous(), q, k, v, out, lse, ctx.sequences)
+        del taken
+        return (*gradients, None, None)
+
+
+class _PadInput(torch.autograd.Function):
+    """The tokens (tokens, H, D) at their places among `rows` rows, the others zero. Source: flash-attention, flash_attn/bert_padding.py,
+    `IndexPutFirstAxis`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        padded = tokens.new_zeros((rows, *tokens.shape[1:]))
+        padded[places] = tokens
+        return padded
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grads[0][places], None, None
+
+
+def _with_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+) -> torch.Tensor:
+    """transformers' `_flash_attention_forward` on a batch of `Rows`. Steps that read values have their tensors alone.
+
+    Source: transformers 5.23, modeling_flash_attention_utils.py. Not counted: the sort in the backward of indexing on CUDA, about 32
+    bytes per token.
+    """
+    rows = _Current.rows
+    batch, length = q.shape[:2]
+    out: torch.Tensor
+    if attention_mask is not None:
+        sums = attention_mask.sum(dim=-1, dtype=torch.int32)
+        real = batch * length - int(batch * length * rows.padding)
+        places = attention_mask.new_empty((real, 1), dtype=torch.long).flatten()
+        lengths = torch.nn.functional.pad(torch.cumsum(sums, dim=0, dtype=torch.int32), (1, 0))
+        q, k, v = (_index_first_axis(x, places) for x in (q, k, v))
+        out = _VarlenAttention.apply(q, k, v, lengths, rows.sequences)  # type: ignore[no-untyped-call]  # torch's
+        padded: torch.Tensor = _PadInput.apply(out, places, batch * length)  # type: ignore[no-untyped-call]  # torch's
+        return padded.view(batch, length, *out.shape[1:])
+    given: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
+    position_ids = kwargs.get("position_ids")
+    if given is None and position_ids is not None:
+        _is_packed_sequence(position_ids, batch)
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        starts = position_ids == position_ids.min()
+        given = starts.new_empty((rows.sequences + 1,), dtype=torch.int32)
+        del starts
+    if given is None:
+        return flash(q, k, v)
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    out = _VarlenAttention.apply(q, k, v, given, rows.sequences)  # type: ignore[no-untyped-call]  # torch's
+    return out.view(batch, -1, *out.shape[1:])
+
+
+# transformers' interface
 
 
 def _attention(
@@ -125,18 +301,20 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers.integrations.flash_attention.flash_attention_forward with `flash` instead of the kernel."""
+    """transformers.integrations.flash_attention.flash_attention_forward with `flash` or `_with_rows` instead of the kernel."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     if v_head_dim != head_dim:
         v = torch.nn.functional.pad(v, [0, head_dim - v_head_dim])
     if (dtype := get_target_dtype(q, module)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out = flash(q, k, v)
+    config: Any = module.config
+    out = _with_rows(q, k, v, attention_mask, **kwargs) if config._attn_implementation == VARLEN else flash(q, k, v)
     return (out if v_head_dim == head_dim else out[..., :v_head_dim]), None
 
 
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(VARLEN, _attention)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -146,3 +324,11 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _mask_of_padding(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor | None:
+    """The result of `flash_attention_mask` with padding: the mask of the batch."""
+    return attention_mask
+
+
+AttentionMaskInterface.register(VARLEN, _mask_of_padding)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.tape_key import TapeLoss
+from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeLoss
 from fsdp_advisor.recording.source import RootModules, Source, WrappedSource
 from fsdp_advisor.recording.tiles import Tile, sized_by
 
@@ -40,11 +40,25 @@ TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
 class FusedLoss(nn.Module):
     """Head and loss in one, called with hidden states and labels. It stands for the head: its call begins the loss."""
 
-    def __init__(self, head: nn.Module, compute: Callable[..., torch.Tensor], ignored_labels: float) -> None:
+    def __init__(
+        self,
+        head: nn.Module,
+        compute: Callable[..., Any],
+        ignored_labels: float,
+        gathered_head: str = "",
+        completion_length: int = 0,
+    ) -> None:
+        """`gathered_head`: the dtype in which the loss gathers the weight; empty if FSDP does. `completion_length`: the tokens of each
+        sequence that have labels; 0 for all but the ignored ones. `examples`: how many sequences the labels have and how long they are,
+        also if they are in one row; None if the labels' shape says so.
+        """
         super().__init__()
         self.__dict__["head"] = head  # not a child: the head belongs to the model
         self._compute = compute
         self._ignored_labels = ignored_labels
+        self.gathered_head = gathered_head
+        self._completion_length = completion_length
+        self.examples: tuple[int, int] | None = None
 
     @property
     def weight(self) -> nn.Parameter:
@@ -52,23 +66,29 @@ class FusedLoss(nn.Module):
         weight: nn.Parameter = self.__dict__["head"].weight
         return weight
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+        """What `compute` returns: the loss, or log-probabilities and more by name."""
         head = self.__dict__["head"]
-        tokens = labels.shape[0] * (labels.shape[1] - 1)
-        scored = max(1, tokens - int(tokens * self._ignored_labels))
-        return self._compute(hidden, head.weight, head.bias, labels, scored)
+        sequences, length = self.examples or tuple(labels.shape)
+        tokens = sequences * (length - 1)
+        scored = self._completion_length * sequences or max(1, tokens - int(tokens * self._ignored_labels))
+        weight = head.weight
+        if self.gathered_head:  # `DTensor.full_tensor`
+            weight = weight.to(getattr(torch, self.gathered_head), copy=True)
+        return self._compute(hidden, weight, head.bias, labels, scored, (sequences, length))
 
 
 class LossSource(WrappedSource):
     """A causal language model whose forward computes one of these losses."""
 
-    def __init__(self, base: Source, loss: TapeLoss, ignored_labels: float = 0.0) -> None:
+    def __init__(self, base: Source, loss: TapeLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> None:
         super().__init__(base)
         self._loss = loss
         self._ignored_labels = ignored_labels
+        self._gathered_head = gathered_head
 
     def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
         self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
         if self.task != "causal-lm":
@@ -76,28 +96,39 @@ class LossSource(WrappedSource):
                 f"{self.name}: losses in tiles are for causal language models, not for {self.task}",
                 hint="use --loss full",
             )
-        model = _causal_model(module, self.name)
+        model = causal_model(module, self.name)
         if self._loss == "liger" and model.config.model_type not in LIGER_MODELS:
             raise NotRecordable(
                 f"{self.name}: Liger 0.8.5 has no loss for models of type {model.config.model_type}",
                 hint="--loss cce works for every causal model",
             )
         head = model.get_output_embeddings()
-        model.__dict__["fused_loss"] = FusedLoss(head, _LOSSES[self._loss], self._ignored_labels)
+        compute = _LOSSES[self._loss]
+        model.__dict__["fused_loss"] = FusedLoss(head, compute, self._ignored_labels, self._gathered_head)
         model.forward = MethodType(_forward, model)
+
+        self._fused = model.__dict__["fused_loss"]
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        self._fused.examples = micro_batch_size, seq_len
+        return self._base.batch(micro_batch_size, seq_len)
 
     def root_modules(self, module: nn.Module) -> RootModules:
         found = self._base.root_modules(module)
-        fused = _causal_model(module, self.name).__dict__.get("fused_loss")
+        fused = causal_model(module, self.name).__dict__.get("fused_loss")
         return found if fused is None else RootModules(found.embedding, found.final_norm, fused)
 
 
-def with_loss(source: Source, loss: TapeLoss, ignored_labels: float = 0.0) -> Source:
+def with_loss(source: Source, loss: TapeLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> Source:
     """The source with this loss. Raises NotRecordable, when it is configured, for a model that is no causal language model."""
-    return source if loss == "full" else LossSource(source, loss, ignored_labels)
+    if loss == "torchtitan":
+        from fsdp_advisor.recording.torchtitan_models import ChunkedLossSource
+
+        return ChunkedLossSource(source)
+    return source if loss == "full" else LossSource(source, loss, ignored_labels, gathered_head)
 
 
-def _causal_model(module: nn.Module, name: str) -> PreTrainedModel:
+def causal_model(module: nn.Module, name: str) -> PreTrainedModel:
     for inner in module.modules():
         if isinstance(inner, PreTrainedModel) and isinstance(inner.get_output_embeddings(), nn.Linear):
             return inner
@@ -137,19 +168,47 @@ def _computes_in(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _of_trl(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, scored: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scored: int,
+    examples: tuple[int, int],
 ) -> torch.Tensor:
     """Log-probabilities in tiles. Source: trl 1.16, trainer/utils.py, `add_fused_lm_head`; sft_trainer.py, `compute_loss`."""
-    tile = Tile.of(tuple(labels.shape), unscored=1, most=TILE_TOKENS)
+    outputs = ("log_probs", "entropy", "is_top1")
+    return log_probs_of_trl(hidden, weight, bias, labels, scored, examples, outputs=outputs)["loss"]
+
+
+def log_probs_of_trl(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scored: int,
+    examples: tuple[int, int],
+    *,
+    outputs: tuple[str, ...],
+    sequences: int = 1,
+    unscored: int = 1,
+) -> dict[str, torch.Tensor]:
+    """The outputs of a model with TRL's head, by name. Source: trl 1.16, trainer/utils.py, `add_fused_lm_head`.
+
+    `examples`: how many sequences the labels have and how long they are. `sequences`: how many the batch has for each of its B examples.
+    `unscored`: the tokens of a sequence without scores.
+    """
+    tile = Tile.of(examples, unscored=unscored, most=TILE_TOKENS, sequences=sequences)
     hidden, labels = hidden[:, :-1], labels[:, 1:]
     mask = labels != -100
     rows, columns = _indices(mask, scored)
-    log_probs, entropy, is_top1 = _TiledLogProbs.apply(hidden[rows, columns], weight, bias, labels[rows, columns], tile)  # type: ignore[no-untyped-call]
-    log_probs, entropy, is_top1 = (
-        x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy, is_top1)
-    )
-    loss: torch.Tensor = (-log_probs).sum()
-    return loss / mask.sum().clamp(min=1)
+    computed = _TiledLogProbs.apply(hidden[rows, columns], weight, bias, labels[rows, columns], tile, outputs)  # type: ignore[no-untyped-call]
+    found = {
+        name: x.new_zeros(mask.shape).masked_scatter(mask, x)
+        for name, x in zip(OUTPUTS, computed, strict=True)
+        if x is not None
+    }
+    del computed
+    return {"loss": (-found["log_probs"]).sum() / mask.sum().clamp(min=1), **found}
 
 
 def _indices(mask: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
@@ -158,8 +217,12 @@ def _indices(mask: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     return found.unbind(1)
 
 
+OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
+"""What TRL's head computes of each token; a trainer asks for some of it."""
+
+
 class _TiledLogProbs(torch.autograd.Function):
-    """`ChunkedLogProbFunction` of trl 1.16 (kernels/chunked_logprob.py) with the outputs of its SFTTrainer.
+    """`ChunkedLogProbFunction` of trl 1.16 (kernels/chunked_logprob.py).
 
     hidden (N, H), weight (V, H), targets (N). A tile of the logits is folded into statistics per token; backward computes it again
     and adds its products to gradients in fp32.
@@ -173,10 +236,11 @@ class _TiledLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         tile: Tile,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        outputs: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.tile = _computes_in(hidden), tile
-        largest, total, weighted, _, _, before_target, target = (
+        largest, total, weighted, _, summed, before_target, target = (
             torch.zeros((hidden.shape[0],), dtype=torch.float32) for _ in range(7)
         )
         buffers = _tile_of(hidden, tile, ctx.dtype)
@@ -186,12 +250,13 @@ class _TiledLogProbs(torch.autograd.Function):
             del part
         log_z = largest + torch.log(total)
         log_probs = target - log_z
-        entropy = log_z - weighted / total
-        is_top1 = (target >= largest) & (target > before_target)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
-        ctx.mark_non_differentiable(is_top1)
+        entropy = log_z - weighted / total if "entropy" in outputs else None
+        mean_logits = summed / weight.shape[0] if "mean_logits" in outputs else None
+        is_top1 = (target >= largest) & (target > before_target) if "is_top1" in outputs else None
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, log_z if entropy is None else entropy)
+        ctx.mark_non_differentiable(*(x for x in (mean_logits, is_top1) if x is not None))
         del buffers
-        return log_probs, entropy, is_top1
+        return log_probs, entropy, mean_logits, is_top1
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -212,7 +277,7 @@ class _TiledLogProbs(torch.autograd.Function):
             for gradient, x in zip((for_hidden, for_weight, for_bias), (hidden, weight, bias), strict=True)
         ]
         del buffers
-        return (*results, None, None)
+        return (*results, None, None, None)
 
 
 def _tile_of(hidden: torch.Tensor, tile: Tile, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -226,11 +291,16 @@ def _tile_of(hidden: torch.Tensor, tile: Tile, dtype: torch.dtype) -> tuple[torc
 
 
 def _of_liger(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, scored: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scored: int,
+    examples: tuple[int, int],
 ) -> torch.Tensor:
     """Source: liger-kernel 0.8.5, transformers/model/loss_utils.py, `LigerForCausalLMLoss` with `num_items_in_batch`."""
     vocabulary, width = weight.shape
-    tile = Tile.of(tuple(labels.shape), parts=-(-vocabulary // width))
+    tile = Tile.of(examples, parts=-(-vocabulary // width))
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     loss: torch.Tensor = _LigerLoss.apply(hidden.view(-1, width), weight, bias, shifted.view(-1), tile)  # type: ignore[no-untyped-call]
     return loss / torch.empty((), dtype=torch.long)
@@ -317,7 +387,12 @@ def _product_of_casts(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile, dt
 
 
 def _of_cce(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, scored: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scored: int,
+    examples: tuple[int, int],
 ) -> torch.Tensor:
     """Source: cut-cross-entropy 25.1.1, cce.py, `cce_linear_cross_entropy(shift=True)`, with the mean over tokens."""
     if bias is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.source import LayerStack, RootModules
 
 
@@ -64,9 +65,9 @@ class ModuleSource:
                 )
 
     def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
-        if checkpointing:
+        if checkpointing != "none":
             raise UsageError(
                 "the recorder cannot add activation checkpointing to a plain module",
                 hint="checkpoint in the module's forward",

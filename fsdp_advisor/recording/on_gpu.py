@@ -43,16 +43,19 @@ _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
 @contextlib.contextmanager
-def as_on_gpu(*, by_cudnn: bool = False) -> Iterator[None]:
-    """Context in which attention, dropout, autocast and the search for packed sequences (which finds none) run as on a GPU.
+def as_on_gpu(*, by_cudnn: bool = False, packed: bool = False) -> Iterator[None]:
+    """Context in which attention, rms_norm, dropout, autocast and the search for packed sequences run as on a GPU.
 
-    `by_cudnn`: whether sdpa prefers cuDNN's kernel.
+    `by_cudnn`: whether sdpa prefers cuDNN's kernel. `packed`: whether the search finds packed sequences.
     """
     with (
         mock.patch.object(F, "scaled_dot_product_attention", attention_by_cudnn if by_cudnn else attention),
+        mock.patch.object(F, "rms_norm", rms_norm),
         as_on_cuda(),
         quantized.as_on_cuda(),
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_packed_sequences),
+        mock.patch.object(
+            masking_utils, "find_packed_sequence_indices", _packed_sequences if packed else _no_packed_sequences
+        ),
     ):
         yield
 
@@ -100,9 +103,15 @@ attention_by_cudnn = functools.partial(attention, by_cudnn=True)
 
 def _no_packed_sequences(position_ids: torch.Tensor) -> None:
     """transformers' check for packed sequences as on a GPU: allocate and free its tensors, and find none."""
-    mask = _find_packed_sequence_indices(position_ids)
+    _packed_sequences(position_ids)
+
+
+def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """The same check, with what it finds. Under fake tensors transformers skips the part that reads values."""
+    mask: torch.Tensor | None = _find_packed_sequence_indices(position_ids)
     if mask is not None:
         (mask[:, -1] == 0).all()
+    return mask
 
 
 def _cudnn_takes(
@@ -202,6 +211,67 @@ class _SafeSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (out,) = ctx.saved_tensors
         return torch._softmax_backward_data(grads[0], out, -1, out.dtype)
+
+
+# The fused norm
+
+
+def rms_norm(
+    tensor: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """`torch.nn.functional.rms_norm` as on CUDA, where one kernel computes it. Elsewhere it is a composite of other operators.
+
+    Source: ATen/native/layer_norm.cpp, rms_norm_symint, and cuda/layer_norm_kernel.cu (torch 2.13).
+    """
+    if weight is None or tensor.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+        return _composite_rms_norm(tensor, normalized_shape, weight, eps)
+    out: torch.Tensor = _FusedRmsNorm.apply(tensor, weight)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+_composite_rms_norm = F.rms_norm
+
+
+@torch.library.custom_op("fsdp_advisor::rms_norm", mutates_args=())
+def _rms_norm_forward(tensor: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only its shapes are known")
+
+
+@_rms_norm_forward.register_fake
+def _(tensor: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor.new_empty(tensor.shape), tensor.new_empty((*tensor.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("fsdp_advisor::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    grad: torch.Tensor, tensor: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only its shapes are known")
+
+
+@_rms_norm_backward.register_fake
+def _(
+    grad: torch.Tensor, tensor: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor.new_empty(tensor.shape), torch.empty_like(weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """`aten::_fused_rms_norm`: saves its inputs, and one fp32 per row."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor
+        tensor = tensor.contiguous()
+        out, scale = _rms_norm_forward(tensor, weight)
+        ctx.save_for_backward(tensor, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor, scale, weight = ctx.saved_tensors
+        gradients: tuple[torch.Tensor, torch.Tensor] = _rms_norm_backward(grads[0].contiguous(), tensor, scale, weight)
+        return gradients
 
 
 # The memory-efficient kernel

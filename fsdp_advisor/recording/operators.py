@@ -44,6 +44,12 @@ def _attention_flops(query: torch.Tensor, value: torch.Tensor, products: int) ->
     return products * 2 * b * h * t * value.shape[2] * d
 
 
+def _varlen_flops(query: torch.Tensor, value: torch.Tensor, sequences: int, products: int) -> int:
+    """`_attention_flops` of equally long sequences in one row, with shapes (tokens, H, D)."""
+    tokens, h, d = query.shape
+    return products * 2 * h * tokens * value.shape[0] * d // sequences
+
+
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
     """The work of one ATen operator. Views cost nothing."""
     name = func._schema.name
@@ -55,10 +61,16 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return Work(attention_flops=_attention_flops(args[0].transpose(1, 2), args[2].transpose(1, 2), 2), operators=1)
     if name == "fsdp_advisor::flash_attention_backward":
         return Work(attention_flops=_attention_flops(args[1].transpose(1, 2), args[3].transpose(1, 2), 5), operators=1)
+    if name == "fsdp_advisor::flash_varlen":
+        return Work(attention_flops=_varlen_flops(args[0], args[2], args[3], 2), operators=1)
+    if name == "fsdp_advisor::flash_varlen_backward":
+        return Work(attention_flops=_varlen_flops(args[1], args[3], args[6], 5), operators=1)
     if name == "fsdp_advisor::efficient_attention":
         return Work(attention_flops=_attention_flops(args[0], args[2], 2), operators=1)
     if name == "fsdp_advisor::efficient_attention_backward":
         return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
+    if name == "fsdp_advisor::linear_attention_kernel":
+        return Work(attention_flops=args[1], traffic_bytes=sum(t.numel() * t.element_size() for t in args[0]))
     if name == "aten::_grouped_mm":
         rows, inner = args[0].shape[-2], args[0].shape[-1]
         return Work(matmul_flops=2 * rows * inner * args[1].shape[-1], operators=1)

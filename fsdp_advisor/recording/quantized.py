@@ -12,6 +12,9 @@ then allocates less, backward the same.
 A layer in 8 bits keeps its input for backward, although it does not need it. The columns of its input that contain a value of 6 or
 more are multiplied in half precision (`llm_int8_threshold`). Their number depends on the data; none are assumed. Each adds the column of
 the input, and the columns of the weight as temporaries.
+
+DoRA computes the norm of the weight in each forward, of a copy of it: in the dtype that it had before it was quantized to 4 bits, in fp32
+if it is in 8 bits.
 """
 
 from __future__ import annotations
@@ -190,6 +193,14 @@ def _tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextlib.contextmanager
+def readable_weights() -> Iterator[None]:
+    """Context in which DoRA reads packed weights that are fake tensors. PEFT knows packed weights by their classes."""
+    dora = sys.modules.get("peft.tuners.lora.dora")
+    with mock.patch.object(dora, "dequantize_module_weight", _weight_of) if dora else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Context in which bitsandbytes' layers run on CPU tensors as on CUDA. It does nothing before a model was quantized."""
     if "bitsandbytes" not in sys.modules:
@@ -202,6 +213,7 @@ def as_on_cuda() -> Iterator[None]:
         "int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
         "int8_scaled_mm": _int8_scaled_mm,
         "int8_mm_dequant": _int8_mm_dequant,
+        "int8_vectorwise_dequant": _int8_vectorwise_dequant,
     }
     library = torch.library.Library("bitsandbytes", "IMPL", "AutogradCPU")
     try:
@@ -234,6 +246,17 @@ def _set_state_of_weight(layer: Any) -> None:
     """bitsandbytes' repair of a weight that an engine replaced by a view. A fake tensor cannot become a `Params4bit`."""
     if getattr(layer.weight, "quant_state", None) is None:
         layer.weight.quant_state = layer.quant_state
+
+
+def _weight_of(layer: Any) -> torch.Tensor:
+    """`peft.utils.integrations.dequantize_module_weight`."""
+    functional = _bitsandbytes().functional
+    weight: torch.Tensor = layer.weight
+    if _is_4bit(layer):
+        weight = functional.dequantize_4bit(weight.data, layer.quant_state)
+    elif _is_8bit(layer):
+        weight = functional.int8_vectorwise_dequant(weight.data, layer.state.SCB)
+    return weight
 
 
 def _matmul_8bit(
@@ -331,3 +354,7 @@ def _int8_mm_dequant(
     if bias is not None and bias.dtype != torch.float16:
         out.add_(bias)
     return out.to(dtype or torch.float16)
+
+
+def _int8_vectorwise_dequant(A: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    return A * stats.view(-1, 1) * (1 / 127)

@@ -11,27 +11,36 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import get_args
 
 import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NotRecordable
+from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.model.profile import (
     Buffer,
     Parameter,
     ParameterRole,
     Profile,
+    ScoringPhase,
     Stack,
     Tape,
     Unit,
 )
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import kinds
+from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
+from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
+from fsdp_advisor.recording.linear_attention import with_kernels
 from fsdp_advisor.recording.losses import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
+from fsdp_advisor.recording.packed import packed_weights
+from fsdp_advisor.recording.preferences import PreferenceSource
 from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
+from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
@@ -82,13 +91,16 @@ class Recorder:
         limit = min(self.source.max_seq_len or CHECK_T, self.source.alike_up_to or CHECK_T)
         ts = GRID_T if limit >= max(GRID_T) else (max(1, limit // 4), max(2, limit // 2), max(3, limit))
         bs = (1,) if key.batch_is_one else GRID_B
-        check = (1 if key.batch_is_one else CHECK_B, min(CHECK_T, limit))
+        longest = min(CHECK_T, limit)
+        if key.loss == "torchtitan":  # all chunks of a sequence are equal
+            longest -= longest % TORCHTITAN_CHUNKS
+        check = (1 if key.batch_is_one else CHECK_B, longest)
         points = [(b, t) for b in bs for t in ts]
         try:
             with self._step(key, sums_in_place=sums_in_place) as step:
                 # a first step creates the tensors that torch and transformers create once (adaptive ropes: once per model)
                 if not self._warm or self.source.alike_up_to:
-                    step.run(*points[0])
+                    step.run(*(key.at or points[0]))
                     self._warm = True
                 if key.at is not None:
                     take = step.run(*key.at)
@@ -196,23 +208,44 @@ class Recorder:
         """The model on fake tensors, ready to take steps of this key."""
         dtype = torch.bfloat16 if key.weights_in_half else torch.float32
         model = self._model(dtype)
-        source = with_loss(self.source, key.loss, key.ignored_labels)
-        checkpoints = key.checkpointing == "full"
+        source = _training(self.source, key)
+        by_plugin = key.wrap != "peft" and not key.activation_offload
+        by_accelerate = key.checkpointing == "full" and key.autocasts_fsdp1 and by_plugin
         units = units_to_record(self.source, self.profile, key)
         source.configure(
             model,
             attention=key.attention,
-            checkpointing=checkpoints and not key.autocasts_fsdp1,
+            checkpointing="none" if by_accelerate else key.checkpointing,
             window_filled=key.window_filled if key.device == "gpu" and key.attention == "sdpa" else None,
         )
-        if checkpoints and key.autocasts_fsdp1:
+        if key.activation_offload:
+            save_inputs_on_host(model, RecordedOnHost)
+        if by_accelerate:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
-        on_gpu = as_on_gpu(by_cudnn=key.kernel == "cudnn") if key.device == "gpu" else contextlib.nullcontext()
-        with steady(), softmax_scratch(), on_gpu, fake_tensors():
+        packed = key.batch in ("flattened", "flattened-trl")
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(steady())
+            contexts.enter_context(softmax_scratch())
+            if key.device == "gpu":
+                contexts.enter_context(as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed))
+                contexts.enter_context(with_kernels(model))
+            contexts.enter_context(fake_tensors())
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
             yield Step(source, model, key, units, sums_in_place=sums_in_place)
+
+
+def _training(source: Source, key: TapeKey) -> Source:
+    """The source with the batch and the loss of the key's trainer."""
+    if key.task == "sft":
+        source = with_batch(source, key.batch, key.padding)
+        return with_loss(source, key.loss, key.ignored_labels, key.gathered_head)
+    if key.task == "reward":
+        return RewardSource(source)
+    # accelerate does not prepare FSDP's copy, which therefore has no autocast but GRPO's
+    autocasts = key.task == "grpo" or not key.autocasts_fsdp1
+    return PreferenceSource(source, key, autocasts_copy=autocasts)
 
 
 def record_module(
@@ -246,7 +279,9 @@ def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
             if run.repeats == 1:
                 continue
             for layer in run.pattern:
-                for phase, before in (("forward", layer - len(run.pattern)), ("backward", layer + len(run.pattern))):
+                forwards = ("forward", *get_args(ScoringPhase))
+                earlier = [(phase, layer - len(run.pattern)) for phase in forwards]
+                for phase, before in (*earlier, ("backward", layer + len(run.pattern))):
                     own = births.get((phase, s, layer))
                     if births.get((phase, s, before), own) != own:
                         return False
@@ -287,12 +322,15 @@ def _own_dtype(parameter: nn.Parameter, usual: torch.dtype) -> str | None:
 
 def _buffers(module: nn.Module) -> tuple[Buffer, ...]:
     """The registered buffers of a module, and what its quantized layers keep besides their weights."""
+    packed = packed_weights(module)
     return (
-        *(_buffer(n, b) for n, b in module.named_buffers()),
+        *(_buffer(n, b, matrix=packed.get(n)) for n, b in module.named_buffers()),
         *(_buffer(n, t, registered=False) for n, t in state_tensors(module)),
     )
 
 
-def _buffer(name: str, buffer: torch.Tensor, *, registered: bool = True) -> Buffer:
+def _buffer(
+    name: str, buffer: torch.Tensor, *, registered: bool = True, matrix: tuple[int, int] | None = None
+) -> Buffer:
     dtype = str(buffer.dtype).removeprefix("torch.")
-    return Buffer(name, tuple(buffer.shape), dtype, buffer.dtype.itemsize, registered)
+    return Buffer(name, tuple(buffer.shape), dtype, buffer.dtype.itemsize, registered, matrix)

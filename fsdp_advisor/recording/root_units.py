@@ -22,9 +22,12 @@ from fsdp_advisor.recording.source import RootModules
 Mark = Callable[[Op, MarkedUnit], None]
 
 
-def mark_root_units(modules: RootModules, mark: Mark) -> None:
-    """Hook the modules of each unit, so that they call `mark`. `mark` ignores repeated marks in the same step."""
-    head = [m for m in (modules.final_norm, modules.head) if m is not None]
+def mark_root_units(modules: RootModules, mark: Mark, *, loss_takes_head: bool = False) -> None:
+    """Hook the modules of each unit, so that they call `mark`. `mark` ignores repeated marks in the same step.
+
+    `loss_takes_head`: the loss runs the head, forward and backward, after the model's forward, which ends the unit's.
+    """
+    head = [m for m in (modules.final_norm, None if loss_takes_head else modules.head) if m is not None]
     if modules.embedding is not None and is_tied(modules):
         _hook(MarkedUnit.HEAD, [modules.embedding, *head], mark)
         return

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fsdp_advisor.model.tape_key import TapeCheckpointing
+
 
 @dataclass(frozen=True)
 class LayerStack:
@@ -51,11 +53,11 @@ class Source(Protocol):
         """Drop all layers except `kept` (by the stack's path) from each stack, in place, so that the model still runs."""
 
     def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
         """Choose the code path.
 
-        `checkpointing`: whether the model checkpoints its layers itself. `window_filled`: whether sequences fill sliding windows;
+        `checkpointing`: what the model itself recomputes; a model of which it checkpoints `every` N-th layer is built so. `window_filled`: whether sequences fill sliding windows;
         None: the configuration and the sequence length decide.
         """
 
@@ -96,7 +98,7 @@ class WrappedSource:
         self._base.keep_layers(module, kept)
 
     def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
         self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
 

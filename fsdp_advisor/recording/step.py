@@ -7,7 +7,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,15 +16,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.model.fsdp_units import AT_ROOT, Units, module_mark
 from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Tiled
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.recording.checkpointing import is_recomputing
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.flash import in_scratch
-from fsdp_advisor.recording.operators import rows_and_columns, work_of
-from fsdp_advisor.recording.quantized import is_packed, materialise_states, state_tensors
+from fsdp_advisor.recording.host import watched_copies
+from fsdp_advisor.recording.operators import Work, rows_and_columns, work_of
+from fsdp_advisor.recording.quantized import is_packed, materialise_states, readable_weights, state_tensors
 from fsdp_advisor.recording.root_units import mark_root_units
+from fsdp_advisor.recording.scoring import phases_watched, scoring_phase
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.take import RawSegment, Take
@@ -47,7 +51,8 @@ def steady() -> Iterator[None]:
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Context of fake tensors: nothing is computed and no memory is used. LayerDrop drops no layer: it decides by a
-    random number, and a fake tensor has no value. Grouped products of experts take every dtype, as on a GPU.
+    random number, and a fake tensor has no value. Grouped products of experts take every dtype, as on a GPU. DoRA reads packed
+    weights.
     """
     rand = torch.rand
     grouped_product = torch._meta_registrations._meta_grouped_mm_common
@@ -65,6 +70,7 @@ def fake_tensors() -> Iterator[None]:
     with (
         mock.patch.object(torch, "rand", drawn),
         mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", multiplied),
+        readable_weights(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -133,6 +139,39 @@ def hooked_modules(model: nn.Module, stacks: list[LayerStack], units: Units | No
     return found
 
 
+class LossChunks:
+    """The gradient of the head in a loss in chunks, each with a backward of its own. FSDP2 sums it in fp32.
+
+    Source: torch.distributed.fsdp._fully_shard._fsdp_param (torch 2.13), `to_accumulated_grad_if_needed` and
+    `accumulate_unsharded_grad_if_needed`.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        assert isinstance(head.weight, nn.Parameter)
+        self.weight = head.weight
+        self.shape = tuple(head.weight.shape)
+        self.forget()
+
+    def forget(self) -> None:
+        self.gradient: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self) -> bool:
+        """Add the gradient of a chunk. Returns whether it was the last."""
+        fresh = self.weight.grad
+        assert fresh is not None
+        self._count += 1
+        if self.gradient is not None:
+            self.gradient += fresh
+            self.weight.grad = None
+        elif fresh.dtype != torch.float32:
+            self.gradient = fresh.float()
+            self.weight.grad = None
+        elif self._count == TORCHTITAN_CHUNKS:
+            self.gradient, self.weight.grad = fresh, None
+        return self._count == TORCHTITAN_CHUNKS
+
+
 class Step:
     """Runs the model's step under hooks and records its events."""
 
@@ -153,7 +192,13 @@ class Step:
         if modules.head is not None:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
         if key.engine == "fsdp2" and task_of(source.task).has_root_units:
-            mark_root_units(modules, self._mark_root_unit)
+            marked = replace(modules, head=None) if key.gathered_head else modules
+            mark_root_units(marked, self._mark_root_unit, loss_takes_head=key.loss == "torchtitan")
+        self._chunks = None
+        if key.loss == "torchtitan":
+            assert modules.head is not None
+            self._chunks = LossChunks(modules.head)
+            modules.head.register_forward_pre_hook(self._chunk_begins, with_kwargs=True)
         self._reset()
 
     def _assign(self, places: list[HookedModule]) -> dict[int, Leaf]:
@@ -178,7 +223,10 @@ class Step:
             if flat:
                 mine = {id(p) for p in parameters}
                 owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
-                self._flat[module] = unit = FlatUnit(owners, parameters)
+                stored = torch.float32 if self._key.mixed else None  # accelerate keeps what is trained in fp32
+                self._flat[module] = unit = FlatUnit(owners, parameters, stored)
+                if place.number is not None:
+                    unit.use_shards()
                 parameters = [unit.flat]
             for index, parameter in enumerate(parameters, start=0 if place.number is None else place.number + 1):
                 assigned[id(parameter)] = Leaf(place, index)
@@ -199,7 +247,7 @@ class Step:
         self._alive: dict[int, int] = {}
         self._in_loss = False
         self._seen: set[tuple[str, HookedModule]] = set()
-        self._seen_of_root: set[tuple[Op, MarkedUnit]] = set()
+        self._seen_of_root: set[tuple[Op, MarkedUnit, str]] = set()
 
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
         """Run one step: forward, backward, and freeing the gradients."""
@@ -210,14 +258,14 @@ class Step:
         for tensor in tree_iter([self._leaves, list(self._model.buffers()), states]):
             watch.ignore(tensor)
         gc.collect()
-        with watch:
+        with watch, watched_copies(self._copied):
             batch = self._source.batch(micro_batch_size, seq_len)
             if self._key.precision == "bf16":  # a trainer passes images and audio in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)
             self._reset()
             self._recording = True
             self._inputs(batch)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._key.autocasts):
+            with self._phases_watched(), torch.autocast("cpu", torch.bfloat16, enabled=self._key.autocasts):
                 loss = self._source.loss(self._model, batch)
             if self._key.engine.startswith("plain"):
                 self._mark(Op.POST_FORWARD, MarkedUnit.OUTPUTS)
@@ -228,6 +276,8 @@ class Step:
             self._recording = False
             for leaf in self._leaves:
                 leaf.grad = None
+            if self._chunks is not None:
+                self._chunks.forget()
             del loss, batch
         return take
 
@@ -269,7 +319,8 @@ class Step:
             and id(args[0]) in self._parameters
         ):
             return Category.CAST_PARAMETER
-        if self._phase == "backward" and _weight_gradient_shape(operator, args) in self._tied_shapes:
+        shape = _weight_gradient_shape(operator, args)
+        if (self._phase == "backward" and shape in self._tied_shapes) or (self._chunks and shape == self._chunks.shape):
             return Category.UNSHARDED_GRADIENT
         return Category.LOSS if self._in_loss else None
 
@@ -284,11 +335,17 @@ class Step:
         return self._tied
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if not self._recording:
+        if not self._recording or current_tile() is not None:  # to allocate a tile is no work, and one stands for all
             return
-        self._segments[-1].work += work_of(func, args, kwargs, result)
+        segment, work = self._segments[-1], work_of(func, args, kwargs, result)
+        segment.work += work
+        if segment.recomputed is not None and is_recomputing():
+            segment.recomputed += work
         if (summed := rows_and_columns(func, args)) is not None:
             self._staged(*summed)
+
+    def _copied(self, n_bytes: int) -> None:
+        self._segments[-1].host_copies.append(n_bytes)
 
     def _staged(self, rows: int, columns: int) -> None:
         """Record the workspace of a sum over rows on a GPU, which lives as long as the sum runs."""
@@ -303,8 +360,11 @@ class Step:
     def _take(self) -> Take:
         for leaf in self._leaves:
             if leaf.grad is not None and (storage := self._alive.get(leaf.grad.untyped_storage()._cdata)) is not None:
-                of = self._parameters[id(leaf)]
-                self._category[storage] = Category.GRADIENT + 2 * of.number + (of.place.stack == ROOT)
+                self._category[storage] = self._category_of_gradient(leaf)
+        if self._chunks is not None and self._chunks.gradient is not None:
+            self._category[self._alive[self._chunks.gradient.untyped_storage()._cdata]] = self._category_of_gradient(
+                self._chunks.weight
+            )
         categories = []
         for born, died, category in zip(self._born_in, self._died_in, self._category, strict=True):
             if category is None:
@@ -314,24 +374,45 @@ class Step:
             segment.events = _deaths_in_order(segment.events)
         return Take(self._segments, self._sizes, categories, self._columns, self._tiled)
 
+    def _category_of_gradient(self, parameter: torch.Tensor) -> int:
+        of = self._parameters[id(parameter)]
+        return Category.GRADIENT + 2 * of.number + (of.place.stack == ROOT)
+
     # Boundaries
 
     def _begin(self, phase: str, stack: int, layer: int) -> None:
         self._segments.append(RawSegment(phase, stack, layer))
+        if phase == "backward" and stack != ROOT and self._key.checkpointing not in ("none", "full"):
+            self._segments[-1].recomputed = Work()
+
+    def _phases_watched(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which what GRPO does before its training forward has segments of its own: not every micro-batch repeats it."""
+        return phases_watched(self._phase_changed) if self._key.task == "grpo" else contextlib.nullcontext()
+
+    def _phase_changed(self) -> None:
+        self._begin(self._forward_phase, ROOT, 0)
+        self._in_loss = False
+
+    @property
+    def _forward_phase(self) -> str:
+        """The phase of a forward that runs now."""
+        return scoring_phase() or "forward"
 
     def _mark(self, op: Op, a: int, b: int = 0) -> None:
         self._segments[-1].events.append((op, int(a), b))
 
     def _mark_root_unit(self, op: Op, unit: MarkedUnit) -> None:
-        """Record a mark of a unit within the root, once per step, also if the unit has several tensors or runs several times."""
-        if (op, unit) not in self._seen_of_root:
-            self._seen_of_root.add((op, unit))
+        """Record a mark of a unit within the root, once per forward, also if the unit has several tensors or runs several times."""
+        mark = op, unit, self._forward_phase
+        if mark not in self._seen_of_root:
+            self._seen_of_root.add(mark)
             self._mark(op, unit)
 
     def _hook_unit(self, place: HookedModule) -> None:
         stack, layer = place.stack, place.layer
         root, mark = stack == ROOT and place.number is None, place.mark
         is_layer = stack != ROOT and place.number is None
+        is_within_layer = stack != ROOT and place.number is not None  # it also runs when a layer is recomputed
         engine = self._key.engine
 
         def post_backward() -> None:
@@ -350,29 +431,36 @@ class Step:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             again = self._phase == "backward"
             fsdp2 = engine == "fsdp2" and place.is_unit
+            if root and not again and self._segments[-1].phase != self._forward_phase:
+                self._begin(self._forward_phase, ROOT, 0)
+                self._in_loss = False
             if is_layer and not again:
-                self._begin("forward", stack, layer)
+                self._begin(self._forward_phase, stack, layer)
             if fsdp2 and self._cast is not None:  # before it gathers: FSDPState._pre_forward
                 args, kwargs = cast_floating((args, kwargs), self._cast)
-            if not again:
+            if not again or is_within_layer:
                 self._mark(Op.PRE_FORWARD, mark)
             if self._cast is not None and self._key.uses_flat_parameter and root:
                 args, kwargs = cast_floating((args, kwargs), self._cast)
-            if not again:
-                if (unit := self._flat.get(module)) is not None:
-                    unit.use_views(self._view_gradient)
-                if fsdp2:
-                    args, kwargs = watch_input_gradients(args, kwargs, post_backward)
+            unit = self._flat.get(module) if not again or is_within_layer else None
+            if unit is not None and (torch.is_grad_enabled() or not unit.has_views):
+                unit.use_views(self._view_gradient)
+            if fsdp2 and not again and torch.is_grad_enabled():
+                args, kwargs = watch_input_gradients(args, kwargs, post_backward)
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
+            if place.number is not None and (unit := self._flat.get(module)) is not None:
+                unit.use_shards()
             if self._phase == "backward":
+                if is_within_layer:
+                    self._mark(Op.POST_FORWARD, mark)
                 return None
             if root and self._key.autocasts_fsdp1:
                 output = cast_floating(output, torch.float32)
             self._mark(Op.POST_FORWARD, mark)
             if is_layer and layer == self._last[stack]:
-                self._begin("forward", ROOT, stack + 1)
+                self._begin(self._forward_phase, ROOT, stack + 1)
             for leaf in tree_iter(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(pre_backward)
@@ -382,10 +470,14 @@ class Step:
         place.module.register_forward_hook(after)
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
+        if self._chunks is not None and self._phase == "forward":
+            return  # of one chunk
         of = self._parameters[id(parameter)]
         self._mark(Op.GRAD_READY, of.number, int(of.place.stack == ROOT))
         if self._key.uses_flat_parameter:
             self._mark(Op.POST_BACKWARD, of.place.mark)
+            if of.place.number is not None:  # recomputation may have stopped in it
+                self._flat[of.place.module].use_shards()
 
     def _view_gradient(self, grad: torch.Tensor | None) -> None:
         """Count the gradient of a view of a flat parameter. A packed weight has none."""
@@ -393,6 +485,16 @@ class Step:
             return
         if (storage := self._alive.get(grad.untyped_storage()._cdata)) is not None:
             self._category[storage] = Category.UNSHARDED_GRADIENT
+
+    def _chunk_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook a chunk of the loss on what FSDP2 hooks its end: the gradients of the head's inputs."""
+        return watch_input_gradients(args, kwargs, self._chunk_ends)
+
+    def _chunk_ends(self) -> None:
+        """Sum the gradient of the head. Mark the end of the loss, where FSDP2 reduces it."""
+        assert self._chunks is not None
+        if self._chunks.add():
+            self._mark(Op.GRAD_READY, self._parameters[id(self._chunks.weight)].number, 1)
 
     def _head_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._phase != "forward":

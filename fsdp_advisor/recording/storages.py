@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,7 +79,7 @@ class StorageWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE:  # by far the most frequent operator, and it returns no tensor
-            return func(*args)
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}

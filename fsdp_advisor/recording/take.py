@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from fsdp_advisor.errors import NotPolynomial
-from fsdp_advisor.model.profile import Op, Polynomial, Segment, Size, Staging, Tape, Tiled, evaluate
+from fsdp_advisor.model.profile import Op, Polynomial, Recomputed, Segment, Size, Staging, Tape, Tiled, evaluate
 from fsdp_advisor.recording.fit import fit
 from fsdp_advisor.recording.operators import Work
 
@@ -18,6 +19,8 @@ class RawSegment:
     layer: int
     events: list[tuple[int, int, int]] = field(default_factory=list)  # ALLOC: (storage, 0); FREE: (storage, 0)
     work: Work = field(default_factory=Work)
+    recomputed: Work | None = None  # the part of it that repeats a forward
+    host_copies: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -31,13 +34,18 @@ class Take:
     tiled: dict[int, Tiled] = field(default_factory=dict)  # by storage of a loss's tile, whose size above is 0
 
     @property
+    def works(self) -> list[Work]:
+        """The work of each segment, then the recomputed part of each segment that has one."""
+        return [s.work for s in self.segments] + [s.recomputed for s in self.segments if s.recomputed is not None]
+
+    @property
     def totals(self) -> list[int]:
         """All values that polynomials must reproduce."""
-        work = [s.work for s in self.segments]
         return (
             self.sizes
             + list(self.columns.values())
-            + [n for w in work for n in (w.matmul_flops, w.attention_flops, w.traffic_bytes)]
+            + [n for s in self.segments for n in s.host_copies]
+            + [n for w in self.works for n in (w.matmul_flops, w.attention_flops, w.traffic_bytes)]
         )
 
 
@@ -48,22 +56,38 @@ def storages_of(take: Take) -> object:
         list(take.columns),
         take.tiled,
         [
-            (s.phase, s.stack, s.layer, [e for e in s.events if e[0] <= Op.FREE], s.work.operators)
+            (
+                s.phase,
+                s.stack,
+                s.layer,
+                [e for e in s.events if e[0] <= Op.FREE],
+                s.work.operators,
+                _repeated(s),
+                len(s.host_copies),
+            )
             for s in take.segments
         ],
     )
 
 
+def _repeated(segment: RawSegment) -> int | None:
+    return None if segment.recomputed is None else segment.recomputed.operators
+
+
 @dataclass(frozen=True)
 class Fitted:
-    """Polynomials of all storages in order of birth, of the columns of sums' workspaces, and of each segment's work."""
+    """Polynomials of all storages in order of birth, of the columns of sums' workspaces, of copies to and from the host, and of `Take.works`."""
 
     storages: tuple[Polynomial, ...]
     columns: tuple[Polynomial, ...]
+    host_copies: tuple[Polynomial, ...]
     work: tuple[tuple[Polynomial, Polynomial, Polynomial], ...]
 
     def at(self, b: int, t: int) -> list[int]:
-        return [evaluate(p, b, t) for p in (*self.storages, *self.columns, *(p for w in self.work for p in w))]
+        return [
+            evaluate(p, b, t)
+            for p in (*self.storages, *self.columns, *self.host_copies, *(p for w in self.work for p in w))
+        ]
 
 
 def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
@@ -95,9 +119,10 @@ def _fitted(take: Take, totals: Sequence[Polynomial]) -> Fitted:
     """`totals`: a polynomial for each of the take's totals."""
     births = len(take.sizes)
     ends = births + len(take.columns)
-    rest = totals[ends:]
+    copies = ends + sum(len(s.host_copies) for s in take.segments)
+    rest = totals[copies:]
     work = tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
-    return Fitted(tuple(totals[:births]), tuple(totals[births:ends]), work)
+    return Fitted(tuple(totals[:births]), tuple(totals[births:ends]), tuple(totals[ends:copies]), work)
 
 
 def tape_of(take: Take, fitted: Fitted) -> Tape:
@@ -110,7 +135,8 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
     table = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
     home: dict[int, tuple[int, int]] = {}
     segments = []
-    for number, (raw, work) in enumerate(zip(take.segments, fitted.work, strict=True)):
+    parts, copies = iter(fitted.work[len(take.segments) :]), iter(fitted.host_copies)
+    for number, (raw, work) in enumerate(zip(take.segments, fitted.work, strict=False)):
         events = []
         births = 0
         for op, a, b in raw.events:
@@ -122,5 +148,17 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
                 events.append((int(op), *home[a]))
             else:
                 events.append((int(op), a, b))
-        segments.append(Segment(raw.phase, raw.stack, raw.layer, tuple(events), *work, raw.work.operators))
+        again = None if raw.recomputed is None else Recomputed(*next(parts), raw.recomputed.operators)
+        segments.append(
+            Segment(
+                raw.phase,
+                raw.stack,
+                raw.layer,
+                tuple(events),
+                *work,
+                raw.work.operators,
+                again,
+                tuple(islice(copies, len(raw.host_copies))),
+            )
+        )
     return Tape(tuple(table), tuple(segments))

@@ -11,21 +11,28 @@ from fsdp_advisor.model.profile import Tiled
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The rule of a loss's tiles (as in `Tiled`), and how many tokens one has in the current step."""
+    """The rule of a loss's tiles (as in `Tiled`), and how many tokens one has in the current step.
+
+    `sequences`: how many sequences the micro-batch has for each of its B examples.
+    """
 
     unscored: int
     most: int
     parts: int
     tokens: int
+    sequences: int = 1
 
     @classmethod
-    def of(cls, labels_shape: tuple[int, ...], *, unscored: int = 0, most: int = 0, parts: int = 0) -> Tile:
-        """The tile of a step with labels of this shape, (B, T)."""
-        return cls(unscored, most, parts, Tiled(1, unscored, most, parts).bytes_at(*labels_shape))
+    def of(
+        cls, labels_shape: tuple[int, ...], *, unscored: int = 0, most: int = 0, parts: int = 0, sequences: int = 1
+    ) -> Tile:
+        """The tile of a step with labels of this shape: (`sequences` * B, T)."""
+        return cls(unscored, most, parts, Tiled(1, unscored, most, parts).bytes_at(*labels_shape), sequences)
 
     def size_of(self, n_bytes: int) -> Tiled:
         """The size of a storage that has `n_bytes` in the current step."""
-        return Tiled(n_bytes // self.tokens, self.unscored, self.most, self.parts)
+        per_token = n_bytes // self.tokens
+        return Tiled(per_token * self.sequences, self.unscored, self.most // self.sequences, self.parts)
 
 
 class _Current:

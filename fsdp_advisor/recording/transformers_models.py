@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
+from fsdp_advisor.model.tape_key import TapeCheckpointing
+from fsdp_advisor.recording.checkpointing import arguments as checkpointing_arguments
 from fsdp_advisor.recording.roles import is_norm
 from fsdp_advisor.recording.source import LayerStack, RootModules
 
@@ -30,8 +32,11 @@ _AUTO = {
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "image-classification": "AutoModelForImageClassification",
     "image-text-to-text": "AutoModelForImageTextToText",
+    "sequence-classification": "AutoModelForSequenceClassification",
 }
 TASKS = tuple(_AUTO)
+REWARD = "sequence-classification"
+"""The task of reward models, which no configuration shows: their heads replace those of language models."""
 
 
 class TransformersSource:
@@ -85,7 +90,10 @@ class TransformersSource:
     def build(self, dtype: torch.dtype) -> nn.Module:
         auto = getattr(transformers, _AUTO[self.task])
         with _errors_explained(self.name), torch.device("meta"), no_init_weights():
-            model: nn.Module = auto.from_config(self._configuration(), dtype=dtype)
+            config = self._configuration()
+            if self.task == REWARD:
+                config.num_labels = 1
+            model: nn.Module = auto.from_config(config, dtype=dtype)
             model.tie_weights()  # type: ignore[operator]  # of every PreTrainedModel
             if self._values.get("tie_word_embeddings") is False:
                 _untie_head(model)
@@ -121,21 +129,26 @@ class TransformersSource:
                         setattr(config, key, [value[i] for i in indices])
 
     def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: bool, window_filled: bool | None = None
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
         from fsdp_advisor.recording import flash
 
         if window_filled is not None:
             _bind_windows(module, window_filled)
         with _errors_explained(self.name):
-            needed = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(attention)
+            needed = {
+                "sdpa": "_supports_sdpa",
+                "flash_attention_2": "_supports_flash_attn",
+                flash.VARLEN: "_supports_flash_attn",
+            }.get(attention)
             if needed is not None and not getattr(module, needed, False):
                 raise NoSuchAttention(type(module).__name__, attention)
             if attention == "flash_attention_2":
                 attention = flash.NAME
             module.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
-            if checkpointing:
-                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            if checkpointing not in ("none", "every"):
+                keywords = checkpointing_arguments(checkpointing, attention)
+                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = module(**batch).loss
@@ -191,7 +204,8 @@ def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:
 def _task(config: Any, values: Mapping[str, Any]) -> str:
     """The task of the configuration's `architectures`, or else the first task that supports its model type."""
     named = " ".join(values.get("architectures") or ())
-    known = [task for task, auto in _AUTO.items() if type(config) in getattr(transformers, auto)._model_mapping]
+    trained = {task: getattr(transformers, auto)._model_mapping for task, auto in _AUTO.items() if task != REWARD}
+    known = [task for task, models in trained.items() if type(config) in models]
     hints = {
         "ForMaskedLM": "masked-lm",
         "ForPreTraining": "masked-lm",
@@ -214,7 +228,7 @@ def _task(config: Any, values: Mapping[str, Any]) -> str:
     if not known:
         raise UnreadableConfig(
             f"transformers {transformers.__version__} trains no {config.model_type} model on a task this tool knows",
-            hint="known tasks: " + ", ".join(TASKS),
+            hint="known tasks: " + ", ".join(trained),
         )
     return known[0]
 
@@ -228,8 +242,12 @@ def _max_seq_len(config: Any) -> int | None:
 
 
 def _original_max_seq_len(config: Any) -> int | None:
-    """The length at which longrope changes its frequencies; above it a step allocates one more table of a few kilobytes."""
+    """The length at which longrope and dynamic ropes change their frequencies; above it a step allocates one more table of a few
+    kilobytes. None for other ropes.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("default", "linear", "yarn", "llama3", "proportional"):
+        return None
     value = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
     return value if isinstance(value, int) and value > 0 else None
 

@@ -32,6 +32,16 @@ def modules_by_size(model: nn.Module, least: int) -> list[nn.Module]:
     return found
 
 
+def modules_by_peft(source: Source, model: nn.Module) -> list[nn.Module]:
+    """The modules that PEFT's `fsdp_auto_wrap_policy` selects: layers, and modules without children whose weight is trained.
+
+    Source: peft/utils/other.py (0.21).
+    """
+    layers = [layer for stack in source.stacks(model) for layer in stack.layers]
+    weights = {m: m._parameters.get("weight") for m in model.modules() if not [*m.children()]}
+    return [*layers, *(m for m, weight in weights.items() if weight is not None and weight.requires_grad)]
+
+
 def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | None:
     """The units of the key's wrap policy; None for a unit per layer.
 
@@ -42,15 +52,16 @@ def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | N
     if policy is None:
         return None
     units = units_of(profile, key.wrap)
-    if key.checkpointing == "full" and units.modules:
+    if key.checkpointing != "none" and units.modules and not (policy.kind == "peft" and key.checkpointing == "full"):
         raise NotRecordable(
             f"--wrap {key.wrap} makes units within checkpointed layers, whose recomputation is not modelled",
             hint="use --wrap layer or --activation-checkpointing none",
         )
-    if policy.kind == "size":
+    if policy.kind in ("size", "peft"):
         model = source.build(torch.float32)
         names = {module: name for name, module in model.named_modules()}
-        if {names[module] for module in modules_by_size(model, policy.number)} != _names(source, profile, model, units):
+        selected = modules_by_size(model, policy.number) if policy.kind == "size" else modules_by_peft(source, model)
+        if {names[module] for module in selected} != _names(source, profile, model, units):
             raise NotRecordable(
                 f"{source.name}: --wrap {key.wrap} selects other modules than the names of its parameters show",
                 hint="use --wrap layer",

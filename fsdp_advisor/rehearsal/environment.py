@@ -45,7 +45,7 @@ class Machine:
     """Memory of each NCCL communicator of more than one rank."""
 
     def __post_init__(self) -> None:
-        if self.gpu.compute_capability is None or (self.gpu.architecture or "").startswith("cdna"):
+        if self.gpu.compute_capability is None or self.gpu.runtime != "cuda":
             raise RehearsalError(
                 f"{self.gpu.name} is not an NVIDIA GPU of the table", hint="`fsdp-advisor gpus` lists the GPUs"
             )

@@ -11,12 +11,13 @@ from typing import Any
 
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 _SHARDINGS = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp"}
 _OPTIMIZERS = {
     "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "FusedAdam": "adamw_torch_fused",
     "RMSprop": "rmsprop", "Adagrad": "adagrad", "AdamWScheduleFree": "schedule_free_adamw",
     "SGDScheduleFree": "schedule_free_sgd", "RAdamScheduleFree": "schedule_free_radam",
+    "StableAdamW": "stable_adamw",
 }  # fmt: skip
 _OF_BITSANDBYTES = {
     ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",
@@ -28,6 +29,10 @@ _OF_BITSANDBYTES = {
 """By class without `Paged` and bits, bits of the states, and whether they are paged."""
 
 
+SEQUENCES = {"sft": 1, "dpo": 2, "kto": 1, "reward": 2}
+"""The sequences of one example of a micro-batch, by task."""
+
+
 class NotRecognized(Exception):
     """The job is not one that `estimate` describes. The message is the reason."""
 
@@ -36,6 +41,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
     """The options of `estimate` for this job. Writes the model's config.json into `folder`. Raises NotRecognized."""
     job = rank.job
     model, batch = job.get("model"), job.get("batch")
+    task = job.get("task", {"name": "sft"})
     if not batch:
         raise NotRecognized("no forward was seen")
     if not model:
@@ -49,13 +55,15 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "gpu": gpu,
         "gpus": str(rank.world_size),
         "nnodes": str(nnodes),
-        "micro-batch-size": str(batch[0]),
+        "micro-batch-size": str(batch[0] // SEQUENCES[task["name"]]),
         "seq-len": str(batch[1]),
         "gradient-accumulation-steps": str(job.get("forwards_per_step", 1)),
         "activation-checkpointing": "full" if model["checkpointing"] else "none",
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
         "loss": model["loss"],
+        **_task(task),
+        **({"padding-free": "true"} if job.get("padding_free") else {}),
         **_precision(job),
         **_adapter(model["peft"], folder),
         "optim": _optimizer(job),
@@ -65,7 +73,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
 
 def predict(options: Mapping[str, str], variables: Mapping[str, str]) -> Prediction:
     """Run `estimate` with these options. It runs in `variables`, because recording an unknown model imports torch."""
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "fsdp_advisor", "estimate", *words, "--json"]
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -107,6 +115,12 @@ def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(adapter))
     return {"peft-config": str(path)}
+
+
+def _task(task: Mapping[str, Any]) -> dict[str, str]:
+    if task["name"] == "sft":
+        return {}
+    return {"task": task["name"], "precompute-ref-log-probs": str(task["precompute_ref_log_probs"]).lower()}
 
 
 def _precision(job: Mapping[str, Any]) -> dict[str, str]:

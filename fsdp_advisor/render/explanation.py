@@ -17,7 +17,10 @@ from fsdp_advisor.timing import StepTime
 
 MEANINGS = ACCOUNTS | NON_TENSOR_PARTS
 _PART_OF: Mapping[str, MemoryPart] = {account: part for part in PARTS for account in part.accounts}
-_PHASE_NAMES = {"load": "load", "first_step": "first step", "steady_step": "steady step", "save": "save"}
+_PHASE_NAMES = {
+    "load": "load", "first_step": "first step", "steady_step": "steady step", "generate": "generate", "score": "score",
+    "train": "train", "save": "save",
+}  # fmt: skip
 CAUSES: Mapping[str, str] = {
     "matmul": "matrix multiplications",
     "attention": "attention kernels",

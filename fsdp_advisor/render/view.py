@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.generation import generation_of
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.render.parts import PARTS, STATES, MemoryPart, PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, Sizes, format_rate
@@ -215,13 +216,23 @@ def job_items(report: Report) -> tuple[str, ...]:
         if request.gradient_accumulation_steps > 1:
             items.append(f"accumulation {request.gradient_accumulation_steps}")
         items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
-    items += [changed] if (changed := adaptation_of(request).text) else []
+    items += ["inputs of layers on the host"] if request.activation_offload else []
+    items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []
     if request.dtype != "auto":
         items.append(f"weights in {request.dtype}")
     if request.wrap != "layer":
         items.append("one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}")
     if request.framework != "torch":
         items.append(f"framework {request.framework}")
+    if request.packing != "none":
+        items.append(f"packed {request.packing}")
+    items += ["padding-free"] if request.padding_free else []
+    items += [f"{request.padding_fraction:.0%} padding"] if request.padding_fraction else []
+    if request.task != "sft":
+        without = " with the reference's log-probabilities precomputed" if request.precompute_ref_log_probs else ""
+        items.append(f"task {request.task}{without}")
+    if (generation := generation_of(request)) is not None:
+        items.append(generation.text)
     if request.offload != "none" and request.offload_device != "cpu":
         items.append(f"offload to {request.offload_device}")
     return tuple(items)

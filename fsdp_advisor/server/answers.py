@@ -14,16 +14,17 @@ from pydantic_core import to_json
 
 from fsdp_advisor.advice import Advice, recommend_resolved
 from fsdp_advisor.advice.methods import advice_of_methods
+from fsdp_advisor.assumptions import DEFAULT_GPU, settled
 from fsdp_advisor.comparison import compare_resolved
 from fsdp_advisor.diagnosis import diagnose_text, job_of
 from fsdp_advisor.errors import AdvisorError, NotRecordable
-from fsdp_advisor.estimator import DEFAULT_GPU, estimate_resolved, settled
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import Job, export, find
 from fsdp_advisor.export.bundle import Bundle, bundle
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.config import parse_config
-from fsdp_advisor.model.resolve import Resolved, configured, resolve
+from fsdp_advisor.model.resolve import Resolved, configured, lacks_tapes, resolve
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report
 from fsdp_advisor.server.config_paths import refuse_paths
@@ -113,7 +114,12 @@ def check_document(model: Resolved, request: EstimateRequest) -> Document:
 
 def compare_document(model: Resolved, a: EstimateRequest, b: EstimateRequest) -> Document:
     """Two jobs of catalogued models, and their differences, as JSON. `model` is that of `a`."""
-    other = model if a.model == b.model else resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=False)
+    may_record = lacks_tapes(b.model)
+    other = (
+        model
+        if a.model == b.model
+        else resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=may_record)
+    )
     found = compare_resolved((decided(a), model), (decided(b), other))
     return Document.of(to_json(found.as_dict(), inf_nan_mode="null"), lasting=model.source != "hub")
 

@@ -33,14 +33,16 @@ EXAMPLE: dict[str, Any] = {
     "gpu": "A100-40GB",
     "precision": "bf16-mixed",
 }
-EXAMPLE_CONFIG: dict[str, Any] = {
+EXAMPLE_CONFIG: dict[str, Any] = {  # the shapes of a catalogued model, whose answer needs no recording
     "config": {
         "model_type": "llama",
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
         "vocab_size": 32000,
+        "tie_word_embeddings": False,
     },
     "gpus": 2,
 }

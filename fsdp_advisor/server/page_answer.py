@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
+from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, streams_of
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
 from fsdp_advisor.render.explanation import components
 from fsdp_advisor.render.view import RowView, model_text, report_view
 from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.rows import streams_of
 from fsdp_advisor.server import page_drawings as drawings
 from fsdp_advisor.server.answers import advise
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
@@ -153,7 +155,7 @@ def summary(report: Report, advice: AdviceView, row: RowView, unit: str) -> str:
     plan = winner.plan
     how = f", micro-batch {plan.micro_batch_size}"
     how += f", {plan.gradient_accumulation_steps} accumulation steps" if plan.gradient_accumulation_steps > 1 else ""
-    how += ", with activation checkpointing" if plan.activation_checkpointing == "full" else ""
+    how += ", with activation checkpointing" if plan.activation_checkpointing != "none" else ""
     if need is None:
         return f"{name_of(row)}{how}: {states} of {has} on each of {gpus}; the peak is unknown."
     fast = f", and each GPU trains about {row.throughput_text} {unit}" if row.throughput is not None else ""

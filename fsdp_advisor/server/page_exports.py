@@ -34,7 +34,7 @@ def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[E
     query = pinned(report, chosen.plan)
     found = []
     for name, target in TARGETS.items():
-        if target.unsupported(job) is not None:
+        if target.limit(job) is not None:
             continue
         made = export(name, job)
         found.append(

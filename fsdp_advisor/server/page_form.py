@@ -36,6 +36,9 @@ _PLACEHOLDER = {
     "host_memory": "any",
     "tokens": "10e9",
 }
+_OFFERED = {"activation_checkpointing": ("auto", "none", "selective", "full", "every-2", "every-4")}
+"""The values that a form offers of fields that take more than a few words."""
+_NO_YES = ("no", "yes")
 _WRITTEN = ("margin", "host_memory", "tokens")
 """Numbers that users may write with a unit: 8%, 512GiB, 10B."""
 _WIDTH = {"model": "wide", "gpus": "few", "nnodes": "few", "seq_len": "few"}
@@ -90,10 +93,12 @@ def _control(option: Field, values: Mapping[str, str], invalid: str) -> Control:
     number = option.kind in (int, float) and name not in _WRITTEN
     choices = ("", *option.choices) if option.choices and not default else option.choices
     value = values.get(name, default)
+    if name in _OFFERED:
+        choices = tuple(dict.fromkeys((*_OFFERED[name], value)))
     if option.kind is bool:
-        choices = ("False", "True")
+        choices, default = _NO_YES, _NO_YES[bool(option.default)]
         with suppress(InvalidOption):
-            value = str(option.read(value))
+            value = _NO_YES[bool(option.read(value))]
     about = words(rule.about[:1].upper() + rule.about[1:] + (f"; default: {rule.default}" if rule.default else ""))
     return Control(
         name=name,

@@ -59,6 +59,7 @@ def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, quer
         "/",
         main=main,
         more=more,
+        generates=any(c.name == "task" and c.value == "grpo" for c in others),
         more_open=any(c.invalid for c in others),
         more_set=[c.label for c in others if c.value != c.default],
         adapters_open=any(c.invalid for c in more[GROUP]),

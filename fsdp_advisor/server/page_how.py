@@ -63,7 +63,7 @@ def _worked(report: Report, row: StrategyEstimate) -> dict[str, Any]:
         "by_thumb": format_gib(by_thumb),
         "missing": format_gib(peak - by_thumb),
         "outside_tensors": [
-            f"{text} {format_gib(needed[name])}" for name, text in NON_TENSOR_PARTS.items() if needed[name]
+            f"{text} {format_gib(needed[name])}" for name, text in NON_TENSOR_PARTS.items() if needed.get(name)
         ],
         "needed": format_gib(row.needed_bytes or 0),
         "not_states": format_gib(peak - sum(live.get(k, 0) for k in ("parameters", "gradients", "optimizer"))),

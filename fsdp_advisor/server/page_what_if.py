@@ -9,8 +9,9 @@ from urllib.parse import urlencode
 
 from pydantic_core import to_json
 
+from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model.resolve import Resolved

@@ -22,6 +22,20 @@ _LABELS = {
     "price": "Price per GPU hour",
     "wrap": "FSDP units",
     "ignored_labels": "Part of labels ignored",
+    "padding_fraction": "Padding",
+    "task": "Training task",
+    "precompute_ref_log_probs": "Reference precomputed",
+    "num_generations": "Completions per prompt",
+    "max_completion_length": "Tokens per completion",
+    "beta": "Weight of the reference",
+    "num_iterations": "Updates with a batch",
+    "steps_per_generation": "Micro-batches per generation",
+    "use_vllm": "vLLM",
+    "vllm_mode": "vLLM's place",
+    "vllm_gpu_memory_utilization": "vLLM's part of a GPU",
+    "vllm_enable_sleep_mode": "vLLM sleeps",
+    "vllm_tensor_parallel_size": "GPUs per copy in vLLM",
+    "activation_offload": "Layer inputs on the host",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
     "dtype": "Weights stored in",
@@ -44,8 +58,9 @@ _LABELS = {
 }
 _NAMES = {
     "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP", "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "trl": "TRL", "cpu": "CPU", "nvme": "NVMe",
-    "auto": "choose for me", "all": "choose for me",
+    "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "trl": "TRL", "torchtitan": "torchtitan",
+    "cpu": "CPU", "nvme": "NVMe",
+    "auto": "choose for me", "all": "choose for me", "sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "reward model", "grpo": "GRPO",
 }  # fmt: skip
 _YES_NO = {"False": "no", "True": "yes"}
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
@@ -63,6 +78,12 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
         "chunked": "in TRL's tiles",
         "liger": "Liger's",
         "cce": "cut cross entropy",
+    },
+    "activation_checkpointing": {
+        "auto": "choose for me",
+        "full": "all layers",
+        "every-2": "every 2nd layer",
+        "every-4": "every 4th layer",
     },
     "wrap": {"layer": "each layer", "none": "the whole model"},
 }

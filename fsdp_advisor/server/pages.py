@@ -14,8 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import list_gpus
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import page_accuracy, page_compare, page_form, page_how, page_what_if

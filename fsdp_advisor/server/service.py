@@ -14,6 +14,7 @@ from fsdp_advisor.errors import MissingExtra, UnknownModel
 from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, hub
+from fsdp_advisor.model.resolve import lacks_tapes
 from fsdp_advisor.server.answers import Document, ModelSource, answer
 from fsdp_advisor.server.monitoring import ANSWERS
 from fsdp_advisor.server.settings import Settings
@@ -77,8 +78,11 @@ class AnswerService:
             self._answers.popitem(last=False)
 
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
-        asked = any(isinstance(r, EstimateRequest) and needs_recording(r) for r in rest)
-        source = replace(source, must_record=source.must_record or asked)
+        asked = [r for r in rest if isinstance(r, EstimateRequest)]
+        must_record = source.must_record or any(map(needs_recording, asked))
+        if cache.installed_versions() is not None:  # without torch, the answer says what is missing
+            must_record |= any(lacks_tapes(name) for name in (source.name, *(r.model for r in asked)))
+        source = replace(source, must_record=must_record)
         if source.config is None:
             try:
                 return await (self._recorder if source.must_record else self._pool).run(answer, source, *rest)

@@ -119,6 +119,7 @@ def products_of(unit: Unit, is_root: bool) -> Products:
     matrix.
     """
     weights = [(p.matrix or p.shape, p.trainable) for p in unit.parameters]
+    weights += [(b.matrix, False) for b in unit.buffers if b.matrix]
     matrices = [(shape, trained) for shape, trained in weights if len(shape) == 2 and min(shape) > 1]
     if is_root:
         largest = max(matrices, key=lambda matrix: matrix[0][0] * matrix[0][1], default=None)

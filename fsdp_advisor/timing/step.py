@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.model.profile import GENERATION_PHASES, Profile
 from fsdp_advisor.program.instructions import MicroBatch, StepProgram
 from fsdp_advisor.timing.achieved import RETRY_S, STOLEN_BY_NCCL, host_bytes_per_s
 from fsdp_advisor.timing.caveats import Caveat, caveats_of
@@ -43,7 +45,7 @@ class StepTime:
     """
 
     breakdown: dict[str, float]
-    tokens: int
+    tokens: float
     model_flops: float
     peak_flops: float
     communication_seconds: float
@@ -134,7 +136,9 @@ class StepTime:
 def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
     """The reason why there is no step time; None if there is one."""
     if device_of(gpu, plan.precision) is None:
-        return f"{gpu.name} is known by its memory alone: name a GPU for the time of a step"
+        if gpu.is_memory_size:
+            return f"{gpu.name} is known by its memory alone: name a GPU for the time of a step"
+        return f"the rates that {gpu.name} achieves are not known"
     if plan.offload != "none" and plan.offload_device == "nvme":
         return "the rate of the NVMe drives is not known"
     return None
@@ -148,7 +152,7 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
     device = device_of(gpu, plan.precision)
     if device is None or why_unknown(plan, gpu) is not None:
         return None
-    rates, work = rates_of(plan, gpu, between, device), work_of(profile, program, plan, device)
+    rates, work = rates_of(plan, gpu, between, device), work_of(profile, program, plan, device, gpu)
     breakdown: dict[str, float] = dict.fromkeys(UNCERTAINTY, 0.0)
     sent = 0.0
     for micro_batch in program.micro_batches:
@@ -167,7 +171,7 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
     micro_batches = plan.gradient_accumulation_steps
     return StepTime(
         breakdown=breakdown,
-        tokens=plan.micro_batch_size * plan.seq_len * micro_batches,
+        tokens=plan.sequences * plan.tokens_per_sequence * micro_batches,
         model_flops=work.model_flops * micro_batches,
         peak_flops=device.peak_flops,
         communication_seconds=sent + optimizer.gather,
@@ -177,10 +181,24 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
     )
 
 
-def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device) -> TapeWork:
+def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, gpu: Gpu) -> TapeWork:
     """The compute of the tape's segments at the plan's batch."""
-    checkpointing = plan.activation_checkpointing == "full"
-    return tape_work(profile, program.layout.tape, plan.micro_batch_size, plan.seq_len, device, checkpointing)
+    rate = host_bytes_per_s(gpu) if plan.activation_offload else inf
+    checkpointing = plan.checkpointing == "full"
+    b, t = plan.tape_shape
+    masked = plan.batch_layout != "full" and plan.attention != "flash_attention_2"
+    sequences = b * sequences_per_example(plan.task)
+    return tape_work(profile, program.layout.tape, b, t, device, checkpointing, sequences, rate, _runs(plan), masked)
+
+
+def _runs(plan: Plan) -> tuple[tuple[str, float], ...]:
+    """How often phases of GRPO's tape run for each visit. Every micro-batch is scored once for all its iterations; a program may visit
+    only that of the first. The time of generation is not modelled.
+    """
+    if plan.generation is None:
+        return ()
+    scores = (plan.gradient_accumulation_steps if plan.generates_once else 1) / plan.generation.iterations
+    return (*((phase, 0.0) for phase in GENERATION_PHASES), ("policy", scores), ("reference", scores))
 
 
 def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> tuple[Interval, ...]:
@@ -189,7 +207,7 @@ def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betwe
     if device is None or why_unknown(plan, gpu) is not None:
         return ()
     rates = rates_of(plan, gpu, between, device)
-    return step_intervals(program, rates, work_of(profile, program, plan, device).by_segment)
+    return step_intervals(program, rates, work_of(profile, program, plan, device, gpu).by_segment)
 
 
 def _micro_batch_parts(micro_batch: MicroBatch, time: MicroBatchTime, work: tuple[Work, ...]) -> dict[str, float]:
@@ -202,5 +220,5 @@ def _micro_batch_parts(micro_batch: MicroBatch, time: MicroBatchTime, work: tupl
         "sharding": time.copies,
         "communication": time.exposed * (1 - share) + time.late,
         "contention": time.hidden * (1 - share) * STOLEN_BY_NCCL,
-        "host": time.exposed * share + time.late_host,
+        "host": time.exposed * share + time.late_host + sum(n * work[segment].copies for segment, n in runs.items()),
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, cast
+from math import inf
+from typing import NamedTuple, cast, get_args
 
-from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, Segment, Tape, Unit, evaluate
+from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, ScoringPhase, Segment, Tape, Unit, evaluate
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 
@@ -15,24 +16,28 @@ COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
 
 
 class Work(NamedTuple):
-    """Seconds of one segment. `recomputation` is the part that repeats a forward, `cpu` the time to launch its operators."""
+    """Seconds of one segment. `recomputation` is the part that repeats a forward, `copies` those to and from the host, `cpu` the time to
+    launch its operators.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
     pointwise: float = 0.0
     loss: float = 0.0
     recomputation: float = 0.0
+    copies: float = 0.0
     cpu: float = 0.0
 
     @property
     def gpu(self) -> float:
-        return self.matmul + self.attention + self.pointwise + self.loss + self.recomputation
+        return self.matmul + self.attention + self.pointwise + self.loss + self.recomputation + self.copies
 
 
 @dataclass(frozen=True, slots=True)
 class TapeWork:
     """The work of a tape. `by_segment`: the work of each segment. `model_flops`: the FLOPs of one micro-batch without
-    recomputation: forward, as much for the gradients of inputs, and as much for those of the trained weights.
+    recomputation: forward, as much for the gradients of inputs, and as much for those of the trained weights; and forwards
+    without gradients.
     """
 
     by_segment: tuple[Work, ...]
@@ -40,31 +45,60 @@ class TapeWork:
 
 
 @lru_cache(maxsize=64)
-def tape_work(profile: Profile, tape: Tape, b: int, t: int, device: Device, checkpointing: bool) -> TapeWork:
-    """The tape's work at micro-batch `b` and `t` tokens."""
-    head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text")
-    rates = _rates(profile, tape, b, t, device)
+def tape_work(
+    profile: Profile,
+    tape: Tape,
+    b: int,
+    t: int,
+    device: Device,
+    checkpointing: bool,
+    sequences: int | None = None,
+    host_bytes_per_s: float = inf,
+    runs: tuple[tuple[str, float], ...] = (),
+    masked: bool = False,
+) -> TapeWork:
+    """The tape's work at micro-batch `b` and `t` tokens. `sequences`: of a micro-batch, if they are not `b`.
+
+    `host_bytes_per_s`: of copies to and from the host, which run between the kernels. Source: torch 2.13, autograd/graph.py, save_on_cpu
+    copies on the current stream. `runs`: how often a step runs phases of the tape for each time that they are visited; once, if they are
+    not in it. `masked`: attention has a mask of the batch, under which its kernels skip nothing.
+    """
+    head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text") and not masked
+    rates = _rates(profile, tape, b, t, device, sequences or b)
     last_root = max((s.layer for s in _root_forwards(tape)), default=0)
     forward: dict[tuple[int, int], Work] = {}
     by_segment = []
+    times = dict(runs)
     for segment in tape.segments:
         backward = segment.phase == "backward"
         is_loss = segment.stack == ROOT and segment.layer == (0 if backward else last_root)
         work = _work(segment, b, t, device, rates[_unit_of(segment)][backward], head, causal, is_loss)
-        if segment.stack != ROOT and not backward:
+        if segment.stack != ROOT and segment.phase == "forward":
             forward[_unit_of(segment)] = work
-        elif segment.stack != ROOT and checkpointing:
+        elif segment.recomputed is not None:
+            again = replace(segment, **segment.recomputed._asdict())
+            work = _split(work, _work(again, b, t, device, rates[_unit_of(segment)][False], head, causal, False))
+        elif segment.stack != ROOT and backward and checkpointing:
             work = _split(work, forward[_unit_of(segment)])
+        if segment.host_copies:
+            copied = sum(evaluate(n_bytes, b, t) for n_bytes in segment.host_copies)
+            work = work._replace(copies=copied / host_bytes_per_s)
+        if segment.phase in times:
+            work = Work(*(times[segment.phase] * seconds for seconds in work))
         by_segment.append(work)
-    flops = sum(
-        (evaluate(s.matmul_flops, b, t) + evaluate(s.attention_flops, b, t))
-        * (1 if s.stack == ROOT else profile.stacks[s.stack].counts[s.layer])
-        for s in tape.segments
-        if s.phase == "forward"
-    )
     layers = list(profile.layers()) or [profile.root]
     trained = sum(u.trainable_elements for u in layers) / max(1, sum(u.elements for u in layers))
-    return TapeWork(tuple(by_segment), (2 + trained) * flops)
+
+    def flops(segments: Iterable[Segment]) -> int:
+        return sum(
+            (evaluate(s.matmul_flops, b, t) + evaluate(s.attention_flops, b, t))
+            * (1 if s.stack == ROOT else profile.stacks[s.stack].counts[s.layer])
+            for s in segments
+        )
+
+    learned = flops(s for s in tape.segments if s.phase == "forward")
+    scored = sum(times.get(s.phase, 1) * flops([s]) for s in tape.segments if s.phase in get_args(ScoringPhase))
+    return TapeWork(tuple(by_segment), (2 + trained) * learned + scored)
 
 
 def _unit_of(segment: Segment) -> tuple[int, int]:
@@ -75,11 +109,13 @@ def _root_forwards(tape: Tape) -> list[Segment]:
     return [s for s in tape.segments if s.phase == "forward" and s.stack == ROOT]
 
 
-def _rates(profile: Profile, tape: Tape, b: int, t: int, device: Device) -> dict[tuple[int, int], tuple[float, float]]:
+def _rates(
+    profile: Profile, tape: Tape, b: int, t: int, device: Device, sequences: int
+) -> dict[tuple[int, int], tuple[float, float]]:
     """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
 
     def rate(unit: Unit, at_root: bool, flops: Polynomial) -> tuple[float, float]:
-        return matmul_s_per_flop(unit, at_root, b * t, device, evaluate(flops, b, t))
+        return matmul_s_per_flop(unit, at_root, sequences * t, device, evaluate(flops, b, t))
 
     result = {(ROOT, 0): rate(profile.root, True, _total(s.matmul_flops for s in _root_forwards(tape)))}
     for segment in tape.segments:
@@ -112,7 +148,7 @@ def _work(
 
 
 def _split(work: Work, forward: Work) -> Work:
-    """Divide a checkpointed layer's backward into the repeated forward and the rest."""
+    """Divide a checkpointed layer's backward into the repeated part of its forward and the rest."""
     matmul = min(work.matmul, forward.matmul)
     attention = min(work.attention, forward.attention)
     pointwise = min(work.pointwise, forward.pointwise)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor.errors import AdvisorError, UsageError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.adapter_fields import with_files_read
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation import records
 from fsdp_advisor.validation.case import Case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.engines import cast_floating
+from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
@@ -95,7 +98,9 @@ def deepspeed_trainer(source: Source, plan: Plan, device: str, mode: Mode) -> De
     deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
     dtype = {"fp32": torch.float32, "fp16-mixed": torch.float16}.get(plan.precision, torch.bfloat16)
     model = source.build(torch.float32 if plan.mixed else dtype)
-    source.configure(model, attention=plan.attention, checkpointing=plan.activation_checkpointing == "full")
+    source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
+    if plan.activation_offload:
+        save_inputs_on_host(model, functools.partial(save_on_cpu, pin_memory=device == "cuda"))
     weights.Materialiser("cpu").model(model)
     optimizer = optimizer_for(model, plan)
     engine, *_ = deepspeed.initialize(model=model, config=_config(plan), optimizer=optimizer)

@@ -224,7 +224,7 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
         "auto_wrap_policy": policy.lower(),
         "min_num_params": number,
         "transformer_cls_names_to_wrap": classes,
-        "activation_checkpointing": plan.activation_checkpointing == "full",
+        "activation_checkpointing": plan.checkpointing == "full",
         "cpu_ram_efficient_loading": False,
     }
     if plan.backend == "fsdp2":
@@ -249,8 +249,8 @@ def _parallelism(plan: Plan) -> Any:
     return config
 
 
-def _fsdp_config(plan: Plan, classes: list[str]) -> dict[str, Any]:
-    """The Trainer's `fsdp_config`; empty for DDP."""
+def _fsdp_config(plan: Plan, classes: list[str], *, checkpointing: bool) -> dict[str, Any]:
+    """The Trainer's `fsdp_config`; empty for DDP. `checkpointing`: whether FSDP's plugin checkpoints."""
     if plan.backend == "ddp":
         return {}
     policy, number = _wrap_settings(plan)
@@ -258,7 +258,7 @@ def _fsdp_config(plan: Plan, classes: list[str]) -> dict[str, Any]:
         "auto_wrap_policy": policy,
         "min_num_params": number,
         "transformer_layer_cls_to_wrap": classes,
-        "activation_checkpointing": plan.activation_checkpointing == "full",
+        "activation_checkpointing": checkpointing,
     }
     if plan.backend == "fsdp2":
         return {"version": 2, "reshard_after_forward": plan.reshards, **common}
@@ -271,6 +271,13 @@ def _fsdp_config(plan: Plan, classes: list[str]) -> dict[str, Any]:
     }
 
 
+def plugin_checkpoints(model: nn.Module, plan: Plan) -> bool:
+    """Whether accelerate's FSDP plugin, not the model, checkpoints the layers. With the Trainer's units of adapters it fails."""
+    if plan.facts.uses_trainer and plan.backend == "fsdp1" and hasattr(model, "peft_config"):
+        return False
+    return plan.uses_accelerate and plan.backend != "ddp" and plan.checkpointing == "full"
+
+
 def transformers_trainer(
     source: Source, model: nn.Module, plan: Plan, batch: dict[str, torch.Tensor], parallel: Any
 ) -> TransformersTrainer:
@@ -279,8 +286,10 @@ def transformers_trainer(
     optimizer = optimizer_named(plan.optim).transformers
     if isinstance(optimizer, Refusal):
         raise MeasurementError(optimizer.reason, hint="try another --optim")
-    fsdp = _fsdp_config(plan, _layer_classes(source, model, plan))
-    checkpointing = plan.activation_checkpointing == "full"
+    checkpointing = plan.checkpointing == "full"
+    by_plugin = plugin_checkpoints(model, plan)
+    fsdp = _fsdp_config(plan, _layer_classes(source, model, plan), checkpointing=by_plugin)
+    by_model = checkpointing and not by_plugin
     with tempfile.TemporaryDirectory() as scratch:  # the Trainer creates its output directory, but writes nothing
         arguments = transformers.TrainingArguments(
             output_dir=scratch,
@@ -292,8 +301,8 @@ def transformers_trainer(
             learning_rate=1e-6,
             per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
-            gradient_checkpointing=checkpointing and not fsdp,
-            gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing and not fsdp else None,
+            gradient_checkpointing=by_model,
+            gradient_checkpointing_kwargs={"use_reentrant": False} if by_model else None,
             fsdp=bool(fsdp),
             fsdp_config=fsdp or None,
             parallelism_config=parallel,

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_advisor.engines.registry import step_program
-from fsdp_advisor.estimator import allocator_result, estimate_plan, peak_of_step, timeline_of_step
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory, Segment, step_operations
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
-from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
+from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.rows import allocator_result, estimate_plan, peak_of_step, timeline_of_step
 from fsdp_advisor.tapes import recorded_gpu_tape
 from fsdp_advisor.validation.records import Mode
 
@@ -150,10 +150,9 @@ def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePea
     """
     steps = step_operations(
         step_program(run.profile, run.tape, run.plan),
-        run.plan.micro_batch_size,
-        run.plan.seq_len,
+        *run.plan.tape_shape,
         resident_threads=run.gpu.resident_threads,
-        workspace_bytes=[run.workspace_bytes] * WORKSPACES,
+        workspace_bytes=[run.workspace_bytes] * run.plan.facts.threads,
         one_batch=True,
     )
     allocator = CachingAllocator(

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, peak_of_step, timeline_of_step
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.plan import Plan
@@ -18,6 +19,7 @@ from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.rows import peak_of_step, timeline_of_step
 from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Device
@@ -158,7 +160,7 @@ def recorded_with_installed_versions(name: str) -> Resolved:
         raise UsageError(f"{name} is a bare parameter count: it cannot be run", hint="name a model or its config.json")
     if profile.versions == cache.installed_versions():
         return model
-    task = profile.task if model.source == "catalog" else None
+    task = profile.task if model.is_catalogued else None
     kept = cache.fetch(profile.config, task)
     if kept is None:
         from fsdp_advisor.recording import Recorder, TransformersSource

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -13,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.case import Device, Zero1, uses_zero_redundancy_optimizer
@@ -125,12 +128,13 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
 
         return deepspeed_trainer(source, plan, device, run.mode)
     model = source.build(weight_dtype(plan))
-    checkpointing = plan.activation_checkpointing == "full"
     if plan.attention == "flash_attention_2":  # the real package; the recorder replaces its kernels
-        source.configure(model, attention="sdpa", checkpointing=checkpointing)
+        source.configure(model, attention="sdpa", checkpointing=plan.checkpointing)
         model.set_attn_implementation(plan.attention)  # type: ignore[operator]  # a method of every PreTrainedModel
     else:
-        source.configure(model, attention=plan.attention, checkpointing=checkpointing)
+        source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
+    if plan.activation_offload:
+        save_inputs_on_host(model, functools.partial(save_on_cpu, pin_memory=device == "cuda"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = _wrapped(model, run, mesh)

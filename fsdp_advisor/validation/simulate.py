@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.losses import with_loss
 from fsdp_advisor.recording.source import Source
@@ -25,11 +26,12 @@ from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimiz
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.meter import StorageIds, StorageMeter
 from fsdp_advisor.validation.steps import PHASES, TorchTrainer, autocast_of, batch_of, layers_of, take_step
+from fsdp_advisor.validation.torchtitan import TorchtitanTrainer, torchtitan_trainer
 
 STEPS = 2
 """The second step is steady; the first one makes the optimizer states."""
 
-SimulatedTrainer = TorchTrainer | frameworks.AccelerateTrainer | frameworks.TransformersTrainer
+SimulatedTrainer = TorchTrainer | frameworks.AccelerateTrainer | frameworks.TransformersTrainer | TorchtitanTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,19 @@ def check(plan: Plan) -> None:
             f"offload {plan.offload} cannot be simulated: without a GPU, host and device tensors look the same",
             hint="--mode stand-in or measure on a machine with a GPU",
         )
+    if plan.activation_offload:
+        raise ModeUnavailable(
+            "activation offload cannot be simulated: without a GPU, host and device tensors look the same",
+            hint="--mode rehearse, or stand-in on a machine with a GPU",
+        )
     if plan.backend == "deepspeed":
         raise ModeUnavailable(
             "deepspeed cannot be simulated, only PyTorch's own engines can",
             hint="--mode measure runs DeepSpeed itself; --backend fsdp2, fsdp1 or ddp can be simulated",
+        )
+    if plan.task != "sft":
+        raise ModeUnavailable(
+            f"task {plan.task} cannot be simulated", hint="--task sft, or --mode rehearse on a script"
         )
     if plan.uses_accelerate:
         frameworks.check(plan)
@@ -69,10 +80,11 @@ def check(plan: Plan) -> None:
 def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated:
     """One steady-state step of the plan, as PyTorch runs it on rank 0. Raises ModeUnavailable for plans that `check` refuses."""
     check(plan)
-    source = with_loss(source, plan.loss_code, plan.ignored_labels)
+    source = with_batch(source, plan.batch_layout, plan.padding_fraction)
+    source = with_loss(source, plan.loss_code, plan.unscored_labels)
     model = source.build(weight_dtype(plan))
-    checkpointing = plan.activation_checkpointing == "full"
-    source.configure(model, attention=plan.attention, checkpointing=checkpointing and not _plugin_checkpoints(plan))
+    checkpointing = "none" if frameworks.plugin_checkpoints(model, plan) else plan.checkpointing
+    source.configure(model, attention=plan.attention, checkpointing=checkpointing)
     meter = StorageMeter(timeline=timeline)
     with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -113,11 +125,6 @@ def _steady_step(trainer: SimulatedTrainer, meter: StorageMeter, accumulation: i
     )
 
 
-def _plugin_checkpoints(plan: Plan) -> bool:
-    """Whether accelerate's FSDP plugin, not the model, checkpoints the layers."""
-    return plan.uses_accelerate and plan.backend != "ddp"
-
-
 def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, parallel: Any) -> SimulatedTrainer:
     """The model under the plan's engine and framework, ready to take steps."""
     batch = batch_of(source, plan, model, real=False)
@@ -126,6 +133,8 @@ def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | No
             return frameworks.accelerate_trainer(source, model, plan, batch, parallel)
         case "trainer" | "trl":
             return frameworks.transformers_trainer(source, model, plan, batch, parallel)
+        case "torchtitan":
+            return torchtitan_trainer(source, model, plan, mesh, batch)
     layers = layers_of(source.stacks(model))
     wrapped = wrap(model, layers, plan, mesh, "cpu")
     return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))
@@ -149,11 +158,12 @@ def _post_forward_mesh(plan: Plan, mesh: DeviceMesh | None, meter: StorageMeter)
 
 @contextmanager
 def _fsdp1_on_fake_storages() -> Iterator[None]:
-    """Let FSDP1 recognize allocated storages by their size, because fake storages have no address."""
+    """Let FSDP1 recognize allocated storages by their size, and equal ones by their identity, because fake storages have no
+    address.
+    """
     flat_param: Any = importlib.import_module("torch.distributed.fsdp._flat_param")
-    original = flat_param._data_ptr_allocated
-    flat_param._data_ptr_allocated = lambda tensor: tensor.untyped_storage().size() > 0
-    try:
+    with (
+        mock.patch.object(flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0),
+        mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+    ):
         yield
-    finally:
-        flat_param._data_ptr_allocated = original

@@ -66,7 +66,7 @@ def batch_of(source: Source, plan: Plan, model: nn.Module, *, real: bool) -> dic
 
     `real`: tokens are random. Equal tokens would all go to the same experts of a mixture of experts.
     """
-    batch = source.batch(plan.micro_batch_size, plan.seq_len)
+    batch = source.batch(*plan.tape_shape)
     if plan.precision == "bf16":  # training code casts pixels and sound to the model's dtype
         batch = {name: cast_floating(tensor, torch.bfloat16) for name, tensor in batch.items()}
     vocabulary = _vocabulary(model)

@@ -10,13 +10,15 @@ from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.evaluator import Evaluator, Timer
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import base_plan, search_space
-from fsdp_advisor.estimator import estimate_plan, estimate_resolved, make_request
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import Gpu, find_gpu
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import RecommendRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.rows import estimate_plan
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 GPT2 = "openai-community/gpt2-large"

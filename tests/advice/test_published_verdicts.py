@@ -24,7 +24,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor.estimator import estimate, make_request
+from fsdp_advisor.estimator import estimate
+from fsdp_advisor.job.parsing import make_request
 
 pytestmark = pytest.mark.slow
 

@@ -31,9 +31,7 @@ QUESTIONS = {
 def _clear_caches() -> None:
     """Clear every cache of the computing packages."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(
-            ("fsdp_advisor.memory", "fsdp_advisor.engines", "fsdp_advisor.timing", "fsdp_advisor.estimator")
-        ):
+        if name.startswith(("fsdp_advisor.memory", "fsdp_advisor.engines", "fsdp_advisor.timing", "fsdp_advisor.rows")):
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

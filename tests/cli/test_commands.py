@@ -328,7 +328,8 @@ def test_models(cli: Callable[..., Any]) -> None:
     assert {"id", "aliases", "task", "parameters", "max_seq_len", "model_type", "source", "experts"} == set(found)
     assert (found["id"], found["parameters"]) == ("meta-llama/Llama-2-7b-hf", 6_738_415_616)
     types = {row["model_type"] for row in json.loads(cli("models", "moe", "--json").out)}
-    assert types == {"qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"}, (
+    assert not types & {"llama", "qwen3", "gemma4_text", "bert"}
+    assert types >= {"qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"}, (
         "found by what they are"
     )
     for columns in (40, 60, 120):

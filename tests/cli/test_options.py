@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fsdp_advisor.cli.estimate import EstimateOptions
 from fsdp_advisor.cli.options import CommandParser, HelpOptions, ReportOptions
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.fields import Field, read_fields
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
 from fsdp_advisor.server.request_models import model_of
 

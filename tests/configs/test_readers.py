@@ -56,10 +56,9 @@ def test_axolotl() -> None:
         "backend": "fsdp1", "strategy": "zero3", "offload": "parameters", "wrap": "layer", "precision": "bf16-mixed",
         "optim": "adamw_torch_8bit", "use_peft": True, "lora_r": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
         "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True,
-        "bnb_4bit_quant_storage": "bfloat16", "loss": "liger",
+        "bnb_4bit_quant_storage": "bfloat16", "loss": "liger", "packing": "bfd",
     }  # fmt: skip
-    for key in ("liger_rope", "sample_packing"):
-        assert f"{key}: " in said(found, "not_modelled")
+    assert "liger_rope: " in said(found, "not_modelled")
     assert "wandb_project" in said(found, "ignored")
 
 
@@ -130,10 +129,9 @@ def test_trl_with_its_defaults() -> None:
     )
     expected = {
         "micro_batch_size": 8, "seq_len": 1024, "activation_checkpointing": "full", "precision": "bf16-mixed", "framework": "trl",
-        "use_peft": True, "lora_dropout": 0.05,
+        "use_peft": True, "lora_dropout": 0.05, "packing": "bfd",
     }  # fmt: skip
     assert found.options.items() >= expected.items() and "strategy" not in found.options
-    assert "packing: True" in said(found, "not_modelled")
     for words in ("micro-batch 8", "1024 tokens", "TRL's default"):
         assert words in said(found, "assumed")
 
@@ -199,7 +197,7 @@ def test_trainer_through_accelerate_in_a_launch_script() -> None:
         ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", {"gpus": 8, "strategy": "zero1", "framework": "deepspeed"}),
         ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --mixed_precision bf16 train.py --steps 3", {"gpus": 8, "strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed"}),
         ("srun torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b --training.seq_len 4096 --parallelism.tensor_parallel_degree 2", {"seq_len": 4096, "gpus": 8, "strategy": "zero3"}),
-        ("trl dpo --model_name_or_path gpt2 --max_length 512 --beta 0.1", {"seq_len": 512, "model": "gpt2"}),
+        ("trl dpo --model_name_or_path gpt2 --max_length 512 --beta 0.1", {"seq_len": 512, "model": "gpt2", "task": "dpo"}),
         ("CUDA_VISIBLE_DEVICES=0,1 python train.py --model_name_or_path gpt2 --optim sgd --optim_args momentum=0.9", {"optim": "sgd_momentum"}),
         ("python train.py --model_name_or_path gpt2 --optim rmsprop --optim_args alpha=0.9", {"optim": "rmsprop"}),
     ],
@@ -210,8 +208,6 @@ def test_command_lines(command: str, options: dict[str, Any]) -> None:
     assert found.options.items() >= options.items(), found
     if "tensor_parallel" in command:
         assert "tensor_parallel_degree: 2 (tensor parallelism)" in said(found, "not_modelled")
-    if "dpo" in command:
-        assert "trl dpo (preference and reinforcement learning)" in said(found, "not_modelled")
     if "--steps" in command:
         assert "arguments of the script that are not read: steps" in said(found, "not_modelled")
 
@@ -306,9 +302,9 @@ def test_torchtitan() -> None:
     found = read("llama3_8b.toml", TITAN_TOML)
     assert found.options == {
         "framework": "torch", "model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "seq_len": 8192, "precision": "bf16-mixed",
-        "optim": "adamw_torch", "strategy": "hsdp", "backend": "fsdp2", "nnodes": 2, "gpus": 8,
+        "optim": "adamw_torch", "strategy": "hsdp", "backend": "fsdp2", "nnodes": 2, "gpus": 8, "activation_checkpointing": "selective",
     }  # fmt: skip
-    for words in ("tensor_parallel_degree: 4", "selective activation checkpointing", "torch.compile"):
+    for words in ("tensor_parallel_degree: 4", "torch.compile"):
         assert words in said(found, "not_modelled")
 
 
@@ -321,15 +317,45 @@ def test_torchtitan_functions() -> None:
         "micro_batch_size": 1,
         "precision": "bf16",
         "strategy": "zero3",
+        "activation_checkpointing": "selective",
     }
     assert found.options.items() >= expected.items()
-    for words in ("tensor_parallel_degree: 8", "selective activation checkpointing", "chunked loss"):
+    for words in ("tensor_parallel_degree: 8", "chunked loss"):
         assert words in said(found, "not_modelled")
     full = from_texts({"config_registry.py:llama3_70b": text})
     assert (full.options["activation_checkpointing"], full.options["seq_len"]) == ("full", 4096)
     with pytest.raises(UsageError, match="which configuration function") as refused:
         from_texts({"config_registry.py": text})
     assert "llama3_70b, llama3_8b" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("sft.yaml", "{model_name_or_path: a, dataset_name: a, packing: true, packing_strategy: wrapped}", {"packing": "wrapped"}),
+        ("sft.yaml", "{model_name_or_path: a, dataset_name: a, padding_free: true, max_length: null}", {"padding_free": True}),
+        ("axolotl.yaml", "{base_model: a, batch_flattening: true, attn_implementation: flash_attention_2}", {"padding_free": True}),
+        ("axolotl.yaml", "{base_model: a, sample_packing: true, batch_flattening: auto}", {"packing": "bfd"}),
+        ("lf.yaml", "{model_name_or_path: a, cutoff_len: 9, packing: true}", {"packing": "wrapped"}),
+        ("lf.yaml", "{model_name_or_path: a, cutoff_len: 9, packing: true, neat_packing: true, flash_attn: fa2}", {"packing": "bfd"}),
+        ("lf.yaml", "{model_name_or_path: a, cutoff_len: 9, packing: false}", {}),
+    ],
+)  # fmt: skip
+def test_packed_and_padding_free_batches(name: str, text: str, options: dict[str, object]) -> None:
+    found = read(name, text)
+    assert {k: v for k, v in found.options.items() if k in ("packing", "padding_free")} == options
+    assert "pack" not in said(found, "not_modelled")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{base_model: a, sample_packing: true, micro_batch_size: 2}",
+        "{model_name_or_path: a, cutoff_len: 9, neat_packing: true}",
+    ],
+)
+def test_packing_that_is_not_modelled_exactly_is_reported(text: str) -> None:
+    assert "packing without flash attention" in said(read("a.yaml", text), "not_modelled")
 
 
 def test_arguments_in_a_python_script() -> None:
@@ -369,3 +395,72 @@ def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
         from_paths([tmp_path / "none.yaml"])
     with pytest.raises(UsageError, match="no configuration in"):
         from_paths([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dpo.yaml", "model_name_or_path: gpt2\nmax_length: 512\nbeta: 0.2\nprecompute_ref_log_probs: true\n"),
+        ("run.sh", "trl dpo --model_name_or_path gpt2 --max_length 512 --precompute_ref_log_probs true\n"),
+        ("run.sh", "torchrun --nproc-per-node 4 -m trl.scripts.dpo --model_name_or_path gpt2 --precompute_ref_log_probs True\n"),
+        ("train.py", "from trl import DPOConfig\narguments = DPOConfig(precompute_ref_log_probs=True, max_length=512)\n"),
+    ],
+)  # fmt: skip
+def test_the_task_of_trl_is_read(name: str, text: str) -> None:
+    found = from_texts({name: text})
+    assert (found.options["framework"], found.options["task"]) == ("trl", "dpo")
+    assert found.options["precompute_ref_log_probs"] is True
+    assert "preference" not in said(found, "not_modelled")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kto.yaml", "model_name_or_path: gpt2\nmax_length: 512\nbeta: 0.2\ndesirable_weight: 1.0\n"),
+        ("train.py", "from trl import KTOConfig\narguments = KTOConfig(max_length=512)\n"),
+    ],
+)
+def test_kto_is_read(name: str, text: str) -> None:
+    assert from_texts({name: text}).options["task"] == "kto"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("reward.yaml", "model_name_or_path: gpt2\nmax_length: 512\ncenter_rewards_coefficient: 0.01\n"),
+        ("run.sh", "trl reward --model_name_or_path gpt2 --use_peft --lora_task_type SEQ_CLS\n"),
+        ("train.py", "from trl import RewardConfig\narguments = RewardConfig(max_length=512)\n"),
+    ],
+)
+def test_a_reward_model_is_read(name: str, text: str) -> None:
+    found = from_texts({name: text})
+    assert found.options["task"] == "reward"
+    assert not {"lora_task_type", "center_rewards_coefficient"} & set(said(found, "not_modelled").split())
+
+
+def test_a_task_that_is_not_modelled_is_reported() -> None:
+    found = from_texts({"run.sh": "trl rloo --model_name_or_path gpt2 --max_length 512\n"})
+    assert "task" not in found.options
+    assert "trl rloo" in said(found, "not_modelled")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("grpo.yaml", "model_name_or_path: gpt2\nnum_generations: 4\nmax_completion_length: 256\nbeta: 0.04\nuse_vllm: true\nvllm_mode: colocate\n"),
+        ("run.sh", "trl grpo --model_name_or_path gpt2 --num_generations 4 --max_completion_length 256 --beta 0.04 --use_vllm\n"),
+        ("train.py", "from trl import GRPOConfig\na = GRPOConfig(num_generations=4, max_completion_length=256, beta=0.04, use_vllm=True)\n"),
+    ],
+)  # fmt: skip
+def test_grpo_is_read(name: str, text: str) -> None:
+    found = from_texts({name: text})
+    assert {k: str(found.options[k]) for k in ("task", "num_generations", "max_completion_length", "beta", "use_vllm")} == {
+        "task": "grpo", "num_generations": "4", "max_completion_length": "256", "beta": "0.04", "use_vllm": "True",
+    }  # fmt: skip
+    assert "prompts of 512 tokens" in said(found, "assumed")
+
+
+def test_unused_settings_of_vllm_are_left_aside() -> None:
+    text = "model_name_or_path: gpt2\nnum_generations: 4\nvllm_mode: server\nvllm_gpu_memory_utilization: 0.5\n"
+    assert "vllm_mode" not in from_texts({"grpo.yaml": text}).options
+    assert "vllm_gpu_memory_utilization" not in from_texts({"grpo.yaml": text + "use_vllm: true\n"}).options

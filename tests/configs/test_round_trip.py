@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
 from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.job.adaptation import Adaptation, launched
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -182,6 +183,98 @@ def test_an_exported_loss_reads_back(target: str, loss: str) -> None:
     assert read.loss_code == loss
 
 
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+@pytest.mark.parametrize("reference", ["none", "copy"])
+def test_an_exported_task_reads_back(reference: str, task: str) -> None:
+    of = job(plan("ddp", "ddp", framework="trl", loss_code="trl", task=task, reference=reference))
+    exported = export("trl", of)
+    assert f"-m trl.scripts.{task}" in exported.usage
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp")
+    assert (read.task, read.reference, read.micro_batch_size) == (task, reference, of.plan.micro_batch_size)
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        Generation(completion_length=256),
+        Generation(
+            completion_length=64, completions_per_prompt=4, steps=8, iterations=2, beta=0.04, generator="server"
+        ),
+        Generation(completion_length=64, generator="colocate", memory_utilization=0.4, sleeps=True, tensor_parallel=2),
+    ],
+    ids=lambda generation: generation.generator,
+)
+def test_exported_completions_read_back(generation: Generation) -> None:
+    reference = "copy" if generation.beta else "none"
+    shape = plan("zero3", "fsdp2", framework="trl", loss_code="trl", task="grpo", reference=reference)
+    of = job(replace(shape, generation=generation))
+    exported = export("trl", of)
+    assert "-m trl.scripts.grpo" in exported.usage and "max_length" not in exported.text
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="zero3", seq_len=2048)
+    assert (read.generation, read.reference) == (generation, reference)
+
+
+def test_an_exported_reward_model_reads_back() -> None:
+    adapted = Adaptation(peft={"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}, reward_head=True)
+    of = job(plan("ddp", "ddp", framework="trl", task="reward"), task="sequence-classification", adaptation=adapted)
+    exported = export("trl", of)
+    assert "-m trl.scripts.reward" in exported.usage
+    request = make_request(complete(from_texts({exported.file_name: exported.text}), {}).options)
+    assert (request.task, request.micro_batch_size) == ("reward", of.plan.micro_batch_size)
+    assert launched(request).reward_head and launched(request).peft["r"] == 8
+
+
+@pytest.mark.parametrize("target", ["trainer", "axolotl", "llamafactory", "ddp", "fsdp2", "accelerate", "torchrun"])
+def test_only_trl_has_other_tasks_than_sft(target: str) -> None:
+    backend = "ddp" if target in ("ddp", "llamafactory") else "fsdp2"
+    shape = plan("ddp" if backend == "ddp" else "zero3", backend, framework="trl", loss_code="trl", task="dpo")
+    assert "task dpo" in (TARGETS[target].unsupported(job(shape)) or "")
+
+
+@pytest.mark.parametrize(
+    ("target", "batch"),
+    [
+        ("trl", {"packing": "bfd"}),
+        ("trl", {"packing": "wrapped", "padding_free": True}),
+        ("trl", {"padding_free": True}),
+        ("axolotl", {"packing": "bfd"}),
+        ("axolotl", {"padding_free": True}),
+        ("llamafactory", {"packing": "bfd", "micro_batch_size": 1}),
+        ("llamafactory", {"packing": "wrapped"}),
+    ],
+)
+def test_an_exported_batch_reads_back(target: str, batch: dict[str, Any]) -> None:
+    loss = "trl" if target == "trl" else "full"
+    shape = plan("ddp", "ddp", framework=TARGETS[target].framework, loss_code=loss, attention="flash_attention_2")
+    of = job(replace(shape, **batch))
+    exported = export(target, of)
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp")
+    assert (read.packing, read.padding_free) == (of.plan.packing, of.plan.padding_free)
+
+
+@pytest.mark.parametrize(
+    ("target", "batch", "reason"),
+    [
+        ("trainer", {"packing": "bfd"}, "does not pack"),
+        ("ddp", {"padding_free": True}, "padding-free"),
+        ("accelerate", {"packing": "bfd"}, "does not pack"),
+        ("axolotl", {"packing": "wrapped"}, "whole sequences"),
+        ("axolotl", {"packing": "bfd", "micro_batch_size": 2}, "flash_attention_2"),
+        ("axolotl", {"padding_free": True}, "flash_attention_2"),
+        ("llamafactory", {"packing": "bfd"}, "neat_packing"),
+        ("llamafactory", {"padding_free": True}, "padding-free"),
+    ],
+)
+def test_a_batch_that_a_consumer_lacks_is_refused(target: str, batch: dict[str, Any], reason: str) -> None:
+    of = job(replace(plan("ddp", "ddp", framework="trainer"), **batch))
+    assert reason in (TARGETS[target].unsupported(of) or "")
+
+
+def test_the_trainer_gets_its_collator_from_the_script() -> None:
+    of = job(replace(plan("ddp", "ddp", framework="trainer"), padding_free=True))
+    assert any("DataCollatorWithFlattening" in note for note in export("trainer", of).notes)
+
+
 @pytest.mark.parametrize(("target", "loss"), [("trl", "liger"), ("trainer", "cce"), ("trainer", "trl"), ("ddp", "cce")])
 def test_a_loss_that_a_consumer_lacks_is_refused(target: str, loss: str) -> None:
     of = job(plan("ddp", "ddp", framework="trainer", loss_code=loss))
@@ -202,3 +295,49 @@ def test_a_script_replaces_the_loss_before_it_adapts_the_model(target: str, name
     compile(script, "train.py", "exec")
     calls = script[script.index("def build" if "def build" in script else "def train(") :]
     assert calls.index("_apply_liger_kernel_to_instance(model") < calls.index("adapted(model)")
+
+
+@pytest.mark.parametrize(
+    ("target", "backend", "checkpointing", "offload"),
+    [
+        ("ddp", "ddp", "selective", False), ("ddp", "ddp", "every-3", True),
+        ("fsdp2", "fsdp2", "selective", True), ("fsdp2", "fsdp2", "full", True),
+        *(
+            (target, backend, checkpointing, offload)
+            for backend in ("ddp", "fsdp2")
+            for target, checkpointing, offload in [
+                ("trainer", "every-2", True), ("trainer", "full", True), ("trl", "selective", False), ("trl", "every-4", False),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_exported_checkpointing_reads_back(target: str, backend: str, checkpointing: str, offload: bool) -> None:
+    strategy = "ddp" if backend == "ddp" else "zero3"
+    of = job(
+        plan(
+            strategy, backend, framework=TARGETS[target].framework, loss_code="trl" if target == "trl" else "full",
+            activation_checkpointing=checkpointing, activation_offload=offload,
+        )
+    )  # fmt: skip
+    assert TARGETS[target].unsupported(of) is None
+    exported = export(target, of)
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy=strategy, seq_len=2048)
+    assert (read.activation_checkpointing, read.activation_offload) == (checkpointing, offload), exported.text
+
+
+@pytest.mark.parametrize(
+    ("target", "checkpointing", "offload"),
+    [("trainer", "selective", False), ("axolotl", "every-2", False), ("llamafactory", "full", True)],
+)
+def test_checkpointing_that_a_consumer_lacks_is_refused(target: str, checkpointing: str, offload: bool) -> None:
+    of = job(
+        plan(
+            "ddp",
+            "ddp",
+            framework="trainer",
+            activation_checkpointing=checkpointing,
+            activation_offload=offload,
+        )
+    )
+    reason = TARGETS[target].unsupported(of) or ""
+    assert "checkpointing" in reason or "offload" in reason

@@ -27,6 +27,7 @@ TOP: dict[str, tuple[type, ...]] = {
     "sequence_len": (int,),
     "sample_packing": (bool,),
     "pad_to_sequence_len": (bool,),
+    "batch_flattening": (bool,),
     "attn_implementation": (str,),
     "gradient_checkpointing": (bool,),
     "gradient_checkpointing_kwargs": (dict,),

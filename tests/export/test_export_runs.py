@@ -23,7 +23,7 @@ import pytest
 import torch
 from export_jobs import job, plan
 from filelock import FileLock
-from matrix import taken
+from matrix import taken, with_all_cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_advisor.export import Job, export, find
@@ -119,6 +119,7 @@ def test_fsdp2_script_trains_saves_and_resumes(tiny: dict[str, Path], tmp_path: 
     assert trained(again) and again[0] < first[0]
 
 
+@with_all_cases
 def test_fsdp2_script_with_a_schedule_free_optimizer_trains_saves_and_resumes(
     tiny: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -153,12 +154,17 @@ def reference(model: Path, accumulation: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("of", "more"),
-    [
-        (plan("hsdp", "fsdp2", 2, gpus=2, precision="fp16-mixed", offload="parameters"), ["--defer-reduction"]),
-        (plan("zero2", "fsdp2", gpus=2, precision="bf16", optim="sgd_momentum", wrap="none"), ["--init", "random"]),
-        (plan("ddp", "ddp", gpus=2, precision="bf16-mixed", gradient_accumulation_steps=2), ["--tokens", "tokens.npy"]),
-    ],
-    ids=["hsdp-offload-fp16", "zero2-bf16-sgd-random", "ddp-bf16-mixed-own-tokens"],
+    taken(
+        [(plan("hsdp", "fsdp2", 2, gpus=2, precision="fp16-mixed", offload="parameters"), ["--defer-reduction"])],
+        [
+            (plan("zero2", "fsdp2", gpus=2, precision="bf16", optim="sgd_momentum", wrap="none"), ["--init", "random"]),
+            (
+                plan("ddp", "ddp", gpus=2, precision="bf16-mixed", gradient_accumulation_steps=2),
+                ["--tokens", "tokens.npy"],
+            ),
+        ],
+    ),
+    ids=taken(["hsdp-offload-fp16"], ["zero2-bf16-sgd-random", "ddp-bf16-mixed-own-tokens"]),
 )
 def test_script_trains(of: Plan, more: list[str], tiny: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(2000, dtype=np.uint16) % VOCABULARY)
@@ -177,12 +183,14 @@ NF4 = {
     taken(
         [
             (plan("zero3", "fsdp2", gpus=2, dtype="bfloat16"), Adaptation(peft=LORA), ["--output", "checkpoint"]),
-            (plan("zero2", "fsdp2", gpus=2), Adaptation(peft={**LORA, "use_dora": True}), ["--init", "random"]),
             (plan("ddp", "ddp", gpus=2, precision="bf16-mixed"), Adaptation(peft=LORA, quantization=NF4), []),
         ],
-        [(plan("ddp", "ddp", gpus=2, precision="bf16-mixed"), Adaptation(peft=LORA), [])],
+        [
+            (plan("zero2", "fsdp2", gpus=2), Adaptation(peft={**LORA, "use_dora": True}), ["--init", "random"]),
+            (plan("ddp", "ddp", gpus=2, precision="bf16-mixed"), Adaptation(peft=LORA), []),
+        ],
     ),
-    ids=taken(["fsdp2-lora", "fsdp2-dora-random", "ddp-qlora"], ["ddp-lora"]),
+    ids=taken(["fsdp2-lora", "ddp-qlora"], ["fsdp2-dora-random", "ddp-lora"]),
 )
 def test_script_trains_what_is_adapted(
     of: Plan, adaptation: Adaptation, more: list[str], tiny: dict[str, Path], tmp_path: Path
@@ -212,6 +220,7 @@ def test_accelerate_shards_as_configured(tiny: dict[str, Path], tmp_path: Path) 
     assert found["local"] == pytest.approx(found["whole"] / 2, rel=0.01)
 
 
+@with_all_cases
 def test_accelerate_passes_the_configuration_to_deepspeed(tiny: dict[str, Path], tmp_path: Path) -> None:
     of = job(plan("zero3", "deepspeed", gpus=2))
     written(tmp_path, "accelerate", of)
@@ -219,13 +228,14 @@ def test_accelerate_passes_the_configuration_to_deepspeed(tiny: dict[str, Path],
     assert (found["distributed_type"], found["stage"]) == ("DEEPSPEED", 3)
 
 
+@with_all_cases
 @pytest.mark.parametrize(
     ("of", "optimizer"),
-    taken(
-        [(plan("zero1", "deepspeed", gpus=2, precision="bf16", optim="sgd_momentum"), "SGD")],
-        [(plan("zero3", "deepspeed", gpus=2, gradient_accumulation_steps=2), "AdamW")],
-    ),
-    ids=taken(["zero1-bf16-sgd"], ["zero3"]),
+    [
+        (plan("zero1", "deepspeed", gpus=2, precision="bf16", optim="sgd_momentum"), "SGD"),
+        (plan("zero3", "deepspeed", gpus=2, gradient_accumulation_steps=2), "AdamW"),
+    ],
+    ids=["zero1-bf16-sgd", "zero3"],
 )
 def test_deepspeed_trains_as_configured(of: Plan, optimizer: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     written(tmp_path, "deepspeed", job(of))
@@ -236,15 +246,17 @@ def test_deepspeed_trains_as_configured(of: Plan, optimizer: str, tiny: dict[str
 
 @pytest.mark.parametrize(
     ("of", "wrapped", "environment"),
-    [
-        (plan("zero3", "fsdp2", gpus=2, gradient_accumulation_steps=2), "FSDPLlamaForCausalLM", {}),
-        (
-            plan("ddp", "ddp", gpus=2, activation_checkpointing="full"),
-            "DistributedDataParallel",
-            {"ACCELERATE_USE_CPU": "true"},
-        ),
-    ],
-    ids=["fsdp2", "ddp"],
+    taken(
+        [(plan("zero3", "fsdp2", gpus=2, gradient_accumulation_steps=2), "FSDPLlamaForCausalLM", {})],
+        [
+            (
+                plan("ddp", "ddp", gpus=2, activation_checkpointing="full"),
+                "DistributedDataParallel",
+                {"ACCELERATE_USE_CPU": "true"},
+            )
+        ],
+    ),
+    ids=taken(["fsdp2"], ["ddp"]),
 )
 def test_trainer_trains_as_configured(
     of: Plan, wrapped: str, environment: dict[str, str], tiny: dict[str, Path], tmp_path: Path
@@ -261,13 +273,13 @@ def test_trainer_trains_as_configured(
 @pytest.mark.parametrize(
     ("target", "of"),
     taken(
+        [("deepspeed", plan("zero3", "deepspeed", gpus=2, activation_checkpointing="full"))],
         [
-            ("deepspeed", plan("zero3", "deepspeed", gpus=2, activation_checkpointing="full")),
             ("trainer", plan("zero3", "deepspeed", gpus=2, framework="trainer")),
+            ("accelerate", plan("zero2", "deepspeed", gpus=2, framework="accelerate", gradient_accumulation_steps=2)),
         ],
-        [("accelerate", plan("zero2", "deepspeed", gpus=2, framework="accelerate", gradient_accumulation_steps=2))],
     ),
-    ids=taken(["deepspeed", "trainer"], ["accelerate"]),
+    ids=taken(["deepspeed"], ["trainer", "accelerate"]),
 )
 def test_bundle_trains_unchanged(target: str, of: Plan, tiny: dict[str, Path], tmp_path: Path) -> None:
     _train_bundle(target, job(of, hidden_size=64), tiny["untied"], tmp_path)
@@ -275,13 +287,15 @@ def test_bundle_trains_unchanged(target: str, of: Plan, tiny: dict[str, Path], t
 
 @pytest.mark.parametrize(
     ("target", "of", "adaptation"),
-    [
-        ("accelerate", plan("zero3", "fsdp2", gpus=2, framework="accelerate"), Adaptation(peft=LORA)),
-        ("deepspeed", plan("zero2", "deepspeed", gpus=2), Adaptation(peft=LORA)),
-        ("trainer", plan("zero3", "fsdp2", gpus=2, framework="trainer", dtype="bfloat16"), Adaptation(peft=LORA)),
-        ("trainer", plan("zero3", "fsdp2", gpus=2, framework="trainer"), Adaptation(freeze=("embed_tokens",))),
-    ],
-    ids=["accelerate-lora", "deepspeed-lora", "trainer-lora", "trainer-frozen"],
+    taken(
+        [("trainer", plan("zero3", "fsdp2", gpus=2, framework="trainer", dtype="bfloat16"), Adaptation(peft=LORA))],
+        [
+            ("accelerate", plan("zero3", "fsdp2", gpus=2, framework="accelerate"), Adaptation(peft=LORA)),
+            ("deepspeed", plan("zero2", "deepspeed", gpus=2), Adaptation(peft=LORA)),
+            ("trainer", plan("zero3", "fsdp2", gpus=2, framework="trainer"), Adaptation(freeze=("embed_tokens",))),
+        ],
+    ),
+    ids=taken(["trainer-lora"], ["accelerate-lora", "deepspeed-lora", "trainer-frozen"]),
 )
 def test_bundle_trains_what_is_adapted(
     target: str, of: Plan, adaptation: Adaptation, tiny: dict[str, Path], tmp_path: Path

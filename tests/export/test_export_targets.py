@@ -18,10 +18,10 @@ from export_jobs import job, jobs, plan, plans
 from fsdp_advisor import estimate
 from fsdp_advisor.advice import recommend
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.choice import NothingFits, report_for
 from fsdp_advisor.export.constants import VERSIONS
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 from fsdp_advisor.units import format_gib

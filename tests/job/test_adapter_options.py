@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.fields import as_query, as_words
+from fsdp_advisor.job.parsing import make_request
 
 CONFIG = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
 

@@ -17,10 +17,12 @@ sys.path.append(str(Path(__file__).parents[1] / "timing"))  # BERT and Lightning
 import published_models
 from record import BertSource, lightning
 
+from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.engines.job_peaks import load_method_of
 from fsdp_advisor.engines.registry import step_program
-from fsdp_advisor.estimator import estimate_resolved, gpu_of, make_request, peak_of_step
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, step_operations
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
@@ -29,6 +31,7 @@ from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import gpu_tape_key, recorded_gpu_tape, tape_key_of
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())

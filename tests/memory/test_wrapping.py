@@ -13,8 +13,9 @@ from fsdp_advisor.engines.deepspeed.settings import settings_of
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, marked_units, wrapping_of
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import estimate_resolved, make_request, peak_of_step
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import step_operations
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
@@ -23,6 +24,7 @@ from fsdp_advisor.model.profile import MarkedUnit, Op
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.builder import AT_ROOT
+from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 
 UNTIED, TIED, GPT2, OPT = (

@@ -8,8 +8,8 @@ import pytest
 
 from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
 from fsdp_advisor.errors import InvalidOption, UsageError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.wrap_policy import wrap_policy
 from fsdp_advisor.model.catalog import entries, profile

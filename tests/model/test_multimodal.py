@@ -11,13 +11,13 @@ from tiny_llama import write
 pytest.importorskip("torch")
 
 from fsdp_advisor import estimate
-from fsdp_advisor.estimator import peak_of_step
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.multimodal import TRAINED_WHOLE
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, TransformersSource, source_of
+from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 

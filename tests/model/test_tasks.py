@@ -23,7 +23,7 @@ def test_every_task_of_the_recorder_and_the_catalog_is_known() -> None:
     assert task_of(None).takes_any_length and task_of("a module's").counted == "tokens"
 
 
-@pytest.mark.parametrize("entry", catalog.search("vision"), ids=lambda e: e.id)
+@pytest.mark.parametrize("entry", catalog.search("image-classification"), ids=lambda e: e.id)
 def test_image_length_is_the_number_of_patches_plus_one(entry: catalog.Entry) -> None:
     config = catalog.profile(entry).config
     patches = (int(str(config["image_size"])) // int(str(config["patch_size"]))) ** 2

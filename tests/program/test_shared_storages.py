@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_advisor.engines.registry import step_program
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.live import step_peak, step_timeline
 from fsdp_advisor.model.profile import ROOT, Category, Op, Profile, Run, Segment, Stack, Tape, Unit

@@ -19,9 +19,10 @@ from typing import Any
 from published_jobs import EXPLAINED, FAMILIES, INSTALLED, Mapped, Measurement, Unmapped, mapped, measurements
 
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.estimator import estimate_resolved, make_request
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.report import StrategyEstimate
 

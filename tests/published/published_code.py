@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from peft.tuners.lora.gptq import GPTQLoraLinear
 from published_jobs import INSTALLED, Variant
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, adapted
 from fsdp_advisor.recording.adapted import source_of
+from fsdp_advisor.recording.packed import GptqLinear
 from fsdp_advisor.recording.source import Source, WrappedSource
 
 
@@ -41,10 +43,55 @@ class VariantSource(WrappedSource):
         return loss
 
     def build(self, dtype: torch.dtype) -> nn.Module:
+        if self._variant.gptq_group_size is not None:
+            return with_layers_of_2024(super().build(dtype))
         if not self._variant.keeps_dtypes:
             return super().build(dtype)
         with mock.patch.object(adapted, "prepare_for_training", lambda model, **_: model.requires_grad_(False)):
             return super().build(dtype)
+
+
+def with_layers_of_2024(model: nn.Module) -> nn.Module:
+    """The model with the classes of fms-acceleration's plugin for GPTQ and of PEFT 0.13."""
+    older: dict[type[nn.Module], type[nn.Module]] = {GptqLinear: OlderGptqLinear, GPTQLoraLinear: OlderGptqLora}
+    for module in model.modules():
+        module.__class__ = older.get(type(module), type(module))
+    return model
+
+
+class OlderGptqLinear(GptqLinear):
+    """Source: fms-acceleration 876e2ed, fms_acceleration_peft/gptqmodel/nn_modules/qlinear/qlinear_tritonv2.py, of auto-gptq."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.qweight, self.out_features)
+        return product.reshape(*x.shape[:-1], self.out_features)
+
+
+class _Product(torch.autograd.Function):
+    """The weight is dequantized in forward and again in backward, in the dtype of the job, which is that of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, qweight: torch.Tensor, out_features: int) -> torch.Tensor:
+        ctx.save_for_backward(qweight)
+        ctx.in_features = x.shape[-1]
+        return x @ x.new_empty(x.shape[-1], out_features)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient @ gradient.new_empty(ctx.in_features, gradient.shape[-1]).t(), None, None
+
+
+class OlderGptqLora(GPTQLoraLinear):
+    """Source: PEFT 0.13, tuners/lora/gptq.py, `QuantLinear.forward`, under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.quant_linear_module(x)
+        for name in self.active_adapters:
+            output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x)))
+            output = output * self.scaling[name]
+            result += output
+        return result
 
 
 def shifted_loss(
@@ -68,7 +115,10 @@ def model_with(name: str, adaptation: Adaptation, variant: Variant) -> Resolved:
 def _recorded(name: str, adaptation: str, variant: Variant) -> Resolved:
     plain = resolve(name)
     assert plain.profile is not None
-    changed = Adaptation.from_dict(json.loads(adaptation))
+    packed: dict[str, Any] = {}
+    if variant.gptq_group_size is not None:
+        packed = {"quant_method": "gptq", "bits": 4, "group_size": variant.gptq_group_size}
+    changed = Adaptation.from_dict(json.loads(adaptation)).on_checkpoint(packed)
     config = {**plain.profile.config, CONFIG_KEY: changed.as_dict()} if changed else plain.profile.config
     recorder = Recorder(VariantSource(source_of(config, name=name, task=plain.profile.task), variant))
     profile = recorder.profile
@@ -80,4 +130,5 @@ def _recorded(name: str, adaptation: str, variant: Variant) -> Resolved:
         trainable_parameters=profile.trainable_parameters,
         recorder=recorder,
         adaptation=changed,
+        packed=packed,
     )

@@ -22,13 +22,15 @@ class Variant:
     (loss/loss_utils.py, ForCausalLMLoss). `logits_stay_half`: the loss is computed in the dtype of the logits, as by gpt_bigcode
     in transformers 4.48 (models/gpt_bigcode/modeling_gpt_bigcode.py). `keeps_outputs`: the loop has the model's outputs in a
     variable during backward. `keeps_dtypes`: what is not quantized stays in bf16, as fms-acceleration's plugin for bitsandbytes has
-    it instead of PEFT's prepare_model_for_kbit_training.
+    it instead of PEFT's prepare_model_for_kbit_training. `gptq_group_size`: the base is a GPTQ checkpoint of 4 bits with groups of so
+    many inputs (-1: all of them), in the layers of fms-acceleration's plugin.
     """
 
     shifts_logits: bool = False
     logits_stay_half: bool = False
     keeps_outputs: bool = False
     keeps_dtypes: bool = False
+    gptq_group_size: int | None = None
 
 
 INSTALLED = Variant()
@@ -76,25 +78,41 @@ def mapped(row: Measurement) -> Mapped | Unmapped:
 # 4.45.2 (liger). Facts from defaults.yaml, scenarios*.yaml, accelerate.yaml and benchmark.py:
 # - alpaca packed to 4096 tokens (2048 for santacoder), 100 steps, gradient_checkpointing, use_flash_attn, AdamW of torch in its
 #   default (foreach) form, lora_dropout 0.1, mixed_precision no unless the scenario has `bf16: True`;
-# - more than one GPU: FSDP1 FULL_SHARD with BACKWARD_PRE;
+# - more than one GPU: FSDP1 FULL_SHARD with BACKWARD_PRE. transformers 4.48 checkpoints around a unit, with use_reentrant, so the unit
+#   is gathered again to be recomputed; the installed version checkpoints within it. Full training has its peak in the optimizer's step,
+#   LoRA in forward or backward, so there nothing but running out of memory is compared;
 # - allocated = before_init + init_alloc_delta + train_alloc_delta + train_peaked_delta of the Trainer's memory metrics, which is
 #   max_memory_allocated of training on rank 0;
 # - device = the highest nvidia-smi reading less the first, the mean over the GPUs. Read by polling.
+# - GPTQ: checkpoints of 4 bits, loaded in float16, under fp16 autocast; PEFT 0.13. fp16 has the sizes of bf16.
 # Assumed: nothing but that tokens/s counts the packed tokens.
 
+_UNPACKED = {
+    "TheBloke/Mistral-7B-v0.1-GPTQ": "mistralai/Mistral-7B-v0.1",
+    "TheBloke/Llama-2-70B-GPTQ": "meta-llama/Llama-2-70b-hf",
+}
+_GROUP_SIZES = {"TheBloke/Mistral-7B-v0.1-GPTQ": 128, "TheBloke/Llama-2-70B-GPTQ": -1}
+"""The group sizes in the quantize_config.json of the checkpoints' main branch."""
 _SANTACODER = str(HERE / "santacoder.json")
 
 
 def _fms(row: Measurement) -> Mapped | Unmapped:
     job = row.job
     kernels, model = job["framework_config"], job["model"]
-    if "autogptq" in kernels:
-        return Unmapped("a base quantized with GPTQ is not modelled")
     if "scattermoe" in kernels:
         return Unmapped("ScatterMoE kernels are not modelled")
     if row.method == "moe" or "granite-4" in model:
         return Unmapped("the source does not state the lengths of its sequences, which are padded")
-    if "float16" in job["precision"].split() and "lora" in row.method:
+    packed = "autogptq" in kernels
+    if packed and kernels != "accelerated-peft-autogptq":
+        return Unmapped("kernels that fuse adapters with a GPTQ base are not modelled")
+    if packed and "Mixtral" in model:
+        return Unmapped("transformers 5 keeps experts in one parameter, which is not packed")
+    if packed and job["gpus"] > 1:
+        return Unmapped("fms-acceleration makes parameters of the packed weights, which FSDP1 shards")
+    if packed and "seq_len" not in job and not row.measured.get("out_of_memory"):
+        return Unmapped("the source does not state the lengths of its sequences, which are padded")
+    if "float16" in job["precision"].split() and "lora" in row.method and not packed:
         return Unmapped("weights stored in float16 are not modelled, and the lengths of the sequences are not stated")
     quantized = row.method == "qlora"
     if "baseline" in kernels:
@@ -105,9 +123,13 @@ def _fms(row: Measurement) -> Mapped | Unmapped:
         return Unmapped("FSDP1 with a base in 4 bits and the Trainer's wrap policy for adapters is not modelled")
     padded = "seq_len" not in job and not row.measured.get("out_of_memory")
     several = job["gpus"] > 1
-    mixed = "autocast" in job["precision"] or quantized  # all of its scenarios with bitsandbytes have `bf16: True`
+    mixed = (
+        "autocast" in job["precision"] or quantized or packed
+    )  # its scenarios with bitsandbytes have `bf16: True`, GPTQ `fp16`
     options: dict[str, Any] = {
-        "model": _SANTACODER if "santacoder" in model else model.replace("NousResearch", "meta-llama"),
+        "model": _SANTACODER
+        if "santacoder" in model
+        else _UNPACKED.get(model, model).replace("NousResearch", "meta-llama"),
         "gpu": "A100-80GB",
         "gpus": job["gpus"],
         "strategy": "zero3" if several else "ddp",
@@ -133,13 +155,18 @@ def _fms(row: Measurement) -> Mapped | Unmapped:
         }
     if quantized:
         options |= {"load_in_4bit": True, "use_bnb_nested_quant": True}
-    fused = "foak" in kernels
+    same = "foak" not in kernels and not padded and not (several and "r" in job)
     return Mapped(
         options=options,
-        variant=Variant(shifts_logits=True, logits_stay_half="santacoder" in model, keeps_dtypes=quantized),
-        only_if_peak_in="optimizer" if fused or padded else None,
-        compares_speed=not fused and not padded,
-        compares_reserved=not fused and not padded,
+        variant=Variant(
+            shifts_logits=True,
+            logits_stay_half="santacoder" in model,
+            keeps_dtypes=quantized,
+            gptq_group_size=_GROUP_SIZES[model] if packed else None,
+        ),
+        only_if_peak_in=None if same else "optimizer",
+        compares_speed=same,
+        compares_reserved=same,
     )
 
 
@@ -252,6 +279,9 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("p0602", "tokens/s"): "not found",
     ("p0604", "device"): "not found: 1.8 GiB, as of p0558",
     ("p0604", "tokens/s"): "not found",
+    ("p0626", "device"): "not found: 1.66 GiB, as of p0558",
+    ("p0628", "device"): "not found: 1.09 GiB, as of p0558",
+    ("p0642", "tokens/s"): "not found",
     ("p0473", "reserved"): "not found: code of January 2024, of which only the loss is as it was",
     ("p0474", "reserved"): "not found: code of January 2024, of which only the loss is as it was",
     ("p0475", "reserved"): "not found: the run has 78.72 GiB of the GPU's 79.15, where the allocator empties its cache",

@@ -10,8 +10,8 @@ import pytest
 from published_campaign import NEEDS_EXPLANATION, Result, estimate_of, percentile, read_results
 from published_jobs import EXPLAINED, INSTALLED, Mapped, Measurement, Unmapped, mapped, measurements
 
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.adapter_fields import with_files_read
+from fsdp_advisor.job.parsing import make_request
 
 ROWS = {row.id: row for row in measurements()}
 RESULTS = read_results()

@@ -35,13 +35,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial
-from fsdp_advisor.estimator import peak_of_step
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Tape
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, TransformersSource, source_of
 from fsdp_advisor.recording.step import fake_tensors, materialise
+from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 from fsdp_advisor.validation.steps import batch_of
@@ -160,7 +160,7 @@ def _differences(recorder: Recorder, tape: Tape, plan: Plan) -> tuple[dict[str, 
 def _without_gradient(source: TransformersSource, plan: Plan) -> list[str]:
     """The names of the parameters that get no gradient in a step."""
     model = source.build(torch.bfloat16)
-    source.configure(model, attention=plan.attention, checkpointing=False)
+    source.configure(model, attention=plan.attention, checkpointing="none")
     with fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         materialise(model, None)

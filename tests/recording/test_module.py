@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import peak_of_step
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, record_module
+from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 

@@ -1,21 +1,24 @@
-"""Models whose sizes are no polynomials in batch and length: linear attention runs in chunks, and pads sequences to whole ones."""
+"""Which questions record a tape for any micro-batch and length, and which a tape for one: the first question, and every question about
+a model whose sizes are no polynomials (linear attention runs in chunks, and pads sequences to whole ones).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
 from fsdp_advisor.errors import NotPolynomial
-from fsdp_advisor.estimator import peak_of_step
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
+from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.validation.simulate import simulate
 
@@ -47,3 +50,20 @@ def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Re
     key, tape = select_tape(model, profile, plan)
     assert key.at == (2, seq_len)
     assert peak_of_step(profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
+
+
+def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
+    """Each question resolves the model anew, as commands do: what earlier ones recorded is in the cache."""
+
+    def asked(seq_len: int) -> tuple[tuple[int, int] | None, int]:
+        model = resolve("tiny")
+        assert model.profile is not None
+        plan = replace(PLAN, strategy="ddp", backend="ddp", precision="fp32", attention="eager", seq_len=seq_len)
+        key, tape = select_tape(model, model.profile, plan)
+        return key.at, peak_of_step(model.profile, tape, plan).peak
+
+    own, peak = asked(100)
+    assert own == (2, 100)
+    assert asked(100) == (own, peak)
+    assert asked(101)[0] is None
+    assert asked(100) == (None, peak)

@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from fsdp_advisor import estimate
-from fsdp_advisor.estimator import NO_SCRATCH
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.profile import (
     Category,
@@ -32,6 +31,7 @@ from fsdp_advisor.model.profile import (
 )
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu
+from fsdp_advisor.rows import NO_SCRATCH
 
 pytestmark = pytest.mark.slow
 
@@ -281,7 +281,7 @@ def test_a_configuration_of_ones_own_has_it_too(home: Path) -> None:
     (row,) = estimate(model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100").estimates
     assert NO_SCRATCH not in row.not_modelled
     kept = cache.fetch(LLAMA, None)
-    assert kept is not None and replace(GPU, batch_is_one=True).name in kept.tapes
+    assert kept is not None and replace(GPU, batch_is_one=True, at=(1, 128)).name in kept.tapes
 
 
 def test_a_filled_window_is_recorded_for_gpus_of_either_kind(home: Path) -> None:

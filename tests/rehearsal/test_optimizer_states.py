@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import pytest
+from matrix import taken
 
 from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers import bitsandbytes, muon, torchao
+from fsdp_advisor.policies.optimizers import bitsandbytes, muon, stable_adamw, torchao
 from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer, Shards
 from fsdp_advisor.program.storages import NO_STORAGES
 
@@ -80,7 +81,12 @@ def test_bitsandbytes_allocates_what_is_predicted(optimizer: Optimizer, of_bitsa
     assert of_bitsandbytes[optimizer.name] == predicted(optimizer, SHAPES)
 
 
+def test_stable_adamw_allocates_what_is_predicted(run: Run) -> None:
+    found = stepped(run, [stable_adamw.STABLE_ADAMW], SHAPES)
+    assert found == {"stable_adamw": predicted(stable_adamw.STABLE_ADAMW, SHAPES)}
+
+
 def test_torchao_allocates_what_is_predicted(run: Run) -> None:
-    optimizers = (torchao.ADAMW_8BIT, torchao.ADAMW_4BIT, torchao.ADAMW_FP8)
+    optimizers = taken([torchao.ADAMW_8BIT], [torchao.ADAMW_4BIT, torchao.ADAMW_FP8])
     found = stepped(run, optimizers, COMPILED_SHAPES, ranks=1)
     assert found == {optimizer.name: predicted(optimizer, COMPILED_SHAPES) for optimizer in optimizers}

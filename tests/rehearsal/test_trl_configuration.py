@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from export_jobs import job, plan
 
 from fsdp_advisor.export import export
 from fsdp_advisor.job.adaptation import Adaptation
+from fsdp_advisor.job.generation import Generation
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +27,27 @@ JOBS = {
         plan("zero3", "deepspeed", framework="trainer", activation_checkpointing="full"),
         adaptation=Adaptation(peft={**LORA, "target_modules": "all-linear"}),
     ),
+    "dpo": job(plan("zero3", "fsdp2", framework="trl", loss_code="trl", task="dpo", reference="copy")),
+    "precomputed": job(plan("ddp", "ddp", framework="trl", loss_code="trl", task="dpo")),
+    "kto": job(plan("ddp", "ddp", framework="trl", loss_code="trl", task="kto", reference="copy")),
+    "reward": job(
+        plan("ddp", "ddp", framework="trl", task="reward"),
+        task="sequence-classification",
+        adaptation=Adaptation(peft=LORA, reward_head=True),
+    ),
+    "grpo": job(
+        replace(
+            plan("zero3", "fsdp2", framework="trl", loss_code="trl", task="grpo", reference="copy", micro_batch_size=8),
+            generation=Generation(
+                completion_length=64,
+                completions_per_prompt=4,
+                iterations=2,
+                beta=0.04,
+                generator="colocate",
+                sleeps=True,
+            ),
+        )
+    ),
     "whole": job(plan("ddp", "ddp", framework="trainer", precision="fp32", optim="sgd_momentum", micro_batch_size=2)),
 }
 
@@ -35,14 +58,14 @@ def read(run: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFa
     paths = {name: folder / f"{name}.yaml" for name in JOBS}
     for name, path in paths.items():
         Path(path).write_text(export("trl", JOBS[name]).text)
-    found = run("parse_trl.py", *map(str, paths.values()))
+    found = run("parse_trl.py", *(f"{JOBS[name].plan.task}={path}" for name, path in paths.items()))
     return {name: found[str(path)] for name, path in paths.items()}
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_batch_and_the_engine_are_the_plan_s(name: str, read: dict[str, dict[str, Any]]) -> None:
     p, found = JOBS[name].plan, read[name]
-    assert (found["model"], found["seq_len"]) == (JOBS[name].model_name, p.seq_len)
+    assert (found["model"], found["seq_len"]) == (JOBS[name].model_name, p.seq_len if p.generation is None else None)
     assert found["micro_batch_size"] == p.micro_batch_size
     assert (found["bf16"], found["checkpointing"]) == (p.mixed, p.activation_checkpointing == "full")
     assert found["fsdp_version"] == (2 if p.backend == "fsdp2" else None)
@@ -50,10 +73,22 @@ def test_the_batch_and_the_engine_are_the_plan_s(name: str, read: dict[str, dict
     assert found["optim"] == ("sgd" if p.optim == "sgd_momentum" else p.optim)
 
 
+def test_the_completions_are_the_plan_s(read: dict[str, dict[str, Any]]) -> None:
+    """GRPOConfig accepts them, and sets what the plan leaves to it."""
+    assert read["grpo"]["completions"] == {
+        "num_generations": 4, "max_completion_length": 64, "beta": 0.04, "num_iterations": 2, "steps_per_generation": 1,
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": True,
+        "vllm_tensor_parallel_size": 1,
+    }  # fmt: skip
+
+
 def test_the_adapter_and_the_quantized_base_are_the_job_s(read: dict[str, dict[str, Any]]) -> None:
-    assert [read[name]["rank"] for name in JOBS] == [8, 8, None]
-    assert [read[name]["modules"] for name in JOBS] == [["q_proj", "v_proj"], "all-linear", None]
-    assert [read[name]["dtype"] for name in JOBS] == ["bfloat16", "float32", "float32"]
+    names = ("qlora", "lora", "whole")
+    assert [read[name]["rank"] for name in names] == [8, 8, None]
+    assert [read[name]["adapted_task"] for name in ("lora", "reward")] == ["CAUSAL_LM", "SEQ_CLS"]
+    assert [read[name]["modules"] for name in names] == [["q_proj", "v_proj"], "all-linear", None]
+    assert [read[name]["dtype"] for name in names] == ["bfloat16", "float32", "float32"]
     quantization = read["qlora"]["quantization"]
     assert {name: quantization.get(name) for name in NF4} == NF4
+    assert [read[name]["precomputes"] for name in ("dpo", "precomputed", "kto", "whole")] == [False, True, False, None]
     assert read["lora"]["quantization"] is None and read["whole"]["quantization"] is None

@@ -11,8 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from fsdp_advisor.diagnosis import diagnose_text, job_of
-from fsdp_advisor.estimator import estimate_resolved, make_request
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import TARGETS
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.server import schema
 

@@ -9,8 +9,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware.lookup import lookup
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.validation import records
 from fsdp_advisor.validation.predict import predict

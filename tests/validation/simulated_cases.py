@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from matrix import ALL
 
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve

@@ -14,8 +14,8 @@ from matrix import ALL, taken
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import GPUS, find_gpu
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.catalog import find, profile
 from fsdp_advisor.validation import campaign, modes, records
 from fsdp_advisor.validation.case import Case

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.lookup import lookup
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest, fields_of
 from fsdp_advisor.model import cache
 from fsdp_advisor.validation import records, report

@@ -17,7 +17,7 @@ from tiny_model import CONFIG, JOB
 torch = pytest.importorskip("torch")
 
 from fsdp_advisor.errors import UsageError  # after the check for torch
-from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.program.storages import round_up
 from fsdp_advisor.validation import external_launcher, measure
 from fsdp_advisor.validation.case import Case

@@ -19,8 +19,8 @@ from tiny_model import CONFIG
 pytest.importorskip("torch")
 
 from fsdp_advisor.errors import UsageError  # after the check for torch
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.validation import measure, modes, rank
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of
 from fsdp_advisor.validation.failures import ModeUnavailable

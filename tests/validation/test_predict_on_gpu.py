@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fsdp_advisor.errors import UsageError  # after the check for torch
-from fsdp_advisor.estimator import estimate, make_request
+from fsdp_advisor.estimator import estimate
 from fsdp_advisor.hardware import Gpu, find_gpu
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import cache
 from fsdp_advisor.validation import gpu_memory, machine, stand_in, worker
 from fsdp_advisor.validation.case import Case

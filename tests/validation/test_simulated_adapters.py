@@ -15,12 +15,12 @@ from matrix import taken
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from fsdp_advisor.estimator import peak_of_step  # after the checks
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import source_of
+from fsdp_advisor.rows import peak_of_step  # after the checks
 from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 
@@ -119,6 +119,8 @@ MORE: list[Case] = [
     *({"model": "llama", **e, "use_peft": "true", "lora_modules_to_save": "lm_head"} for e in ENGINES),
     *({"model": "mistral", **ENGINES[0], "use_peft": "true", **base} for base in (
         {"load_in_8bit": "true"},
+        {"load_in_8bit": "true", "use_dora": "true"},
+        {"load_in_4bit": "true", "use_dora": "true", "lora_target_modules": "all-linear", "use_bnb_nested_quant": "true"},
         {"load_in_4bit": "true", "use_bnb_nested_quant": "true"},
         {"load_in_4bit": "true", "bnb_4bit_quant_type": "fp4", "lora_target_modules": "all-linear"},
         {"load_in_4bit": "true", "activation_checkpointing": "full", "gradient_accumulation_steps": "2"},

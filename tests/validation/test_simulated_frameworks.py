@@ -6,6 +6,8 @@ that normalizes it, the gradient norm and the clipping factor.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init  # after the checks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_advisor.engines.registry import not_modelled
-from fsdp_advisor.estimator import peak_of_step  # after the checks
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.recording import TransformersSource
+from fsdp_advisor.recording import TransformersSource, source_of
+from fsdp_advisor.rows import peak_of_step  # after the checks
 from fsdp_advisor.tapes import tape_key_of  # after the checks
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.failures import ModeUnavailable
@@ -46,6 +51,44 @@ def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> 
     profile = of_case(model.profile)
     step = peak_of_step(profile, model.tape(tape_key_of(plan)), plan)
     found = simulate(TransformersSource(profile.config, name=case.model, task=profile.task), plan)
+    for phase, n_bytes in found.phase_peaks.items():
+        assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+
+
+ADAPTERS: tuple[dict[str, str], ...] = (
+    {"lora_target_modules": "all-linear", "dtype": "bfloat16", "activation_checkpointing": "full"},
+)
+MORE_ADAPTERS: tuple[dict[str, str], ...] = (
+    {"model_type": "mistral", "gradient_accumulation_steps": "3", "activation_checkpointing": "full"},
+    {"precision": "bf16", "activation_checkpointing": "full"},
+    {"model_type": "qwen3", "lora_dropout": "0.1", "gpus": "2"},
+    {"lora_modules_to_save": "lm_head"},
+    {"dtype": "bfloat16", "gradient_accumulation_steps": "2"},
+)
+
+
+@pytest.mark.parametrize("case", taken(ADAPTERS, MORE_ADAPTERS), ids=str)
+def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tmp_path: Path) -> None:
+    values = dict(case)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY_CONFIG, "model_type": values.pop("model_type", "llama")}))
+    usual = {
+        "gpus": "4",
+        "strategy": "zero3",
+        "backend": "fsdp1",
+        "framework": "trainer",
+        "seq_len": "64",
+        "use_peft": "true",
+    }
+    request = make_request({**usual, **values, "model": str(config)})
+    (plan,) = plans(request, seq_len=64)
+    model = resolve(request.model).adapted(adaptation_of(request))
+    profile = model.profile
+    assert profile is not None
+    key = tape_key_of(plan, profile)
+    assert key.wrap == "peft"
+    step = peak_of_step(profile, model.tape(key), plan)
+    found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
 

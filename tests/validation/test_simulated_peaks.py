@@ -12,9 +12,9 @@ from simulated_cases import FRAMEWORKS, MORE_FRAMEWORKS, MORE_TORCH, TORCH, Case
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.estimator import peak_of_step  # after the check for torch
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource
+from fsdp_advisor.rows import peak_of_step  # after the check for torch
 from fsdp_advisor.tapes import tape_key_of  # after the check for torch
 from fsdp_advisor.validation.simulate import simulate
 

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # after the check for torch
 
-from fsdp_advisor.estimator import make_request
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording import TransformersSource
 from fsdp_advisor.recording.modules import ModuleSource

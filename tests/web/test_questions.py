@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from page_reader import EXAMPLE, HOSTILE, read
 
-from fsdp_advisor.estimator import make_request
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import RecommendRequest, fields_of
 from fsdp_advisor.server.page_form import controls
 
@@ -75,7 +75,7 @@ def test_every_control_has_a_help_text_in_the_page_s_words(client: TestClient) -
     page = read(client.get("/").text)
     described = {a["id"]: a["aria-describedby"] for tag, a in page.elements if tag in ("input", "select")}
     assert all(helps == f"{name}-help" for name, helps in described.items())
-    helps = re.findall(r'class="help" id="\w+-help">(.*?)</span>', client.get("/").text)
+    helps = re.findall(r"class=help id=\w+-help>(.*?)</span>", client.get("/").text)
     assert len(helps) == len(described)
     assert all(len(words) > 15 and words.endswith(".") and "--" not in words for words in helps)
     assert "with “Tokens to train on”, the answer then has the cost" in client.get("/").text
@@ -133,4 +133,11 @@ def test_adapters_are_a_folded_part_of_the_form_that_says_what_is_set(client: Te
     text = client.get("/", params={**EXAMPLE, "lora_r": "0", "use_peft": "true"}).text
     summary = re.search(r"<details class=\"more\" open><summary>(Adapters[^<]*)</summary>", text)
     assert summary is not None and summary[1].endswith(": LoRA adapters, LoRA rank")
-    assert re.search(r'<select id="use_peft".*?<option value="True" selected>yes', text)
+    assert re.search(r'<select id=use_peft .*?<option selected>yes', text)
+
+
+def test_the_options_of_grpo_are_in_the_form_when_it_is_the_task(client: TestClient) -> None:
+    job = {**EXAMPLE, "framework": "trl", "num_generations": "1"}  # refused, so that nothing is recorded
+    assert "Completions per prompt</label>" not in client.get("/", params=job).text
+    text = client.get("/", params={**job, "task": "grpo"}).text
+    assert "Completions per prompt</label>" in text and "vLLM sleeps</label>" in text

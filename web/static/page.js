@@ -38,6 +38,8 @@ async function update(link, { remember }) {
     const tab = answer.querySelector("[role=tab][aria-selected=true]")?.dataset.export;
     const open = [...answer.querySelectorAll("details[open]")].map((d) => d.id);
     answer.replaceChildren(...fresh.childNodes);
+    const [ours, theirs] = [document, page].map((d) => d.querySelector("#of-task"));
+    if (ours.childElementCount !== theirs.childElementCount) ours.replaceChildren(...theirs.childNodes);
     for (const id of open) answer.querySelector(`#${CSS.escape(id)}`)?.setAttribute("open", "");
     document.title = page.title;
     if (remember) history.pushState(null, "", link);

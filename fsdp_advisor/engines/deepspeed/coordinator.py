@@ -192,11 +192,17 @@ def _modules(parameters: tuple[Parameter, ...], first: int) -> list[tuple[int, .
 
 
 def gathered(
-    profile: Profile, plan: Plan, settings: Settings = DEFAULTS, size: Callable[[int], int] = round_up
+    profile: Profile,
+    plan: Plan,
+    settings: Settings = DEFAULTS,
+    size: Callable[[int], int] = round_up,
+    *,
+    forward_only: bool = False,
 ) -> Gathered:
     """The gathered parameters over one micro-batch, unit by unit. `size` maps a storage's bytes to the bytes counted.
+    `forward_only`: no backward follows, so nothing is kept for it.
 
-    With activation checkpointing a layer's modules are fetched again, in forward order, when its backward begins.
+    A checkpointed layer's modules are fetched again, in forward order, when its backward begins.
     """
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
@@ -222,9 +228,11 @@ def gathered(
     units[-1][1].extend((index,) for index in named.values())  # a head tied to the embedding
 
     turns = [(place, modules) for place, modules in units]
-    for place, modules in reversed(units):
+    layers = sum(place[0] != ROOT for place, _ in units)
+    for place, modules in () if forward_only else reversed(units):
         back = modules[::-1] if place[0] == ROOT else [modules[0], *modules[:0:-1]]
-        again = plan.activation_checkpointing == "full" and place[0] != ROOT
+        layers -= place[0] != ROOT
+        again = place[0] != ROOT and plan.checkpoints(layers)
         turns.append((place, modules + back if again else back))
 
     small = settings.param_persistence_threshold
@@ -249,7 +257,7 @@ def gathered(
         size,
     )
     visits = []
-    first_root = len(turns) - 1
+    first_root = len(turns) - (not forward_only)
     for turn, (place, modules) in enumerate(turns):
         fetcher.begin_turn()
         for _ in modules:

@@ -94,7 +94,7 @@ def not_modelled(plan: Plan) -> list[str]:
         notes.append(
             "rank 0 owns the model's first parameters; the last rank holds its gradients from the start of backward"
         )
-    if stage(plan) == 3 and plan.activation_checkpointing == "full":
+    if stage(plan) == 3 and plan.activation_checkpointing != "none":
         notes.append("ZeRO-3's gathered parameters under activation checkpointing are within a few per cent")
     if plan.offload_device == "nvme":
         notes.append(

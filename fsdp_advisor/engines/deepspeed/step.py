@@ -133,6 +133,7 @@ class DeepspeedStep(StepHooks):
         self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
         self._averaged = NO_BUFFER
         self._moments: list[Buffer] = []  # by flat partition
+        self._scored_after: Gathering | None = None  # the parameters gathered around a forward without gradients
 
     # The step
 
@@ -171,6 +172,13 @@ class DeepspeedStep(StepHooks):
         self._gathering.begin_forward()
         self._in_backward = False
 
+    def begin_scoring(self) -> None:
+        """Gather for a forward without gradients, as if nothing were still gathered since the forward before."""
+        if self._stage == 3:
+            self._scored_after = self._gathering
+            self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, forward_only=True))
+            self._gathering.begin_forward()
+
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         self._gathering.enter(step, unit)
         self._run_hooks(step)
@@ -179,6 +187,9 @@ class DeepspeedStep(StepHooks):
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         self._gathering.leave(step, unit)
         self._fetch(step, AT_ROOT)
+        if unit == AT_ROOT and self._scored_after is not None:
+            self._gathering.drop(step)
+            self._gathering, self._scored_after = self._scored_after, None
 
     def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
         if not self._in_backward:

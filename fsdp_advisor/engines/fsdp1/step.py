@@ -56,15 +56,12 @@ class Fsdp1Step(StepHooks):
         self.marked_units = marked_units(profile, plan)
         policy, self._units, self.states = fsdp1_units(profile, plan.without_step)
         self._policy = policy
-        root = self._units.get(AT_ROOT)
-        self._keeps_root = root is not None and not root.trainable_elements and (self._reshard or self._one_shard)
-        """Whether the root stays gathered for ever: its parameters are frozen, so no hook after its backward frees them, and
-        after forward only its views were changed (`_catch_all_reshard`)."""
         # State within one step
         self._previous_gradients = NO_BUFFER
-        self._prefetched: set[UnitId] = set()
+        self._prefetched: set[UnitId] = set()  # gathered before the hook that needs them
         self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
-        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in it
+        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # in it, of each unit's first run
+        self._ran_in_layer: set[UnitId] = set()  # units within the current layer that have run
         self._targets: dict[UnitId, UnitId | None] = {}  # the unit to prefetch after a unit's backward
         self._unsharded: defaultdict[UnitId, list[tuple[Buffer, Buffer]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
@@ -75,6 +72,10 @@ class Fsdp1Step(StepHooks):
         ] = []  # gradients of shards with frozen parameters alone: no `param.grad` is a view of them
         self._freed: deque[int] = deque()
 
+    def unsharded(self, unit: UnitId) -> Storages:
+        """The gathered parameters of a unit."""
+        return self._units[unit].unsharded if unit in self._units else NO_STORAGES
+
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
         step.alloc_in_first_step(Account.OPTIMIZER, self.states.optimizer)
@@ -82,14 +83,16 @@ class Fsdp1Step(StepHooks):
         # NO_SHARD keeps the gradients that autograd allocates
         stream = Stream.ALL_GATHER if self._one_shard and not self._plan.mixed else Stream.REDUCE_SCATTER
         self._previous_gradients = step.alloc_in_first_step(Account.GRADIENTS, self.states.gradients, stream)
-        if self._keeps_root:
-            step.alloc(Account.UNSHARDED_PARAMETERS, self._units[AT_ROOT].unsharded, Stream.ALL_GATHER)
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first
         self._reduces = is_last or not self._plan.defers_reduction
+        self._again = False
         self._forward_order.clear()
         self._indices.clear()
+
+    def begin_forward(self, *, learns: bool, again: bool) -> None:
+        self._again = again
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Free flat gradients that `zero_grad` does not free: those of the last step, and those that no parameter sees
@@ -97,10 +100,15 @@ class Fsdp1Step(StepHooks):
         """
         step.free(self._previous_gradients, *self._unseen)
         self._previous_gradients, self._unseen = NO_BUFFER, []
+        if len(unit) < 3:
+            self._ran_in_layer.clear()
         if unit not in self._units:
             return
         step.add(PythonHooks())
-        if (self._is_first or self._reshard or not self._plan.defers_reduction) and not self._stays(unit):
+        is_sharded = self._is_first or self._reshard or not self._plan.defers_reduction
+        if self._again and (unit == AT_ROOT or not self._reshard):
+            is_sharded = False  # it stayed gathered after the forward before
+        if is_sharded:
             if unit not in self._prefetched:
                 self._unshard(step, unit, "with previous compute")
             self._prefetched.discard(unit)
@@ -115,10 +123,31 @@ class Fsdp1Step(StepHooks):
         """
         if unit not in self._units:
             return
-        self._indices[unit].append(len(self._forward_order))
-        self._forward_order.append(unit)
+        if not self._again:  # `record_post_forward` counts the first forward
+            if unit not in self._ran_in_layer:
+                self._indices[unit].append(len(self._forward_order))
+                self._ran_in_layer.add(unit)
+            self._forward_order.append(unit)
         if self._reshard and unit != AT_ROOT and not self._uploads_whole:
             self._free(step, unit)
+
+    def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
+        """Gather the unit unless it was prefetched (`_pre_forward_unshard`). If recomputation stops in it, its backward finds it
+        gathered.
+        """
+        if unit not in self._units or not self._reshard:
+            return
+        step.add(PythonHooks())
+        if unit not in self._prefetched:
+            self._prefetched.add(unit)
+            self._unshard(step, unit, "with previous compute")
+        self._wait(step, unit)
+
+    def after_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
+        """Free the unit's parameters; its backward gathers them again (`_post_forward_reshard`)."""
+        if unit in self._units and self._reshard and not self._uploads_whole:
+            self._free(step, unit)
+            self._prefetched.discard(unit)
 
     def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
         if unit not in self._units:
@@ -186,9 +215,6 @@ class Fsdp1Step(StepHooks):
                 return
             gradients = self._unreduced[unit].popleft()
         self._reduce(step, unit, gradients)
-
-    def _stays(self, unit: UnitId) -> bool:
-        return unit == AT_ROOT and self._keeps_root
 
     def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
         """The unit of a flat parameter's gradient: the place itself, or a module in it."""

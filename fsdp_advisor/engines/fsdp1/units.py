@@ -134,11 +134,14 @@ def flat_bytes(unit: Unit, plan: Plan) -> int:
 
 def refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why FSDP1 cannot flatten the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
-    if all(len({loaded_bytes(plan, p) for p in unit.parameters}) <= 1 for unit, _ in profile.counted_units()):
+    if all(
+        len({loaded_bytes(plan, p) for p in unit.parameters}) <= 1
+        for unit in wrapping_for(profile, plan).in_order(profile)
+    ):
         return None
     return UsageError(
         "FSDP1 flattens the parameters of a unit, which must have one dtype; adapters are in fp32",
-        hint="--dtype float32 with --precision bf16-mixed, or --backend fsdp2",
+        hint="--framework trainer, which makes units of adapters, --backend fsdp2, or --dtype float32 with --precision bf16-mixed",
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+from fsdp_advisor.engines.fsdp2.loss_in_chunks import loss_in_chunks
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, shard_shape
 from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_temporaries, shards_of
 from fsdp_advisor.engines.policy_walk import PolicyWalk
@@ -48,7 +49,8 @@ class Fsdp2Step(StepHooks):
         self._one_shard = plan.shard_degree == 1
         self._wrapping, self._units, self.states = fsdp2_units(profile, plan.without_step)
         self._policy = PolicyWalk(profile, self._wrapping.units) if self._wrapping.units else None
-        self.gradient_hooks = plan.defers_reduction
+        self._loss = loss_in_chunks(profile, plan, self._wrapping)
+        self.gradient_hooks = plan.defers_reduction or self._loss is not None
         # State within one step
         self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
         self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in it
@@ -57,7 +59,7 @@ class Fsdp2Step(StepHooks):
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
         self._unsharded: defaultdict[UnitId, list[list[Buffer]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
-        self._all_reduced: list[Buffer] = []
+        self._all_reduced: list[tuple[UnitId, Buffer]] = []
         self._parts: defaultdict[UnitId, list[Buffer]] = defaultdict(list)  # kept after forward, with fewer ranks
         self._owned: list[
             tuple[OrderInUnit, Buffer]
@@ -73,17 +75,29 @@ class Fsdp2Step(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first
         self._reduces = is_last or not self._plan.defers_reduction
+        self._again = self._runs_head = False
+        self._loss_ended, self._head_gradient = False, NO_BUFFER
         self._forward_order.clear()
         self._indices.clear()
         if self._policy is not None:
             self._policy.begin()
+
+    def begin_forward(self, *, learns: bool, again: bool) -> None:
+        self._again = again
+
+    def unsharded(self, unit: UnitId) -> Storages:
+        """A unit's parameters when they are gathered."""
+        return self._units[unit].unsharded
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         if self._policy is not None:
             unit = self._policy.pre_forward(unit)
         if self._is_empty(unit):
             return
+        self._runs_head = self._runs_head or unit == HEAD
         step.add(PythonHooks())
+        if self._again and not self._reshards(unit):
+            return  # it is gathered since the forward before
         if unit not in self._gathered:
             self._gather(step, unit, "with previous compute")
         self._copy_out(step, unit, forward=True)
@@ -93,7 +107,7 @@ class Fsdp2Step(StepHooks):
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         if self._policy is not None:
             unit = self._policy.post_forward(unit)
-        if unit == AT_ROOT and HEAD in self._wrapping.parts:
+        if unit == AT_ROOT and self._runs_head:
             self._record_post_forward(HEAD)  # the tape has no mark for the end of its forward
         if not self._is_empty(unit):
             self._record_post_forward(unit)
@@ -124,7 +138,7 @@ class Fsdp2Step(StepHooks):
         if self._is_empty(unit) and unit != AT_ROOT:
             return
         step.add(PythonHooks())
-        if self._reshards(unit) and not self._is_empty(unit):
+        if (self._reshards(unit) or (unit == HEAD and self._loss)) and not self._is_empty(unit):
             if unit not in self._gathered:
                 self._gather(step, unit, "after compute", again=True)
             self._copy_out(step, unit, forward=False)
@@ -158,34 +172,57 @@ class Fsdp2Step(StepHooks):
             if not self._reduces:
                 return
             gradients = self._unreduced[unit].popleft()
-        self._reduce(step, unit, gradients)
+        sizes = self._loss.rest if self._loss is not None and unit == HEAD else self._units[unit]
+        self._reduce(step, unit, gradients, sizes)
 
-    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]) -> None:
+    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer], sizes: UnitBytes) -> None:
         """`foreach_reduce`: copy in, reduce-scatter, and all-reduce over the replicas."""
-        sizes = self._units[unit]
         gradients, last = self._split_last_gradient(step, unit, gradients)
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
         if not sizes.trainable_elements:
             return
+        if unit == HEAD:  # a second reduction in one backward waits for the first
+            step.free(*(buffer for of, buffer in self._all_reduced if of == HEAD))
+            self._all_reduced = [(of, buffer) for of, buffer in self._all_reduced if of != HEAD]
         self._previous_reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input)
         step.free(*gradients)
         reduced = step.alloc(Account.COMMUNICATION, sizes.reduce_output, Stream.REDUCE_SCATTER)
         output = step.alloc(Account.GRADIENTS, sizes.gradients, Stream.REDUCE_SCATTER)
+        if self._one_shard and self._plan.facts.sums_gradients:  # `reduce_scatter_input / gradient_divide_factor`
+            step.transient(Account.COMMUNICATION, sizes.reduce_input, Stream.REDUCE_SCATTER)
         self._send_gradients(step, unit, sizes)
         if self._plan.replica_degree > 1:
-            self._all_reduced.append(reduced)  # `FSDPParamGroup._all_reduce_state`
+            self._all_reduced.append((unit, reduced))  # `FSDPParamGroup._all_reduce_state`
         else:
             step.free(reduced)
         step.free(last)
-        if (not self._is_first and not self._plan.defers_reduction) or self._offload:
+        if self._offload:
             step.free(output)
+        elif not self._is_first and not self._plan.defers_reduction:
+            if self._plan.replica_degree > 1 and reduced == NO_BUFFER:  # the output itself is all-reduced
+                step.reclassify(Account.COMMUNICATION, output)
+                self._all_reduced.append((unit, output))
+            else:
+                step.free(output)
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
-        """Free a gradient that autograd has added to that of an earlier micro-batch."""
+        """Free a gradient that autograd has added to that of an earlier micro-batch. Reduce the head's after a loss in chunks."""
+        if self._loss is not None:
+            if unit == AT_ROOT and parameter == self._loss.parameter and not self._loss_ended:
+                self._end_loss(step, parameter)
+            return
         fresh = step.fresh_gradients()
         if not self._is_first:
             step.free(*fresh)
+
+    def _end_loss(self, step: StepBuilder, parameter: int) -> None:
+        """Reduce the head's gradient after the last chunk, and free the unit's parameters, which backward gathers again."""
+        assert self._loss is not None
+        self._loss_ended = True
+        self._head_gradient = step.gradient(parameter, at_root=True)
+        self._reduce(step, HEAD, [self._head_gradient], self._loss.head)
+        self._free(step, HEAD)
 
     def end_backward(self, step: StepBuilder) -> None:
         """Reduce the remaining units. FSDP2 does so in a final callback of autograd, which still holds the loss's gradient."""
@@ -198,7 +235,7 @@ class Fsdp2Step(StepHooks):
         step.free(gradient)
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
-        step.free(*self._all_reduced)
+        step.free(*(buffer for _, buffer in self._all_reduced))
         self._all_reduced = []
 
     def optimizer_step(self, step: StepBuilder) -> None:
@@ -266,7 +303,8 @@ class Fsdp2Step(StepHooks):
 
     def _gradients_of_part(self, step: StepBuilder, part: Part) -> list[Buffer]:
         trainable = (i for i, parameter in zip(part.indices, part.unit.parameters, strict=False) if parameter.trainable)
-        return [found for i in trainable if (found := step.gradient(i, at_root=True)) != NO_BUFFER]
+        found = (step.gradient(i, at_root=True) for i in trainable)
+        return [gradient for gradient in found if gradient not in (NO_BUFFER, self._head_gradient)]
 
     def _split_last_gradient(
         self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]
@@ -287,7 +325,8 @@ class Fsdp2Step(StepHooks):
         indices = part.indices if part else range(len(parameters))
         trainable = [index for index, p in zip(indices, parameters, strict=False) if p.trainable]
         found = (step.gradient(index, at_root=stack == ROOT) for index in reversed(trainable))
-        last = next((gradient for gradient in found if gradient != NO_BUFFER), NO_BUFFER)
+        done = self._head_gradient if self._head_gradient not in gradients else NO_BUFFER
+        last = next((gradient for gradient in found if gradient not in (NO_BUFFER, done)), NO_BUFFER)
         if last not in gradients:  # it belongs to an earlier micro-batch
             return gradients, NO_BUFFER
         return [gradient for gradient in gradients if gradient != last], last

@@ -66,7 +66,8 @@ class UnitBytes:
     trainable_elements: int  # that a collective reduces, with padding
 
 
-def _measure(unit: Unit, plan: Plan) -> UnitBytes:
+def measure(unit: Unit, plan: Plan) -> UnitBytes:
+    """The storages of a unit under a plan."""
     n, offload = plan.shard_degree, plan.offload == "parameters"
     stepping = optimizer_named(plan.optim)
     shapes = [shard_shape(p.shape, n) for p in unit.parameters]
@@ -114,8 +115,8 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
     """The units that are not single layers, every unit's bytes, and the states of rank 0."""
     wrapping = wrapping_for(profile, plan)
     layers = not wrapping.whole and wrapping.units is None
-    units = per_unit(profile, lambda unit: _measure(unit, plan)) if layers else {}
-    units |= {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
+    units = per_unit(profile, lambda unit: measure(unit, plan)) if layers else {}
+    units |= {place: measure(part.unit, plan) for place, part in wrapping.parts.items()}
 
     states = States(buffers=buffers(profile))
     if plan.offload == "parameters":
@@ -126,9 +127,9 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
         }
         if wrapping.units or (len(wrapping.parts) == 1 and not wrapping.whole):  # one by one, in the model's order
             parts = root_parts(profile)
-            states_of = [_measure(part, plan) for part in parts]
-            weights_of = [_measure(part, plan) for part in _as_filled(parts)]
-            each = per_unit(profile, lambda unit: _measure(unit, plan))
+            states_of = [measure(part, plan) for part in parts]
+            weights_of = [measure(part, plan) for part in _as_filled(parts)]
+            each = per_unit(profile, lambda unit: measure(unit, plan))
             kept["parameters"] = summed(profile, each, "parameters", [part.parameters for part in weights_of])
             kept["optimizer"] = summed(profile, each, "optimizer", [part.optimizer for part in states_of])
         kept["parameters"] += _summed(profile, wrapping, units, "ignored")
@@ -161,6 +162,17 @@ def refusal(profile: Profile) -> UsageError | None:
         "FSDP2 fails with weights in 8 bits: 'Parameter' object has no attribute 'CB'",
         hint="--load-in-4bit, or --strategy ddp",
     )
+
+
+def packed_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """A warning about a GPTQ or AWQ checkpoint: its packed weights are buffers, which FSDP and DeepSpeed do not shard."""
+    whole = sum(b.n_bytes * n for unit, n in profile.counted_units() for b in unit.buffers if b.matrix)
+    if not whole or plan.backend == "ddp" or plan.shard_degree == 1:
+        return []
+    return [
+        f"the packed weights of the checkpoint are buffers, which are not sharded: every rank keeps all {format_bytes(whole)} of "
+        "them; --load-in-4bit with --bnb-4bit-quant-storage bfloat16, on the model before it was quantized, shards them"
+    ]
 
 
 def unit_warnings(profile: Profile, plan: Plan) -> list[str]:

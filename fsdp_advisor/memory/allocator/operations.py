@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
-from fsdp_advisor.model.profile import ROOT, Category, Op, Segment, Tape, evaluate
+from fsdp_advisor.model.profile import ROOT, Category, Op, ScoringPhase, Segment, Tape, evaluate
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.instructions import (
     Alloc,
@@ -118,7 +119,7 @@ class _Reader:
     def _micro_batch(self, index: int, micro_batch: MicroBatch) -> None:
         if index == 1:
             self.second_forward = len(self.operations)
-        for phase in ("forward", "backward"):
+        for phase in _PHASES[1:]:
             for stack, recorded in enumerate(self._program.layout.recorded_layers):
                 self._layers[phase, stack] = [[] for _ in recorded]
         for visit in micro_batch.visits:
@@ -288,7 +289,7 @@ class _Reader:
         self._dropped_later, self._left_over = list(self._left_over), {}
 
 
-_PHASES = ("", "forward", "backward")
+_PHASES = ("", "forward", "backward", *get_args(ScoringPhase))
 
 
 def _sums_gradients(tape: Tape, segment: Segment, at: int) -> bool:

@@ -12,6 +12,7 @@ from fsdp_advisor.policies.optimizers import (
     rmsprop,
     schedulefree,
     sgd,
+    stable_adamw,
     torchao,
 )
 from fsdp_advisor.policies.optimizers.interface import Optimizer
@@ -25,6 +26,7 @@ _ALL: tuple[Optimizer, ...] = (
     adagrad.ADAGRAD,
     rmsprop.RMSPROP,
     *schedulefree.ALL,
+    stable_adamw.STABLE_ADAMW,
     *bitsandbytes.ALL,
     torchao.ADAMW_8BIT,
     torchao.ADAMW_4BIT,

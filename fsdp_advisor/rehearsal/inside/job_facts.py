@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+TASKS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "RewardTrainer": "reward"}
+"""The tasks of TRL's trainers that can be estimated."""
+
 
 def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
     """Add the facts that this call of a module shows. Returns whether all are known: the first layer has been called.
@@ -19,6 +22,8 @@ def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
             "engine": engine_of(module, torch),
             "model": model_of(module),
             "framework": framework_of(),
+            "task": task_of(),
+            "padding_free": is_padding_free(),
             **parameters_of(module),
         }
     if "batch" not in facts:
@@ -78,17 +83,41 @@ def _has_group(module: Any) -> bool:
 
 def framework_of() -> str:
     """The library that runs the training loop, by its state in this process."""
-    trainer, state = sys.modules.get("transformers.trainer"), sys.modules.get("accelerate.state")
-    frame: Any = sys._getframe()
-    while trainer is not None and frame is not None:
-        if frame.f_code.co_filename == trainer.__file__:
-            return "trl" if _is_sft_trainer(frame.f_locals.get("self")) else "trainer"
-        frame = frame.f_back
+    trainer, state = _trainer(), sys.modules.get("accelerate.state")
+    if trainer is not None:
+        return "trl" if _task_of(trainer) is not None else "trainer"
     return "accelerate" if state is not None and state.AcceleratorState._shared_state else "torch"
 
 
-def _is_sft_trainer(trainer: Any) -> bool:
-    return any(each.__name__ == "SFTTrainer" for each in type(trainer).__mro__)
+def task_of() -> dict[str, Any]:
+    """The task of TRL's trainer that runs, and whether its reference's log-probabilities are part of the batch."""
+    trainer = _trainer()
+    precomputes = getattr(trainer, "precompute_ref_logps", False)
+    return {"name": _task_of(trainer) or "sft", "precompute_ref_log_probs": bool(precomputes)}
+
+
+def is_padding_free() -> bool:
+    """Whether the Trainer's data collator puts all sequences into one row."""
+    trainer = _trainer()
+    collator = getattr(trainer, "data_collator", None)
+    names = {each.__name__ for each in type(collator).__mro__}
+    return bool(getattr(trainer, "padding_free", False)) or "DataCollatorWithFlattening" in names
+
+
+def _trainer() -> Any:
+    """The Trainer whose method is being called; None without one."""
+    module = sys.modules.get("transformers.trainer")
+    frame: Any = sys._getframe()
+    while module is not None and frame is not None:
+        if frame.f_code.co_filename == module.__file__:
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
+
+
+def _task_of(trainer: Any) -> str | None:
+    names = {each.__name__ for each in type(trainer).__mro__}
+    return next((task for name, task in TASKS.items() if name in names), None)
 
 
 def optimizer_of(optimizer: Any) -> dict[str, Any]:

@@ -5,33 +5,20 @@ Arguments: the model's configuration, and for each job its loss, precision, micr
 
 from __future__ import annotations
 
-import json
-import sys
-from multiprocessing import get_context
 from types import MethodType
 from typing import Any
 
 import torch
 from cut_cross_entropy import linear_cross_entropy
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from training import SteadyPeak, print_peaks, tokenizer, usual_arguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTConfig, SFTTrainer
 
 LIGER_LOSS_ALONE = {
     "fused_linear_cross_entropy": True, "rope": False, "rms_norm": False, "layer_norm": False, "swiglu": False, "geglu": False,
 }  # fmt: skip
-
-
-class SteadyPeak(TrainerCallback):
-    """The peak of the steps after the first, which makes the optimizer's state."""
-
-    peak = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step > 1:
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
 
 
 def cut_forward(self: Any, labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
@@ -45,10 +32,7 @@ def cut_forward(self: Any, labels: torch.Tensor, **inputs: Any) -> CausalLMOutpu
 def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> int:
     rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
     found = SteadyPeak()
-    usual = {
-        "per_device_train_batch_size": batch, "max_steps": 3, "optim": "adamw_torch_fused", "output_dir": "out", "report_to": "none",
-        "save_strategy": "no", "bf16": precision == "bf16-mixed", "disable_tqdm": True,
-    }  # fmt: skip
+    usual = usual_arguments(batch, precision)
     trainer: Trainer
     if loss == "trl":
         arguments = SFTConfig(**usual, max_length=length, gradient_checkpointing=False)
@@ -66,18 +50,6 @@ def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> i
     return found.peak
 
 
-def tokenizer() -> Any:
-    """A tokenizer, which SFTTrainer needs to pad."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<pad>", unk_token="<unk>"
-    )
-
-
 def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int]) -> int:
     loss, precision, tied, batch, length = job
     settings = AutoConfig.for_model(**config, tie_word_embeddings=tied)
@@ -85,14 +57,5 @@ def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int]) -> in
     return peak_of(model, loss, precision, batch, length)
 
 
-def main() -> None:
-    config, jobs = (json.loads(word) for word in sys.argv[1:])
-    with get_context("spawn").Pool(
-        1, maxtasksperchild=1
-    ) as fresh:  # what the cache kept of another job would change the peak
-        peaks = {name: fresh.apply(measured, (config, job)) for name, job in jobs.items()}
-    print("FOUND", json.dumps(peaks))
-
-
 if __name__ == "__main__":
-    main()
+    print_peaks(measured)

@@ -1,0 +1,148 @@
+"""What a request leaves open: the GPU, the number of nodes, the precision, the sequence length, and notes on what is assumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fsdp_advisor.hardware import (
+    Gpu,
+    attached_gpu,
+    find_gpu,
+    find_interconnect,
+    usual_gpus_per_node,
+    usual_nodes,
+)
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.batch_layout import flattens
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
+from fsdp_advisor.job.parsing import make_request as make_request
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tasks import task_of
+from fsdp_advisor.units import format_gib
+
+if TYPE_CHECKING:
+    pass
+
+DEFAULT_GPU = "H100-80GB"
+DEFAULT_SEQ_LEN = 2048
+
+
+def settled(request: AnyRequest) -> AnyRequest:
+    """The request with what is implied for options that were not given: the number of nodes and fp16 without bf16 by its GPU,
+    checkpointing by its framework, and in a search a frozen base in bf16.
+
+    `assumed` names them. A request that was constructed directly is taken as it is.
+    """
+    if not request.given:
+        return request
+    gpu, _ = choose_gpu(request.gpu)
+    found: dict[str, Any] = {}
+    varies_gpus = isinstance(request, RecommendRequest) and request.find == "gpus"
+    if "nnodes" not in request.given and not varies_gpus and (nodes := usual_nodes(request.gpus, gpu)) > 1:
+        found["nnodes"] = nodes
+    if "precision" not in request.given and gpu.lacks_bf16:
+        found["precision"] = "fp16-mixed"
+    elif isinstance(request, RecommendRequest) and _may_store_half(request):
+        found["dtype"] = "bfloat16"
+    is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
+    usual = FRAMEWORKS[request.framework].checkpointing
+    if is_open and usual != "none":
+        found["activation_checkpointing"] = usual
+    return replace(request, **found, assumed=frozenset(found))
+
+
+def _may_store_half(request: RecommendRequest) -> bool:
+    """Whether a search may choose bf16 for the weights: the base of adapters is frozen. FSDP1 flattens one dtype."""
+    open_dtype = "dtype" not in request.given and request.backend != "fsdp1"
+    return open_dtype and request.precision == "bf16-mixed" and bool(adaptation_of(request).peft)
+
+
+def memory_notes(gpu: Gpu) -> list[str]:
+    """Notes on a GPU whose memory is shared, or whose runtime is not modelled."""
+    notes = []
+    if gpu.unified_memory:
+        notes.append(
+            f"{gpu.name} shares its memory with the processor: the operating system and the job's host memory need their part "
+            f"of the {format_gib(gpu.memory_bytes)}, and offloading to the host saves nothing"
+        )
+    if gpu.runtime == "other":
+        notes.append(
+            f"for {gpu.name} memory is counted as on a GPU, against the advertised {format_gib(gpu.memory_bytes)}: what its own "
+            "runtime, compiler and communication need is not known"
+        )
+    return notes
+
+
+def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = False) -> list[str]:
+    """A note per option that `settled` filled in. `is_packed`: adapters are trained on a GPTQ or AWQ checkpoint."""
+    notes = []
+    if "nnodes" in request.assumed:
+        per_node = f"{request.gpus // request.nnodes} GPUs each"
+        notes.append(
+            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has "
+            f"{usual_gpus_per_node(gpu)} per node; nnodes changes it"
+        )
+    if "precision" in request.assumed:
+        notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
+    if "activation_checkpointing" in request.assumed:
+        notes.append(
+            f"{FRAMEWORK_NAMES[request.framework]} checkpoints activations unless activation_checkpointing is none"
+        )
+    if "dtype" in request.assumed:
+        notes.append(f"the frozen base is stored in {request.dtype}, as transformers loads it; dtype changes it")
+    elif _stores_frozen_base_in_fp32(request) and not is_packed:
+        notes.append("the frozen base is stored in fp32, as bf16-mixed has it; dtype bfloat16 halves it")
+    return notes
+
+
+def batch_notes(request: EstimateRequest) -> list[str]:
+    """Notes on a batch that is packed, padding-free or padded."""
+    notes = []
+    if request.padding_fraction:
+        notes.append(f"speeds count the {1 - request.padding_fraction:.0%} of the tokens that are not padding")
+    if flattens(request.packing, request.padding_free):
+        notes.append(
+            "sequences in one row are taken to be as long as seq_len; more and shorter ones take less time in attention"
+        )
+        if request.attention != "flash_attention_2":
+            notes.append(
+                f"{request.attention} attention makes a mask of all pairs of tokens in the row; flash_attention_2 needs none"
+            )
+    return notes
+
+
+def _stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
+    adaptation = adaptation_of(request)
+    whole = bool(adaptation.peft) and not adaptation.quantization
+    return whole and request.precision == "bf16-mixed" and request.dtype == "auto"
+
+
+def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[int, list[str]]:
+    """The request's sequence length, or else the model's, and notes. A model that reads images has only its own length."""
+    if profile is not None and not (task := task_of(profile.task)).takes_any_length:
+        own = profile.image_tokens or 1
+        left_aside = request.seq_len not in (None, own)
+        return own, [f"seq_len {request.seq_len} is left aside: the model reads {task.of_length(own)}"] * left_aside
+    limit = profile.max_seq_len if profile else None
+    seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
+    past = limit is not None and seq_len > limit
+    return seq_len, [f"seq_len {seq_len} is past the model's maximum of {limit} tokens"] * past
+
+
+def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
+    """The request's GPU with the request's network between nodes, and notes on assumed values."""
+    gpu, notes = choose_gpu(request.gpu)
+    if request.interconnect is not None:
+        gpu = replace(gpu, inter_node=find_interconnect(request.interconnect, gpu, request.gpus // request.nnodes))
+    return gpu, notes
+
+
+def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
+    """The named GPU, or else the attached one, or else the default; and a note if no name was given."""
+    if name is not None:
+        return find_gpu(name), []
+    if (gpu := attached_gpu()) is not None:
+        return gpu, [f"GPU: {gpu.name}, the one attached"]
+    return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; say --gpu for another"]

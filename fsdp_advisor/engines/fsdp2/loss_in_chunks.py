@@ -1,0 +1,43 @@
+"""What torchtitan's loss in chunks changes about FSDP2's units.
+
+The loss runs after the model's forward and computes the head's gradient. The last chunk reduces it, and the parameters of the head's
+unit are freed then. Backward gathers the unit again for the final norm, and reduces the other gradients of the unit.
+Source: torchtitan 0.3.0, components/loss.py, `ChunkedLossWrapper.__call__`; torch.distributed.fsdp._fully_shard._fsdp_state
+(torch 2.13), `_force_complete_incomplete_states`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fsdp_advisor.engines.fsdp2.units import UnitBytes, measure
+from fsdp_advisor.engines.wrapping import HEAD, Wrapping
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
+
+
+@dataclass(frozen=True)
+class LossInChunks:
+    """The head's weight by its index among the root's parameters, and the bytes of the two reductions of its unit.
+
+    `rest`: of the unit's other parameters; also of a weight that is tied to the embedding, which has a second gradient.
+    """
+
+    parameter: int
+    head: UnitBytes
+    rest: UnitBytes
+
+
+def loss_in_chunks(profile: Profile, plan: Plan, wrapping: Wrapping) -> LossInChunks | None:
+    """None for other losses."""
+    if plan.loss_code != "torchtitan":
+        return None
+    part = wrapping.parts[HEAD]
+    parameters = profile.root.parameters
+    (head,) = (i for i in part.indices if parameters[i].role == "head" or parameters[i].tied)
+    rest = tuple(parameters[i] for i in part.indices if i != head or parameters[i].tied)
+    return LossInChunks(
+        parameter=head,
+        head=measure(replace(part.unit, parameters=(parameters[head],)), plan),
+        rest=measure(replace(part.unit, parameters=rest), plan),
+    )

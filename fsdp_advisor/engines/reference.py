@@ -1,0 +1,141 @@
+"""The reference model of preference training as a trainer prepares a copy of the model: its states and the hooks of its forward.
+
+Source: trl 1.16, trainer/dpo_trainer.py, `__init__`; models/utils.py, `prepare_deepspeed`, `prepare_fsdp`. With FSDP2 the whole copy
+is one unit, because `prepare_fsdp` calls `fully_shard` on the model alone. With ZeRO-1 and 2 every rank keeps a whole copy in the
+dtype that computes; ZeRO-3 shards it with DeepSpeed's defaults, because "auto" has no value yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from fsdp_advisor.engines.ddp.step import DdpStep
+from fsdp_advisor.engines.deepspeed.coordinator import gathered
+from fsdp_advisor.engines.deepspeed.gathering import Gathering
+from fsdp_advisor.engines.deepspeed.partitions import persistent, shards
+from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
+from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
+from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
+from fsdp_advisor.engines.loading import load_methods
+from fsdp_advisor.engines.units import buffers
+from fsdp_advisor.errors import assert_never
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import Precision
+from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.parallelism.mesh import ONE_RANK
+from fsdp_advisor.program.accounts import Account
+from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.instructions import UnitId
+from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
+
+EngineStep = DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep
+
+
+def reference_plan(plan: Plan) -> Plan:
+    """How the copy is prepared, as a plan of its own."""
+    plain = replace(plan, optim="sgd", reference="none", gradient_accumulation_steps=1)
+    match plan.backend:
+        case "ddp" | "fsdp1":
+            return plain
+        case "fsdp2":
+            return replace(plain, framework="torch", wrap="none", reshard_after_forward="auto")
+        case "deepspeed" if plan.strategy == "zero3":
+            return replace(plain, framework="deepspeed")
+        case "deepspeed":
+            computes: Precision = "fp32" if plan.precision == "fp32" else "bf16"
+            return replace(plain, backend="ddp", strategy="ddp", precision=computes, offload="none", mesh=ONE_RANK)
+        case _:
+            assert_never(plan.backend)
+
+
+@lru_cache(maxsize=16)
+def frozen(profile: Profile) -> Profile:
+    """The model without trained parameters."""
+
+    def unit(each: Unit) -> Unit:
+        return replace(each, parameters=tuple(replace(p, trainable=False) for p in each.parameters))
+
+    stacks = tuple(replace(stack, units=tuple(map(unit, stack.units))) for stack in profile.stacks)
+    return replace(profile, root=unit(profile.root), stacks=stacks)
+
+
+class Zero3Reference(DeepspeedStep):
+    """ZeRO-3 without an optimizer: shards, persistent parameters, and what a forward gathers."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        super().__init__(profile, plan)
+        kept = shards(frozen(profile), plan) + persistent(profile, plan, self._settings)
+        self.states = States(parameters=kept, buffers=buffers(profile))
+
+    def first_step_transients(self) -> Storages:
+        return NO_STORAGES
+
+    def begin_step(self, step: StepBuilder) -> None:
+        self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, forward_only=True))
+        step.alloc(Account.PARAMETERS, self.states.parameters)
+        step.alloc(Account.OTHER, self.states.buffers)
+
+    def begin_forward(self, *, learns: bool, again: bool) -> None:
+        self._gathering.begin_forward()
+
+    def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        super().post_forward(step, unit)
+        if unit == AT_ROOT:
+            self._gathering.drop(step)
+
+
+class ReferenceStep(StepHooks):
+    """The hooks of a copy of the model: those of its engine in forward."""
+
+    def __init__(self, engine: EngineStep, plan: Plan) -> None:
+        """`engine`, `plan`: of the copy (`reference_plan`)."""
+        self._engine = engine
+        self.states = engine.states
+        self._root_stays = plan.backend == "fsdp1" or (plan.backend == "fsdp2" and not plan.reshards)
+        """Whether the root stays gathered for ever: FSDP frees a unit that it does not reshard after forward only after its
+        backward, and FSDP1 never reshards the root after forward."""
+
+    def begin_step(self, step: StepBuilder) -> None:
+        self._engine.begin_step(step)
+        if isinstance(self._engine, Fsdp1Step | Fsdp2Step) and self._root_stays:
+            step.alloc(Account.UNSHARDED_PARAMETERS, self._engine.unsharded(AT_ROOT))
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        self._engine.begin_micro_batch(is_first=is_first, is_last=is_last)
+
+    def begin_forward(self, *, learns: bool, again: bool) -> None:
+        self._engine.begin_forward(learns=learns, again=again)
+
+    def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if not (unit == AT_ROOT and self._root_stays):
+            self._engine.pre_forward(step, unit)
+
+    def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if not (unit == AT_ROOT and self._root_stays):
+            self._engine.post_forward(step, unit)
+
+
+def loading_bytes(profile: Profile, plan: Plan) -> int:
+    """Peak bytes on a GPU while the copy is prepared, before the trained model is; 0 if the copy is sharded as it is read."""
+    if plan.reference != "copy" or (plan.backend == "deepspeed" and plan.strategy == "zero3"):
+        return 0
+    return load_methods(frozen(profile), reference_plan(plan))[0].gpu_bytes
+
+
+def not_modelled(profile: Profile, plan: Plan) -> list[str]:
+    """Notes on what an estimate of training on preferences leaves out or assumes."""
+    if plan.task == "sft":
+        return []
+    notes = [
+        "sequences of different lengths: the collator pads them, and sdpa then takes a mask of all pairs of tokens"
+    ]
+    if plan.task == "reward":
+        return notes
+    if any(p.role == "expert" for unit, _ in profile.counted_units() for p in unit.parameters):
+        notes.append("the router logits and the auxiliary loss of experts, which TRL adds by default")
+    if plan.reference == "copy":
+        notes.append("host memory while the reference model is loaded")
+    if plan.reference == "adapters-off" and plan.backend == "deepspeed" and plan.strategy == "zero3":
+        notes.append("parameters that ZeRO-3 still has gathered when the reference's forward begins")
+    return notes

@@ -1,0 +1,76 @@
+"""Activation checkpointing as exported files name it.
+
+Source: transformers 5.23, modeling_utils.py (`activation_checkpointing_enable`) and trainer.py; trl 1.16, trainer/sft_trainer.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_advisor.export.job import Job
+from fsdp_advisor.job.checkpointing import CheckpointingCode, every_nth_layer
+
+MAX_CALL = 116
+"""Characters of a call in a script that fit in its line."""
+_OFFLOAD = ", offload=torch.cuda.is_available()"
+"""Without an accelerator PyTorch has no pinned memory."""
+
+
+def checkpointing_limit(job: Job, *possible: CheckpointingCode, offloads: bool = False) -> str | None:
+    """Why a consumer that has only these policies, and checkpointing of all layers or none, cannot train the job.
+
+    `offloads`: whether it can keep the inputs of layers in host memory.
+    """
+    plan = job.plan
+    if plan.activation_offload and not offloads:
+        return "it has no activation offload as transformers has it"
+    if plan.checkpointing in ("none", "full", *possible):
+        return None
+    if plan.checkpointing == "selective" and "every" in possible:
+        return "selective checkpointing needs a function, which its arguments cannot name; use the target fsdp2 or ddp"
+    return f"it has no activation checkpointing {plan.activation_checkpointing}; use --activation-checkpointing full"
+
+
+def checkpointing_note(job: Job) -> str:
+    """What a script of the user's own has to do, because the configuration cannot."""
+    where = "; a bundle (-o DIR/) has this function" if job.plan.checkpointing == "selective" else ""
+    return f"checkpoint the layers in the script: {' '.join(checkpointing_call(job).split())}{where}"
+
+
+def is_of_model(job: Job) -> bool:
+    """Whether transformers checkpoints the layers, which accelerate's FSDP plugin can do only plainly and all of them.
+
+    Of FSDP1's units of adapters the plugin would also checkpoint each one, which fails: "Recomputed values for the following tensors
+    have different metadata".
+    """
+    plan = job.plan
+    plain = plan.checkpointing == "full" and not plan.activation_offload
+    by_plugin = plan.backend == "fsdp2" or (plan.backend == "fsdp1" and not job.adaptation.peft)
+    return plan.checkpointing != "none" and not (plain and by_plugin)
+
+
+def keywords(job: Job) -> dict[str, Any]:
+    """The Trainer's `activation_checkpointing_kwargs`."""
+    plan = job.plan
+    every = every_nth_layer(plan.activation_checkpointing)
+    return {
+        "use_reentrant": False,
+        **({"every_n_layers": every} if every else {}),
+        **({"offload": True} if plan.activation_offload else {}),
+        **({"selective": True} if plan.checkpointing == "selective-trl" else {}),
+    }
+
+
+def checkpointing_call(job: Job) -> str:
+    """The line of a script that checkpoints the layers of `model`; empty if none is."""
+    plan = job.plan
+    if plan.checkpointing == "none":
+        return ""
+    arguments = {"use_reentrant": "False"}
+    if plan.checkpointing == "selective":
+        arguments |= {"early_stop": "False", "context_fn": "selective"}
+    first = "{" + ", ".join(f'"{name}": {value}' for name, value in arguments.items()) + "}"
+    every = every_nth_layer(plan.activation_checkpointing)
+    rest = (f", every_n_layers={every}" if every else "") + (_OFFLOAD if plan.activation_offload else "")
+    call = f"model.activation_checkpointing_enable({first}{rest})"
+    return call if len(call) <= MAX_CALL else call.replace("(", "(\n        ", 1)[:-1] + "\n    )"

@@ -1,0 +1,67 @@
+"""The activations that checkpointing recomputes in backward, as text: `none`, `full`, `selective` or `every-N`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+CHECKPOINTING_EXAMPLE = "none, full, selective or every-2"
+SYNONYMS = {
+    "true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none", "op": "selective",
+}  # fmt: skip
+"""Other words for a policy; `op` is torchtitan's."""
+MAX_NUMBER = 1000
+
+CheckpointingCode = Literal["none", "full", "every", "selective", "selective-trl"]
+"""``selective``: torchtitan's policy; ``selective-trl``: TRL's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingPolicy:
+    """The layers, and the operators in them, that are recomputed in backward.
+
+    `full`: every layer. `selective`: every layer, but the outputs of some operators are kept: those of torchtitan's SelectiveAC, with
+    TRL those of its own policy. `every`: the first of each `number` layers, as transformers' `every_n_layers` counts them.
+    """
+
+    kind: Literal["none", "full", "selective", "every"]
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"every-{self.number}" if self.kind == "every" else self.kind
+
+
+@lru_cache(maxsize=256)
+def checkpointing_policy(text: str) -> CheckpointingPolicy | None:
+    """Parse a policy; None if the text is not one. Case, blanks, dashes and underscores do not matter.
+
+    >>> str(checkpointing_policy("Every_4")), str(checkpointing_policy("every-1")), checkpointing_policy("every-0")
+    ('every-4', 'full', None)
+    """
+    word = re.sub(r"[\s_-]", "", text.lower())
+    word = SYNONYMS.get(word, word)
+    if word in ("none", "full", "selective"):
+        return CheckpointingPolicy(word)  # type: ignore[arg-type]  # mypy does not narrow a text to these words
+    every = re.fullmatch(r"every0*(\d{1,4})", word, re.ASCII)
+    if every is None or not 1 <= int(every[1]) <= MAX_NUMBER:
+        return None
+    return CheckpointingPolicy("every", int(every[1])) if int(every[1]) > 1 else CheckpointingPolicy("full")
+
+
+def read_checkpointing(text: str) -> str | None:
+    """The normal spelling of a policy's text, None if it is no policy."""
+    policy = checkpointing_policy(text)
+    return None if policy is None else str(policy)
+
+
+def read_searched_checkpointing(text: str) -> str | None:
+    """The same of a search, which chooses it if the text is `auto`."""
+    return "auto" if text.strip().lower() == "auto" else read_checkpointing(text)
+
+
+def every_nth_layer(text: str) -> int:
+    """N of `every-N`; 0 for other policies."""
+    policy = checkpointing_policy(text)
+    return policy.number if policy else 0

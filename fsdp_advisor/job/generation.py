@@ -1,0 +1,140 @@
+"""How GRPO makes the completions on which it trains, and which models score them.
+
+Source: trl 1.16, trainer/grpo_config.py, `__post_init__`; trainer/grpo_trainer.py, `_prepare_inputs`, `_generate_and_score_completions`;
+generation/vllm_generation.py, `_init_vllm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+
+Generator = Literal["transformers", "colocate", "server"]
+"""What generates: transformers' `generate` with the model that trains; vLLM on the same GPUs; vLLM on others."""
+
+OPTIONS = (
+    "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
+)  # fmt: skip
+"""The options that only GRPO has."""
+OF_COLOCATED = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
+"""Those of vLLM on the GPUs that train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The completions of a plan.
+
+    `completion_length`: tokens of a sequence that are generated and scored. `completions_per_prompt`: a group whose rewards are
+    compared. `steps`: micro-batches that are generated at once; None for those of an optimizer step. `iterations`: how often each
+    of them is trained on. `beta`: above 0 a reference model scores completions too. `memory_utilization`, `sleeps` and `tensor_parallel`
+    are those of colocated vLLM.
+    """
+
+    completion_length: int
+    completions_per_prompt: int = 8
+    steps: int | None = None
+    iterations: int = 1
+    beta: float = 0.0
+    generator: Generator = "transformers"
+    memory_utilization: float = 0.3
+    sleeps: bool = False
+    tensor_parallel: int = 1
+
+    @property
+    def text(self) -> str:
+        """The completions in words.
+
+        >>> Generation(completion_length=512, generator="colocate", beta=0.1).text
+        '8 completions of 512 tokens per prompt from vLLM on 30 % of the same GPUs, with a reference model'
+        """
+        part = f"{100 * self.memory_utilization:.3g} % of the same GPUs"
+        by = {
+            "transformers": "transformers",
+            "colocate": f"vLLM on {part}{' that sleeps in training' if self.sleeps else ''}",
+            "server": "vLLM on other GPUs",
+        }[self.generator]
+        reference = ", with a reference model" if self.beta else ""
+        return f"{self.completions_per_prompt} completions of {self.completion_length} tokens per prompt from {by}{reference}"
+
+    def micro_batches(self, accumulation: int) -> int:
+        """The micro-batches that are generated at once."""
+        return self.steps or accumulation
+
+    def scores_policy(self, accumulation: int) -> bool:
+        """Whether the trained model scores completions before it trains on them.
+
+        Its log-probabilities are those of the training step, if all updates with them are one; but vLLM's differ.
+        """
+        return (
+            self.generator != "transformers" or accumulation % (self.micro_batches(accumulation) * self.iterations) != 0
+        )
+
+
+def generation_of(request: EstimateRequest) -> Generation | None:
+    """The completions of a request; None for another task than GRPO. Raises UsageError for options that contradict."""
+    if request.task != "grpo":
+        if given := _changed(request, OPTIONS):
+            raise UsageError(
+                f"{dashed(given[0])} is an option of --task grpo",
+                hint=f"add --task grpo, or leave {dashed(given[0])} out",
+            )
+        return None
+    if not request.use_vllm and (given := _changed(request, ("vllm_mode", *OF_COLOCATED))):
+        raise UsageError(f"{dashed(given[0])} is about vLLM", hint="add --use-vllm")
+    if request.vllm_mode == "server" and (given := _changed(request, OF_COLOCATED)):
+        raise UsageError(
+            f"{dashed(given[0])} is about vLLM on the GPUs that train",
+            hint="use --vllm-mode colocate; a server has options of its own",
+        )
+    if request.gpus % request.vllm_tensor_parallel_size:
+        raise UsageError(
+            f"{request.gpus} ranks are not divisible by --vllm-tensor-parallel-size {request.vllm_tensor_parallel_size}",
+            hint="give a divisor of --gpus",
+        )
+    if request.use_vllm and request.vllm_mode == "colocate" and request.load_in_8bit:
+        raise UsageError("vLLM cannot quantize to 8 bits as it loads", hint="use --load-in-4bit, or --vllm-mode server")
+    return Generation(
+        completion_length=request.max_completion_length,
+        completions_per_prompt=request.num_generations,
+        steps=request.steps_per_generation,
+        iterations=request.num_iterations,
+        beta=request.beta,
+        generator=request.vllm_mode if request.use_vllm else "transformers",
+        memory_utilization=request.vllm_gpu_memory_utilization,
+        sleeps=request.vllm_enable_sleep_mode,
+        tensor_parallel=request.vllm_tensor_parallel_size,
+    )
+
+
+def check_generation(request: EstimateRequest, seq_len: int) -> None:
+    """Raises UsageError unless sequences have room for a prompt and TRL accepts the batch that is generated at once.
+
+    A search leaves the micro-batch open, so all sizes must be possible.
+    """
+    if request.task != "grpo":
+        return
+    if request.max_completion_length >= seq_len:
+        raise UsageError(
+            f"a completion of {request.max_completion_length} tokens leaves no room for a prompt in {seq_len} tokens",
+            hint="--seq-len is the length of prompt and completion together",
+        )
+    accumulation, batch = request.gradient_accumulation_steps or 1, request.micro_batch_size or 1
+    steps = request.steps_per_generation or accumulation
+    completions = batch * request.gpus * steps
+    if completions % request.num_generations:
+        searched = " for every micro-batch" if isinstance(request, RecommendRequest) else ""
+        raise UsageError(
+            f"micro-batch {batch} x ranks {request.gpus} x micro-batches per generation {steps} = {completions}, "
+            f"not a multiple of --num-generations {request.num_generations}",
+            hint=f"--steps-per-generation {request.num_generations} makes it one{searched}",
+        )
+
+
+def _changed(request: EstimateRequest, options: tuple[str, ...]) -> list[str]:
+    known = fields_of(type(request))
+    return [name for name in options if getattr(request, name) != known[name].default]

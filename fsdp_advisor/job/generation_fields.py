@@ -1,0 +1,41 @@
+"""The options about completions that a model generates before it trains on them, with the names of TRL's GRPOConfig.
+
+Source: trl 1.16, trainer/grpo_config.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fsdp_advisor.job.fields import Rule
+
+GROUP = "GRPO"
+
+VllmMode = Literal["colocate", "server"]
+
+NumGenerations = Annotated[int, Rule(about="the completions of each prompt", group=GROUP, ge=2, le=65_536)]
+MaxCompletionLength = Annotated[
+    int, Rule(about="the tokens of a completion; the rest of --seq-len is the prompt", group=GROUP, ge=1, le=16_777_216)
+]
+Beta = Annotated[
+    float, Rule(about="the weight of the divergence from a reference model; 0 needs none", group=GROUP, ge=0, le=1e6)
+]
+NumIterations = Annotated[int, Rule(about="the updates with each batch of completions", group=GROUP, ge=1, le=1024)]
+StepsPerGeneration = Annotated[
+    int | None,
+    Rule(
+        about="the micro-batches that are generated at once", group=GROUP, default="those of an update", ge=1, le=65_536
+    ),
+]
+UseVllm = Annotated[bool, Rule(about="generate with vLLM instead of transformers", group=GROUP)]
+VllmModeOption = Annotated[
+    VllmMode,
+    Rule(about="colocate: vLLM runs on the GPUs that train; server: on GPUs of its own", group=GROUP),
+]
+VllmGpuMemoryUtilization = Annotated[
+    float, Rule(about="the part of each GPU that colocated vLLM takes", group=GROUP, ge=0.01, le=1)
+]
+VllmEnableSleepMode = Annotated[bool, Rule(about="colocated vLLM frees its memory while the model trains", group=GROUP)]
+VllmTensorParallelSize = Annotated[
+    int, Rule(about="the GPUs that share one colocated copy of the model", group=GROUP, ge=1, le=65_536)
+]

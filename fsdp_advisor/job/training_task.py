@@ -1,0 +1,50 @@
+"""What a job trains for: TRL's trainers, their batches, and the reference models whose log-probabilities they compare.
+
+Source: trl 1.16, trainer/sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py, grpo_trainer.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.request import EstimateRequest, TrainingTask
+
+Reference = Literal["none", "copy", "adapters-off"]
+"""The reference model of a step. ``none``: there is none, or its log-probabilities are part of the batch; ``copy``: a frozen copy of
+the model; ``adapters-off``: the trained model without its adapters."""
+
+
+def sequences_per_example(task: TrainingTask) -> int:
+    """The sequences of one example of a micro-batch: a pair is the chosen and the rejected one."""
+    return 2 if task in ("dpo", "reward") else 1
+
+
+def reference_of(request: EstimateRequest) -> Reference:
+    """The reference model of a step."""
+    without = request.task == "grpo" and request.beta == 0
+    if request.task in ("sft", "reward") or request.precompute_ref_log_probs or without:
+        return "none"
+    return "adapters-off" if request.use_peft or request.peft_config is not None else "copy"
+
+
+def check_task(request: EstimateRequest) -> None:
+    """Raises UsageError for a task that the framework does not have, and for options of other tasks."""
+    if request.task != "sft" and request.framework != "trl":
+        raise UsageError(f"framework {request.framework} has no task {request.task}", hint="--framework trl has it")
+    if request.task == "reward" and (request.loss != "auto" or request.ignored_labels):
+        raise UsageError(
+            "a reward model has one score per sequence, and no labels", hint="leave --loss and --ignored-labels out"
+        )
+    if request.task != "sft" and request.loss not in ("auto", "chunked"):
+        raise UsageError(f"--loss {request.loss} is not the loss of --task {request.task}", hint="leave --loss out")
+    if request.task == "grpo" and request.ignored_labels:
+        raise UsageError(
+            "GRPO scores the tokens of completions alone", hint="give --max-completion-length, not --ignored-labels"
+        )
+    if request.precompute_ref_log_probs and request.task == "grpo":
+        raise UsageError(
+            "GRPO's reference scores new completions in every step", hint="leave --precompute-ref-log-probs out"
+        )
+    if request.precompute_ref_log_probs and request.task in ("sft", "reward"):
+        raise UsageError(f"--task {request.task} has no reference model", hint="leave --precompute-ref-log-probs out")

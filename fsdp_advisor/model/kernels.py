@@ -1,0 +1,21 @@
+"""Models whose layers call kernels of packages that PyTorch and transformers do not install."""
+
+from __future__ import annotations
+
+from fsdp_advisor.model.profile import Profile
+
+GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"})
+"""Types of models that call flash-linear-attention and causal-conv1d, and no other such package. They are the folders of transformers'
+models too.
+"""
+
+
+def kernel_notes(profile: Profile | None) -> list[str]:
+    """A note on the packages that the figures for a GPU assume."""
+    model_type = str(profile.config.get("model_type")) if profile else ""
+    if model_type.removesuffix("_text") not in GATED_DELTA_RULE:
+        return []
+    return [
+        "flash-linear-attention and causal-conv1d are assumed to be installed; without them transformers runs its own code in PyTorch,"
+        " which needs more memory and time"
+    ]

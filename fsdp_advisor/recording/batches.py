@@ -1,0 +1,65 @@
+"""Batches with padding, and batches whose sequences lie in one row."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.model.tape_key import TapeBatch, TapeCheckpointing
+from fsdp_advisor.recording import flash
+from fsdp_advisor.recording.source import Source, WrappedSource
+
+
+class BatchSource(WrappedSource):
+    """A model with the batches of a data collator other than the usual one.
+
+    Padded: transformers 5.23, data/data_collator.py, `DataCollatorWithPadding`; trl 1.16, sft_trainer.py,
+    `DataCollatorForLanguageModeling`. Flattened: the latter with `padding_free`, or transformers' `DataCollatorWithFlattening`.
+    """
+
+    def __init__(self, base: Source, layout: TapeBatch, padding: float) -> None:
+        """`padding`: the part of a padded batch's tokens that is padding. Only flash_attention_2 depends on it."""
+        super().__init__(base)
+        self._layout: TapeBatch = layout
+        self._padding = padding
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
+    ) -> None:
+        if self._layout != "padded" and self.task != "causal-lm":
+            raise NotRecordable(
+                f"{self.name}: sequences in one row are for causal language models, not for {self.task} models",
+                hint="leave --packing and --padding-free out",
+            )
+        attention = flash.VARLEN if attention == "flash_attention_2" else attention
+        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        flash.use_rows(flash.Rows(self._layout, micro_batch_size, self._padding))
+        batch = self._base.batch(micro_batch_size, seq_len)
+        if "input_ids" not in batch:
+            raise NotRecordable(
+                f"{self.name}: a {self.task} model has no batches with padding", hint="leave --padding-fraction out"
+            )
+        if self._layout == "padded":
+            return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+        batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+        batch["position_ids"] = torch.zeros_like(batch["input_ids"])
+        if self._layout == "flattened-trl":
+            for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+                batch[name] = torch.zeros(micro_batch_size + 1, dtype=torch.int32)
+            batch["seq_idx"] = torch.zeros_like(batch["input_ids"], dtype=torch.int32)
+        self._longest = seq_len
+        return batch
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self._layout != "flattened-trl":
+            return self._base.loss(module, batch)
+        numbers = dict.fromkeys(("max_length_q", "max_length_k"), self._longest)
+        return self._base.loss(module, {**batch, **numbers})  # type: ignore[dict-item]  # models also take numbers
+
+
+def with_batch(source: Source, layout: TapeBatch, padding: float = 0.0) -> Source:
+    """The source with batches of this layout."""
+    return source if layout == "full" else BatchSource(source, layout, padding)

@@ -1,0 +1,197 @@
+"""A causal language model as TRL's trainers on preferences train it, with a reference model's forwards before the loss.
+
+The reference is the same module without gradients: what it allocates does not depend on whose weights it reads. Its parameters,
+casts of them apart, are not on the tape; engines add them.
+Source: trl 1.16, trainer/dpo_trainer.py, `DataCollatorForPreference`; trainer/kto_trainer.py, `DataCollatorForUnpairedPreference`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.model.profile import ScoringPhase
+from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeKey, TapeTask
+from fsdp_advisor.recording.losses import OUTPUTS, FusedLoss, causal_model, log_probs_of_trl
+from fsdp_advisor.recording.rollouts import batch_of, loss_of_grpo
+from fsdp_advisor.recording.scoring import scoring, scoring_phase, without_checkpointing
+from fsdp_advisor.recording.source import RootModules, Source, WrappedSource
+
+NAMES = ("input_ids", "attention_mask", "completion_mask")
+REFERENCES: dict[TapeTask, tuple[str, ...]] = {
+    "sft": (),
+    "dpo": ("ref_chosen_logps", "ref_rejected_logps"),
+    "kto": ("ref_logps", "ref_KL_logps"),
+}
+"""The inputs of a batch in which the reference's log-probabilities are precomputed, by task."""
+ASKED: dict[TapeTask, tuple[str, ...]] = {"sft": (), "dpo": OUTPUTS, "kto": OUTPUTS[:3], "grpo": OUTPUTS[:2]}
+"""What a trainer asks of the trained model's head, by task; of a copy it asks only for log-probabilities."""
+
+
+class PreferenceSource(WrappedSource):
+    """A model whose loss compares log-probabilities: of pairs of sequences (DPO), or of completions and mismatched ones (KTO)."""
+
+    def __init__(self, base: Source, key: TapeKey, *, autocasts_copy: bool) -> None:
+        """`autocasts_copy`: whether the reference model's forward runs under autocast if the trained one's does."""
+        super().__init__(base)
+        self.key = key
+        self._reference = key.reference
+        self._sequences = sequences_per_example(key.task)
+        self._autocasts_copy = autocasts_copy
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
+    ) -> None:
+        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+        if self.task != "causal-lm":
+            raise NotRecordable(
+                f"{self.name}: TRL compares log-probabilities of causal language models, not of {self.task} models",
+                hint="use --task sft",
+            )
+        if self.key.task != "grpo":
+            disable_dropout(module)
+        model = causal_model(module, self.name)
+        head, key = model.get_output_embeddings(), self.key
+        model.__dict__["fused_loss"] = FusedLoss(
+            head, self._scored, key.ignored_labels, key.gathered_head, key.completion_length
+        )
+        model.forward = MethodType(_forward, model)
+
+    def root_modules(self, module: nn.Module) -> RootModules:
+        found = self._base.root_modules(module)
+        fused = causal_model(module, self.name).__dict__.get("fused_loss")
+        return found if fused is None else RootModules(found.embedding, found.final_norm, fused)
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        ids = self._base.batch(self._sequences * micro_batch_size, seq_len)["input_ids"]
+        if self.key.task == "grpo":
+            ids = self._base.batch(self.key.generated * micro_batch_size, seq_len)["input_ids"]
+            has_reference = self._reference != "none"
+            return batch_of(ids, self.key.completion_length, policy=self.key.scores_policy, reference=has_reference)
+        prefixes = ("", "KL_") if self.key.task == "kto" else ("",)
+        batch = {f"{p}{name}": torch.ones_like(ids) for p in prefixes for name in NAMES}
+        if self._reference == "none":
+            batch |= {name: torch.zeros(micro_batch_size) for name in REFERENCES[self.key.task]}
+        if self.key.task == "kto":
+            batch["label"] = torch.ones(micro_batch_size, dtype=torch.bool)
+        return batch
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        losses = {"dpo": _loss_of_dpo, "kto": _loss_of_kto, "grpo": loss_of_grpo}
+        return losses[self.key.task](self, module, batch)
+
+    def precomputed(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """The log-probabilities of the reference model in the batch; None if they are not there."""
+        return tuple(batch[name] for name in REFERENCES[self.key.task]) if self._reference == "none" else None
+
+    @contextlib.contextmanager
+    def as_reference(self, module: nn.Module) -> Iterator[None]:
+        """Context in which forwards without gradients are the reference model's: its adapters are off."""
+        is_copy = self._reference == "copy"
+        autocasts = torch.is_autocast_enabled("cpu") and (not is_copy or self._autocasts_copy)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocasts),
+            contextlib.nullcontext() if is_copy else module.disable_adapter(),  # type: ignore[operator]  # of PeftModel
+        ):
+            yield
+
+    def _scored(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        scored: int,
+        examples: tuple[int, int],
+    ) -> dict[str, torch.Tensor]:
+        is_copy = self._reference == "copy" and (scoring_phase() or "").startswith("reference")
+        outputs = ("log_probs",) if is_copy else ASKED[self.key.task]
+        unscored = labels.shape[1] - self.key.completion_length if self.key.completion_length else 1
+        return log_probs_of_trl(
+            hidden,
+            weight,
+            bias,
+            labels,
+            scored,
+            examples,
+            outputs=outputs,
+            sequences=self._sequences,
+            unscored=unscored,
+        )
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Switch dropout off, as TRL's `disable_dropout_in_model` does for these tasks by default."""
+    for inner in module.modules():
+        if isinstance(inner, nn.Dropout):
+            inner.p = 0.0
+
+
+def _log_probs(
+    module: nn.Module, ids: torch.Tensor, labels: torch.Tensor, phase: ScoringPhase | None = None
+) -> dict[str, torch.Tensor]:
+    """The outputs of a forward; in a `phase`, without gradients and checkpointing. accelerate's autocast ends with the forward."""
+    with contextlib.ExitStack() as context:
+        if phase:
+            context.enter_context(without_checkpointing(module))
+            context.enter_context(scoring(phase))
+        outputs: dict[str, torch.Tensor] = module(input_ids=ids, labels=labels)
+    torch.clear_autocast_cache()
+    return outputs
+
+
+def _labels(batch: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:
+    return batch[f"{prefix}input_ids"].masked_fill(batch[f"{prefix}completion_mask"] == 0, -100)
+
+
+def _loss_of_dpo(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Source: trl 1.16, trainer/dpo_trainer.py, `_compute_loss`."""
+    labels = _labels(batch)
+    outputs = _log_probs(module, batch["input_ids"], labels)
+    chosen, rejected = outputs["log_probs"].sum(dim=1).chunk(2, dim=0)
+    references = source.precomputed(batch)
+    if references is None:
+        with source.as_reference(module):
+            scored = _log_probs(module, batch["input_ids"], labels, "reference")["log_probs"]
+        references = scored.sum(dim=1).chunk(2, dim=0)
+    delta = (chosen - references[0]) - (rejected - references[1])
+    return (-F.logsigmoid(0.1 * delta)).mean() * 1.0
+
+
+def _loss_of_kto(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Source: trl 1.16, trainer/kto_trainer.py, `_compute_loss`. All completions are taken for desirable ones."""
+
+    def mismatched(phase: ScoringPhase) -> torch.Tensor:
+        return _log_probs(module, batch["KL_input_ids"], _labels(batch, "KL_"), phase)["log_probs"].sum(-1)
+
+    own = mismatched("mismatched")
+    labels = _labels(batch)
+    outputs = _log_probs(module, batch["input_ids"], labels)
+    completions = outputs["log_probs"].sum(-1)
+    references = source.precomputed(batch)
+    if references is None:
+        with source.as_reference(module):
+            theirs = mismatched("reference_mismatched")
+            scored = _log_probs(module, batch["input_ids"], labels, "reference")["log_probs"].sum(-1)
+        references = scored, theirs
+    kl = (own - references[1]).mean().clamp(min=0)
+    return (1 - torch.sigmoid(0.1 * ((completions - references[0]) - kl))).nanmean()
+
+
+def _forward(self: PreTrainedModel, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+    """What TRL's head computes; without labels the logits of the last token, as `generate` asks for."""
+    if labels is None:
+        hidden = self.base_model(**inputs, use_cache=True).last_hidden_state
+        return self.get_output_embeddings()(hidden[:, -1:, :])
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+    found: dict[str, torch.Tensor] = self.__dict__["fused_loss"](hidden, labels)
+    return found

@@ -1,0 +1,139 @@
+"""GRPO's micro-batch as TRL trains it: completions that the model generates, and their scores, come before the training forward.
+
+Of what is generated at once, the tape has the forward of the prompts and that of the last token, whose cache of keys and values is the
+largest; and the scores of one micro-batch. All sequences have the same length, and no rewards are on the tape.
+Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `_generate_and_score_completions`, `_compute_loss` with loss type "dapo".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from fsdp_advisor.recording.scoring import scoring, without_checkpointing
+
+if TYPE_CHECKING:
+    from fsdp_advisor.recording.preferences import PreferenceSource
+
+EPSILON = 0.2
+"""How far an update may move a probability. Source: trl 1.16, trainer/grpo_config.py."""
+
+
+def batch_of(ids: torch.Tensor, completion_length: int, *, policy: bool, reference: bool) -> dict[str, torch.Tensor]:
+    """What TRL keeps of the completions that were generated at once, from the tokens of prompts and completions."""
+    prompts, completions = ids[:, :-completion_length].clone(), ids[:, -completion_length:].clone()
+    batch = {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": torch.ones_like(completions),
+        "advantages": torch.zeros(ids.shape[0]),
+        "num_items_in_batch": torch.ones((), dtype=torch.long),
+    }
+    scores = {"old_per_token_logps": policy, "ref_per_token_logps": reference}
+    return batch | {name: torch.zeros(completions.shape) for name, needed in scores.items() if needed}
+
+
+def generate(module: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """The first forward of transformers' `generate`, and the last one."""
+    prompts, last = batch["prompt_ids"], batch["completion_ids"].shape[1] - 1
+    cache = _GrowingCache(prompts.shape[1] + last)
+    with without_checkpointing(module), scoring("prefill"):
+        _sample(module(input_ids=prompts, past_key_values=cache))
+        torch.clear_autocast_cache()
+    cache.is_last = True
+    with without_checkpointing(module), scoring("decode"):
+        ids = torch.cat([prompts, batch["completion_ids"]], dim=1)
+        _sample(module(input_ids=ids[:, -1:].clone(), past_key_values=cache))
+        torch.clear_autocast_cache()
+        del ids, cache
+
+
+def _sample(logits: torch.Tensor) -> torch.Tensor:
+    """The next tokens. Source: transformers 5.23, generation/utils.py, `_sample`."""
+    probabilities = nn.functional.softmax(logits[:, -1, :].to(copy=True, dtype=torch.float32), dim=-1)
+    return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+
+
+class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """transformers' cache of keys and values. Before the last token it has grown to one token less than the whole sequence."""
+
+    def __init__(self, before_last: int) -> None:
+        super().__init__()
+        self._before_last = before_last
+        self.is_last = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.is_last:
+            layer = self.layers[layer_idx]
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                shape = (*held.shape[:2], self._before_last, held.shape[3])
+                del held
+                setattr(layer, name, getattr(layer, name).new_empty(shape))
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return found
+
+
+def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of the first micro-batch of those that were generated at once."""
+    key = source.key
+    size = batch["advantages"].shape[0] // key.generated
+    if key.generates:
+        generate(module, batch)
+    if key.scores_policy:
+        score(source, module, batch, "policy", size)
+    if key.reference != "none":
+        with source.as_reference(module):
+            score(source, module, batch, "reference", size)
+    part = {name: x[:size] if x.dim() else x for name, x in batch.items()}
+    ids, mask = sequences(part)
+    logps, entropies = log_probs(module, ids, mask, key.completion_length)
+    old = part.get("old_per_token_logps")
+    old = logps.detach() if old is None else old
+    completion_mask, advantages = part["completion_mask"], part["advantages"].unsqueeze(1)
+    weights = torch.exp(logps - old)
+    if key.reference != "none":
+        reference = part["ref_per_token_logps"]
+        divergence = (torch.exp(reference - logps) - (reference - logps) - 1) * weights
+    clamped = torch.clamp(weights, 1 - EPSILON, 1 + EPSILON)
+    per_token = -torch.min(weights * advantages, clamped * advantages)
+    if key.reference != "none":
+        per_token = per_token + 0.1 * divergence
+    normalizer = part["num_items_in_batch"].clamp(min=1.0)
+    loss = (per_token * completion_mask).sum() / normalizer
+    del entropies
+    return loss
+
+
+def score(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor], phase: Any, size: int) -> None:
+    """The log-probabilities of a micro-batch's completions, without gradients."""
+    with without_checkpointing(module), scoring(phase):
+        ids, mask = sequences(batch)
+        log_probs(module, ids[:size], mask[:size], source.key.completion_length)
+        del ids, mask
+
+
+def sequences(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and mask of prompts and completions together."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
+
+def log_probs(
+    module: nn.Module, ids: torch.Tensor, mask: torch.Tensor, completion_length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The log-probabilities of the completions' tokens, and their entropies if the model's head computes them."""
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-completion_length] = -100
+    outputs = module(input_ids=ids, labels=labels)
+    torch.clear_autocast_cache()
+    parts = {name: outputs[name][:, -completion_length:] for name in ("log_probs", "entropy") if name in outputs}
+    logps = torch.cat([parts["log_probs"]], dim=0)
+    entropies = torch.cat([parts["entropy"]], dim=0) if "entropy" in parts and torch.is_grad_enabled() else None
+    return logps, entropies

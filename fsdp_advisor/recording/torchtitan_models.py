@@ -1,0 +1,238 @@
+"""torchtitan's own model of a configuration, with its own losses and activation checkpointing.
+
+torchtitan does not train transformers' classes but its own (torchtitan/models), which have other parameters and allocate other
+tensors: one product makes queries, keys and values; rotary embeddings are complex numbers in fp32 (Llama), and every layer keeps a
+table of them; the norm is PyTorch's fused one. Its language models have FlexAttention unless another is chosen.
+Source: torchtitan 0.3.0, models/llama3, models/qwen3, models/common, trainer.py. With torch 2.13 its FSDP2 runs with
+`--parallelism.spmd_backend partial_dtensor`; the default spmd_types needs a later torch and allocates the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch import nn
+
+from fsdp_advisor.errors import MissingExtra, NoSuchAttention, NotRecordable
+from fsdp_advisor.job.adaptation import CONFIG_KEY
+from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
+from fsdp_advisor.model.tape_key import TapeCheckpointing
+from fsdp_advisor.recording.flash import flex
+from fsdp_advisor.recording.source import LayerStack, RootModules, WrappedSource
+from fsdp_advisor.recording.transformers_models import TransformersSource
+
+VERSION = "0.3"
+INSTALL = "with Python 3.11 or newer: pip install tyro spmd_types==0.2.3 && pip install --no-deps torchtitan==0.3.0"
+"""torchtitan's requirements contain a data set library that current transformers refuses."""
+FAMILIES = ("llama", "qwen3")
+"""The model types of transformers that torchtitan trains with a class of its own which is modelled."""
+
+
+class TorchtitanSource:
+    """The model that torchtitan builds with the sizes of a transformers configuration."""
+
+    inventory_dtype = torch.float32
+    alike_up_to: int | None = None
+    task = "causal-lm"
+
+    def __init__(self, base: TransformersSource, adaptation: Mapping[str, Any]) -> None:
+        """Raises MissingExtra without torchtitan, NotRecordable for a model that torchtitan has no class for."""
+        self.name = base.name
+        self.max_seq_len = base.max_seq_len
+        self._hf = base._config
+        self._recorded_as = {**base.config(), CONFIG_KEY: dict(adaptation)}
+        if self._hf.model_type not in FAMILIES:
+            raise NotRecordable(
+                f"{self.name}: torchtitan's models of type {self._hf.model_type} are not modelled",
+                hint=f"modelled are {' and '.join(FAMILIES)}; --framework torch estimates transformers' class",
+            )
+        if getattr(self._hf, "attention_bias", False) or getattr(self._hf, "mlp_bias", False):
+            raise NotRecordable(
+                f"{self.name}: torchtitan's {self._hf.model_type} has no biases", hint="--framework torch has them"
+            )
+        _check_installed(self.name)
+
+    def config(self) -> dict[str, object]:
+        return self._recorded_as
+
+    def is_adapter(self, parameter: str) -> bool:
+        return False
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        from torchtitan.models.common import RoPE
+
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                model: nn.Module = self._model_config().build()
+                for module in model.modules():
+                    if isinstance(module, RoPE):
+                        _detach_table(module)
+        finally:
+            torch.set_default_dtype(before)
+        return model.train()
+
+    def _model_config(self) -> Any:
+        """The configuration of torchtitan's model. Source: models/llama3/__init__.py and models/qwen3/__init__.py, e.g. `_8b`."""
+        from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
+        from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+        from torchtitan.models.common.nn_modules import RMSNorm
+
+        hf = self._hf
+        dim, heads, vocabulary = hf.hidden_size, hf.num_attention_heads, hf.vocab_size
+        head_dim = getattr(hf, "head_dim", None) or dim // heads
+        length = self.max_seq_len or 2048
+        if hf.model_type == "llama":
+            from torchtitan.models.llama3.model import Llama3Model as Model
+            from torchtitan.models.llama3.model import Llama3TransformerBlock as Block
+
+            rope = ComplexRoPE.Config(dim=head_dim, max_seq_len=length)
+            norm_of_heads = None
+        else:
+            from torchtitan.models.qwen3.model import Qwen3Model as Model
+            from torchtitan.models.qwen3.model import Qwen3TransformerBlock as Block
+
+            rope = CosSinRoPE.Config(dim=head_dim, max_seq_len=length)
+            norm_of_heads = RMSNorm.Config(normalized_shape=head_dim)
+
+        def layer() -> Any:
+            return Block.Config(
+                attention_norm=RMSNorm.Config(normalized_shape=dim),
+                ffn_norm=RMSNorm.Config(normalized_shape=dim),
+                attention=make_gqa_config(
+                    dim=dim, n_heads=heads, n_kv_heads=hf.num_key_value_heads, head_dim=getattr(hf, "head_dim", None),
+                    wqkv_param_init={}, wo_param_init={}, inner_attention=get_attention_config("flex"), fuse_qkv=True,
+                    qk_norm=norm_of_heads, rope=rope,
+                ),
+                feed_forward=make_ffn_config(dim=dim, hidden_dim=hf.intermediate_size, w1_param_init={}, w2w3_param_init={}),
+            )  # fmt: skip
+
+        return Model.Config(
+            dim=dim,
+            vocab_size=vocabulary,
+            enable_weight_tying=hf.tie_word_embeddings,
+            tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=dim),
+            norm=RMSNorm.Config(normalized_shape=dim),
+            lm_head=Linear.Config(in_features=dim, out_features=vocabulary),
+            layers=[layer() for _ in range(hf.num_hidden_layers)],
+        )
+
+    def stacks(self, module: nn.Module) -> list[LayerStack]:
+        return [LayerStack("layers", tuple(module.get_submodule("layers").children()))]
+
+    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        layers = module.get_submodule("layers")
+        for name in [name for name, _ in layers.named_children() if int(name) not in kept["layers"]]:
+            del layers._modules[name]
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
+    ) -> None:
+        from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+        from torchtitan.models.common.attention import FlexAttention
+
+        if attention != "sdpa":
+            raise NoSuchAttention(type(module).__name__, attention)
+        for inner in module.modules():
+            if isinstance(inner, FlexAttention):
+                inner.forward = _flex_attention
+        if checkpointing == "full":
+            FullAC.Config().build().apply(module)
+        elif checkpointing == "selective":
+            policy = SelectiveAC.Config().build()
+            kept = {
+                *policy.get_save_ops(),
+                torch.ops.fsdp_advisor.flash_attention.default,
+            }  # it stands for FlexAttention
+            policy.get_save_ops = lambda: kept
+            policy.apply(module)
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of whole logits. Source: torchtitan 0.3.0, trainer.py, `_forward_backward_body`; components/loss.py."""
+        from torchtitan.components.loss import CrossEntropyLoss
+
+        loss: torch.Tensor
+        logits = module(batch["input_ids"], positions=batch["positions"])
+        loss, _ = CrossEntropyLoss.Config().build()(logits, batch["labels"], batch["valid_tokens"])
+        return loss
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        """Tokens, the positions in their documents, labels, and the number of tokens with a label on all ranks.
+
+        Also every layer's table of rotary embeddings: it is a buffer with one row for each token of the job's sequences
+        (models/common/decoder.py, `update_from_config`), in complex64, or in fp32 a cosine and a sine per element.
+        """
+        names = ("input_ids", "positions", "labels")
+        rows = {name: torch.zeros(micro_batch_size, seq_len, dtype=torch.long) for name in names}
+        hf = self._hf
+        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        words = head_dim if hf.model_type == "llama" else 2 * head_dim
+        tables = {
+            f"table {n}": torch.empty(seq_len, words, dtype=torch.int32) for n in range(hf.num_hidden_layers)
+        }  # integers, which no engine casts
+        return rows | {"valid_tokens": torch.zeros((), dtype=torch.long)} | tables
+
+    def root_modules(self, module: nn.Module) -> RootModules:
+        embedding, norm, head = (module.get_submodule(name) for name in ("tok_embeddings", "norm", "lm_head"))
+        return RootModules(embedding, norm, head)
+
+
+class ChunkedLossSource(WrappedSource):
+    """A model of torchtitan with the loss in chunks of a sequence. Its forward computes the gradients of the head and of the hidden
+    states, too; backward goes on from these.
+
+    Source: torchtitan 0.3.0, components/loss.py, `ChunkedLossWrapper`, the default of its language models.
+    """
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        from torchtitan.components.loss import ChunkedLossWrapper
+
+        compute = ChunkedLossWrapper.Config(num_chunks=TORCHTITAN_CHUNKS).build()
+        compute.set_lm_head(module.get_submodule("lm_head"))
+        module._skip_lm_head = True  # type: ignore[assignment]  # of torchtitan's Decoder
+        hidden = module(batch["input_ids"], positions=batch["positions"])
+        loss: torch.Tensor
+        loss, _ = compute(hidden, batch["labels"], batch["valid_tokens"], positions=batch["positions"])
+        return loss
+
+
+def _detach_table(rope: Any) -> None:
+    """Leave no row of a table of rotary embeddings, and no buffer: `batch` counts the tables."""
+    table = rope._buffers.pop("cache")
+    rope.cache = table[:0]
+
+
+def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    """`FlexAttention.forward` with the compiled kernel's allocations. q, k, v have shape (B, T, H, D)."""
+    return flex(q, k, v)
+
+
+def _check_installed(name: str) -> None:
+    """Import torchtitan. Raises MissingExtra if that is not possible.
+
+    It imports triton for kernels that a recording does not run; where triton is not installed, nothing stands for it.
+    """
+    importlib.import_module("torch._inductor.compile_fx")  # it asks for triton itself
+    stand_ins = [] if importlib.util.find_spec("triton") else ["triton", "triton.language"]
+    sys.modules.update((module, MagicMock()) for module in stand_ins)
+    try:
+        version = metadata.version("torchtitan")
+        for module in ("models.common", "components.loss", "distributed.activation_checkpoint", "distributed.fsdp"):
+            importlib.import_module(f"torchtitan.{module}")
+    except ImportError as error:
+        raise MissingExtra(f"{name}: recording torchtitan's model needs torchtitan {VERSION}", hint=INSTALL) from error
+    finally:
+        for module in stand_ins:
+            del sys.modules[module]
+    if not version.startswith(f"{VERSION}."):
+        raise MissingExtra(
+            f"{name}: recording torchtitan's model needs torchtitan {VERSION}, not {version}", hint=INSTALL
+        )

@@ -1,0 +1,319 @@
+"""The estimate of one plan, a row of a report: its step program read for memory, for the allocator and for time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fsdp_advisor.engines.fsdp2.units import packed_warnings, unit_warnings
+from fsdp_advisor.engines.host import host_memory
+from fsdp_advisor.engines.job_peaks import job_peaks
+from fsdp_advisor.engines.loading import one_copy_bytes
+from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
+from fsdp_advisor.engines.textbook import textbook_states
+from fsdp_advisor.engines.transfer import LoadMethod
+from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
+from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
+from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.hardware.links import ETHERNET_100G
+from fsdp_advisor.job.parsing import make_request as make_request
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.allocator import (
+    AllocatorConf,
+    AllocatorResult,
+    StepOperations,
+    completes,
+    simulate_allocator,
+    step_operations,
+)
+from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
+from fsdp_advisor.memory.libraries import cublas_workspace_bytes
+from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
+from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.program.storages import States
+from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
+from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
+
+if TYPE_CHECKING:
+    pass
+
+TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
+PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
+NO_AUTOCAST = (
+    "the casts of autocast, under which accelerate runs FSDP1: they are not recorded here; recording needs torch"
+)
+NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
+
+
+def estimate_plan(
+    model: Resolved,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    explain: bool = False,
+    conf: AllocatorConf | None = None,
+    host_memory_bytes: int | None = None,
+) -> StrategyEstimate:
+    """One row of a report. `conf`: the allocator's settings. `host_memory_bytes`: memory of one node's host, None if
+    unlimited.
+    """
+    if model.profile is None:
+        if plan.task != "sft":
+            raise UsageError(
+                f"{model.name} is a bare parameter count, which has no task {plan.task}", hint="name a model"
+            )
+        return _count_estimate(model.parameters, plan, gpu)
+    try:
+        key, tape = select_tape(model, model.profile, plan)
+    except AdvisorError as error:
+        if isinstance(error, MissingExtra) and not model.is_catalogued:
+            raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
+        base = _without_step(model.profile, plan, gpu, host_memory_bytes)
+        time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
+        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
+    return _with_step(model.profile, key, tape, plan, gpu, explain, conf, host_memory_bytes)
+
+
+def tensor_bytes(model: Resolved, plan: Plan) -> int:
+    """Peak tensor bytes of a plan's step on a GPU, a lower bound of its memory. Raises AdvisorError if there is no tape."""
+    assert model.profile is not None
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
+    return _peak_bytes(model.profile, tape, plan)
+
+
+def peak_of_step(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
+    """The peak of a plan's step over a tape."""
+    return step_peak(step_program(profile, tape, plan), *plan.tape_shape)
+
+
+def _peak_bytes(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> int:
+    program = step_program(profile, tape, plan)
+    return peak_bytes(program, *plan.tape_shape, fused_loss=fused_loss)
+
+
+def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
+    """Live memory through a plan's step over a tape."""
+    return step_timeline(step_program(profile, tape, plan), *plan.tape_shape)
+
+
+def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
+    """Seconds of a plan's step, without allocator retries; None if unknown."""
+    if model.profile is None:
+        return None
+    key, tape = select_tape(model, model.profile, plan)
+    step = step_of(model.profile, key, tape, plan, gpu)
+    return None if step is None else step.seconds
+
+
+def _without_step(
+    profile: Profile,
+    plan: Plan,
+    gpu: Gpu,
+    host_memory_bytes: int | None,
+    tensors: StepPeak | None = None,
+    tape: Tape | None = None,
+) -> StrategyEstimate:
+    """The row of a plan without a tape: states, host memory, loading and saving. `tensors` and `tape`: the step's, if they are known."""
+    states = states_of(profile, plan)
+    host = host_memory(profile, plan, tape)
+    unknown = not_modelled(profile, plan)
+    if (why := why_unknown(plan, gpu)) is not None:
+        unknown.append(f"{TIME_UNKNOWN}: {why}")
+    copy = one_copy_bytes(profile, plan)
+    overhead = device_overhead(gpu, plan)
+    job = job_peaks(
+        profile,
+        plan,
+        gpu,
+        states=states,
+        host=host,
+        overhead=overhead,
+        phase_peaks=tensors.phase_peaks if tensors else None,
+        tape_phase_peaks=tensors.tape_phase_peaks if tensors else None,
+        host_memory_bytes=host_memory_bytes,
+    )
+    kept = sum(s.rounded for s in (states.parameters, states.gradients, states.optimizer, states.communication))
+    return StrategyEstimate(
+        plan=plan,
+        fits=False if kept + overhead.low_bytes > gpu.memory_bytes or job.fails else None,
+        states={
+            "parameters": states.parameters.exact,
+            "gradients": states.gradients.exact,
+            "optimizer": states.optimizer.exact,
+            "communication": states.communication.exact,
+            "buffers": states.buffers.exact,
+        },
+        parameter_parts=_parameter_parts(profile, plan, states),
+        paged_optimizer_bytes=states.paged.exact,
+        host_bytes_per_node=host.steady,
+        host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
+        overhead=overhead,
+        job=job,
+        units=units_text(profile, plan) if plan.wrap != "layer" else None,
+        warnings=(
+            *(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()),
+            *packed_warnings(profile, plan),
+            *wrap_warnings(profile, plan),
+        ),
+        not_modelled=tuple(unknown),
+    )
+
+
+def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, int] | None:
+    """The bytes of rank 0's parameters in the base and in the adapters; None for a model without adapters."""
+    if not profile.adapter_parameters:
+        return None
+    adapters = states_of(profile.saved, plan).parameters.exact
+    return {"base": states.parameters.exact - adapters, "adapters": adapters}
+
+
+def _with_step(
+    profile: Profile,
+    key: TapeKey,
+    tape: Tape,
+    plan: Plan,
+    gpu: Gpu,
+    explain: bool,
+    conf: AllocatorConf | None,
+    host_memory_bytes: int | None,
+) -> StrategyEstimate:
+    """The row of a plan with its step: tensors, allocator, verdict and time."""
+    gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
+    on_gpu = profile.tapes.get(gpu_key.name) or tape
+    tensors = peak_of_step(profile, on_gpu, plan)
+    base = _without_step(profile, plan, gpu, host_memory_bytes, tensors, on_gpu)
+    overhead, job, unknown = base.overhead, base.job, list(base.not_modelled)
+    assert overhead is not None and job is not None
+    if key.engine != tape_key_of(plan, profile).engine:
+        unknown.append(NO_AUTOCAST)
+    if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
+        unknown.append(NO_SCRATCH)
+    warnings = base.warnings
+    if key.attention != plan.attention:
+        warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
+    allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
+    step = step_of(profile, key, tape, plan, gpu)
+    if step is not None:
+        step = step.with_retries(allocator.retries_per_step)
+        left = gpu.memory_bytes - overhead.middle_bytes - allocator.reserved_peak_bytes
+        step = step.with_paging(base.paged_optimizer_bytes, left, gpu)
+    needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, job.bytes_outside_steps)
+    available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
+    return replace(
+        base,
+        fits=needed <= available and job.fails is None,
+        needed_bytes=needed,
+        headroom_bytes=available - needed,
+        peak_tensor_bytes=tensors.peak,
+        peak_phase=tensors.phase,
+        peak_where=tensors.where,
+        phase_peaks=tensors.phase_peaks,
+        at_peak=tensors.at_peak,
+        fused_loss_peak_bytes=_peak_bytes(profile, on_gpu, plan, fused_loss=True) if explain else None,
+        allocator=allocator,
+        step=step,
+        warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
+        not_modelled=tuple(unknown),
+        simulate_peak=partial(_peak_bytes, profile, tape, plan),
+        replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
+    )
+
+
+def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
+    """The bytes of the GPU that PyTorch may reserve under the allocator's settings."""
+    return gpu.memory_bytes if conf is None else int(conf.per_process_memory_fraction * gpu.memory_bytes)
+
+
+def allocator_result(
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    conf: AllocatorConf | None = None,
+    overhead: DeviceOverhead | None = None,
+    workspace_bytes: int | None = None,
+    loading: LoadMethod | None = None,
+) -> AllocatorResult:
+    """The result of the caching allocator for the plan's steps, in the GPU memory that CUDA and NCCL (`overhead`) leave."""
+    overhead = overhead or device_overhead(gpu, plan)
+    return simulate_allocator(
+        _operations(profile, tape, plan, gpu, workspace_bytes, loading),
+        conf=conf,
+        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=gpu.memory_bytes,
+    )
+
+
+def runs_in(
+    model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
+) -> bool:
+    """Whether a job with this estimate also completes if the GPU had only `memory_bytes`: in each phase, and in the allocator."""
+    profile, plan, overhead, allocator, job = model.profile, row.plan, row.overhead, row.allocator, row.job
+    if profile is None or overhead is None or allocator is None or job is None:
+        return False
+    left = memory_bytes - overhead.middle_bytes
+    if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
+        return False
+    on_gpu = gpu_tape(profile, select_tape(model, profile, plan), plan, gpu)
+    operations = _operations(profile, on_gpu, plan, gpu, None, job.load_method)
+    return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
+
+
+def _operations(
+    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, workspace_bytes: int | None, loading: LoadMethod | None
+) -> StepOperations:
+    """The allocator's operations of a plan's steps over a tape. `workspace_bytes` of cuBLAS: by default the GPU's."""
+    workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
+    return step_operations(
+        step_program(profile, tape, plan),
+        *plan.tape_shape,
+        resident_threads=gpu.resident_threads,
+        workspace_bytes=[workspace] * plan.facts.threads,
+        loaded=loading.transfers if loading else (),
+    )
+
+
+def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
+    """Warnings of the allocator's simulation: retries or fragmentation."""
+    if allocator.verdict == "fits":
+        return ()
+    helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True avoids it" if allocator.expandable_segments_help else ""
+    if allocator.verdict == "fits_with_retries":
+        times = "once" if allocator.retries_per_step == 1 else f"{allocator.retries_per_step} times"
+        return (
+            f"the allocator frees its cache and asks the driver again {times} per step, which the step time includes{helps}",
+        )
+    return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
+
+
+def step_of(profile: Profile, key: TapeKey, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
+    """The time of a plan's step on a GPU. Ranks reach other nodes over the GPU's `inter_node` link."""
+    program = step_program(profile, gpu_tape(profile, (key, tape), plan), plan)
+    return step_time(profile, program, plan, gpu, gpu.inter_node or ETHERNET_100G)
+
+
+def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
+    """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
+    if model.profile is None:
+        return ()
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
+    return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
+
+
+def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
+    states = textbook_states(parameters, plan)
+    return StrategyEstimate(
+        plan=plan,
+        fits=False if states.total > gpu.memory_bytes else None,
+        states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
+        host_bytes_per_node=states.host_per_node,
+        not_modelled=(
+            f"{PEAKS_UNKNOWN}: a bare parameter count says nothing of activations, logits, gathered units and buckets",
+            f"{TIME_UNKNOWN}: a bare parameter count has no operators to time",
+        ),
+    )

@@ -1,0 +1,88 @@
+"""Peaks of training steps of models with flash-linear-attention and causal-conv1d, under transformers' Trainer.
+
+Argument: for each job the model's configuration, its precision, micro-batch and length, as JSON. Triton's launches, which do nothing
+here, are left out with their compilation. causal-conv1d is a CUDA extension: a stand-in allocates what its Python code does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from datasets import Dataset
+from fla.ops.utils.cache import CachedAutotuner
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+
+class CausalConv1d(torch.autograd.Function):
+    """causal-conv1d 1.7, causal_conv1d_interface.py and cpp_functions.py."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert 1 in x.stride()[1:], "a layout without a copy"
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        assert grads[0].stride() == x.stride(), "the C++ code would copy the gradient"
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        return dx, dweight.type_as(weight)
+
+
+def causal_conv1d_fn(x: torch.Tensor, weight: torch.Tensor, bias: None = None, activation: str = "") -> Any:
+    assert bias is None
+    return CausalConv1d.apply(x, weight)
+
+
+class Peaks(TrainerCallback):
+    """The peak of each step."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> int:
+    """The peak of the steps after the first, which makes the optimizer's state."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    calls = sys.modules[type(model).__module__].torch_chunk_gated_delta_rule.__closure__
+    modules = {getattr(cell.cell_contents, "__module__", "") for cell in calls}
+    assert "fla.ops.gated_delta_rule.chunk" in modules, modules
+    rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
+    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
+    arguments = TrainingArguments(
+        per_device_train_batch_size=batch, max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none",
+        save_strategy="no", bf16=precision == "bf16-mixed", disable_tqdm=True,
+    )  # fmt: skip
+    peaks = Peaks()
+    Trainer(model, args=arguments, train_dataset=data, callbacks=[peaks]).train()
+    return max(peaks.found[1:])
+
+
+def main() -> None:
+    for launcher in (JITFunction, Autotuner, CachedAutotuner):
+        launcher.run = lambda *args, **kwargs: None
+    package = ModuleType("causal_conv1d")
+    package.causal_conv1d_fn = causal_conv1d_fn
+    sys.modules["causal_conv1d"] = package
+    peaks = {}
+    for name, job in json.loads(sys.argv[1]).items():
+        peaks[name] = peak_of(*job)
+        gc.collect()
+    print("FOUND", json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main()

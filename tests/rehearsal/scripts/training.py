@@ -1,0 +1,51 @@
+"""What the scripts that train with a Trainer share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+
+class SteadyPeak(TrainerCallback):
+    """The peak of the steps after the first, which makes the optimizer's state."""
+
+    peak = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > 1:
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+
+def usual_arguments(batch: int, precision: str) -> dict[str, Any]:
+    """The arguments of three steps that save and report nothing."""
+    return {
+        "per_device_train_batch_size": batch, "max_steps": 3, "optim": "adamw_torch_fused", "output_dir": "out", "report_to": "none",
+        "save_strategy": "no", "bf16": precision == "bf16-mixed", "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def tokenizer() -> Any:
+    """A tokenizer, which SFTTrainer needs to pad."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<pad>", unk_token="<unk>"
+    )
+
+
+def print_peaks(measured: Callable[[dict[str, Any], Any], int]) -> None:
+    """Print the peak of each job. The script's arguments: the model's configuration, and the jobs by name, as JSON."""
+    config, jobs = (json.loads(word) for word in sys.argv[1:])
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:  # another job's cache would change the peak
+        peaks = {name: fresh.apply(measured, (config, job)) for name, job in jobs.items()}
+    print("FOUND", json.dumps(peaks))

@@ -1,0 +1,45 @@
+"""Steps with the checkpointing policies of torchtitan, TRL and transformers on a simulated GPU, compared with the prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_advisor import estimate
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 8192,
+}  # fmt: skip
+JOBS = {
+    "torchtitan": ("torchtitan", "bf16-mixed", "sdpa", 4, 2048),
+    "torchtitan in fp32": ("torchtitan", "fp32", "sdpa", 2, 1000),
+    "trl": ("trl:selective", "bf16-mixed", "sdpa", 4, 2048),
+    "transformers, every second layer": ("transformers:2", "bf16", "sdpa", 3, 2000),
+    "transformers, inputs on the host": ("transformers:offload", "bf16-mixed", "sdpa", 4, 2048),
+}
+"""Policy, precision, attention, micro-batch, sequence length."""
+
+
+@pytest.fixture(scope="module")
+def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
+    return run("checkpointing.py", json.dumps(CONFIG), json.dumps(JOBS))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_policy_of_the_library_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
+    policy, precision, attention, batch, length = JOBS[name]
+    by, _, option = policy.partition(":")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLM"]}))
+    (row,) = estimate(
+        model=str(config), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
+        attention=attention, framework="trl" if by == "trl" else "trainer",
+        activation_checkpointing={"2": "every-2", "offload": "full"}.get(option, "selective"), activation_offload=option == "offload",
+    ).estimates  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

@@ -1,0 +1,152 @@
+"""GRPO: its options, what is generated, scored and trained in a step, and vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tiny_llama import LLAMA, PARAMETERS
+
+from fsdp_advisor import estimate
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.report import StrategyEstimate
+
+pytestmark = pytest.mark.slow
+
+FP32 = 4 * PARAMETERS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def row(model: str, **options: Any) -> StrategyEstimate:
+    job = {
+        "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "task": "grpo", "precision": "bf16-mixed", "seq_len": 64,
+        "micro_batch_size": 8, "activation_checkpointing": "none", "max_completion_length": 16,
+    }  # fmt: skip
+    (found,) = estimate(**{"model": model, **job, **options}).estimates
+    return found
+
+
+def phases(found: StrategyEstimate) -> set[str]:
+    """The phases of the tape without gradients that the step visits."""
+    return {p.where.split(" ")[0] for p in found.timeline if p.phase == "forward" and " " in p.where}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"framework": "trainer"}, "no task grpo"),
+        ({"task": "sft", "num_generations": 4}, "num_generations is an option of --task grpo"),
+        ({"max_completion_length": 64}, "leaves no room for a prompt"),
+        ({"micro_batch_size": 3}, "3 x ranks 1 x micro-batches per generation 1 = 3, not a multiple of --num-generations 8"),
+        ({"vllm_mode": "server"}, "vllm_mode is about vLLM"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "on the GPUs that train"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "not divisible"),
+        ({"precompute_ref_log_probs": True}, "scores new completions"),
+        ({"ignored_labels": 0.5}, "completions alone"),
+    ],
+)  # fmt: skip
+def test_what_trl_refuses_is_refused(options: dict[str, Any], message: str, model: str) -> None:
+    with pytest.raises(
+        UsageError,
+        match=message.replace("vllm_mode is", "--?vllm.mode is").replace("num_generations is", "--?num.generations is"),
+    ):
+        row(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "scored"),
+    [
+        ({}, {"prefill", "decode"}),
+        ({"num_iterations": 2}, {"prefill", "decode", "policy"}),
+        ({"steps_per_generation": 2}, {"prefill", "decode", "policy"}),
+        ({"gradient_accumulation_steps": 2}, {"prefill", "decode"}),
+        ({"beta": 0.1}, {"prefill", "decode", "reference"}),
+        ({"beta": 0.1, "use_vllm": True}, {"policy", "reference"}),
+        ({"use_vllm": True, "vllm_mode": "server"}, {"policy"}),
+    ],
+)
+def test_completions_are_scored_when_trl_scores_them(options: dict[str, Any], scored: set[str], model: str) -> None:
+    found = row(model, **options)
+    assert phases(found) == scored
+    assert ("score" in found.job.phases) == bool(scored & {"policy", "reference"})
+
+
+def test_a_reference_is_a_copy_only_without_adapters(model: str) -> None:
+    assert row(model).states["parameters"] == FP32
+    assert row(model, beta=0.1).states["parameters"] == 2 * FP32
+    adapted = row(model, beta=0.1, use_peft=True)
+    assert adapted.states["parameters"] < 1.2 * FP32 and "reference" in phases(adapted)
+
+
+def test_the_phases_are_parts_of_the_step(model: str) -> None:
+    found = row(model, beta=0.1, num_iterations=2)
+    peaks = {name: phase.gpu_bytes for name, phase in found.job.phases.items()}
+    assert peaks["steady_step"] == max(peaks["generate"], peaks["score"], peaks["train"]) == found.peak_tensor_bytes
+    assert sum(found.at_peak.values()) == found.peak_tensor_bytes
+    assert set(found.as_dict()["job_peaks"]) == set(found.job.phases)
+
+
+def test_the_cache_grows_with_what_is_generated_at_once(model: str) -> None:
+    """Keys and values of one layer, in fp32 and bf16 under autocast, of every token but the last."""
+    few, many = (row(model, steps_per_generation=n).job.phases["generate"].gpu_bytes for n in (2, 32))
+    head = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    cache = 8 * 63 * LLAMA["num_key_value_heads"] * head * 4
+    assert many - few > 30 * cache
+
+
+def test_completions_are_generated_before_the_gradients_of_a_step(model: str) -> None:
+    """Where they are not, fewer of them are kept too."""
+    usual = {"gradient_accumulation_steps": 4, "beta": 0.1}
+    once, each = row(model, **usual), row(model, **usual, steps_per_generation=1)
+    difference = each.job.phases["score"].gpu_bytes - once.job.phases["score"].gpu_bytes
+    assert difference == pytest.approx(FP32, rel=0.1)
+    assert once.step.seconds == pytest.approx(each.step.seconds, rel=0.1)
+
+
+def test_colocated_vllm_takes_its_share_in_every_phase_unless_it_sleeps(model: str) -> None:
+    alone = row(model, use_vllm=True, vllm_mode="server")
+    shared, sleeping = row(model, use_vllm=True), row(model, use_vllm=True, vllm_enable_sleep_mode=True)
+    share = shared.needed_bytes - alone.needed_bytes
+    assert share == pytest.approx(0.3 * (shared.needed_bytes + shared.headroom_bytes), abs=2**20)
+    assert share == shared.needed_breakdown["vllm"]
+    assert sleeping.peak_device_bytes == alone.peak_device_bytes < sleeping.needed_bytes < shared.needed_bytes
+    assert sum(sleeping.needed_breakdown.values()) == sleeping.needed_bytes
+    assert "vllm" not in alone.needed_breakdown
+
+
+def test_a_share_that_leaves_too_little_does_not_fit(model: str) -> None:
+    found = row(model, use_vllm=True, vllm_gpu_memory_utilization=1.0)
+    assert found.fits is False and found.headroom_bytes < 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "handed"),
+    [
+        ("ddp", "ddp", 0), ("zero3", "fsdp2", 4 * LLAMA["vocab_size"] * LLAMA["hidden_size"]),
+        ("zero3", "deepspeed", 2 * LLAMA["vocab_size"] * LLAMA["hidden_size"]),
+    ],
+)  # fmt: skip
+def test_weights_are_gathered_one_by_one_for_vllm(strategy: str, backend: str, handed: int, model: str) -> None:
+    found = row(model, strategy=strategy, backend=backend, gpus=4, use_vllm=True, vllm_mode="server")
+    kept = found.job.phases["save"].gpu_bytes
+    assert found.job.phases["generate"].gpu_bytes <= kept + handed
+    assert found.job.phases["generate"].gpu_bytes >= handed
+
+
+def test_zero3_gathers_the_whole_model_to_generate(model: str) -> None:
+    found = row(model, strategy="zero3", backend="deepspeed", gpus=4)
+    assert found.job.phases["generate"].gpu_bytes >= 2 * PARAMETERS
+    assert any("time of generation" in note for note in found.not_modelled)
+
+
+def test_the_job_line_names_the_completions(model: str) -> None:
+    job = {"gpu": "H100-80GB", "framework": "trl", "strategy": "ddp", "seq_len": 64, "micro_batch_size": 8}
+    text = str(estimate(model=model, task="grpo", max_completion_length=16, use_vllm=True, **job))
+    assert "8 completions of 16 tokens per prompt from vLLM" in " ".join(text.split())

@@ -1,0 +1,148 @@
+"""Training on preferences: its options, and what the reference model adds to states, the step and loading."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tiny_llama import LLAMA, PARAMETERS
+
+from fsdp_advisor import estimate
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.report import StrategyEstimate
+
+pytestmark = pytest.mark.slow
+
+FP32, HALF = 4 * PARAMETERS, 2 * PARAMETERS
+HEAD = LLAMA["vocab_size"] * LLAMA["hidden_size"]
+ROUNDING = 64 * 512
+"""More than the storages' rounding to 512 bytes can add."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def row(model: str, **options: Any) -> StrategyEstimate:
+    job = {
+        "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "task": "dpo", "precision": "bf16-mixed", "seq_len": 64,
+        "micro_batch_size": 2, "activation_checkpointing": "none",
+    }  # fmt: skip
+    (found,) = estimate(**{"model": model, **job, **options}).estimates
+    return found
+
+
+def test_a_bare_parameter_count_has_no_reference_model() -> None:
+    with pytest.raises(UsageError, match="no task dpo"):
+        row("8B")
+
+
+def test_the_job_line_names_the_task(model: str) -> None:
+    job = {"gpu": "H100-80GB", "framework": "trl", "strategy": "ddp", "seq_len": 64, "micro_batch_size": 2}
+    assert "framework trl, task dpo" in " ".join(str(estimate(model=model, task="dpo", **job)).split())
+    assert "task" not in str(estimate(model=model, **job))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"framework": "trainer"}, "framework trainer has no task dpo"),
+        ({"loss": "liger"}, "liger"),
+        ({"task": "sft", "precompute_ref_log_probs": True}, "no reference model"),
+        ({"task": "reward", "precompute_ref_log_probs": True}, "no reference model"),
+        ({"task": "reward", "ignored_labels": 0.5}, "no labels"),
+        ({"task": "reward", "model": "google/flan-t5-small"}, "made of a causal language model"),
+    ],
+)
+def test_impossible_tasks_are_refused(options: dict[str, Any], message: str, model: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        row(**{"model": model, **options})
+
+
+def test_a_copy_is_kept_and_a_precomputed_reference_is_not(model: str) -> None:
+    copied, precomputed = row(model), row(model, precompute_ref_log_probs=True)
+    assert (copied.states["parameters"], precomputed.states["parameters"]) == (2 * FP32, FP32)
+    assert copied.job.phases["load"].gpu_bytes - precomputed.job.phases["load"].gpu_bytes == pytest.approx(
+        FP32, abs=ROUNDING
+    )
+    assert copied.peak_tensor_bytes - precomputed.peak_tensor_bytes >= FP32
+    assert copied.step.seconds > precomputed.step.seconds
+    assert sum(copied.at_peak.values()) == copied.peak_tensor_bytes
+
+
+def test_pairs_are_two_sequences_of_one_example(model: str) -> None:
+    pairs, sequences = row(model, precompute_ref_log_probs=True), row(model, task="sft", micro_batch_size=4)
+    assert pairs.step.tokens == sequences.step.tokens == 4 * 64
+    assert pairs.at_peak["activations"] == pytest.approx(sequences.at_peak["activations"], rel=0.02)
+
+
+def test_a_reward_model_has_a_score_instead_of_the_head(model: str) -> None:
+    score = LLAMA["hidden_size"]
+    found = estimate(model=model, gpu="H100-80GB", framework="trl", task="reward", strategy="ddp", micro_batch_size=2)
+    assert found.parameters == found.trainable_parameters == PARAMETERS - HEAD + score
+    (reward,) = found.estimates
+    assert reward.states["parameters"] == 4 * found.parameters
+    assert reward.at_peak["loss"] < 4 * LLAMA["vocab_size"]
+
+
+def test_adapters_of_a_reward_model_train_the_score_too(model: str) -> None:
+    found = estimate(
+        model=model,
+        gpu="H100-80GB",
+        framework="trl",
+        task="reward",
+        strategy="ddp",
+        use_peft=True,
+        lora_r=1,
+        lora_target_modules="q_proj",
+    )
+    q_proj = 2 * LLAMA["hidden_size"] * LLAMA["num_hidden_layers"]
+    assert found.trainable_parameters == q_proj + LLAMA["hidden_size"]
+
+
+def test_adapters_need_no_copy_but_a_second_forward(model: str) -> None:
+    adapted, precomputed = row(model, use_peft=True), row(model, use_peft=True, precompute_ref_log_probs=True)
+    assert adapted.states == precomputed.states
+    assert adapted.step.seconds > precomputed.step.seconds
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "kept"),
+    [("zero3", "fsdp2", 2 * FP32 / 4), ("zero1", "deepspeed", 2 * HALF), ("zero3", "deepspeed", 2 * HALF / 4 + HALF)],
+)
+def test_engines_keep_the_copy_in_their_own_way(strategy: str, backend: str, kept: float, model: str) -> None:
+    """ZeRO-3's copy has DeepSpeed's own threshold, below which all these parameters stay gathered."""
+    found = row(model, strategy=strategy, backend=backend, gpus=4, micro_batch_size=1)
+    assert found.states["parameters"] == pytest.approx(kept, rel=0.02)
+
+
+def test_kto_runs_both_models_on_mismatched_completions_too(model: str) -> None:
+    found = row(model, task="kto")
+    forwards = {
+        point.where.split(" ")[0] for point in found.timeline if point.phase == "forward" and " " in point.where
+    }
+    assert forwards == {"mismatched", "reference_mismatched", "reference"}
+    assert found.step.tokens == 2 * 64
+    assert found.states == row(model).states
+    alone = row(model, task="kto", precompute_ref_log_probs=True)
+    assert alone.states["parameters"] == FP32 and alone.step.seconds < found.step.seconds
+
+
+def test_fsdp2_gathers_the_whole_copy_as_one_unit(model: str) -> None:
+    """`prepare_fsdp` shards the model alone: the all-gather's output and the parameters copied out of it live together."""
+    found = row(model, strategy="zero3", backend="fsdp2", gpus=4)
+    copy = [point for point in found.timeline if point.where.startswith("reference")]
+    before = next(point for point in reversed(found.timeline[: found.timeline.index(copy[0])]))
+    assert copy[0].high_bytes - before.live_bytes >= 2 * HALF
+
+
+def test_trl_gathers_the_head_of_a_model_with_adapters_by_itself(model: str) -> None:
+    """FSDP2 has the head as a unit whose forward never runs: the loss gathers the weight, in fp32 as it is stored."""
+    options = {"task": "sft", "strategy": "zero3", "backend": "fsdp2", "gpus": 2, "use_peft": True, "seq_len": 8}
+    of_trl, of_trainer = (row(model, **options, framework=name, loss="auto") for name in ("trl", "trainer"))
+    head = 4 * LLAMA["vocab_size"] * LLAMA["hidden_size"]
+    assert of_trl.at_peak["unsharded_parameters"] >= head > of_trainer.at_peak["unsharded_parameters"]

@@ -1,0 +1,155 @@
+"""Predicted peaks with selective and layer-wise checkpointing against PyTorch's engines around the same model.
+
+Each is one steady step on rank 0 under fake tensors, equal to the byte in each phase but for scalars of a framework. transformers'
+own code checkpoints the layers.
+`tests/rehearsal/test_checkpointing.py` compares the policies with torchtitan's and TRL's code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import taken
+
+pytest.importorskip("torch")
+
+from fsdp_advisor.engines.host import host_memory  # after the check
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model.profile import ROOT, evaluate
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording import source_of
+from fsdp_advisor.rows import peak_of_step
+from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.validation.simulate import simulate
+
+pytestmark = pytest.mark.slow
+
+_DECODER = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4, "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_DECODER, "model_type": "llama", "num_key_value_heads": 2},
+    "qwen3": {**_DECODER, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    "mixtral": {**_DECODER, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4},
+    "phi3": {**_DECODER, "model_type": "phi3", "num_key_value_heads": 4, "pad_token_id": 0},
+    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 7, "n_head": 4, "vocab_size": 515, "n_positions": 512},
+    "bert": {**_DECODER, "model_type": "bert"},
+    "t5": {
+        "model_type": "t5", "d_model": 128, "d_ff": 256, "num_layers": 5, "num_heads": 4, "d_kv": 32, "vocab_size": 1024,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    },
+}  # fmt: skip
+ENGINES: dict[str, dict[str, str]] = {
+    "ddp": {"strategy": "ddp", "gpus": "4"},
+    "fsdp2": {"strategy": "zero3", "backend": "fsdp2", "gpus": "4"},
+    "fsdp1": {"strategy": "zero3", "backend": "fsdp1", "gpus": "4"},
+}
+
+SCALARS_BYTES = 16 * 512
+"""Scalars of accelerate and the Trainer: the loss divided by the number of micro-batches, the gradient norm and others."""
+
+Case = dict[str, str]
+
+
+def _case(model: str, engine: str, checkpointing: str, **more: str) -> Case:
+    attention = {"attention": "eager"} if model == "t5" else {}
+    return {"model": model, **ENGINES[engine], "activation_checkpointing": checkpointing, **attention, **more}
+
+
+FEW: list[Case] = [
+    _case("llama", "fsdp2", "selective"),
+    _case("qwen3", "ddp", "every-3", precision="bf16"),
+    _case("llama", "ddp", "selective", framework="trl"),
+]
+MORE: list[Case] = [
+    _case(model, engine, checkpointing, **more)
+    for model in CONFIGS
+    for engine in ENGINES
+    for checkpointing, more in (
+        ("selective", {}),
+        ("every-2", {"gradient_accumulation_steps": "2"}),
+        ("every-3", {"framework": "accelerate"}),
+    )
+    if (model, checkpointing) != ("mixtral", "selective")
+] + [
+    _case("llama", "ddp", "selective", use_peft="true"),
+    _case("llama", "fsdp2", "every-2", use_peft="true", dtype="bfloat16"),
+    _case("qwen3", "fsdp2", "selective", precision="fp32"),
+    _case("llama", "fsdp2", "every-2", framework="trainer"),
+    _case("qwen3", "ddp", "selective", loss="liger"),
+]
+
+
+def _names(case: Case) -> str:
+    return " ".join(value if name == "model" else f"{name}={value}" for name, value in case.items())
+
+
+def _request(case: Case, folder: Path) -> Any:
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIGS[case["model"]]))
+    return make_request({"seq_len": "128", "micro_batch_size": "2", **case, "model": str(path)})
+
+
+@pytest.mark.parametrize("case", taken(FEW, MORE), ids=_names)
+def test_predicted_peaks_equal_pytorch_with_partial_checkpointing(case: Case, tmp_path: Path) -> None:
+    request = _request(case, tmp_path)
+    model = resolve(request.model).adapted(adaptation_of(request))
+    assert model.profile is not None
+    (plan,) = plans(request, seq_len=128)
+    step = peak_of_step(model.profile, model.tape(tape_key_of(plan, model.profile)), plan)
+    source = source_of(model.profile.config, name="checkpointed", task=model.profile.task)
+    scalars = SCALARS_BYTES if plan.uses_accelerate else 0
+    for phase, n_bytes in simulate(source, plan).phase_peaks.items():
+        assert 0 <= n_bytes - step.phase_peaks[phase] <= scalars, (phase, n_bytes, step.phase_peaks[phase])
+
+
+def test_a_model_that_changes_a_kept_tensor_is_refused(tmp_path: Path) -> None:
+    """Mixtral divides the experts' weights in place, which PyTorch refuses of a tensor that a policy keeps."""
+    request = _request(_case("mixtral", "fsdp2", "selective"), tmp_path)
+    (plan,) = plans(request, seq_len=128)
+    with pytest.raises(NotRecordable, match="has been mutated"):
+        resolve(request.model).tape(tape_key_of(plan))
+
+
+def test_selective_checkpointing_repeats_every_second_matrix_product(tmp_path: Path) -> None:
+    tape = resolve(_request(FEW[0], tmp_path).model).tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "selective"))
+    hidden, width, keys = 128, 256, 64
+    for segment in tape.segments:
+        if segment.recomputed is None:
+            continue
+        products = (hidden * keys, hidden * hidden, hidden * width)  # keys, attention's output, up
+        assert evaluate(segment.recomputed.matmul_flops, 3, 100) == 2 * 300 * sum(products)
+    assert sum(segment.recomputed is not None for segment in tape.segments) == 5
+
+
+def test_one_of_n_layers_repeats_its_forward(tmp_path: Path) -> None:
+    request = _request(_case("llama", "fsdp2", "every-3"), tmp_path)
+    model = resolve(request.model).adapted(adaptation_of(request))
+    tape = model.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "every"))
+    assert model.profile is not None
+    (stack,) = model.profile.stacks
+    repeated = {s.layer: s.recomputed.operators > 0 for s in tape.segments if s.recomputed is not None}
+    order = [repeated[layer] for run in stack.runs for layer in run.pattern * run.repeats]
+    assert order == [True, False, False, True, False, False, True]
+
+
+def test_activation_offload_copies_the_input_of_each_layer(tmp_path: Path) -> None:
+    """In fp32, of 7 layers. Pinned memory is rounded up to a power of two."""
+    case = _case("llama", "ddp", "full", activation_offload="true", precision="fp32", micro_batch_size="3")
+    request = _request(case, tmp_path)
+    model = resolve(request.model)
+    assert model.profile is not None
+    (plan,) = plans(request, seq_len=100)
+    tape = model.tape(tape_key_of(plan, model.profile))
+    for segment in tape.segments:
+        copies = [evaluate(n_bytes, 3, 100) for n_bytes in segment.host_copies]
+        assert copies == ([] if segment.stack == ROOT else [3 * 100 * 128 * 4])
+    assert host_memory(model.profile, plan, tape).pinned == 4 * 7 * 2**18
