@@ -25,7 +25,7 @@ TapeCheckpointing = Literal["none", "full", "every", "selective", "selective-trl
 """``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
 TapeLoss = Literal["full", "trl", "liger", "cce", "torchtitan"]
-"""``full``: the model's own loss, of whole logits; the others are the code of a library (`recording.losses`)."""
+"""``full``: the model's own loss, of whole logits; the others are the code of a library (package `recording.losses`)."""
 
 TapeTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
 """The trainer of TRL whose batch and loss the step has; ``sft`` also stands for all other loops."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.profile import ScoringPhase
-from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeKey, TapeTask
-from fsdp_advisor.recording.losses import OUTPUTS, FusedLoss, causal_model, log_probs_of_trl
+from fsdp_advisor.model.tape_key import TapeKey, TapeTask
+from fsdp_advisor.recording.losses import trl
+from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
 from fsdp_advisor.recording.rollouts import batch_of, loss_of_grpo
 from fsdp_advisor.recording.scoring import scoring, scoring_phase, without_checkpointing
-from fsdp_advisor.recording.source import RootModules, Source, WrappedSource
+from fsdp_advisor.recording.source import Source
 
 NAMES = ("input_ids", "attention_mask", "completion_mask")
 REFERENCES: dict[TapeTask, tuple[str, ...]] = {
@@ -33,12 +32,20 @@ REFERENCES: dict[TapeTask, tuple[str, ...]] = {
     "kto": ("ref_logps", "ref_KL_logps"),
 }
 """The inputs of a batch in which the reference's log-probabilities are precomputed, by task."""
-ASKED: dict[TapeTask, tuple[str, ...]] = {"sft": (), "dpo": OUTPUTS, "kto": OUTPUTS[:3], "grpo": OUTPUTS[:2]}
+ASKED: dict[TapeTask, tuple[str, ...]] = {
+    "sft": (),
+    "dpo": trl.OUTPUTS,
+    "kto": trl.OUTPUTS[:3],
+    "grpo": trl.OUTPUTS[:2],
+}
 """What a trainer asks of the trained model's head, by task; of a copy it asks only for log-probabilities."""
 
 
-class PreferenceSource(WrappedSource):
+class PreferenceSource(FusedLossSource):
     """A model whose loss compares log-probabilities: of pairs of sequences (DPO), or of completions and mismatched ones (KTO)."""
+
+    not_causal = "TRL compares log-probabilities of causal language models, not of {task} models"
+    instead = "use --task sft"
 
     def __init__(self, base: Source, key: TapeKey, *, autocasts_copy: bool) -> None:
         """`autocasts_copy`: whether the reference model's forward runs under autocast if the trained one's does."""
@@ -48,33 +55,18 @@ class PreferenceSource(WrappedSource):
         self._sequences = sequences_per_example(key.task)
         self._autocasts_copy = autocasts_copy
 
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
-    ) -> None:
-        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
-        if self.task != "causal-lm":
-            raise NotRecordable(
-                f"{self.name}: TRL compares log-probabilities of causal language models, not of {self.task} models",
-                hint="use --task sft",
-            )
-        if self.key.task != "grpo":
-            disable_dropout(module)
-        model = causal_model(module, self.name)
-        head, key = model.get_output_embeddings(), self.key
-        model.__dict__["fused_loss"] = FusedLoss(
-            head, self._scored, key.ignored_labels, key.gathered_head, key.completion_length
-        )
-        model.forward = MethodType(_forward, model)
-
-    def root_modules(self, module: nn.Module) -> RootModules:
-        found = self._base.root_modules(module)
-        fused = causal_model(module, self.name).__dict__.get("fused_loss")
-        return found if fused is None else RootModules(found.embedding, found.final_norm, fused)
+    def fuse(self, model: PreTrainedModel) -> None:
+        key = self.key
+        if key.task != "grpo":
+            disable_dropout(model)
+        head = model.get_output_embeddings()
+        fused = FusedLoss(head, self._scored, key.ignored_labels, key.gathered_head, key.completion_length)
+        set_loss(model, fused, _forward)
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        ids = self._base.batch(self._sequences * micro_batch_size, seq_len)["input_ids"]
+        sequences = self.key.generated if self.key.task == "grpo" else self._sequences
+        ids = self._base.batch(sequences * micro_batch_size, seq_len)["input_ids"]
         if self.key.task == "grpo":
-            ids = self._base.batch(self.key.generated * micro_batch_size, seq_len)["input_ids"]
             has_reference = self._reference != "none"
             return batch_of(ids, self.key.completion_length, policy=self.key.scores_policy, reference=has_reference)
         prefixes = ("", "KL_") if self.key.task == "kto" else ("",)
@@ -104,29 +96,11 @@ class PreferenceSource(WrappedSource):
         ):
             yield
 
-    def _scored(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        scored: int,
-        examples: tuple[int, int],
-    ) -> dict[str, torch.Tensor]:
+    def _scored(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
         is_copy = self._reference == "copy" and (scoring_phase() or "").startswith("reference")
         outputs = ("log_probs",) if is_copy else ASKED[self.key.task]
-        unscored = labels.shape[1] - self.key.completion_length if self.key.completion_length else 1
-        return log_probs_of_trl(
-            hidden,
-            weight,
-            bias,
-            labels,
-            scored,
-            examples,
-            outputs=outputs,
-            sequences=self._sequences,
-            unscored=unscored,
-        )
+        unscored = inputs.labels.shape[1] - self.key.completion_length if self.key.completion_length else 1
+        return trl.log_probs(inputs, outputs=outputs, sequences=self._sequences, unscored=unscored)
 
 
 def disable_dropout(module: nn.Module) -> None:
@@ -193,5 +167,5 @@ def _forward(self: PreTrainedModel, labels: torch.Tensor | None = None, **inputs
         hidden = self.base_model(**inputs, use_cache=True).last_hidden_state
         return self.get_output_embeddings()(hidden[:, -1:, :])
     hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
-    found: dict[str, torch.Tensor] = self.__dict__["fused_loss"](hidden, labels)
+    found: dict[str, torch.Tensor] = fused_loss_of(self)(hidden, labels)
     return found

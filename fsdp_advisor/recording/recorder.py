@@ -35,7 +35,7 @@ from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.linear_attention import with_kernels
-from fsdp_advisor.recording.losses import with_loss
+from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.packed import packed_weights
 from fsdp_advisor.recording.preferences import PreferenceSource

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
-from fsdp_advisor.recording.losses import with_loss
+from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.step import fake_tensors, materialise
 from fsdp_advisor.validation import frameworks

@@ -133,7 +133,7 @@ def test_adapters_are_a_folded_part_of_the_form_that_says_what_is_set(client: Te
     text = client.get("/", params={**EXAMPLE, "lora_r": "0", "use_peft": "true"}).text
     summary = re.search(r"<details class=\"more\" open><summary>(Adapters[^<]*)</summary>", text)
     assert summary is not None and summary[1].endswith(": LoRA adapters, LoRA rank")
-    assert re.search(r'<select id=use_peft .*?<option selected>yes', text)
+    assert re.search(r"<select id=use_peft .*?<option selected>yes", text)
 
 
 def test_the_options_of_grpo_are_in_the_form_when_it_is_the_task(client: TestClient) -> None:

@@ -1,0 +1,145 @@
+"""Head and loss in one module, as training libraries compute a loss without the whole logits.
+
+What follows here for each library allocates what its own code allocates; its kernels and matrix products, which write to storages
+that exist, are left out, but for their work. A loss that runs in tiles of tokens is recorded with one tile, because the next ones use
+the same storages again. Labels are shifted by one token, as causal models do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.model.tape_key import TapeCheckpointing
+from fsdp_advisor.recording.source import RootModules, WrappedSource
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss gets: hidden states (B, T, H), the head's weight (V, H) and bias (V), and labels (B, T)."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
+    scored: int
+    """How many tokens have a label; fake tensors have no values."""
+    examples: tuple[int, int]
+    """How many sequences the labels have and how long they are, also if they are in one row."""
+
+
+class FusedLoss(nn.Module):
+    """Head and loss in one, called with hidden states and labels. It stands for the head: its call begins the loss."""
+
+    def __init__(
+        self,
+        head: nn.Module,
+        compute: Callable[[LossInputs], Any],
+        ignored_labels: float,
+        gathered_head: str = "",
+        completion_length: int = 0,
+    ) -> None:
+        """`gathered_head`: the dtype in which the loss gathers the weight; empty if FSDP does. `completion_length`: the tokens of each
+        sequence that have labels; 0 for all but the ignored ones.
+        """
+        super().__init__()
+        self.__dict__["head"] = head  # not a child: the head belongs to the model
+        self._compute = compute
+        self._ignored_labels = ignored_labels
+        self.gathered_head = gathered_head
+        self._completion_length = completion_length
+        self.examples: tuple[int, int] | None = None
+        """As in `LossInputs`; None if the labels' shape says it."""
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The head's weight, by which tied embeddings are recognized."""
+        weight: nn.Parameter = self.__dict__["head"].weight
+        return weight
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+        """What `compute` returns: the loss, or log-probabilities and more by name."""
+        head = self.__dict__["head"]
+        sequences, length = self.examples or tuple(labels.shape)
+        tokens = sequences * (length - 1)
+        scored = self._completion_length * sequences or max(1, tokens - int(tokens * self._ignored_labels))
+        weight = head.weight
+        if self.gathered_head:  # `DTensor.full_tensor`
+            weight = weight.to(getattr(torch, self.gathered_head), copy=True)
+        return self._compute(LossInputs(hidden, weight, head.bias, labels, scored, (sequences, length)))
+
+
+class FusedLossSource(WrappedSource):
+    """A causal language model whose forward ends with such a module."""
+
+    not_causal: str
+    """Why another kind of model is refused; `{task}` stands for it."""
+    instead: str
+    """What to use for another kind of model."""
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
+    ) -> None:
+        super().configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+        if self.task != "causal-lm":
+            raise NotRecordable(f"{self.name}: {self.not_causal.format(task=self.task)}", hint=self.instead)
+        self.fuse(_causal_model(module, self.name))
+
+    def fuse(self, model: PreTrainedModel) -> None:
+        """Give the model its module by `set_loss`."""
+        raise NotImplementedError
+
+    def root_modules(self, module: nn.Module) -> RootModules:
+        found = super().root_modules(module)
+        fused = _causal_model(module, self.name).__dict__.get("fused_loss")
+        return found if fused is None else RootModules(found.embedding, found.final_norm, fused)
+
+
+def set_loss(model: PreTrainedModel, fused: FusedLoss, forward: Callable[..., Any]) -> None:
+    """Let the model compute this loss. `forward`: a method that calls `fused_loss_of(self)`."""
+    model.__dict__["fused_loss"] = fused  # not a child: it has no parameters of its own
+    model.forward = MethodType(forward, model)
+
+
+def fused_loss_of(model: PreTrainedModel) -> FusedLoss:
+    fused: FusedLoss = model.__dict__["fused_loss"]
+    return fused
+
+
+def _causal_model(module: nn.Module, name: str) -> PreTrainedModel:
+    for inner in module.modules():
+        if isinstance(inner, PreTrainedModel) and isinstance(inner.get_output_embeddings(), nn.Linear):
+            return inner
+    raise NotRecordable(
+        f"{name}: a fused loss needs a linear head over a vocabulary, which the model does not have",
+        hint="--loss full works for every model",
+    )
+
+
+# The work of kernels that write to storages which exist
+
+
+@torch.library.custom_op("fsdp_advisor::loss_product", mutates_args=())
+def loss_product(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
+    """A matrix product of hidden states (N, H) and a weight (V, H), or of the same size, and a kernel over the logits.
+
+    `bytes_per_logit`: what the product and the kernel write and read of each logit.
+    """
+    raise NotImplementedError("only its work is known")
+
+
+@loss_product.register_fake
+def _(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
+    return None
+
+
+def computes_in(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype of the products with these hidden states."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype

@@ -1,0 +1,111 @@
+"""Liger's fused linear cross entropy, which transformers' Trainer uses with `use_liger_kernel`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_advisor.recording.losses.fused import LossInputs, computes_in, loss_product
+from fsdp_advisor.recording.tiles import Tile, sized_by
+
+MODELS = frozenset({
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma", "gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4",
+    "glm4", "glm4v", "glm4v_moe", "gpt_oss", "internvl", "llama", "llama4_text", "llama4", "llava", "granite",
+    "mllama", "mllama_text_model", "ministral", "mistral", "mixtral", "muse_glimmer", "nemotron", "olmo2", "pixtral",
+    "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
+    "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl", "qwen3_vl_text",
+    "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma", "falcon_h1", "smolvlm", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "exaone4",
+})  # fmt: skip
+"""The types of models whose loss Liger replaces; it leaves others as they are. Source: liger-kernel 0.8.5,
+transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN."""
+
+
+def loss(inputs: LossInputs) -> torch.Tensor:
+    """Source: liger-kernel 0.8.5, transformers/model/loss_utils.py, `LigerForCausalLMLoss` with `num_items_in_batch`."""
+    vocabulary, width = inputs.weight.shape
+    tile = Tile.of(inputs.examples, parts=-(-vocabulary // width))
+    shifted = nn.functional.pad(inputs.labels, (0, 1), value=-100)[..., 1:].contiguous()
+    mean: torch.Tensor = _LigerLoss.apply(
+        inputs.hidden.view(-1, width), inputs.weight, inputs.bias, shifted.view(-1), tile
+    )  # type: ignore[no-untyped-call]
+    return mean / torch.empty((), dtype=torch.long)
+
+
+class _LigerLoss(torch.autograd.Function):
+    """`LigerFusedLinearCrossEntropyFunction` of liger-kernel 0.8.5 (ops/fused_linear_cross_entropy.py): forward computes the
+    gradients too, tile by tile, in the parameter's dtype.
+
+    hidden (N, H), weight (V, H), targets (N). A tile has as many tokens as make its logits about as large as the hidden states.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        tile: Tile,
+    ) -> torch.Tensor:
+        for_hidden = torch.zeros_like(hidden)
+        trains = hidden.requires_grad
+        for_weight = torch.zeros_like(weight) if trains and weight.requires_grad else None
+        for_bias = torch.zeros_like(bias) if trains and bias is not None else None
+        losses = torch.zeros(hidden.shape[0], dtype=torch.float32)
+        mask = targets != -100
+        dtype = computes_in(hidden)
+        in_place = hidden.dtype == weight.dtype == dtype and (bias is None or bias.dtype == dtype)
+        for _ in range(1 if in_place else 2):  # autocast's cache makes the second tile differ from the first
+            logits = _logits(hidden, weight, bias, tile, dtype, in_place)
+            if trains and not in_place:
+                _product_of_casts(hidden, weight, tile, dtype)
+            if for_weight is not None and dtype == torch.float32:  # no kernel adds to it
+                for_weight += torch.empty_like(weight).float()
+            elif for_weight is not None and hidden.dtype != dtype:
+                with sized_by(tile):
+                    factor = torch.empty((tile.tokens, hidden.shape[1]), dtype=dtype)
+                del factor
+            if not in_place:
+                del logits
+        for trained in (True, trains, for_weight is not None):
+            if trained:
+                loss_product(hidden, weight, 2 * dtype.itemsize)
+        del mask
+        loss = torch.sum(losses)
+        ctx.save_for_backward(for_hidden, for_weight, for_bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of forward; a kernel scales them in place."""
+        return (*ctx.saved_tensors, None, None)
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    dtype: torch.dtype,
+    in_place: bool,
+) -> torch.Tensor:
+    """A tile's logits. Unless they are computed in place, autocast casts hidden states and weight in each tile."""
+    vocabulary, width = weight.shape
+    with sized_by(tile):
+        part = torch.empty((tile.tokens, width), dtype=dtype) if hidden.dtype != dtype else None
+    cast = weight.to(dtype) if not in_place else None
+    with sized_by(tile):
+        logits = torch.empty((tile.tokens, vocabulary), dtype=dtype)
+        del part, cast
+        return logits if in_place or bias is None else torch.empty_like(logits)
+
+
+def _product_of_casts(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile, dtype: torch.dtype) -> None:
+    """The product of a tile's logits and the weight before it is copied to the gradient. Autocast keeps the weight's cast."""
+    torch.mm(weight.new_empty((1, weight.shape[0]), dtype=dtype), weight)
+    with sized_by(tile):
+        product = torch.empty((tile.tokens, hidden.shape[1]), dtype=dtype)
+    del product

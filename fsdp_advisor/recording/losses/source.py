@@ -1,0 +1,59 @@
+"""Causal language models with the loss of a library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.model.tape_key import TapeLoss
+from fsdp_advisor.recording.losses import cce, liger, trl
+from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
+from fsdp_advisor.recording.source import Source
+
+_LOSSES: dict[TapeLoss, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.loss, "liger": liger.loss, "cce": cce.loss}
+
+
+class LossSource(FusedLossSource):
+    """A causal language model whose forward computes one of these losses."""
+
+    not_causal = "losses in tiles are for causal language models, not for {task}"
+    instead = "use --loss full"
+
+    def __init__(self, base: Source, loss: TapeLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> None:
+        super().__init__(base)
+        self._loss = loss
+        self._ignored_labels = ignored_labels
+        self._gathered_head = gathered_head
+
+    def fuse(self, model: PreTrainedModel) -> None:
+        if self._loss == "liger" and model.config.model_type not in liger.MODELS:
+            raise NotRecordable(
+                f"{self.name}: Liger 0.8.5 has no loss for models of type {model.config.model_type}",
+                hint="--loss cce works for every causal model",
+            )
+        head, compute = model.get_output_embeddings(), _LOSSES[self._loss]
+        self._fused = FusedLoss(head, compute, self._ignored_labels, self._gathered_head)
+        set_loss(model, self._fused, _forward)
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        self._fused.examples = micro_batch_size, seq_len
+        return super().batch(micro_batch_size, seq_len)
+
+
+def with_loss(source: Source, loss: TapeLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> Source:
+    """The source with this loss. Raises NotRecordable, when it is configured, for a model that is no causal language model."""
+    if loss == "torchtitan":
+        from fsdp_advisor.recording.torchtitan_models import ChunkedLossSource
+
+        return ChunkedLossSource(source)
+    return source if loss == "full" else LossSource(source, loss, ignored_labels, gathered_head)
+
+
+def _forward(self: PreTrainedModel, labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+    return CausalLMOutput(loss=fused_loss_of(self)(hidden, labels))
