@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_advisor.hardware import (
     Gpu,
@@ -17,16 +17,12 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.parsing import make_request as make_request
-from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest, default_seq_len
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib
 
-if TYPE_CHECKING:
-    pass
-
 DEFAULT_GPU = "H100-80GB"
-DEFAULT_SEQ_LEN = 2048
 
 
 def settled(request: AnyRequest) -> AnyRequest:
@@ -126,7 +122,7 @@ def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[
         left_aside = request.seq_len not in (None, own)
         return own, [f"seq_len {request.seq_len} is left aside: the model reads {task.of_length(own)}"] * left_aside
     limit = profile.max_seq_len if profile else None
-    seq_len = request.seq_len or (min(DEFAULT_SEQ_LEN, limit) if limit else DEFAULT_SEQ_LEN)
+    seq_len = request.seq_len or default_seq_len(limit)
     past = limit is not None and seq_len > limit
     return seq_len, [f"seq_len {seq_len} is past the model's maximum of {limit} tokens"] * past
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from fsdp_advisor.engines.wrapping import takes_root_apart, tape_wrap
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
-
-FLASH_FROM = (8, 0)
-"""The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
-CUDNN_ON = (9, 10)
-"""Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: the same file,
-check_prefer_cudnn_attention."""
-
 
 _ENGINES: dict[str, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
 _PRECISIONS: dict[str, TapePrecision] = {
@@ -171,54 +163,6 @@ def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
         raise
     except AdvisorError:
         pass
-
-
-# On a GPU
-
-
-def gpu_tape_key(
-    key: TapeKey,
-    compute_capability: tuple[int, int] | None = None,
-    *,
-    window_filled: bool = False,
-    recorded: Container[str] = (),
-) -> TapeKey:
-    """The key of the GPU tape that replaces `key`'s tape. On an unknown GPU (None) sdpa is assumed to prefer cuDNN.
-
-    `window_filled`: whether sequences fill the model's sliding window. In half precision sdpa uses the tape of flash_attention_2,
-    unless `recorded` (names) contains a separate sdpa tape. Models have one if their code or the batch passes sdpa a mask, or for heads
-    that the flash kernel does not support. For GPUs before Ampere the kernels are not modelled: returns `key` unchanged.
-    """
-    if key.attention == "flash_attention_2":
-        return key
-    if key.attention == "eager":
-        return _on_gpu(key)
-    on_gpu = _on_gpu(key, window_filled=window_filled)
-    if key.precision == "fp32":
-        return on_gpu
-    if compute_capability is not None and compute_capability < FLASH_FROM:
-        return key
-    by_cudnn = _on_gpu(key, kernel="cudnn", window_filled=window_filled)
-    if by_cudnn.name in recorded and (compute_capability is None or compute_capability[0] in CUDNN_ON):
-        return by_cudnn
-    if on_gpu.name in recorded or key.masks:
-        return on_gpu
-    return _on_gpu(key, attention="flash_attention_2", batch_is_one=False)
-
-
-def gpu_tape_keys(key: TapeKey, *, window_filled: bool) -> tuple[TapeKey, ...]:
-    """The keys that `gpu_tape_key` may return for a model outside the catalog. With a mask, cuDNN's kernel has a separate key."""
-    if key.attention != "sdpa":
-        return (gpu_tape_key(key),)
-    on_gpu = _on_gpu(key, window_filled=window_filled)
-    if not (window_filled or key.masks) or key.precision == "fp32":
-        return (on_gpu,)
-    return on_gpu, _on_gpu(key, kernel="cudnn", window_filled=window_filled)
-
-
-@lru_cache(maxsize=1024)  # as `_key`
-def _on_gpu(key: TapeKey, **changed: Any) -> TapeKey:
-    return replace(key, device="gpu", **changed)
 
 
 def _needs_window(profile: Profile, key: TapeKey, plan: Plan) -> bool:

@@ -8,9 +8,10 @@ import pytest
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.tape_key import TapeAttention, TapeKey, TapePrecision
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.tapes import gpu_tape_key, gpu_tape_keys, tape_key_of
+from fsdp_advisor.tapes import tape_key_of
 
 SDPA = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
 GPU = replace(SDPA, device="gpu")

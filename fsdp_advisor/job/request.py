@@ -51,6 +51,16 @@ GPU_DEPENDENT = frozenset({"nnodes", "precision"})
 MAX_GPUS = 65_536
 MAX_BATCH = 1_048_576
 MAX_SEQ_LEN = 16_777_216
+DEFAULT_SEQ_LEN = 2048
+
+
+def default_seq_len(maximum: int | None) -> int:
+    """The sequence length of a job that names none, for a model with this maximum.
+
+    >>> default_seq_len(None), default_seq_len(512)
+    (2048, 512)
+    """
+    return min(DEFAULT_SEQ_LEN, maximum or DEFAULT_SEQ_LEN)
 
 
 def read_reshard(text: str) -> str | None:
@@ -283,7 +293,7 @@ class EstimateRequest:
             group="Training",
             ge=1,
             le=MAX_SEQ_LEN,
-            default="2048, or the model's maximum if smaller",
+            default=f"{DEFAULT_SEQ_LEN}, or the model's maximum if smaller",
         ),
     ] = None
     gradient_accumulation_steps: Annotated[int, _ACCUMULATION] = 1

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import sys
 import zipfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from typing import Any
 import transformers
 import yaml
 
-from fsdp_advisor.errors import AdvisorError, NoSuchAttention, to_payload
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, to_payload
+from fsdp_advisor.job.request import default_seq_len
 from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, find, profile, stored
+from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import RECORDING, dump, load
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
@@ -51,6 +54,12 @@ CUDNN = tuple(replace(k, kernel="cudnn") for k in SDPA if k.precision != "fp32")
 CUDNN_FILLED = tuple(replace(k, window_filled=True) for k in CUDNN)
 EAGER = tuple(replace(k, device="gpu") for k in ON_CPU if k.attention == "eager")
 ALL = ON_CPU + FLASH + SDPA + CUDNN + SDPA_FILLED + CUDNN_FILLED + EAGER
+USUAL = tuple(
+    k
+    for k in ON_CPU
+    if k.attention == "sdpa"
+    and (k.engine, k.precision) in (("fsdp2", "bf16-mixed"), ("plain", "bf16-mixed"), ("plain", "bf16"))
+)
 UNLIKE_FLASH = ("falcon", "t5", "deepseek_v2", "deepseek_v3")
 """Model types that pass sdpa, in half precision, inputs that the flash kernel does not support: a mask at any length, or values
 of another width than the queries."""
@@ -79,6 +88,27 @@ def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]
     )
 
 
+def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
+    """The keys of the steps that most people ask for, on a CPU and on a GPU: FSDP2, DDP and DeepSpeed in mixed precision.
+
+    Recordings that the profile refuses choose the others: eager attention for a model without sdpa, and only one sequence of the
+    default length for a model whose sizes are no polynomials.
+    """
+    kinds = {refusal["kind"] for refusal in profile.refusals.values()}
+    keys: Iterable[TapeKey] = USUAL
+    if NoSuchAttention.__name__ in kinds:
+        keys = [replace(k, attention="eager") for k in keys]
+    lengths = {False, profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)}
+    if NotPolynomial.__name__ in kinds:
+        length = default_seq_len(profile.max_seq_len)
+        keys = [replace(k, at=(1, length)) for k in keys if k.batch_is_one and k.checkpointing == "none"]
+        lengths = {profile.fills_window(length)}
+    kept = dict.fromkeys(keys)
+    for key, filled in itertools.product(kept.copy(), sorted(lengths)):
+        kept |= dict.fromkeys(gpu_tape_keys(key, window_filled=filled))
+    return tuple(kept)
+
+
 def record(row: dict[str, Any], before: Profile | None = None, *, retry: bool = False) -> tuple[bytes, list[str]]:
     """A row's stored profile, and the tapes that the model's code refuses, with the reason.
 
@@ -94,7 +124,10 @@ def record(row: dict[str, Any], before: Profile | None = None, *, retry: bool = 
             raise SystemExit(f"{row['id']}: the catalog's tapes are of another model or other versions")
         made.tapes.update(before.tapes)
         made.refusals.update({} if retry else before.refusals)
-    refused = [why for key in _missing(row, made, source) if (why := _add_tape(recorder, key))]
+    refused = []
+    while missing := _missing(row, made, source):
+        if why := _add_tape(recorder, missing[0]):
+            refused.append(why)
     return dump(made, small=True), refused
 
 
@@ -117,11 +150,12 @@ def _missing(row: dict[str, Any], profile: Profile, source: TransformersSource) 
     if row.get("tapes") == "none":
         return []
     known = profile.tapes.keys() | profile.refusals.keys()
-    return [key for key in keys_of(profile, source) if key.name not in known]
+    keys = usual_keys(profile) if row.get("tapes") == "usual" else keys_of(profile, source)
+    return [key for key in keys if key.name not in known]
 
 
 def _key(row: dict[str, Any]) -> str:
-    names = [key.name for key in ALL]
+    names = [key.name for key in (USUAL if row.get("tapes") == "usual" else ALL)]
     text = json.dumps(
         [row["config"], row["task"], row.get("tapes", "all"), versions(), names, RECORDING], sort_keys=True
     )

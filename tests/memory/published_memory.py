@@ -28,11 +28,12 @@ from fsdp_advisor.memory.allocator import AllocatorConf, step_operations
 from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
+from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import peak_of_step
-from fsdp_advisor.tapes import gpu_tape_key, recorded_gpu_tape, tape_key_of
+from fsdp_advisor.tapes import recorded_gpu_tape, tape_key_of
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())
 TOLERANCE = {"reserved": 0.05, "first step": 0.05, "allocated": 0.02}

@@ -9,9 +9,9 @@ from refusing import AUTOCAST, refusing_autocast
 
 from fsdp_advisor.errors import NotRecordable, UnknownModel
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.resolve import lacks_tapes, resolve
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
-from fsdp_advisor.tapes import gpu_tape_key
 
 CHECKPOINTING: list[TapeCheckpointing] = ["none", "full"]
 """The policies that the catalog has tapes of; others are recorded on demand."""
