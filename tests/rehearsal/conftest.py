@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -45,14 +46,34 @@ def run(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     """A function that runs a script on one simulated H100 and returns what it found."""
 
     def started(script: str, *words: str, **variables: str) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("run")
-        variables |= {"REHEARSAL_FOLDER": str(folder), "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [rehearsal_python, SCRIPTS / script, *words], env=environment(rehearsal_python, find_gpu("H100-80GB"), 1, outside=os.environ | variables),
-            capture_output=True, text=True, timeout=600, cwd=folder,
-        )  # fmt: skip
+        done = _run_script([rehearsal_python], script, words, 1, tmp_path_factory.mktemp("run"), **variables)
         lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
         assert lines, done.stderr[-3000:]
         return dict(json.loads(lines[0].removeprefix("FOUND ")))
 
     return started
+
+
+@pytest.fixture(scope="session")
+def run_on_ranks(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A function that runs a script on each of `gpus` simulated H100s and returns what rank 0 found."""
+
+    def started(script: str, *words: str, gpus: int) -> dict[str, Any]:
+        launcher = [rehearsal_python.parent / "torchrun", f"--nproc-per-node={gpus}"]
+        done = _run_script(launcher, script, words, gpus, tmp_path_factory.mktemp("ranks"))
+        found = [json.loads(text) for text in re.findall(r'\{"rank.*?\}', done.stdout)]  # ranks may share a line
+        assert len(found) == gpus, done.stderr[-3000:]
+        return dict(found[0])
+
+    return started
+
+
+def _run_script(
+    launcher: list[Any], script: str, words: tuple[str, ...], gpus: int, folder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    variables |= {"REHEARSAL_FOLDER": str(folder), "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    python = Path(launcher[0]).with_name("python")
+    return subprocess.run(
+        [*launcher, SCRIPTS / script, *words], env=environment(python, find_gpu("H100-80GB"), gpus, outside=os.environ | variables),
+        capture_output=True, text=True, timeout=600, cwd=folder,
+    )  # fmt: skip

@@ -1,0 +1,40 @@
+"""What the tests of TRL's trainers on simulated GPUs share. Settings are the trainer's, options those of an estimate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp_advisor import estimate
+from fsdp_advisor.report import StrategyEstimate
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 50_000, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+SETTINGS = {
+    "precision": "bf16-mixed", "per_device_train_batch_size": 2, "length": 1024, "gradient_checkpointing": False,
+}  # fmt: skip
+FSDP2_SETTINGS = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "reshard_after_forward": True,
+    },
+}  # fmt: skip
+FSDP2_OPTIONS = {"gpus": 2, "strategy": "zero3", "backend": "fsdp2"}
+LORA_SETTINGS = {"lora": True}
+LORA_OPTIONS = {"use_peft": True, "lora_r": 16, "lora_target_modules": "q_proj,v_proj"}
+
+
+def predicted(folder: Path, **options: Any) -> StrategyEstimate:
+    """The estimate of a job with SETTINGS, changed by the options."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLM"]}))
+    usual = {
+        "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "precision": "bf16-mixed", "micro_batch_size": 2, "seq_len": 1024,
+        "activation_checkpointing": "none",
+    }  # fmt: skip
+    (row,) = estimate(model=str(path), **{**usual, **options}).estimates
+    return row
