@@ -60,6 +60,14 @@ def recorded() -> Profile:
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config.json of a tiny llama."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def catalog_zip(recorded: Profile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("catalog") / "catalog.zip"
     shipped = {SHIPPED.name: recorded.tapes[SHIPPED.name]}

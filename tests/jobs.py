@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fsdp_advisor import estimate
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
@@ -14,6 +15,7 @@ from fsdp_advisor.memory.live import StepPeak, step_peak
 from fsdp_advisor.model.profile import Profile, Tape
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.program.instructions import StepProgram
+from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.tapes import tape_key_of
 
 MODELS = (
@@ -61,3 +63,13 @@ def peak_of(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
 def operations_of(profile: Profile, tape: Tape, plan: Plan, **options: Any) -> StepOperations:
     """The allocator's operations; `options` as of `step_operations`."""
     return step_operations(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len, **options)
+
+
+def row_of_trl(**options: Any) -> StrategyEstimate:
+    """The only row of a small job of TRL with DDP on one H100."""
+    job = {
+        "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "precision": "bf16-mixed", "seq_len": 64,
+        "activation_checkpointing": "none",
+    }  # fmt: skip
+    (found,) = estimate(**{**job, **options}).estimates
+    return found

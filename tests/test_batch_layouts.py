@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from tiny_llama import LLAMA
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.report import Report
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return str(path)
 
 
 def report(model: str, **options: Any) -> Report:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from jobs import row_of_trl
 from tiny_llama import LLAMA, PARAMETERS
 
 from fsdp_advisor import estimate
@@ -17,20 +17,8 @@ pytestmark = pytest.mark.slow
 FP32 = 4 * PARAMETERS
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return str(path)
-
-
 def row(model: str, **options: Any) -> StrategyEstimate:
-    job = {
-        "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "task": "grpo", "precision": "bf16-mixed", "seq_len": 64,
-        "micro_batch_size": 8, "activation_checkpointing": "none", "max_completion_length": 16,
-    }  # fmt: skip
-    (found,) = estimate(**{"model": model, **job, **options}).estimates
-    return found
+    return row_of_trl(**{"model": model, "task": "grpo", "micro_batch_size": 8, "max_completion_length": 16, **options})
 
 
 def phases(found: StrategyEstimate) -> set[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from jobs import row_of_trl
 from tiny_llama import LLAMA, PARAMETERS
 
 from fsdp_advisor import estimate
@@ -20,20 +20,8 @@ ROUNDING = 64 * 512
 """More than the storages' rounding to 512 bytes can add."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return str(path)
-
-
 def row(model: str, **options: Any) -> StrategyEstimate:
-    job = {
-        "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "task": "dpo", "precision": "bf16-mixed", "seq_len": 64,
-        "micro_batch_size": 2, "activation_checkpointing": "none",
-    }  # fmt: skip
-    (found,) = estimate(**{"model": model, **job, **options}).estimates
-    return found
+    return row_of_trl(**{"model": model, "task": "dpo", "micro_batch_size": 2, **options})
 
 
 def test_a_bare_parameter_count_has_no_reference_model() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from matrix import taken
+from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -26,25 +27,10 @@ from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
-_DECODER = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1024,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**_DECODER, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": 1000},
-    "qwen3": {**_DECODER, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
-    "mistral": {**_DECODER, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None},
-    "gemma2": {**_DECODER, "model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 32},
-    "phi3": {**_DECODER, "model_type": "phi3", "num_key_value_heads": 4, "pad_token_id": 0},
-    "mixtral": {**_DECODER, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4},
-    "falcon": {**_DECODER, "model_type": "falcon", "bias": False},
-    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 515, "n_positions": 256},
-    "bert": {**_DECODER, "model_type": "bert"},
-    "t5": {
-        "model_type": "t5", "d_model": 128, "d_ff": 256, "num_layers": 4, "num_heads": 4, "d_kv": 32, "vocab_size": 1024,
-        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
-    },
-}  # fmt: skip
+CONFIGS = small_models(
+    vocabulary=1024, llama={"vocab_size": 1000}, mistral={"sliding_window": None}, gpt2={"vocab_size": 515, "n_positions": 256}
+)  # fmt: skip
+MODELS = ("llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "falcon", "gpt2", "bert", "t5")
 NEEDED: dict[str, dict[str, str]] = {  # without a default of PEFT's, or without sdpa
     "mixtral": {"lora_target_modules": "q_proj,v_proj"},
     "phi3": {"lora_target_modules": "qkv_proj"},
@@ -82,12 +68,6 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8},
 )
 
-Case = dict[str, str]
-
-
-def _names(case: Case) -> str:
-    return " ".join(value if name == "model" else f"{name}={value}" for name, value in case.items())
-
 
 def _flattens(case: Case) -> bool:
     """Whether FSDP1 can flatten the units: adapters are in fp32."""
@@ -97,7 +77,7 @@ def _flattens(case: Case) -> bool:
 def _lora() -> list[Case]:
     """Each architecture with each engine; the variations take turns."""
     cases = []
-    for m, model in enumerate(CONFIGS):
+    for m, model in enumerate(MODELS):
         for e, engine in enumerate(ENGINES):
             variation = VARIATIONS[(3 * m + 2 * e) % len(VARIATIONS)]
             cases.append({"model": model, **engine, "use_peft": "true", **NEEDED.get(model, {}), **variation})
@@ -128,11 +108,9 @@ MORE: list[Case] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE), ids=_names)
+@pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_an_adapted_model(case: Case, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIGS[case["model"]]))
-    request = make_request({"seq_len": "128", "micro_batch_size": "2", **case, "model": str(path)})
+    request = make_request(options_of(CONFIGS, case, tmp_path))
     (plan,) = plans(request, seq_len=128)
     model = resolve(request.model).adapted(adaptation_of(request))
     profile = model.profile

@@ -7,12 +7,11 @@ own code checkpoints the layers.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matrix import taken
+from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
 
@@ -21,6 +20,7 @@ from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.profile import ROOT, evaluate
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape_key import TapeKey
@@ -31,22 +31,8 @@ from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
-_DECODER = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4, "vocab_size": 1024,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**_DECODER, "model_type": "llama", "num_key_value_heads": 2},
-    "qwen3": {**_DECODER, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
-    "mixtral": {**_DECODER, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4},
-    "phi3": {**_DECODER, "model_type": "phi3", "num_key_value_heads": 4, "pad_token_id": 0},
-    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 7, "n_head": 4, "vocab_size": 515, "n_positions": 512},
-    "bert": {**_DECODER, "model_type": "bert"},
-    "t5": {
-        "model_type": "t5", "d_model": 128, "d_ff": 256, "num_layers": 5, "num_heads": 4, "d_kv": 32, "vocab_size": 1024,
-        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
-    },
-}  # fmt: skip
+CONFIGS = small_models(vocabulary=1024, layers=7, gpt2={"vocab_size": 515}, t5={"num_layers": 5})
+MODELS = ("llama", "qwen3", "mixtral", "phi3", "gpt2", "bert", "t5")
 ENGINES: dict[str, dict[str, str]] = {
     "ddp": {"strategy": "ddp", "gpus": "4"},
     "fsdp2": {"strategy": "zero3", "backend": "fsdp2", "gpus": "4"},
@@ -55,8 +41,6 @@ ENGINES: dict[str, dict[str, str]] = {
 
 SCALARS_BYTES = 16 * 512
 """Scalars of accelerate and the Trainer: the loss divided by the number of micro-batches, the gradient norm and others."""
-
-Case = dict[str, str]
 
 
 def _case(model: str, engine: str, checkpointing: str, **more: str) -> Case:
@@ -71,7 +55,7 @@ FEW: list[Case] = [
 ]
 MORE: list[Case] = [
     _case(model, engine, checkpointing, **more)
-    for model in CONFIGS
+    for model in MODELS
     for engine in ENGINES
     for checkpointing, more in (
         ("selective", {}),
@@ -88,17 +72,11 @@ MORE: list[Case] = [
 ]
 
 
-def _names(case: Case) -> str:
-    return " ".join(value if name == "model" else f"{name}={value}" for name, value in case.items())
+def _request(case: Case, folder: Path) -> EstimateRequest:
+    return make_request(options_of(CONFIGS, case, folder))
 
 
-def _request(case: Case, folder: Path) -> Any:
-    path = folder / "config.json"
-    path.write_text(json.dumps(CONFIGS[case["model"]]))
-    return make_request({"seq_len": "128", "micro_batch_size": "2", **case, "model": str(path)})
-
-
-@pytest.mark.parametrize("case", taken(FEW, MORE), ids=_names)
+@pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_partial_checkpointing(case: Case, tmp_path: Path) -> None:
     request = _request(case, tmp_path)
     model = resolve(request.model).adapted(adaptation_of(request))

@@ -6,37 +6,25 @@ losses themselves with the libraries' code.
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matrix import taken
+from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
 
 from fsdp_advisor.errors import NotRecordable  # after the check
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
-_DECODER = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 70_001,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**_DECODER, "model_type": "llama", "num_key_value_heads": 2},
-    "qwen3": {**_DECODER, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
-    "mistral": {**_DECODER, "model_type": "mistral", "num_key_value_heads": 2},
-    "phi3": {**_DECODER, "model_type": "phi3", "num_key_value_heads": 4, "pad_token_id": 0},
-    "mixtral": {**_DECODER, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4},
-    "olmo2": {**_DECODER, "model_type": "olmo2"},
-    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 50_257, "n_positions": 512},
-    "bert": {**_DECODER, "model_type": "bert"},
-}  # fmt: skip
+VOCABULARY = 70_001
+CONFIGS = small_models(vocabulary=VOCABULARY, gpt2={"vocab_size": 50_257})
+MODELS = ("llama", "qwen3", "mistral", "phi3", "mixtral", "olmo2", "gpt2")
 ENGINES: tuple[dict[str, str], ...] = (
     {"strategy": "ddp", "gpus": "1"},
     {"strategy": "ddp", "gpus": "4"},
@@ -62,15 +50,9 @@ NEEDED: dict[tuple[str, str], dict[str, str]] = {  # without a default of PEFT's
     ("qwen3", "freeze"): {"freeze": "model.embed_tokens"},
 }
 
-Case = dict[str, str]
-
 
 def _complete(case: Case) -> Case:
     return case | {k: v for option in case for k, v in NEEDED.get((case["model"], option), {}).items()}
-
-
-def _names(case: Case) -> str:
-    return " ".join(value if name == "model" else f"{name}={value}" for name, value in case.items())
 
 
 FEW: list[Case] = [
@@ -82,20 +64,16 @@ FEW: list[Case] = [
 ]
 MORE: list[Case] = [
     _complete({"model": model, "loss": loss, **ENGINES[(m + i) % 4], **VARIATIONS[(3 * m + i) % len(VARIATIONS)]})
-    for i, ((m, model), loss) in enumerate(
-        product(enumerate(name for name in CONFIGS if name != "bert"), ("chunked", "liger", "cce") * 5)
-    )
+    for i, ((m, model), loss) in enumerate(product(enumerate(MODELS), ("chunked", "liger", "cce") * 5))
     if (model, loss) != ("gpt2", "liger")
 ]
 
 
-def predicted(case: Case, folder: Path) -> Any:
-    path = folder / "config.json"
-    path.write_text(json.dumps(CONFIGS[case["model"]]))
-    return predict(make_request({"seq_len": "128", "micro_batch_size": "2", **case, "model": str(path)}))
+def predicted(case: Case, folder: Path) -> Prediction:
+    return predict(make_request(options_of(CONFIGS, case, folder)))
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE), ids=_names)
+@pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_a_loss_in_tiles(case: Case, tmp_path: Path) -> None:
     prediction = predicted(case, tmp_path)
     assert prediction.predicted["phase_peaks"] == simulate(prediction.source(), prediction.plan).phase_peaks
@@ -109,7 +87,7 @@ def test_no_loss_in_tiles_holds_the_logits(tmp_path: Path) -> None:
         "seq_len": "500",
         "activation_checkpointing": "full",
     }
-    logits = 20 * 500 * _DECODER["vocab_size"] * 2
+    logits = 20 * 500 * VOCABULARY * 2
     assert predicted({**case, "loss": "cce"}, tmp_path).predicted["phase_peaks"]["backward"] < logits
 
 
