@@ -111,6 +111,8 @@ class TransformersSource:
         ]
 
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        own = {path: _nearest_config(module, path) for path in kept}
+        configs = list({id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values())
         for path, indices in kept.items():
             layers = module.get_submodule(path)
             assert isinstance(layers, nn.ModuleList)
@@ -121,9 +123,10 @@ class TransformersSource:
                 for inner in layers[index].modules():
                     if hasattr(inner, "layer_idx"):
                         setattr(inner, "layer_idx", position)  # noqa: B010  # transformers' own attribute, unknown to nn.Module
-            for config in {
-                id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None
-            }.values():
+            of_others = [
+                c for c in own.values() if c is not own[path]
+            ]  # a vision tower may be as deep as the text model
+            for config in (c for c in configs if not any(c is other for other in of_others)):
                 for key, value in list(vars(config).items()):
                     if isinstance(value, list) and len(value) == depth:
                         setattr(config, key, [value[i] for i in indices])
@@ -181,6 +184,16 @@ class TransformersSource:
             final_norm=norms[-1] if norms else None,
             head=head if isinstance(head, nn.Module) else None,
         )
+
+
+def _nearest_config(module: nn.Module, path: str) -> Any:
+    """The configuration of the innermost module with one that contains the submodule at `path`."""
+    names = path.split(".")
+    for end in range(len(names) - 1, -1, -1):
+        config = getattr(module.get_submodule(".".join(names[:end])), "config", None)
+        if config is not None:
+            return config
+    return None
 
 
 def _untie_head(model: Any) -> None:

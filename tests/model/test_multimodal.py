@@ -68,6 +68,20 @@ def test_step_on_text_with_a_frozen_vision_tower_equals_pytorchs(model_type: str
     assert peak_of_step(recorder.profile, tape, PLAN).phase_peaks == simulate(recorder.source, PLAN).phase_peaks
 
 
+def test_kept_layers_keep_their_kinds_if_the_vision_tower_is_as_deep() -> None:
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    text = TEXT | {"num_hidden_layers": 4, "layer_types": kinds, "full_attention_interval": 4}
+    source = TransformersSource(
+        {"model_type": "qwen3_5", "text_config": text, "vision_config": QWEN | {"depth": 4}},
+        name="x",
+        task="image-text-to-text",
+    )
+    model = source.build(TransformersSource.inventory_dtype)
+    vision, language = (stack.path for stack in source.stacks(model))
+    source.keep_layers(model, {vision: [0], language: [0, 3]})
+    assert model.get_submodule(language.rpartition(".")[0]).config.layer_types == [kinds[0], kinds[3]]
+
+
 @pytest.mark.parametrize("backend", ["fsdp1", "fsdp2", "ddp", "deepspeed"])
 def test_every_engine_trains_a_multimodal_model(home: Path, backend: str) -> None:
     path = write(home / "config.json", {"model_type": "llava", **MODELS["llava"]})
