@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fsdp_advisor.engines.fsdp2.units import packed_warnings, unit_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -17,7 +16,6 @@ from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import ETHERNET_100G
-from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import (
     AllocatorConf,
@@ -37,9 +35,6 @@ from fsdp_advisor.program.storages import States
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
-
-if TYPE_CHECKING:
-    pass
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
 PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
@@ -68,20 +63,22 @@ def estimate_plan(
             )
         return _count_estimate(model.parameters, plan, gpu)
     try:
-        key, tape = select_tape(model, model.profile, plan)
+        selected = select_tape(model, model.profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         base = _without_step(model.profile, plan, gpu, host_memory_bytes)
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
-    return _with_step(model.profile, key, tape, plan, gpu, explain, conf, host_memory_bytes)
+    return _with_step(
+        model.profile, selected, plan, gpu, explain=explain, conf=conf, host_memory_bytes=host_memory_bytes
+    )
 
 
-def tensor_bytes(model: Resolved, plan: Plan) -> int:
-    """Peak tensor bytes of a plan's step on a GPU, a lower bound of its memory. Raises AdvisorError if there is no tape."""
+def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
+    """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape."""
     assert model.profile is not None
-    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
     return _peak_bytes(model.profile, tape, plan)
 
 
@@ -104,8 +101,8 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """Seconds of a plan's step, without allocator retries; None if unknown."""
     if model.profile is None:
         return None
-    key, tape = select_tape(model, model.profile, plan)
-    step = step_of(model.profile, key, tape, plan, gpu)
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    step = step_of(model.profile, tape, plan, gpu)
     return None if step is None else step.seconds
 
 
@@ -173,17 +170,17 @@ def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, 
 
 def _with_step(
     profile: Profile,
-    key: TapeKey,
-    tape: Tape,
+    selected: tuple[TapeKey, Tape],
     plan: Plan,
     gpu: Gpu,
+    *,
     explain: bool,
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,
 ) -> StrategyEstimate:
     """The row of a plan with its step: tensors, allocator, verdict and time."""
-    gpu_key = gpu_tape_key_of(profile, key, plan, gpu)
-    on_gpu = profile.tapes.get(gpu_key.name) or tape
+    key, tape = selected
+    gpu_key, on_gpu = gpu_tape_key_of(profile, key, plan, gpu), gpu_tape(profile, selected, plan, gpu)
     tensors = peak_of_step(profile, on_gpu, plan)
     base = _without_step(profile, plan, gpu, host_memory_bytes, tensors, on_gpu)
     overhead, job, unknown = base.overhead, base.job, list(base.not_modelled)
@@ -196,7 +193,7 @@ def _with_step(
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
-    step = step_of(profile, key, tape, plan, gpu)
+    step = step_of(profile, on_gpu, plan, gpu)
     if step is not None:
         step = step.with_retries(allocator.retries_per_step)
         left = gpu.memory_bytes - overhead.middle_bytes - allocator.reserved_peak_bytes
@@ -291,17 +288,16 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
     return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
 
 
-def step_of(profile: Profile, key: TapeKey, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
-    """The time of a plan's step on a GPU. Ranks reach other nodes over the GPU's `inter_node` link."""
-    program = step_program(profile, gpu_tape(profile, (key, tape), plan), plan)
-    return step_time(profile, program, plan, gpu, gpu.inter_node or ETHERNET_100G)
+def step_of(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
+    """The time of a plan's step over the tape of a GPU; None if unknown. Ranks reach other nodes over the GPU's `inter_node` link."""
+    return step_time(profile, step_program(profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
     if model.profile is None:
         return ()
-    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan)
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
     return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 

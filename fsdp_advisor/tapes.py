@@ -170,14 +170,13 @@ def _needs_window(profile: Profile, key: TapeKey, plan: Plan) -> bool:
     return not key.masks and profile.fills_window(plan.seq_len)
 
 
-def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu | None = None) -> TapeKey:
+def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu) -> TapeKey:
     """`gpu_tape_key` for a plan's model and sequences, on `gpu`."""
-    capability = None if gpu is None else gpu.compute_capability
     filled = _needs_window(profile, key, plan)
-    return gpu_tape_key(key, capability, window_filled=filled, recorded=profile.tapes)
+    return gpu_tape_key(key, gpu.compute_capability, window_filled=filled, recorded=profile.tapes)
 
 
-def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: Gpu | None = None) -> Tape:
+def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: Gpu) -> Tape:
     """The GPU tape of a plan; the selected tape if there is none."""
     key, tape = selected
     return profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape

@@ -245,7 +245,7 @@ class Evaluator:
     timer: Timer | None = None
     known: tuple[StrategyEstimate, ...] = ()
     _estimates: dict[tuple[Plan, str | None], StrategyEstimate] = field(default_factory=dict, repr=False)
-    _curves: dict[Plan, PeakVsSize] = field(default_factory=dict, repr=False)
+    _curves: dict[tuple[Plan, tuple[int, int] | None], PeakVsSize] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._estimates.update({(row.plan, self.allocator_conf): row for row in self.known})
@@ -272,7 +272,7 @@ class Evaluator:
         return None if self.host_unlimited else self.host_usual_bytes
 
     def on(self, gpu: Gpu) -> Evaluator:
-        """The evaluator of the same model on another GPU type; tensor sizes are shared."""
+        """The evaluator of the same model on another GPU type; tensor sizes are shared by those with the same compute capability."""
         return replace(self, gpu=gpu, known=(), _estimates={})
 
     def speed_text(self, tokens_per_second: float, seq_len: int) -> str:
@@ -325,9 +325,12 @@ class Evaluator:
     def _tensors(self, plan: Plan) -> PeakVsSize:
         """Tensor bytes over the micro-batch. They are equal for all accumulations of two or more."""
         steps = min(plan.gradient_accumulation_steps, 2)
-        key = replace(plan, micro_batch_size=1, gradient_accumulation_steps=steps)
+        alone = replace(plan, micro_batch_size=1, gradient_accumulation_steps=steps)
+        key = alone, self.gpu.compute_capability  # which decides the attention kernel
         if key not in self._curves:
-            self._curves[key] = PeakVsSize(lambda size: tensor_bytes(self.model, replace(key, micro_batch_size=size)))
+            self._curves[key] = PeakVsSize(
+                lambda size: tensor_bytes(self.model, replace(alone, micro_batch_size=size), self.gpu)
+            )
         return self._curves[key]
 
     # The whole estimate

@@ -38,7 +38,23 @@ def test_lower_bound_is_at_least_the_tensors_and_at_most_the_estimate() -> None:
         lower = search.evaluator.lower_bound(plan)
         needed = search.candidate(choice, 2).needed_bytes
         assert needed is not None
-        assert tensor_bytes(search.evaluator.model, plan) <= lower <= needed
+        assert tensor_bytes(search.evaluator.model, plan, search.evaluator.gpu) <= lower <= needed
+
+
+def test_lower_bound_is_that_of_the_gpus_attention_kernel() -> None:
+    """sdpa runs cuDNN's kernel on an H100, and the memory-efficient one on an A100, for queries of Phi-3's layout and a filled window."""
+    job = {
+        "model": "microsoft/Phi-3-mini-4k-instruct",
+        "gpus": 8,
+        "seq_len": 8192,
+        "strategy": "zero3",
+        "backend": "fsdp2",
+    }
+    for gpu in ("A100-80GB", "H100-80GB"):
+        search = search_of(**job, gpu=gpu, activation_checkpointing="none", offload="none")
+        (choice,) = search.choices
+        plan = search.plan(choice, 2)
+        assert tensor_bytes(search.evaluator.model, plan, search.evaluator.gpu) == search.candidate(choice, 2).estimate.peak_tensor_bytes  # fmt: skip
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -57,8 +57,7 @@ def plan(
 
 
 def time(job: Plan, gpu: Gpu = A100, profile: Profile = LLAMA) -> StepTime:
-    variant = tape_key_of(job)
-    found = step_of(profile, variant, profile.tapes[variant.name], job, gpu)
+    found = step_of(profile, profile.tapes[tape_key_of(job).name], job, gpu)
     assert found is not None
     return found
 
