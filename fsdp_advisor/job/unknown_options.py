@@ -32,26 +32,15 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "fp8 fp4 mxfp8 nvfp4 float8",
         "possible are fp32, bf16, bf16-mixed and fp16-mixed",
     ),
-    "packing is": (
-        "packing pack sample_packing padding_free",
-        "without it, every sequence has the full length, as a packed one has",
-    ),
-    "preference and reinforcement learning are": (
-        "dpo grpo ppo rlhf kto orpo ref_model reference_model reward_model beta",
-        "the figures are those of supervised training, without reference or reward models",
-    ),
+    "ORPO and PPO are": ("orpo ppo rlhf", "--task has dpo, kto, reward and grpo"),
     "inference is": ("inference generate kv_cache vllm", "the figures are those of training"),
     "evaluation is": (
         "eval evaluation do_eval eval_steps eval_batch_size per_device_eval_batch_size",
         "the figures are those of training steps",
     ),
-    "activation offload is": (
-        "activation_offload activation_offloading",
-        "activation checkpointing also saves the memory of activations",
-    ),
     "gradient clipping apart from the framework's is": (
         "clip_grad gradient_clipping max_grad_norm clip_grad_norm",
-        "framework trainer clips gradients, the others do not",
+        "--framework trainer, trl and torchtitan clip gradients, the others do not",
     ),
 }
 """Subjects that are not modelled, with the options that name them and what is possible instead."""
@@ -88,7 +77,10 @@ _VALUES: dict[str, tuple[str, str]] = {
     "nf4": ("load_in_4bit", "--use-peft"),
     **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "enable_liger_kernel", "liger_kernel"), ("loss", "liger")),
     **dict.fromkeys(("cce", "cut_cross_entropy"), ("loss", "cce")),
-    **dict.fromkeys(("sample_packing", "neat_packing"), ("packing", "bfd")),
+    **dict.fromkeys(("sample_packing", "neat_packing", "pack"), ("packing", "bfd")),
+    **{task: ("task", task) for task in ("dpo", "kto", "grpo")},
+    **dict.fromkeys(("ref_model", "reference_model"), ("task", "dpo")),
+    "reward_model": ("task", "reward"),
     **dict.fromkeys(("chunked_loss", "fused_loss"), ("loss", "chunked")),
 }  # fmt: skip
 """Words that are options elsewhere and values here."""
@@ -124,7 +116,8 @@ _MEANT: dict[str, str] = {
         "freeze": "frozen freeze_layers trainable unfrozen_parameters",
         "load_in_4bit": "quantize quantization bits bnb",
         "dtype": "torch_dtype",
-        "packing": "packing_strategy pack",
+        "packing": "packing_strategy",
+        "activation_offload": "activation_offloading offload_activations",
         "padding_free": "flatten flattening batch_flattening",
         "padding_fraction": "padding pad",
     }.items()

@@ -12,6 +12,7 @@ from fsdp_advisor.errors import InvalidOption, UsageError
 from fsdp_advisor.job.fields import Field
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.job.unknown_options import topic_of
 
 KINDS = (EstimateRequest, RecommendRequest)
 ODD: list[Any] = [
@@ -148,6 +149,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"freeze": [""]}, "freeze must be at least 1 character long, not ''", "it is the parameters that are not trained"),
     ({"tp": 2}, "tp: tensor parallelism is not modelled yet", "possible are data parallelism and its sharding"),
+    ({"sample_packing": True}, "no such option: sample_packing", "did you mean packing bfd?"),
+    ({"grpo": True}, "no such option: grpo", "did you mean task grpo?"),
     ({"learning_rate": 1}, "no such option: learning_rate", "it changes neither memory nor speed: leave it out"),
     ({"bf16": True}, "no such option: bf16", "did you mean precision bf16-mixed?"),
     (
@@ -227,3 +230,7 @@ def test_changed_fields_count_as_given() -> None:
     assert request.given == {"model", "offload"}
     assert request.but(gpus=4).given == {"model", "offload", "gpus"}
     assert request.but(gpus=4) == EstimateRequest(model="gpt2", gpus=4)
+
+
+def test_no_option_is_called_not_modelled() -> None:
+    assert not [name for name in fields_of(RecommendRequest) if topic_of(name)]
