@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from fsdp_advisor.job.request import TrainingTask
+from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
 TIMEOUT_S = 300
@@ -29,10 +31,6 @@ _OF_BITSANDBYTES = {
 """By class without `Paged` and bits, bits of the states, and whether they are paged."""
 
 
-SEQUENCES = {"sft": 1, "dpo": 2, "kto": 1, "reward": 2}
-"""The sequences of one example of a micro-batch, by task."""
-
-
 class NotRecognized(Exception):
     """The job is not one that `estimate` describes. The message is the reason."""
 
@@ -48,6 +46,8 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         raise NotRecognized("the model is not one of transformers")
     if not model["peft"] and job["parameters"] != job["trainable_parameters"]:
         raise NotRecognized("some parameters are frozen, without adapters")
+    if task["name"] not in get_args(TrainingTask):
+        raise NotRecognized(f"{task['name']} of TRL is not recognized; estimate --task describes its job")
     path = folder / "config.json"
     path.write_text(json.dumps(model["config"] | {"architectures": [model["class"]]}))
     return {
@@ -55,7 +55,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "gpu": gpu,
         "gpus": str(rank.world_size),
         "nnodes": str(nnodes),
-        "micro-batch-size": str(batch[0] // SEQUENCES[task["name"]]),
+        "micro-batch-size": str(batch[0] // sequences_per_example(task["name"])),
         "seq-len": str(batch[1]),
         "gradient-accumulation-steps": str(job.get("forwards_per_step", 1)),
         "activation-checkpointing": "full" if model["checkpointing"] else "none",

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 TASKS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "RewardTrainer": "reward"}
-"""The tasks of TRL's trainers that can be estimated."""
+"""The tasks of TRL's trainers whose estimate follows from one forward. GRPO's also depends on how it generates."""
 
 
 def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
@@ -83,7 +83,7 @@ def _has_group(module: Any) -> bool:
 
 def framework_of() -> str:
     """The library that runs the training loop, by its state in this process."""
-    trainer, state = _trainer(), sys.modules.get("accelerate.state")
+    trainer, state = running_trainer(), sys.modules.get("accelerate.state")
     if trainer is not None:
         return "trl" if _task_of(trainer) is not None else "trainer"
     return "accelerate" if state is not None and state.AcceleratorState._shared_state else "torch"
@@ -91,20 +91,20 @@ def framework_of() -> str:
 
 def task_of() -> dict[str, Any]:
     """The task of TRL's trainer that runs, and whether its reference's log-probabilities are part of the batch."""
-    trainer = _trainer()
+    trainer = running_trainer()
     precomputes = getattr(trainer, "precompute_ref_logps", False)
     return {"name": _task_of(trainer) or "sft", "precompute_ref_log_probs": bool(precomputes)}
 
 
 def is_padding_free() -> bool:
     """Whether the Trainer's data collator puts all sequences into one row."""
-    trainer = _trainer()
+    trainer = running_trainer()
     collator = getattr(trainer, "data_collator", None)
     names = {each.__name__ for each in type(collator).__mro__}
     return bool(getattr(trainer, "padding_free", False)) or "DataCollatorWithFlattening" in names
 
 
-def _trainer() -> Any:
+def running_trainer() -> Any:
     """The Trainer whose method is being called; None without one."""
     module = sys.modules.get("transformers.trainer")
     frame: Any = sys._getframe()
@@ -116,8 +116,9 @@ def _trainer() -> Any:
 
 
 def _task_of(trainer: Any) -> str | None:
-    names = {each.__name__ for each in type(trainer).__mro__}
-    return next((task for name, task in TASKS.items() if name in names), None)
+    """The task of a trainer of TRL, or its class's name if the task is not in TASKS; None for other trainers."""
+    names = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
+    return next((TASKS.get(name, name) for name in names), None)
 
 
 def optimizer_of(optimizer: Any) -> dict[str, Any]:
