@@ -1,7 +1,6 @@
 """GPUs and the links between them: typed tables with a source for every row, and look-ups by name.
 
 `find_gpu` returns a GPU by name, `list_gpus` all of them, `attached_gpu` the one of this machine, `find_interconnect` a network.
-May import `errors` and `units`.
 """
 
 from fsdp_advisor.hardware.attached import attached_gpu

@@ -32,7 +32,7 @@ from fsdp_advisor.parallelism.mesh import ONE_RANK, Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A job on rank 0 of a mesh. The search for a better plan only ever calls `dataclasses.replace` on one.
+    """A job on rank 0 of a mesh. A search varies it by `dataclasses.replace`.
 
     Bytes per element are those of a parameter that has no storage dtype of its own.
     """

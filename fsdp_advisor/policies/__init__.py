@@ -1,5 +1,5 @@
 """Policies of a training job that every engine applies in the same way: optimizer and gradient clipping.
 
-`optimizers.optimizer_named` returns an optimizer. The dtypes of a job are properties of `job.plan.Plan`. May import `job`, `model`, and
-`program.storages` and `program.instructions`.
+`optimizers.optimizer_named` returns an optimizer. The dtypes of a job are properties of `job.plan.Plan`; `dtypes` has those of single
+parameters.
 """

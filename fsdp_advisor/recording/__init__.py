@@ -1,7 +1,7 @@
 """Record a model's training step: from a transformers configuration, or any `torch.nn.Module`, to a profile with tapes.
 
 `Recorder` records a source, `source_of` makes the source of a configuration, `record_module` records a module. The
-package imports torch and transformers, so import it only when a recording is needed. It may import `model` and `errors`.
+package imports torch and transformers, so import it only when a recording is needed.
 """
 
 from __future__ import annotations
