@@ -15,7 +15,8 @@ prefetch too, which only makes the prefetch earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
@@ -191,6 +192,24 @@ def _modules(parameters: tuple[Parameter, ...], first: int) -> list[tuple[int, .
     return [tuple(own) for own in modules.values()]
 
 
+Turn = tuple[UnitId, list[tuple[int, ...]]]
+"""One unit's part of a micro-batch: its modules in the order of their hooks, each as the indices of its own parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Inventory:
+    """A model's parameters in forward order. A shared parameter counts once."""
+
+    units: list[Turn] = field(default_factory=list)
+    elements: list[int] = field(default_factory=list)
+    element_bytes: list[int] = field(default_factory=list)
+
+    def add(self, place: UnitId, parameters: tuple[Parameter, ...], plan: Plan) -> None:
+        self.units.append((place, _modules(parameters, len(self.elements))))
+        self.elements.extend(p.elements for p in parameters)
+        self.element_bytes.extend(cast_bytes(plan, p) for p in parameters)
+
+
 def gathered(
     profile: Profile,
     plan: Plan,
@@ -201,61 +220,12 @@ def gathered(
 ) -> Gathered:
     """The gathered parameters over one micro-batch, unit by unit. `size` maps a storage's bytes to the bytes counted.
     `forward_only`: no backward follows, so nothing is kept for it.
-
-    A checkpointed layer's modules are fetched again, in forward order, when its backward begins.
     """
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
-    elements: list[int] = []
-    element_bytes: list[int] = []
-    units: list[tuple[UnitId, list[tuple[int, ...]]]] = []
-    named: dict[str, int] = {}
-
-    def add(place: UnitId, parameters: tuple[Parameter, ...]) -> None:
-        units.append((place, _modules(parameters, len(elements))))
-        elements.extend(p.elements for p in parameters)
-        element_bytes.extend(cast_bytes(plan, p) for p in parameters)
-
-    root, done = profile.root.parameters, 0
-    for index, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=False)):
-        named.update((name, len(elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
-        add((ROOT, index), root[done:before])
-        done = before
-        for run in stack.runs:
-            for layer in run.pattern * run.repeats:
-                add((index, layer), stack.units[layer].parameters)
-    add((ROOT, len(profile.stacks)), root[done:])
-    units[-1][1].extend((index,) for index in named.values())  # a head tied to the embedding
-
-    turns = [(place, modules) for place, modules in units]
-    layers = sum(place[0] != ROOT for place, _ in units)
-    for place, modules in () if forward_only else reversed(units):
-        back = modules[::-1] if place[0] == ROOT else [modules[0], *modules[:0:-1]]
-        layers -= place[0] != ROOT
-        again = place[0] != ROOT and plan.checkpoints(layers)
-        turns.append((place, modules + back if again else back))
-
-    small = settings.param_persistence_threshold
-    order = [own for _, modules in turns for own in modules]
-    traversed = [0]
-    for own in order:
-        traversed.append(traversed[-1] + sum(elements[p] for p in own))
-    order = [tuple(p for p in own if elements[p] > small) for own in order]
-    uses: list[list[int]] = [[] for _ in elements]
-    for step, own in enumerate(order):
-        for p in own:
-            uses[p].append(step)
-    fetcher = _Fetcher(
-        elements,
-        order,
-        traversed,
-        uses,
-        plan.shard_degree,
-        element_bytes,
-        offloads_parameters(plan),
-        settings,
-        size,
-    )
+    inventory = _inventory(profile, plan)
+    turns = [*inventory.units, *([] if forward_only else _backward(inventory.units, plan))]
+    fetcher = _fetcher(inventory, turns, plan, settings, size)
     visits = []
     first_root = len(turns) - (not forward_only)
     for turn, (place, modules) in enumerate(turns):
@@ -268,4 +238,57 @@ def gathered(
         visits.append(Visit(place, rising, falling, fetcher.gathered_bytes))
     left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
     end = tuple((storage, 0) for storage, _ in left)
-    return Gathered(tuple(visits[: len(units)]), tuple(visits[len(units) :]), end)
+    forwards = len(inventory.units)
+    return Gathered(tuple(visits[:forwards]), tuple(visits[forwards:]), end)
+
+
+def _inventory(profile: Profile, plan: Plan) -> _Inventory:
+    """The parameters of the root's modules before each stack, of its layers, and of the root's other modules."""
+    found = _Inventory()
+    tied: dict[str, int] = {}  # by its other name: a parameter of the root
+    root, done = profile.root.parameters, 0
+    for index, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=False)):
+        tied.update((name, len(found.elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
+        found.add((ROOT, index), root[done:before], plan)
+        done = before
+        for run in stack.runs:
+            for layer in run.pattern * run.repeats:
+                found.add((index, layer), stack.units[layer].parameters, plan)
+    found.add((ROOT, len(profile.stacks)), root[done:], plan)
+    found.units[-1][1].extend((index,) for index in tied.values())  # a head tied to the embedding
+    return found
+
+
+def _backward(units: list[Turn], plan: Plan) -> Iterator[Turn]:
+    """The units' turns in backward. A checkpointed layer's modules are first fetched again, in forward order."""
+    layers = sum(place[0] != ROOT for place, _ in units)
+    for place, modules in reversed(units):
+        is_layer = place[0] != ROOT
+        layers -= is_layer
+        back = [modules[0], *modules[:0:-1]] if is_layer else modules[::-1]
+        yield place, (modules + back if is_layer and plan.checkpoints(layers) else back)
+
+
+def _fetcher(
+    inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, size: Callable[[int], int]
+) -> _Fetcher:
+    """The coordinator before the first of these turns. Parameters below the threshold stay on the GPU and are not fetched."""
+    elements = inventory.elements
+    hooks = [own for _, modules in turns for own in modules]
+    traversed = [0, *itertools.accumulate(sum(elements[p] for p in own) for own in hooks)]
+    order = [tuple(p for p in own if elements[p] > settings.param_persistence_threshold) for own in hooks]
+    uses: list[list[int]] = [[] for _ in elements]
+    for step, own in enumerate(order):
+        for p in own:
+            uses[p].append(step)
+    return _Fetcher(
+        elements=elements,
+        order=order,
+        traversed=traversed,
+        uses=uses,
+        ranks=plan.shard_degree,
+        element_bytes=inventory.element_bytes,
+        offloaded=offloads_parameters(plan),
+        settings=settings,
+        size=size,
+    )
