@@ -133,7 +133,7 @@ def read_axolotl(found: Collector) -> None:
 
 
 def read_llamafactory(found: Collector) -> None:
-    """`finetuning_type` with the keys of LoraArguments and QuantizationArguments."""
+    """Read LLaMA-Factory's `finetuning_type`, and its keys of LoRA and quantization."""
     kind = found.peek("finetuning_type")
     if kind not in (None, "lora", "full"):
         found.lacks("finetuning_type", "which layers are trained depends on their number: name the others with freeze")

@@ -102,7 +102,7 @@ class Collector:
         self.defaults.setdefault(option, (value, why))
 
     def lacks(self, key: str, what: str) -> None:
-        """Report a key, if the file has it, as a setting that no figure contains. `what` is the subject."""
+        """Report the key, if the file has it, as not modelled. `what` names its subject in the message."""
         if key in self._pending:
             self._not_modelled.append(f"{key}: {brief(self._pending.pop(key))} ({what})")
 
@@ -127,7 +127,7 @@ class Collector:
             self.references.append(name)
 
     def reading(self, assumed: tuple[str, ...] = ()) -> ConfigReading:
-        """What was read, with the rest of the keys: not modelled if the tool does not model their topic, else ignored."""
+        """What was read. The keys that nobody read are not modelled if `topic_of` knows them, else ignored."""
         for key, value in self._pending.items():
             topic = topic_of(key.rsplit(".", 1)[-1])
             if topic is not None and active(value):

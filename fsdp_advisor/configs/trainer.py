@@ -217,7 +217,7 @@ def _sharding(found: Collector) -> None:
 
 
 def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
-    """DeepSpeed's configuration inside other arguments, whose values fill in its "auto"."""
+    """Read DeepSpeed's section of the arguments. The arguments' own values stand for its "auto"."""
     found.take("deepspeed", shown="deepspeed")
     inner = Collector(found.file, "DeepSpeed", section)
     deepspeed.read_into(inner, section)

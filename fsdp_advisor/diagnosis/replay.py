@@ -32,7 +32,7 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A tensor's storage that is alive. `event` allocated it; None if the trace lacks the event. `freed` is NEVER if it stays."""
+    """A live storage. `event`: the number of its allocation in the trace, None if it is not there. `freed`: of its free, NEVER without one."""
 
     n_bytes: int
     stack: int

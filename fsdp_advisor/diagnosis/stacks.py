@@ -108,13 +108,16 @@ _AUTOCAST = "at::autocast::cached_cast"
 
 
 def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[Site]:
-    """The site of each stack. An empty stack is backward if other stacks have frames of Python."""
+    """The part of the step in which each stack allocated: forward, backward, loss, optimizer, loading and others.
+
+    An empty stack is backward if other stacks have frames of Python.
+    """
     recorded = any(_is_python(frame) for frames in stacks for frame in frames)
     return [_site(frames, recorded) for frames in stacks]
 
 
 def site_of(frames: Sequence[Frame]) -> Site:
-    """The site of one stack, such as a traceback."""
+    """The same of one stack, such as a traceback."""
     return _site(frames, recorded=True)
 
 

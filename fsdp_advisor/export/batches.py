@@ -27,7 +27,7 @@ def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False) ->
 
 
 def script_batch_limit(job: Job) -> str | None:
-    """Why a script of these exports cannot make the batches. TRL's own script makes them by itself."""
+    """Why an exported script cannot build the plan's batches; None if it can. TRL's own script builds them by itself."""
     return None if job.plan.framework == "trl" and job.plan.task == "sft" else batch_limit(job)
 
 

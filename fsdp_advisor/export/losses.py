@@ -45,7 +45,7 @@ def packages(job: Job) -> tuple[str, ...]:
 
 
 def script_call(job: Job) -> str:
-    """The line of a script that replaces the model's loss, over the name `model`; empty for the model's own."""
+    """The line of a script that replaces the loss of its variable `model`; empty for the model's own loss."""
     if job.plan.loss_code != "liger":
         return ""
     others = ", ".join(f"{name}={value}" for name, value in LIGER_LOSS_ALONE.items() if not value)

@@ -35,7 +35,7 @@ _WORKSPACE_AND_LOSS = frozenset({int(Account.WORKSPACE), int(Account.LOSS)})
 class StepPeak:
     """The peak of a step; the first one if there are several. Bytes, with each storage rounded up to 512.
 
-    `tape_phase_peaks`: by phase of the tape, which also has forwards without gradients, and of the optimizer.
+    `tape_phase_peaks`: as `phase_peaks`, with the phases of scoring and generation apart from the forward.
     """
 
     peak: int

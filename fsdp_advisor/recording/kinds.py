@@ -37,7 +37,7 @@ def signature(layer: nn.Module) -> Hashable:
 
 
 def trained_before(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, bool]:
-    """By layer, whether a parameter before it is trained, so that gradients flow through it to its inputs."""
+    """By layer, whether one of its parameters, or one of the layers and modules before it, is trained, so that it has a backward."""
     numbers = {id(p): number for number, p in enumerate(model.parameters())}
     first = min((numbers[id(p)] for p in model.parameters() if p.requires_grad), default=len(numbers))
     return {layer: any(numbers[id(p)] >= first for p in layer.parameters()) for layer in layers}

@@ -35,7 +35,7 @@ class Change:
 
 
 def changes(options: Mapping[str, str], asked: EstimateRequest, model: Resolved) -> list[Change]:
-    """The changes of the job `asked`, which is the plan that answers `options`, the query of the page."""
+    """Links to changed jobs. `asked`: the plan that the page shows. `options`: the page's query, which it answers."""
     base = {name: value for name, value in options.items() if name != "find"}
     if "find" in options:  # what was searched for is now given
         base |= {

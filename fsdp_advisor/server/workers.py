@@ -97,7 +97,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Some workers and the calls that wait for them."""
+    """Worker processes, and the queue of calls that wait for one."""
 
     def __init__(self, workers: int, *, max_waiting: int, seconds: float, memory_bytes: int | None = None) -> None:
         """`max_waiting` counts the calls that run as well; for the rest see `Worker`."""

@@ -32,7 +32,7 @@ def settings_of(profile: Profile, plan: Plan) -> Settings:
 
 
 def settings_for(hidden: int | None, plan: Plan) -> Settings:
-    """`settings_of` for a model with this hidden size."""
+    """Bucket sizes and thresholds for a model with this hidden size; DEFAULTS if it is None or the framework sets none."""
     if hidden is None or not plan.facts.fills_deepspeed_buckets:
         return DEFAULTS
     if stage(plan) < 3:

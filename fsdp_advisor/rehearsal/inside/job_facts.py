@@ -90,7 +90,7 @@ def framework_of() -> str:
 
 
 def task_of() -> dict[str, Any]:
-    """The task of TRL's trainer that runs, and whether its reference's log-probabilities are part of the batch."""
+    """The task of the trainer of TRL that runs (`sft` without one), and whether its batches have the reference's log-probabilities."""
     trainer = running_trainer()
     precomputes = getattr(trainer, "precompute_ref_logps", False)
     return {"name": _task_of(trainer) or "sft", "precompute_ref_log_probs": bool(precomputes)}
