@@ -11,7 +11,7 @@ from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
 from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
-from fsdp_advisor.policies.optimizers.interface import WHOLE, Collectives, Shards
+from fsdp_advisor.policies.optimizers.interface import WHOLE, Collectives, Shards, Stepped
 from fsdp_advisor.program.instructions import OptimizerStep
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
@@ -37,8 +37,10 @@ def shards_of(plan: Plan) -> Shards:
 
 
 def optimizer_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why the optimizer cannot step one of the model's parameters under FSDP2; None if it steps all."""
+    """Why the optimizer cannot step one of the model's parameters under DDP or FSDP2; None if it steps all."""
     optimizer, shards = optimizer_named(plan.optim), shards_of(plan)
+    if (failure := optimizer.model_failure(profile.config.get("model_type"))) is not None:
+        return UsageError(failure, hint="another --optim")
     for unit, _ in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable and (failure := optimizer.shard_failure(parameter, shards)) is not None:
@@ -69,6 +71,10 @@ def optimizer_temporaries(
 ) -> Storages:
     """The optimizer's temporaries at the peak of its step. `shape_of` returns each parameter's shape on this rank."""
     optimizer = optimizer_named(plan.optim)
+    trained = (p for p in profile.in_order() if p.trainable)
+    in_turn = optimizer.loop_temporaries([Stepped(p, shape_of(p), stored_bytes(plan, p)) for p in trained])
+    if in_turn is not None:
+        return in_turn
 
     def of_one(parameter: Parameter) -> Storages:
         return optimizer.shard_temporaries(

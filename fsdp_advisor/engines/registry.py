@@ -92,7 +92,7 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
         case "fsdp2":
             return fsdp2_units.refusal(profile) or optimizer_refusal(profile, plan)
         case "ddp":
-            return None
+            return optimizer_refusal(profile, plan)
         case _:
             assert_never(plan.backend)
 

@@ -90,7 +90,8 @@ def _config(job: Job) -> dict[str, Any]:
 
 def _optimizer(plan: Plan) -> dict[str, Any]:
     named = trainer.optimizer_of(plan)
-    return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {})}
+    targets = {"optim_target_modules": named.target_modules.replace("-", "_")} if named.target_modules else {}
+    return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {}), **targets}
 
 
 _LORA = LORA_OPTIONS | {"use_dora": "peft_use_dora", "use_rslora": "peft_use_rslora"}

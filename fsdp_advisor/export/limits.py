@@ -17,11 +17,10 @@ from fsdp_advisor.policies.optimizers.interface import Refusal
 def framework_limit(job: Job, framework: Framework) -> str | None:
     """Why `framework` cannot train the job, whichever framework was estimated."""
     plan = job.plan
-    optimizer = optimizer_named(plan.optim).transformers
-    if FRAMEWORKS[framework].uses_trainer and isinstance(optimizer, Refusal):
-        return optimizer.reason
-    if isinstance(script := optimizer_named(plan.optim).script, Refusal):
-        return script.reason
+    optimizer = optimizer_named(plan.optim)
+    made = optimizer.transformers if FRAMEWORKS[framework].uses_trainer else optimizer.script
+    if isinstance(made, Refusal):
+        return made.reason
     error = refusal(
         plan.strategy,
         plan.backend,

@@ -92,6 +92,7 @@ def _config(job: Job) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "optim": optimizer.name,
         **({"optim_args": ",".join(f"{k}={v}" for k, v in optimizer.options.items())} if optimizer.options else {}),
+        **({"optim_target_modules": optimizer.target_modules} if optimizer.target_modules else {}),
         "bf16": plan.precision == "bf16-mixed",
         "fp16": plan.precision == "fp16-mixed",
         **({"pure_bf16": True} if plan.precision == "bf16" else {}),

@@ -96,6 +96,8 @@ def arguments(job: Job) -> dict[str, Any]:
     }
     if optimizer.options:
         arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in optimizer.options.items())
+    if optimizer.target_modules is not None:
+        arguments["optim_target_modules"] = optimizer.target_modules
     if plan.precision == "fp16-mixed":
         arguments["fp16"] = True
     elif plan.precision == "bf16-mixed" or (plan.precision == "bf16" and plan.backend == "deepspeed"):

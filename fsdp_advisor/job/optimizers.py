@@ -35,6 +35,16 @@ _SCHEDULE_FREE: Mapping[Backend, tuple[str, str]] = {
 }
 """Found by running DeepSpeed 0.19.8 through the order of calls that accelerate and the Trainer have."""
 
+
+def _low_rank(label: str, fsdp2: str) -> Mapping[Backend, tuple[str, str]]:
+    hint = "--strategy ddp, or --optim adamw_torch_8bit, whose state is small too"
+    return {
+        "fsdp2": (fsdp2, hint),
+        "fsdp1": (f"{label} projects matrices, and FSDP1 flattens them", hint),
+        "deepspeed": (f"{label} projects matrices, and DeepSpeed flattens them", hint),
+    }
+
+
 _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
     "muon": {
         "fsdp1": ("Muon steps matrices, and FSDP1 flattens them", "--backend fsdp2"),
@@ -57,6 +67,13 @@ _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
             "--backend fsdp1; adamw_torch runs with DeepSpeed",
         ),
     },
+    # run with galore-torch 1.0 and apollo-torch 1.0.3 on torch 2.13
+    "galore_adamw": _low_rank(
+        "GaLore", "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled"
+    ),
+    "apollo_adamw": _low_rank(
+        "APOLLO", "APOLLO multiplies its random matrix, a plain tensor, with FSDP2's gradients, which are DTensors"
+    ),
     "schedule_free_adamw": _SCHEDULE_FREE,
     "schedule_free_sgd": _SCHEDULE_FREE,
     "schedule_free_radam": _SCHEDULE_FREE,

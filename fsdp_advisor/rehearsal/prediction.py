@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from fsdp_advisor.job.request import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.policies.optimizers.low_rank import RANK as LOW_RANK
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
 TIMEOUT_S = 300
@@ -29,6 +30,10 @@ _OF_BITSANDBYTES = {
     ("RMSprop", 32, False): "rmsprop_bnb_32bit", ("RMSprop", 8, False): "rmsprop_bnb_8bit",
 }  # fmt: skip
 """By class without `Paged` and bits, bits of the states, and whether they are paged."""
+
+
+_LOW_RANK = {("galore_torch", "AdamW"): "galore_adamw", ("apollo_torch", "AdamW"): "apollo_adamw"}
+"""By package and class."""
 
 
 class NotRecognized(Exception):
@@ -146,6 +151,11 @@ def _precision(job: Mapping[str, Any]) -> dict[str, str]:
 
 def _optimizer(job: Mapping[str, Any]) -> str:
     name = job.get("optimizer", {}).get("class")
+    if "rank" in job.get("optimizer", {}):
+        found = _LOW_RANK.get((job["optimizer"]["package"], str(name)))
+        if found is None or job["optimizer"]["rank"] != LOW_RANK:
+            raise NotRecognized(f"the optimizer {name} of rank {job['optimizer']['rank']} is not recognized")
+        return found
     if "bits" in job.get("optimizer", {}):
         bits, paged = job["optimizer"]["bits"], job["optimizer"]["paged"]
         kind = str(name).removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")

@@ -7,15 +7,25 @@ from typing import get_args
 import pytest
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import estimate
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.optimizers import unable_backends
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import optimizer_named
-from fsdp_advisor.policies.optimizers.interface import Collectives, Constructor, NamedOptimizer, Refusal, Shards
+from fsdp_advisor.policies.optimizers.interface import (
+    Collectives,
+    Constructor,
+    NamedOptimizer,
+    Refusal,
+    Shards,
+    Stepped,
+)
 
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
+MULTIPLYING: tuple[OptimizerName, ...] = ("muon", "galore_adamw", "apollo_adamw")
+"""Optimizers whose update has matrix products."""
 MATRIX = Parameter(name="weight", shape=(100, 60))
 VECTOR = Parameter(name="bias", shape=(1000,))
 
@@ -56,7 +66,7 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         assert state.exact == sum(state.each())
         # an update reads the parameter and its gradient, and writes the parameter
         assert optimizer.step_bytes(parameter, 4) >= 3 * 4 * parameter.elements
-        assert (optimizer.step_flops(parameter) > 0) == (name == "muon" and parameter is MATRIX)
+        assert (optimizer.step_flops(parameter) > 0) == (name in MULTIPLYING and parameter is MATRIX)
         assert optimizer.step_collectives(parameter) == Collectives()
     assert optimizer.state_storages(MATRIX, (0, 60), 4).exact == 0
 
@@ -81,6 +91,8 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("schedule_free_adamw", 48000, 8000),
         ("schedule_free_sgd", 24000, 4000),
         ("stable_adamw", 48000 + 9, 8000 + 9),
+        ("galore_adamw", 2 * 24000 + 4 * 60 * 60, 8000),
+        ("apollo_adamw", 2 * 4 * 128 * 100 + 4 * 128 * 60 + 4, 8000),
     ],
 )
 def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vector: int) -> None:
@@ -201,6 +213,47 @@ def test_stable_adamw_is_refused_where_its_kernels_do_not_run(backend: str, mess
     options = {"strategy": "zero2", "backend": backend, "optim": "stable_adamw"}
     with pytest.raises(UsageError, match=message):
         plans(make_request({"model": "gpt2", "gpus": 8, **options}), seq_len=8)
+
+
+def test_galore_keeps_all_singular_vectors_in_fp32_because_the_projection_is_a_view_of_them() -> None:
+    galore, matrix = optimizer_named("galore_adamw"), Parameter(name="up_proj.weight", shape=(1000, 400))
+    moments = 2 * 128 * 1000
+    assert galore.state_storages(matrix, matrix.shape, 4).exact == 4 * (moments + 400 * 400)
+    assert galore.state_storages(matrix, matrix.shape, 2).exact == 2 * (moments + 128 * 400)
+
+
+def test_the_update_of_one_matrix_stays_while_galore_decomposes_the_next() -> None:
+    galore, matrix = optimizer_named("galore_adamw"), Parameter(name="up_proj.weight", shape=(1000, 400))
+    one = Stepped(matrix, matrix.shape, 4)
+    decomposed = (
+        2 * 4 * 1000 * 400 + 4 * 400 * 400 + 4 * 400 + 4
+    )  # a copy, both factors and the values; cuSOLVER's success
+    alone, twice = galore.loop_temporaries([one]), galore.loop_temporaries([one] * 2)
+    assert alone is not None and alone.exact == 2 * 4 * 1000 * 400 + 3 * 4 * 1000 * 128  # projecting back
+    assert twice is not None and twice.exact == decomposed + 4 * 1000 * 400 + 4 * 1000 * 128
+    assert galore.loop_temporaries([one] * 3) == twice
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero3"}, "FSDP2"),
+        ({"strategy": "zero3", "backend": "fsdp1"}, "projects matrices, and FSDP1 flattens them"),
+        ({"strategy": "zero2", "backend": "deepspeed"}, "projects matrices, and DeepSpeed flattens them"),
+        ({"strategy": "zero2", "offload": "optimizer"}, "projects matrices, and DeepSpeed flattens them"),
+    ],
+)
+def test_low_rank_optimizers_are_refused_with_sharding(
+    name: OptimizerName, options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        plans(make_request({"model": "gpt2", "gpus": 8, "optim": name, **options}), seq_len=8)
+
+
+def test_low_rank_optimizers_are_refused_for_gpt2_whose_layers_are_no_linear_modules() -> None:
+    with pytest.raises(UsageError, match="the layers of gpt2 are Conv1D"):
+        estimate(model="gpt2", strategy="ddp", optim="galore_adamw")
 
 
 def test_muon_needs_flops_and_collectives_under_fsdp2() -> None:

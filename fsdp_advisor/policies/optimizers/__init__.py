@@ -8,6 +8,7 @@ from fsdp_advisor.policies.optimizers import (
     adagrad,
     adamw,
     bitsandbytes,
+    low_rank,
     muon,
     rmsprop,
     schedulefree,
@@ -32,6 +33,7 @@ _ALL: tuple[Optimizer, ...] = (
     torchao.ADAMW_4BIT,
     torchao.ADAMW_FP8,
     muon.MUON,
+    *low_rank.ALL,
 )
 _BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
@@ -94,6 +95,20 @@ class NamedOptimizer:
 
     name: str
     options: Mapping[str, Option] = field(default_factory=dict)
+    target_modules: str | None = None
+    """The Trainer's `optim_target_modules`."""
+
+
+class Stepped(NamedTuple):
+    """A tensor that this rank steps: the parameter, and the tensor's shape and bytes per element."""
+
+    parameter: Parameter
+    shape: Shape
+    element_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.element_bytes * prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +167,10 @@ class Optimizer(ABC):
         """Why the optimizer cannot step the parameter under FSDP2 on so many ranks. None: it can."""
         return None
 
+    def model_failure(self, model_type: object) -> str | None:
+        """Why the optimizer does not step models of this type as it is described here. None: it does."""
+        return None
+
     # State
 
     @abstractmethod
@@ -205,6 +224,13 @@ class Optimizer(ABC):
     def steps_one_by_one(self, framework: str) -> bool:
         """Whether the temporaries of one parameter are freed before the next parameter is updated."""
         return False
+
+    def loop_temporaries(self, tensors: Sequence[Stepped]) -> Storages | None:
+        """The temporaries at the peak of the loop over all tensors, in the order of `model.parameters()`.
+
+        None if the tensors' own temporaries say it: their largest or their sum.
+        """
+        return None
 
     @abstractmethod
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:

@@ -127,6 +127,9 @@ def optimizer_of(optimizer: Any) -> dict[str, Any]:
     kept = {name: settings[name] for name in ("fused", "foreach", "momentum") if name in settings}
     if type(optimizer).__module__.startswith("bitsandbytes"):
         kept |= {"bits": optimizer.args.optim_bits, "paged": optimizer.is_paged}
+    ranks = [group["rank"] for group in optimizer.param_groups if "rank" in group]
+    if ranks:
+        kept |= {"package": type(optimizer).__module__.split(".")[0], "rank": ranks[0]}
     return {"class": type(optimizer).__name__, **kept}
 
 

@@ -1,0 +1,270 @@
+"""GaLore and APOLLO: AdamW whose moments have a low rank, for the weights of linear layers.
+
+Each matrix has a projection. It is computed again every `UPDATE_GAP` steps: GaLore's from the singular vectors of the gradient, APOLLO's from
+random numbers. The predicted step is one that computes it, because its peak is the highest. All other parameters are stepped by AdamW
+without projection, one after the other, before the matrices.
+
+Source: galore-torch 1.0, adamw.py, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py; transformers 5.23,
+trainer_optimizer.py, `_setup_low_rank_optimizer`, `_get_galore_optimizer`, `_get_apollo_optimizer`; torch 2.13, `linalg_svd`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers.interface import (
+    WHOLE,
+    NamedOptimizer,
+    Optimizer,
+    Refusal,
+    Shape,
+    Shards,
+    Stepped,
+)
+from fsdp_advisor.policies.optimizers.variables import Variables
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+# L = the larger and S = the smaller dimension of a matrix; R = the rank
+
+RANK = 128
+UPDATE_GAP = 200
+"""The Trainer's values of `rank` and `update_proj_gap`."""
+FP32_BYTES = 4
+INFO_BYTES = 4
+"""cuSOLVER reports its success in an int32."""
+_ADAM_PASSES = 17
+"""Tensors of the moments' size that AdamW reads or writes: both moments and their decay, the root, the quotient."""
+_NOT_LINEAR = ("mlp.gate", "mixer.gate", "mlp.router", "block_sparse_moe.router")
+"""Routers of mixtures of experts. transformers 5.23 computes most of them without nn.Linear."""
+
+
+def is_linear_weight(parameter: Parameter) -> bool:
+    """Whether the parameter is the weight of an nn.Linear, as far as its name, shape and role say.
+
+    A test compares it with the classes of the catalog's models. GPT-2's Conv1D has the same names and is no nn.Linear. Of the routers of
+    experts some are; they are small, and none is counted as one.
+
+    >>> is_linear_weight(Parameter("mlp.up_proj.weight", (64, 16))), is_linear_weight(Parameter("mlp.gate.weight", (8, 16)))
+    (True, False)
+    """
+    module, _, leaf = parameter.name.rpartition(".")
+    embeds = "embed" in module or module.endswith("wpe")
+    return (
+        len(parameter.shape) == 2
+        and leaf == "weight"
+        and parameter.role in ("other", "head", "adapter")
+        and not embeds
+        and not module.endswith(_NOT_LINEAR)
+    )
+
+
+_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+"""Model types of transformers 5.23 whose layers are Conv1D, which the Trainer does not project."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Optimizer):
+    """AdamW whose moments have at most `RANK` columns or rows."""
+
+    def model_failure(self, model_type: object) -> str | None:
+        if model_type not in _CONV1D_MODELS:
+            return None
+        return f"{self.name} projects nn.Linear only, and the layers of {model_type} are Conv1D"
+
+    def projection_bytes(self, shape: Shape, element_bytes: int) -> int:
+        """Bytes of the projection that the state keeps."""
+        return element_bytes * self.rank_of(shape) * min(shape)
+
+    def rank_of(self, shape: Shape) -> int:
+        return RANK
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        if not prod(shape):
+            return NO_STORAGES
+        if not is_linear_weight(parameter):
+            return Storages.of(prod(shape) * element_bytes, 2)
+        moment = element_bytes * self.rank_of(shape) * max(shape)
+        return Storages.of(self.projection_bytes(shape, element_bytes)) + Storages.of(moment, 2)
+
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        """Not used: DeepSpeed is refused."""
+        return Storages.of(elements * element_bytes, 2)
+
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        """Not used: DeepSpeed is refused."""
+        return (elements * element_bytes,) * 2
+
+    def textbook_bytes(self, element_bytes: int) -> int:
+        """The moments of a low rank are negligible."""
+        return 0
+
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        return self.loop_temporaries([Stepped(parameter, shape, element_bytes)])
+
+    def loop_temporaries(self, tensors: Sequence[Stepped]) -> Storages:
+        """What the loop's variables and the projection's computation hold at the highest point of the loop over all parameters."""
+        variables = Variables()
+        for tensor in sorted(tensors, key=lambda tensor: is_linear_weight(tensor.parameter)):
+            variables.drop("grad")
+            if is_linear_weight(tensor.parameter):
+                self.step_matrix(variables, tensor.shape, tensor.element_bytes)
+            else:
+                self._adam(variables, tensor.n_bytes)
+        return variables.peak
+
+    def steps_one_by_one(self, framework: str) -> bool:
+        return True
+
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        """Not used: DeepSpeed is refused."""
+        return NO_STORAGES
+
+    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
+        """Of a step that does not compute the projection again."""
+        n_bytes = parameter.elements * element_bytes
+        if not is_linear_weight(parameter):
+            return (_ADAM_PASSES + 3) * n_bytes
+        moment = element_bytes * self.rank_of(parameter.shape) * max(parameter.shape)
+        return (1 + self.update_passes()) * n_bytes + _ADAM_PASSES * moment
+
+    def step_flops(self, parameter: Parameter, shards: Shards = WHOLE) -> int:
+        if not is_linear_weight(parameter):
+            return 0
+        return self.products() * 2 * self.rank_of(parameter.shape) * parameter.elements
+
+    @abstractmethod
+    def step_matrix(self, variables: Variables, shape: Shape, element_bytes: int) -> None:
+        """Let the variables go through the update of one matrix."""
+
+    @abstractmethod
+    def update_passes(self) -> int:
+        """Tensors of the matrix' size that the update reads or writes after AdamW."""
+
+    @abstractmethod
+    def products(self) -> int:
+        """Matrix products of a step: projecting, and projecting back."""
+
+    def _adam(self, variables: Variables, n_bytes: int) -> None:
+        variables.assign("denom", n_bytes)
+        variables.assign("norm_grad", n_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Galore(LowRank):
+    """The projection is the first singular vectors of the gradient, on the side of the smaller dimension.
+
+    In fp32 they are a view of all singular vectors, which the state keeps alive. In 16 bits they are a copy.
+    """
+
+    def rank_of(self, shape: Shape) -> int:
+        return min(RANK, *shape)
+
+    def projection_bytes(self, shape: Shape, element_bytes: int) -> int:
+        if element_bytes == FP32_BYTES:
+            return FP32_BYTES * min(shape) ** 2
+        return super().projection_bytes(shape, element_bytes)
+
+    def step_matrix(self, variables: Variables, shape: Shape, element_bytes: int) -> None:
+        self.decompose(variables, shape, element_bytes)
+        matrix = element_bytes * prod(shape)
+        low = element_bytes * self.rank_of(shape) * max(shape)
+        variables.assign("grad", low)
+        self._adam(variables, low)
+        variables.assign("full_rank_grad", matrix)
+        variables.assign("norm_grad", matrix)
+        variables.drop("full_rank_grad")
+
+    def decompose(self, variables: Variables, shape: Shape, element_bytes: int) -> None:
+        """The singular value decomposition in fp32: a copy of the matrix, both factors and the values; then a product nobody uses."""
+        matrix, smaller, rank = FP32_BYTES * prod(shape), min(shape), self.rank_of(shape)
+        factors = (matrix, FP32_BYTES * smaller**2, FP32_BYTES * smaller)
+        if element_bytes != FP32_BYTES:
+            variables.assign("matrix", matrix)
+        variables.use(*factors, INFO_BYTES, matrix)
+        variables.assign("factors", *factors)
+        variables.use(FP32_BYTES * rank**2, FP32_BYTES * rank * max(shape))
+        variables.assign("scaled", FP32_BYTES * rank * max(shape))
+        if element_bytes != FP32_BYTES:
+            variables.use(element_bytes * rank * smaller)
+        variables.drop("matrix", "factors", "scaled")
+
+    def update_passes(self) -> int:
+        """Writes the update, scales it, and adds it: 1 + 2 + 3 tensors."""
+        return 6
+
+    def products(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apollo(LowRank):
+    """The projection is random. AdamW in the low rank only scales the channels of the gradient."""
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        """Of a matrix also the norm of its last update, a scalar."""
+        state = super().state_storages(parameter, shape, element_bytes)
+        return state + Storages.of(element_bytes) if prod(shape) and is_linear_weight(parameter) else state
+
+    def step_matrix(self, variables: Variables, shape: Shape, element_bytes: int) -> None:
+        e, matrix = element_bytes, element_bytes * prod(shape)
+        random, low, norms = RANK * min(shape), RANK * max(shape) * e, max(shape) * e
+        if e != FP32_BYTES:
+            variables.assign("matrix", FP32_BYTES * prod(shape))
+        variables.use(*(FP32_BYTES * random,) * 2)
+        variables.assign("random", FP32_BYTES * random)
+        if e != FP32_BYTES:
+            variables.use(e * random)
+        variables.drop("matrix", "random")
+        variables.assign("grad", low)
+        self._adam(variables, low)
+        variables.use(*(norms,) * 3)
+        variables.assign("grad_scaling_factor", norms)
+        variables.assign("scaled_grad", matrix)
+        variables.assign("scaled_grad_norm", e)
+        variables.use(e, e)  # the limiter is a Python number, unless the norm grew by more than 1 %
+        variables.assign("scaled_grad", matrix)
+        variables.drop("norm_grad")  # becomes another name of scaled_grad
+
+    def update_passes(self) -> int:
+        """Scales the gradient, its norm, limits it, scales it in place, and adds it: 2 + 1 + 2 + 2 + 3 tensors."""
+        return 10
+
+    def products(self) -> int:
+        return 1
+
+
+_FLAT = "{} projects matrices, and {} flattens them"
+_SCRIPT = "{} needs a group of parameters with its own options, which exported scripts do not have"
+
+
+def _low_rank(cls: type[LowRank], name: OptimizerName, label: str, *notes: str) -> LowRank:
+    deepspeed, script = Refusal(_FLAT.format(label, "DeepSpeed")), Refusal(_SCRIPT.format(label))
+    return cls(
+        name=name,
+        script=script,
+        transformers=NamedOptimizer(name=name, target_modules="all-linear"),
+        deepspeed=deepspeed,
+        deepspeed_offloaded=deepspeed,
+        measured=script,
+        measured_zero1=script,
+        fsdp2=Refusal(f"{label} with FSDP2 is not modelled"),
+        host_kernel="many_passes",
+        deepspeed_host_kernel="many_passes",
+        is_cpu_adam=False,
+        notes=(f"{label} projects all linear layers (optim_target_modules all-linear) to rank {RANK}", *notes),
+    )
+
+
+GALORE_ADAMW = _low_rank(
+    Galore,
+    "galore_adamw",
+    "GaLore",
+    f"the singular value decompositions every {UPDATE_GAP} steps: their tensors count in the peak, but not cuSOLVER's workspace nor their time",
+)
+APOLLO_ADAMW = _low_rank(Apollo, "apollo_adamw", "APOLLO")
+ALL = (GALORE_ADAMW, APOLLO_ADAMW)

@@ -1,0 +1,72 @@
+"""States and temporaries of optimizers that loop over the parameters in Python, compared with the real packages on a simulated GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers import low_rank, optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Stepped
+from fsdp_advisor.program.storages import NO_STORAGES
+
+pytestmark = pytest.mark.slow
+
+Run = Callable[..., dict[str, dict[str, int]]]
+
+PARAMETERS = (
+    Parameter("model.embed_tokens.weight", (1000, 192), role="embedding"),
+    Parameter("self_attn.q_proj.weight", (320, 192)),
+    Parameter("self_attn.q_proj.bias", (320,)),
+    Parameter("self_attn.o_proj.weight", (192, 320)),
+    Parameter("mlp.up_proj.weight", (768, 192)),
+    Parameter("mlp.down_proj.weight", (192, 768)),
+    Parameter("model.norm.weight", (192,), role="final_norm"),
+    Parameter("narrow.weight", (96, 400)),
+    Parameter("lm_head.weight", (1000, 192), role="head"),
+)
+"""Tall, wide, square and narrower than the rank."""
+LOW_RANK = {"rank": low_rank.RANK, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
+LOOPS: dict[OptimizerName, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "galore_adamw": ("galore_torch", "GaLoreAdamW", {}, LOW_RANK),
+    "apollo_adamw": (
+        "apollo_torch",
+        "APOLLOAdamW",
+        {},
+        {**LOW_RANK, "proj": "random", "scale_type": "channel", "scale": 1.0},
+    ),
+}
+"""Module, class, options, and options of the group of linear layers."""
+DTYPES = {"float32": 4, "bfloat16": 2}
+CASES = [(name, dtype) for name in LOOPS for dtype in DTYPES]
+
+
+@pytest.fixture(scope="module")
+def found(run: Run) -> dict[str, dict[str, int]]:
+    words = {}
+    for name, dtype in CASES:
+        module, cls, options, group = LOOPS[name]
+        linear = [low_rank.is_linear_weight(p) for p in PARAMETERS]
+        tensors = [
+            [p.name, p.shape, dtype, group if group and is_linear else {}]
+            for p, is_linear in sorted(zip(PARAMETERS, linear, strict=True), key=lambda pair: bool(group) and pair[1])
+        ]
+        words[f"{name} {dtype}"] = (module, cls, options, tensors)
+    return run("loops.py", json.dumps(words))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_loop_allocates_what_is_predicted(name: OptimizerName, dtype: str, found: dict[str, dict[str, int]]) -> None:
+    assert found[f"{name} {dtype}"] == predicted(name, PARAMETERS, DTYPES[dtype])
+
+
+def predicted(name: OptimizerName, parameters: Sequence[Parameter], element_bytes: int) -> dict[str, int]:
+    optimizer = optimizer_named(name)
+    state = sum((optimizer.state_storages(p, p.shape, element_bytes) for p in parameters), NO_STORAGES)
+    temporaries = optimizer.loop_temporaries([Stepped(p, p.shape, element_bytes) for p in parameters])
+    assert temporaries is not None
+    return {"state": state.exact, "temporaries": temporaries.exact}
