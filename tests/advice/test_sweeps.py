@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from matrix import with_all_cases
 from searches import GPT2, LLAMA, advise, clock, search_of
 
 from fsdp_advisor.advice.sweeps import SweepResult
@@ -82,6 +83,7 @@ def test_fewest_gpus_offloads_if_the_given_gpus_are_too_few() -> None:
     assert found.winner.plan.world_size <= 4
 
 
+@with_all_cases
 def test_fewest_gpus_divide_the_global_batch() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpu": "24GiB", "find": "gpus"}
     assert sweep(**job, global_batch_size=48).answer == 8
@@ -90,6 +92,7 @@ def test_fewest_gpus_divide_the_global_batch() -> None:
     assert exact.answer == 16  # 8 would need an accumulation of 8
 
 
+@with_all_cases
 def test_no_smaller_number_of_gpus_fits() -> None:
     """FSDP2 pads tensors of 8 experts on more than 8 GPUs: that one number does not fit says nothing about a smaller one."""
     job: dict[str, Any] = {"model": "mistralai/Mixtral-8x22B-v0.1", "gpu": "H100", "offload": "none"}
@@ -113,6 +116,7 @@ def test_gpus_that_do_not_compute_in_bf16_are_left_out() -> None:
     assert {c.gpu for c in found.rows} == {gpu.name for gpu in list_gpus() if gpu.bf16_flops}
 
 
+@with_all_cases
 def test_offload_is_searched_if_asked_for_or_if_the_host_is_known() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpu": "24GiB", "find": "gpus"}
     assert sweep(**job, offload="parameters").answer == 1

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import with_all_cases
 
 from fsdp_advisor import estimate
 from fsdp_advisor.cli import measured as comparison
@@ -43,6 +44,7 @@ def test_json_has_the_measured_figures(tmp_path: Path) -> None:
     assert set(row["measured"]["errors"].values()) == {0.0}
 
 
+@with_all_cases
 @pytest.mark.skipif(
     pytest.importorskip("torch").cuda.is_available(), reason="this machine has a GPU, so it does not simulate"
 )

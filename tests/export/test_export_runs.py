@@ -152,6 +152,7 @@ def reference(model: Path, accumulation: int) -> list[float]:
     return losses
 
 
+@with_all_cases
 @pytest.mark.parametrize(
     ("of", "more"),
     taken(
@@ -211,6 +212,7 @@ def worker(folder: Path, name: str, launch: str, of: Job, model: Path, **environ
     return found
 
 
+@with_all_cases
 def test_accelerate_shards_as_configured(tiny: dict[str, Path], tmp_path: Path) -> None:
     of = job(plan("zero3", "fsdp2", gpus=2, activation_checkpointing="full"))
     written(tmp_path, "accelerate", of)

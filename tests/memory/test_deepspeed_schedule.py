@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import taken
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -105,7 +106,7 @@ JOBS = [
 
 def test_every_buffer_is_freed_once_and_after_it_was_allocated(recorded: Recorded) -> None:
     """What replaces a state that was freed during the step has its size."""
-    for job, bucket in JOBS:
+    for job, bucket in taken(JOBS[::7], JOBS):
         program = recorded.program(job, zero_settings(bucket))
         alive = {alloc.buffer: alloc.storages.rounded for alloc in program.states}
         before = sum(alive.values())
@@ -122,7 +123,7 @@ def test_every_buffer_is_freed_once_and_after_it_was_allocated(recorded: Recorde
 
 
 def test_accounts_sum_to_the_peak(recorded: Recorded) -> None:
-    for job, bucket in JOBS:
+    for job, bucket in taken(JOBS[::7], JOBS):
         peak = step_peak(recorded.program(job, zero_settings(bucket)), job.micro_batch_size, job.seq_len)
         assert sum(peak.at_peak.values()) == peak.peak == max(peak.phase_peaks.values())
         assert min(peak.at_peak.values()) >= 0

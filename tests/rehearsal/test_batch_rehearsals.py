@@ -22,10 +22,10 @@ JOBS = dict(
     taken(
         [
             ("packed", ("trl packed", "sdpa", "bf16-mixed", 2, 1024)),
-            ("padding-free", ("trl padding-free", "sdpa", "bf16", 3, 1024)),
-            ("padded by the Trainer", ("padded", "sdpa", "bf16", 4, 1600)),
         ],
         [
+            ("padding-free", ("trl padding-free", "sdpa", "bf16", 3, 1024)),
+            ("padded by the Trainer", ("padded", "sdpa", "bf16", 4, 1600)),
             ("packed, eager", ("trl packed", "eager", "bf16", 2, 1024)),
             ("padded by TRL", ("trl padded", "sdpa", "bf16-mixed", 4, 1600)),
             ("flattened by the Trainer", ("flattened", "sdpa", "bf16-mixed", 2, 1024)),

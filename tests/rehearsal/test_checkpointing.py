@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matrix import taken
 
 from fsdp_advisor import estimate
 
@@ -16,13 +17,19 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 8192,
 }  # fmt: skip
-JOBS = {
-    "torchtitan": ("torchtitan", "bf16-mixed", "sdpa", 4, 2048),
-    "torchtitan in fp32": ("torchtitan", "fp32", "sdpa", 2, 1000),
-    "trl": ("trl:selective", "bf16-mixed", "sdpa", 4, 2048),
-    "transformers, every second layer": ("transformers:2", "bf16", "sdpa", 3, 2000),
-    "transformers, inputs on the host": ("transformers:offload", "bf16-mixed", "sdpa", 4, 2048),
-}
+JOBS = dict(
+    taken(
+        [
+            ("torchtitan", ("torchtitan", "bf16-mixed", "sdpa", 4, 2048)),
+            ("transformers, inputs on the host", ("transformers:offload", "bf16-mixed", "sdpa", 4, 2048)),
+        ],
+        [
+            ("torchtitan in fp32", ("torchtitan", "fp32", "sdpa", 2, 1000)),
+            ("trl", ("trl:selective", "bf16-mixed", "sdpa", 4, 2048)),
+            ("transformers, every second layer", ("transformers:2", "bf16", "sdpa", 3, 2000)),
+        ],
+    )
+)
 """Policy, precision, attention, micro-batch, sequence length."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matrix import taken
 
 from fsdp_advisor import estimate
 
@@ -16,12 +17,18 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 50_000, "max_position_embeddings": 8192,
 }  # fmt: skip
-JOBS = {
-    "trl": ("trl", "bf16-mixed", False, 4, 2048),
-    "trl in half precision, less than a tile": ("trl", "bf16", True, 1, 1000),
-    "liger in half precision": ("liger", "bf16", True, 3, 2000),
-    "cce": ("cce", "bf16-mixed", True, 4, 2048),
-}
+JOBS = dict(
+    taken(
+        [
+            ("trl", ("trl", "bf16-mixed", False, 4, 2048)),
+            ("liger in half precision", ("liger", "bf16", True, 3, 2000)),
+        ],
+        [
+            ("trl in half precision, less than a tile", ("trl", "bf16", True, 1, 1000)),
+            ("cce", ("cce", "bf16-mixed", True, 4, 2048)),
+        ],
+    )
+)
 """Loss, precision, whether embeddings are tied, micro-batch, sequence length."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import pytest
-from matrix import taken
+from matrix import taken, with_all_cases
 
 from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.model.profile import Parameter
@@ -86,6 +86,7 @@ def test_stable_adamw_allocates_what_is_predicted(run: Run) -> None:
     assert found == {"stable_adamw": predicted(stable_adamw.STABLE_ADAMW, SHAPES)}
 
 
+@with_all_cases
 def test_torchao_allocates_what_is_predicted(run: Run) -> None:
     optimizers = taken([torchao.ADAMW_8BIT], [torchao.ADAMW_4BIT, torchao.ADAMW_FP8])
     found = stepped(run, optimizers, COMPILED_SHAPES, ranks=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import with_all_cases
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.memory.device import communicator_range
@@ -60,6 +61,7 @@ def test_ranks_that_call_different_collectives_and_a_rank_that_ends_are_reported
     assert time.monotonic() - started < 120
 
 
+@with_all_cases
 def test_ranks_together_one_rank_alone_and_a_fake_process_group_have_the_same_peaks(run: Run) -> None:
     words = [f"--nproc-per-node={NODE}", str(JOBS / "fsdp2.py"), "tp"]
     together = peaks(run("torchrun", *words))

@@ -16,17 +16,17 @@ pytestmark = pytest.mark.slow
 CHECKPOINTED = {"activation_checkpointing": "full"}
 JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a copy that FSDP2 shards": (FSDP2_SETTINGS, FSDP2_OPTIONS),
-    "KTO with a copy": ({"task": "kto"}, {"task": "kto"}),
     "a reward model with adapters, accumulated": (
         {"task": "reward", **LORA_SETTINGS, "gradient_accumulation_steps": 2},
         {"task": "reward", "gradient_accumulation_steps": 2, **LORA_OPTIONS},
     ),
-    "adapters of a model that FSDP2 shards": ({**LORA_SETTINGS, **FSDP2_SETTINGS}, {**LORA_OPTIONS, **FSDP2_OPTIONS}),
     **dict(
         taken(
             [],
             [
                 ("a copy", ({}, {})),
+                ("KTO with a copy", ({"task": "kto"}, {"task": "kto"})),
+                ("adapters of a model that FSDP2 shards", ({**LORA_SETTINGS, **FSDP2_SETTINGS}, {**LORA_OPTIONS, **FSDP2_OPTIONS})),
                 ("KTO with a copy that FSDP2 shards", ({"task": "kto", **FSDP2_SETTINGS}, {"task": "kto", **FSDP2_OPTIONS})),
                 ("adapters that are switched off", (LORA_SETTINGS, LORA_OPTIONS)),
                 ("a reward model", ({"task": "reward"}, {"task": "reward"})),

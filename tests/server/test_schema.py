@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SECONDS = 3600
 """Time limit of one request, for a configuration that is recorded on a busy machine."""
-EXAMPLES = 40 if ALL else 3
+EXAMPLES = 40 if ALL else 1
 """Requests per operation, of which there are 15."""
 
 EXCLUDED = [positive_data_acceptance, negative_data_rejection]

@@ -1,13 +1,11 @@
 """Jobs that are both simulated and predicted, one line each.
 
-TORCH and FRAMEWORKS have every setting twice and every pair of settings of the whole matrix, on its cheaper models. The tests
-take them; `CASES=all` adds the rest.
+TORCH and FRAMEWORKS have every setting of the whole matrix, on its cheaper models. The tests take them; `CASES=all` adds the
+rest.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
@@ -17,7 +15,6 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.resolve import resolve
 
 
 @dataclass(frozen=True)
@@ -103,10 +100,34 @@ VIT, WHISPER = "google/vit-base-patch16-224", "openai/whisper-tiny"
 OF_A_MODULE, OF_A_LAYER, OF_THE_BASE_MODEL = "size:800K", "size:2M", "size:15M"
 
 TORCH = [
-    Case(TINY, "fsdp2", "zero3", 2, 1, 128),
     Case(L7B, "fsdp1", "zero3", 8, 1, 2048, backward_prefetch="post"),
-    Case(QWEN2, "ddp", "ddp", 1, 2, 2048, "bf16"),
     Case(QWEN3, "ddp", "ddp", 3, 1, 1024, "fp32", optim="adamw_torch"),
+    Case(PYTHIA, "fsdp1", "zero2", 4, 2, 256, wrap=OF_A_LAYER),
+    Case(PYTHIA, "fsdp2", "hsdp", 8, 2, 256, wrap="every:4", nnodes=2, activation_checkpointing="full"),
+    Case(PYTHIA, "fsdp1", "zero2", 8, 2, 256, "fp32", forward_prefetch=True),
+    Case(PYTHIA, "fsdp1", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="false"),
+    Case(PYTHIA, "fsdp2", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="4", activation_checkpointing="full"),
+    Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, "fp32", reshard_after_forward="2"),
+    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "bf16", optim="rmsprop"),
+    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="adagrad"),
+    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "fp32", optim="schedule_free_adamw"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, "bf16", optim="schedule_free_sgd"),
+]
+"""Of PyTorch's own engines."""
+
+FRAMEWORKS = [
+    Case(TINY, "fsdp2", "zero2", 7, 2, 512, "bf16", framework="accelerate"),
+    Case(TINY, "fsdp2", "zero3", 8, 1, 256, gradient_accumulation_steps=2, wrap="none", framework="trainer"),
+    Case(WHISPER, "fsdp1", "zero3", 64, 4, 448, activation_checkpointing="full", framework="trainer"),
+    Case(GPTJ, "fsdp1", "zero3", 8, 2, 512, attention="eager", framework="accelerate"),
+    Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
+    Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
+]
+"""Of the engines as accelerate and the Trainer call them, and of wrapping the whole model."""
+
+MORE_TORCH = [
+    Case(TINY, "fsdp2", "zero3", 2, 1, 128),
+    Case(QWEN2, "ddp", "ddp", 1, 2, 2048, "bf16"),
     Case(MISTRAL, "fsdp1", "zero3", 16, 1, 4096, "bf16"),
     Case(GEMMA, "ddp", "ddp", 2, 1, 512, activation_checkpointing="full", attention="eager"),
     Case(GEMMA2, "fsdp2", "zero3", 8, 1, 2048, attention="eager"),
@@ -120,53 +141,17 @@ TORCH = [
     Case(MIXTRAL, "fsdp2", "zero3", 8, 2, 1024, "bf16", "full"),
     Case(VIT, "fsdp2", "zero2", 64, 8, 197, "fp32"),
     Case(WHISPER, "ddp", "ddp", 8, 2, 448),
-    # wrap policies, forward prefetch and resharding
     Case(PYTHIA, "fsdp2", "zero3", 4, 2, 256, wrap=OF_A_MODULE),
     Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "fp32", wrap=OF_A_MODULE, backward_prefetch="post"),
-    Case(PYTHIA, "fsdp1", "zero2", 4, 2, 256, wrap=OF_A_LAYER),
-    Case(PYTHIA, "fsdp2", "hsdp", 8, 2, 256, wrap="every:4", nnodes=2, activation_checkpointing="full"),
     Case(GPT2, "fsdp1", "zero3", 3, 2, 256, wrap="none", gradient_accumulation_steps=2),
     Case(T5, "fsdp2", "zero3", 3, 2, 256, wrap="every:4"),
     Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, forward_prefetch=True),
-    Case(PYTHIA, "fsdp1", "zero2", 8, 2, 256, "fp32", forward_prefetch=True),
-    Case(PYTHIA, "fsdp1", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="false"),
-    Case(PYTHIA, "fsdp2", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="4", activation_checkpointing="full"),
-    Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, "fp32", reshard_after_forward="2"),
-    # optimizers
-    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "bf16", optim="rmsprop"),
     Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, optim="rmsprop"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="rmsprop"),
     Case(PYTHIA, "ddp", "ddp", 2, 2, 256, optim="adagrad"),
-    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="adagrad"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="adagrad"),
-    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "fp32", optim="schedule_free_adamw"),
     Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="schedule_free_adamw"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw"),
-    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, "bf16", optim="schedule_free_sgd"),
-]
-"""Of PyTorch's own engines."""
-
-FRAMEWORKS = [
-    Case(TINY, "fsdp2", "zero2", 7, 2, 512, "bf16", framework="accelerate"),
-    Case(TINY, "fsdp2", "hsdp", 16, 1, 1024, nnodes=2, framework="accelerate"),
-    Case(L1B, "fsdp2", "zero3", 2, 2, 512, "fp32", "full", framework="accelerate"),
-    Case(GPT2, "fsdp2", "zero3", 4, 8, 1024, attention="eager", framework="trainer"),
-    Case(VIT, "fsdp2", "zero2", 3, 4, 197, "fp32", "full", framework="trainer"),
-    Case(TINY, "fsdp2", "zero3", 8, 2, 512, activation_checkpointing="full", wrap="none"),
-    Case(GPT2, "fsdp2", "zero2", 3, 2, 512, gradient_accumulation_steps=2, wrap="none"),
-    Case(TINY, "fsdp2", "zero3", 8, 1, 256, gradient_accumulation_steps=2, wrap="none", framework="trainer"),
-    Case(T5, "fsdp1", "zero2", 8, 2, 512, "bf16", framework="accelerate"),
-    Case(WHISPER, "fsdp1", "zero3", 64, 4, 448, activation_checkpointing="full", framework="trainer"),
-    Case(GPTJ, "fsdp1", "zero3", 8, 2, 512, attention="eager", framework="accelerate"),
-    Case(PYTHIA, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
-    Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
-    Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
-    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="accelerate"),
-    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="trainer"),
-]
-"""Of the engines as accelerate and the Trainer call them, and of wrapping the whole model."""
-
-MORE_TORCH = [
     Case(TINY, "fsdp2", "zero2", 3, 1, 128),
     Case(TINY, "fsdp2", "hsdp", 4, 1, 128, nnodes=2),
     Case(TINY, "fsdp2", "zero3", 8, 4, 2048),
@@ -218,6 +203,16 @@ MORE_TORCH = [
 ]
 
 MORE_FRAMEWORKS = [
+    Case(TINY, "fsdp2", "hsdp", 16, 1, 1024, nnodes=2, framework="accelerate"),
+    Case(L1B, "fsdp2", "zero3", 2, 2, 512, "fp32", "full", framework="accelerate"),
+    Case(GPT2, "fsdp2", "zero3", 4, 8, 1024, attention="eager", framework="trainer"),
+    Case(VIT, "fsdp2", "zero2", 3, 4, 197, "fp32", "full", framework="trainer"),
+    Case(TINY, "fsdp2", "zero3", 8, 2, 512, activation_checkpointing="full", wrap="none"),
+    Case(GPT2, "fsdp2", "zero2", 3, 2, 512, gradient_accumulation_steps=2, wrap="none"),
+    Case(T5, "fsdp1", "zero2", 8, 2, 512, "bf16", framework="accelerate"),
+    Case(PYTHIA, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="accelerate"),
+    Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="trainer"),
     Case(TINY, "fsdp2", "zero3", 8, 2, 512, framework="accelerate"),
     Case(TINY, "fsdp2", "zero3", 64, 1, 2048, activation_checkpointing="full", framework="trainer"),
     Case(GPT2, "fsdp2", "zero3", 4, 1, 512, gradient_accumulation_steps=3, framework="trainer"),
@@ -244,18 +239,7 @@ MORE_FRAMEWORKS = [
     Case(OPT, "ddp", "ddp", 2, 4, 512, activation_checkpointing="full", framework="trainer"),
 ]
 
-PAIRED = ("engine", "precision", "activation_checkpointing", "attention", "wrap", "framework")
 
-
-def coverage(cases: Iterable[Case]) -> tuple[Counter[Hashable], set[Hashable], set[Hashable]]:
-    """How often each setting occurs, the pairs of settings, and the architectures."""
-    singles: Counter[Hashable] = Counter()
-    pairs: set[Hashable] = set()
-    architectures: set[Hashable] = set()
-    for case in cases:
-        singles.update(case.settings.items())
-        pairs.update(itertools.combinations(((name, case.settings[name]) for name in PAIRED), 2))
-        profile = resolve(case.model).profile
-        assert profile is not None
-        architectures.add(profile.config["model_type"])
-    return singles, pairs, architectures
+def settings_of(cases: Iterable[Case]) -> set[tuple[str, Hashable]]:
+    """The settings that occur in the cases."""
+    return {setting for case in cases for setting in case.settings.items()}

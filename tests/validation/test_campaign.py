@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import ALL, taken
+from matrix import ALL, taken, with_all_cases
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import UsageError
@@ -137,7 +137,7 @@ SMALL = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS if 23 * 10**9 < gpu.
 _LEAST, *_BETWEEN, _MOST = (name for _, name in SMALL)
 
 
-@pytest.mark.parametrize("gpu", taken([_LEAST, _MOST], _BETWEEN))
+@pytest.mark.parametrize("gpu", taken([_LEAST], [*_BETWEEN, _MOST]))
 def test_quick_campaign_suits_every_24_gb_gpu(gpu: str) -> None:
     """Two cases exceed the GPU; all others are far from full."""
     pytest.importorskip("torch")
@@ -191,6 +191,7 @@ def test_campaign_command_records_every_case_and_retries_failed_ones(model: str,
     assert summed.returncode == 0 and data["outcomes"] == {"ok": 1, "error": 1}
 
 
+@with_all_cases
 def test_single_case_is_shown_as_its_record(model: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = ("--model", model, "--gpus", "4", "--strategy", "zero3", "--seq-len", "16", "--micro-batch-size", "2")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import with_all_cases
 from tiny_model import CONFIG, JOB
 
 torch = pytest.importorskip("torch")
@@ -91,6 +92,7 @@ def test_two_ranks_measure_what_is_predicted_under_pytorchs_engines(model: str, 
     )  # each parameter's whole state is on one of the two ranks
 
 
+@with_all_cases
 def test_deepspeed_peak_is_within_half_a_percent(model: str) -> None:
     """Its buckets need a gigabyte even for a tiny model, so the error is small."""
     pytest.importorskip("deepspeed")
@@ -155,6 +157,7 @@ def test_taken_port_is_reported_with_a_hint(tmp_path: Path) -> None:
     assert "already in use" in ended.message and "--rdzv-endpoint" in ended.hint
 
 
+@with_all_cases
 def test_rendezvous_with_a_foreign_server_is_reported(model: str) -> None:
     """Another program answers at the port, so no rank is ever started."""
     with socket.socket() as taken:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import taken, with_all_cases
 from tiny_model import CONFIG
 
 pytest.importorskip("torch")
@@ -147,6 +147,7 @@ def test_ranks_of_an_external_torchrun_are_adopted(cluster: Cluster, nodes: int)
     assert record.measured["ranks_per_node"] == ([2] if nodes == 1 else [1, 1])
 
 
+@with_all_cases
 def test_ranks_of_srun_are_adopted(cluster: Cluster) -> None:
     ended = ends(cluster.srun(cluster.job("zero3", 2, 2)))
     assert shown_once(ended)["measured"]["ranks_per_node"] == [1, 1]
@@ -157,6 +158,7 @@ def test_ranks_of_srun_are_adopted(cluster: Cluster) -> None:
 # Failures
 
 
+@with_all_cases
 def test_out_of_memory_on_another_node_is_recorded(cluster: Cluster) -> None:
     ended = ends(cluster.srun(cluster.job("zero3", 2, 2), **cluster.failing_rank("out of memory")))
     record = cluster.only_record()
@@ -177,7 +179,7 @@ def test_killed_rank_ends_both_nodes(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), taken([(signal.SIGINT, 130), (signal.SIGKILL, -9)], [(signal.SIGTERM, -15)])
+    ("number", "status"), taken([(signal.SIGINT, 130)], [(signal.SIGKILL, -9), (signal.SIGTERM, -15)])
 )
 def test_ended_command_leaves_no_process_behind(cluster: Cluster, number: int, status: int) -> None:
     """It is ended while it waits for the other node."""
@@ -202,6 +204,7 @@ def command_line(pid: int) -> str:
         return ""
 
 
+@with_all_cases
 def test_missing_node_is_reported(cluster: Cluster) -> None:
     command = [sys.executable, *cluster.job("zero3", 2, 2), "--timeout", "25", "--rdzv-endpoint", cluster.endpoint]
     ((status, out, err),) = ends([cluster.start(command)])

@@ -52,9 +52,7 @@ JOBS: tuple[dict[str, str], ...] = (
 )  # fmt: skip
 FEW = [
     {"model": "llama", **JOBS[11]},
-    {"model": "llama", **JOBS[7]},
     {"model": "qwen3, tied", **JOBS[1]},
-    {"model": "llama, tied", **JOBS[9]},
 ]
 MORE = [
     {"model": model, **job}

@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from matrix import ALL
 
 from fsdp_advisor.validation import records
 
@@ -28,6 +29,7 @@ MEDIAN = {"peak_allocated_bytes": 0.0001, "peak_requested_bytes": 0.0001, "peak_
 def test_predictions_meet_the_tolerances_for_every_case(path: Path) -> None:
     made, notes = records.read(path)
     assert not notes and len(made) >= 60
+    made = made if ALL else made[::4]
     now = [today(record) for record in made]
     assert [record.label for record in now if record.fits_predicted != record.fits_really] == []
     far = [
@@ -43,7 +45,7 @@ def test_predictions_meet_the_tolerances_for_every_case(path: Path) -> None:
     assert all(before == after for before, after in stored), "the page shows the stored predictions: run repredict.py"
     for figure, most in MEDIAN.items():
         errors = [abs(record.errors[figure]) for record in now if figure in record.errors]
-        assert len(errors) >= 40 and statistics.median(errors) <= most, figure
+        assert len(errors) >= (40 if ALL else 10) and statistics.median(errors) <= most, figure
 
 
 def test_records_cover_two_compute_capabilities() -> None:

@@ -46,6 +46,8 @@ def tokenizer() -> Any:
 def print_peaks(measured: Callable[[dict[str, Any], Any], int]) -> None:
     """Print the peak of each job. The script's arguments: the model's configuration, and the jobs by name, as JSON."""
     config, jobs = (json.loads(word) for word in sys.argv[1:])
-    with get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:  # another job's cache would change the peak
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["__main__"])
+    with context.Pool(1, maxtasksperchild=1) as fresh:  # another job's cache would change the peak
         peaks = {name: fresh.apply(measured, (config, job)) for name, job in jobs.items()}
     print("FOUND", json.dumps(peaks))
