@@ -246,6 +246,7 @@ def test_deepspeed_trains_as_configured(of: Plan, optimizer: str, tiny: dict[str
     assert (found["optimizer"], found["dtype"]) == (optimizer, "torch.bfloat16")
 
 
+@with_all_cases
 @pytest.mark.parametrize(
     ("of", "wrapped", "environment"),
     taken(
@@ -287,6 +288,7 @@ def test_bundle_trains_unchanged(target: str, of: Plan, tiny: dict[str, Path], t
     _train_bundle(target, job(of, hidden_size=64), tiny["untied"], tmp_path)
 
 
+@with_all_cases
 @pytest.mark.parametrize(
     ("target", "of", "adaptation"),
     taken(

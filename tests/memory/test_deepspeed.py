@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import taken, with_all_cases
 
 from fsdp_advisor.engines.deepspeed.buffers import Filled, buffers, owned_by_rank0
 from fsdp_advisor.engines.deepspeed.coordinator import Visit, gathered
@@ -302,6 +302,7 @@ def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[
     return results
 
 
+@with_all_cases
 @pytest.mark.parametrize("ranks", taken([3], [2]))
 def test_against_deepspeed(ranks: int, tmp_path: Path) -> None:
     """Every byte that a real run keeps, the highest moment of its step, and what stage 3 gathers in forward."""

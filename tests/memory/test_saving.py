@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import with_all_cases
 from ranks import RANKS, llama, run_ranks
 from test_loading import GIB, LLAMA_7B, SMALL, every_plan, near, plan
 
@@ -167,6 +168,7 @@ def test_sharded_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[s
     assert save_method(profile, plan("fsdp2", **WEIGHTS), "sharded").gpu_bytes == 0
 
 
+@with_all_cases
 def test_deepspeed_files_and_loading_match_a_real_run(tmp_path: Path) -> None:
     """Names, counts and bytes of the files of `save_checkpoint` and `save_16bit_model`, and peaks before the first step.
 

@@ -76,6 +76,7 @@ def test_ranks_together_one_rank_alone_and_a_fake_process_group_have_the_same_pe
     assert together[0]["sum_on_cpu"] == alone[0]["sum_on_cpu"] == NODE
 
 
+@with_all_cases
 def test_ranks_of_1024_train_and_save_alone(run: Run, tmp_path: Path) -> None:
     job = {"FOLDER": str(tmp_path), "REHEARSAL_WORLD_SIZE": "1024", "REHEARSAL_GPUS_PER_NODE": str(NODE)}
     launch = ["--nnodes=256", f"--nproc-per-node={NODE}", "--rdzv-backend=c10d", "--rdzv-endpoint=elsewhere:29500"]

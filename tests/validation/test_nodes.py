@@ -136,6 +136,7 @@ def test_two_nodes_meet_and_the_one_with_rank_0_writes_the_record(cluster: Clust
     assert sum("Rank 0 has the record" in err for _, _, err in ended) == 1
 
 
+@with_all_cases
 @pytest.mark.parametrize("nodes", taken([2], [1]))
 def test_ranks_of_an_external_torchrun_are_adopted(cluster: Cluster, nodes: int) -> None:
     meet = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={cluster.endpoint}"]
@@ -168,6 +169,7 @@ def test_out_of_memory_on_another_node_is_recorded(cluster: Cluster) -> None:
     assert record.predicted["peak_tensor_bytes"] > 0 and "torch" in record.versions
 
 
+@with_all_cases
 def test_killed_rank_ends_both_nodes(cluster: Cluster) -> None:
     command = [sys.executable, *cluster.job("zero3", 2, 2), "--rdzv-endpoint", cluster.endpoint]
     ended = ends([cluster.start(command, **cluster.failing_rank("killed")) for _ in range(2)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import taken, with_all_cases
 from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, Case, of_case, plan_of
 
 torch = pytest.importorskip("torch")
@@ -67,6 +67,7 @@ MORE_ADAPTERS: tuple[dict[str, str], ...] = (
 )
 
 
+@with_all_cases
 @pytest.mark.parametrize("case", taken(ADAPTERS, MORE_ADAPTERS), ids=str)
 def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tmp_path: Path) -> None:
     values = dict(case)
