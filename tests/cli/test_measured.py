@@ -32,7 +32,6 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@with_all_cases
 @pytest.mark.skipif(
     pytest.importorskip("torch").cuda.is_available(), reason="this machine has a GPU, so it does not simulate"
 )
