@@ -101,7 +101,7 @@ def _key(
 
 
 def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey, Tape]:
-    """The plan's tape and its key.
+    """The plan's tape and its key. A tape that is missing is recorded now, if that is allowed, and added to the profile.
 
     If FSDP1's tape with autocast is missing and cannot be recorded, falls back to the tape without autocast. Casts are then not
     counted.

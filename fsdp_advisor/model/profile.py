@@ -293,9 +293,10 @@ class Tape:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """A model as the estimator sees it. The profile's maker may fill `tapes` lazily.
+    """A model as the estimator sees it.
 
-    The keys of `tapes` and `refusals` are names of a `TapeKey`. `refusals`: the reasons why a tape cannot be recorded with
+    `Resolved.tape` adds tapes and refusals when a plan first needs them, so `tapes` and `refusals` grow while everything else stays
+    as it is. The keys of `tapes` and `refusals` are names of a `TapeKey`. `refusals`: the reasons why a tape cannot be recorded with
     `versions`; it is not tried again.
     """
 

@@ -403,7 +403,8 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
 # Recording
 
 _RECORDER_LOCK = threading.RLock()
-"""Only one thread records: the recorder disables the garbage collector and installs a global dispatch mode."""
+"""Only one thread records: the recorder disables the garbage collector, installs a global dispatch mode, and keeps what its hooks
+read (the current tile, phase and rows) in class attributes of `recording`."""
 
 
 def _recorder_for(config: Config, name: str, task: str | None, what: str, *, whole: Config | None = None) -> Recorder:

@@ -87,12 +87,12 @@ class Fsdp1Step(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first
         self._reduces = is_last or not self._plan.defers_reduction
-        self._again = False
+        self._repeated = False
         self._forward_order.clear()
         self._indices.clear()
 
-    def begin_forward(self, *, learns: bool, again: bool) -> None:
-        self._again = again
+    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
+        self._repeated = repeated
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Free flat gradients that `zero_grad` does not free: those of the last step, and those that no parameter sees
@@ -106,7 +106,7 @@ class Fsdp1Step(StepHooks):
             return
         step.add(PythonHooks())
         is_sharded = self._is_first or self._reshard or not self._plan.defers_reduction
-        if self._again and (unit == AT_ROOT or not self._reshard):
+        if self._repeated and (unit == AT_ROOT or not self._reshard):
             is_sharded = False  # it stayed gathered after the forward before
         if is_sharded:
             if unit not in self._prefetched:
@@ -123,7 +123,7 @@ class Fsdp1Step(StepHooks):
         """
         if unit not in self._units:
             return
-        if not self._again:  # `record_post_forward` counts the first forward
+        if not self._repeated:  # `record_post_forward` counts the first forward
             if unit not in self._ran_in_layer:
                 self._indices[unit].append(len(self._forward_order))
                 self._ran_in_layer.add(unit)

@@ -51,6 +51,11 @@ class Fsdp2Step(StepHooks):
         self._policy = PolicyWalk(profile, self._wrapping.units) if self._wrapping.units else None
         self._loss = loss_in_chunks(profile, plan, self._wrapping)
         self.gradient_hooks = plan.defers_reduction or self._loss is not None
+        # State within one micro-batch
+        self._is_first = self._reduces = True
+        self._repeated = False  # a forward of this micro-batch has run before
+        self._runs_head = False
+        self._loss_ended, self._head_gradient = False, NO_BUFFER
         # State within one step
         self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
         self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in it
@@ -75,15 +80,15 @@ class Fsdp2Step(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first
         self._reduces = is_last or not self._plan.defers_reduction
-        self._again = self._runs_head = False
+        self._repeated = self._runs_head = False
         self._loss_ended, self._head_gradient = False, NO_BUFFER
         self._forward_order.clear()
         self._indices.clear()
         if self._policy is not None:
             self._policy.begin()
 
-    def begin_forward(self, *, learns: bool, again: bool) -> None:
-        self._again = again
+    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
+        self._repeated = repeated
 
     def unsharded(self, unit: UnitId) -> Storages:
         """A unit's parameters when they are gathered."""
@@ -96,7 +101,7 @@ class Fsdp2Step(StepHooks):
             return
         self._runs_head = self._runs_head or unit == HEAD
         step.add(PythonHooks())
-        if self._again and not self._reshards(unit):
+        if self._repeated and not self._reshards(unit):
             return  # it is gathered since the forward before
         if unit not in self._gathered:
             self._gather(step, unit, "with previous compute")
@@ -140,11 +145,11 @@ class Fsdp2Step(StepHooks):
         step.add(PythonHooks())
         if (self._reshards(unit) or (unit == HEAD and self._loss)) and not self._is_empty(unit):
             if unit not in self._gathered:
-                self._gather(step, unit, "after compute", again=True)
+                self._gather(step, unit, "after compute", in_backward=True)
             self._copy_out(step, unit, forward=False)
         target = self._prefetch_target(unit)
         if target is not None and self._reshards(target):
-            self._gather(step, target, "with next compute", again=True)
+            self._gather(step, target, "with next compute", in_backward=True)
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
         if self._policy is not None:
@@ -333,12 +338,12 @@ class Fsdp2Step(StepHooks):
 
     # Collectives
 
-    def _gather(self, step: StepBuilder, unit: UnitId, start: Start, *, again: bool = False) -> None:
-        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out. `again`: in backward."""
+    def _gather(self, step: StepBuilder, unit: UnitId, start: Start, *, in_backward: bool = False) -> None:
+        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out."""
         if self._one_shard:
             return
         sizes = self._units[unit]
-        if again and (ranks := self._plan.post_forward_ranks) is not None:
+        if in_backward and (ranks := self._plan.post_forward_ranks) is not None:
             n_bytes = sizes.gathered_bytes
             copied = Storages.of(n_bytes // ranks) if self._plan.mixed and not self._offload else NO_STORAGES
             parts = step.alloc(Account.COMMUNICATION, copied, Stream.COPY_IN)
