@@ -45,6 +45,19 @@ def _low_rank(label: str, fsdp2: str) -> Mapping[Backend, tuple[str, str]]:
     }
 
 
+def _lomo(label: str) -> Mapping[Backend, tuple[str, str]]:
+    hint = "--gpus 1 --strategy ddp, or --optim adamw_torch_8bit"
+    sharded = "updates whole parameters in backward, before {} reduces their gradients"
+    return {
+        "fsdp2": (f"{label} {sharded.format('FSDP2')}", hint),
+        "fsdp1": (f"{label} {sharded.format('FSDP1')}", hint),
+        "deepspeed": (
+            f"accelerate calls DeepSpeed's backward in place of {label}'s, which updates the parameters",
+            hint,
+        ),
+    }
+
+
 _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
     "muon": {
         "fsdp1": ("Muon steps matrices, and FSDP1 flattens them", "--backend fsdp2"),
@@ -74,6 +87,8 @@ _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
     "apollo_adamw": _low_rank(
         "APOLLO", "APOLLO multiplies its random matrix, a plain tensor, with FSDP2's gradients, which are DTensors"
     ),
+    "lomo": _lomo("LOMO"),
+    "adalomo": _lomo("AdaLomo"),
     "schedule_free_adamw": _SCHEDULE_FREE,
     "schedule_free_sgd": _SCHEDULE_FREE,
     "schedule_free_radam": _SCHEDULE_FREE,

@@ -89,9 +89,9 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "did you mean zero3?",
     ),
     (
-        ("estimate", *MODEL, "--optim", "lomo"),
-        "optim lomo is not modelled yet",
-        "nearest is sgd, which has no state either",
+        ("estimate", *MODEL, "--optim", "grokadamw"),
+        "optim grokadamw is not modelled yet",
+        "nearest is adamw_torch",
     ),
     (("estimate", *MODEL, "--gpus"), "--gpus needs a value", SEE),
     (("estimate", *MODEL, "-o"), "--output needs a value", SEE),

@@ -163,7 +163,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not model",
         "it is the sharding strategy",
     ),
-    ({"optim": "lomo"}, "optim lomo is not modelled yet", "nearest is sgd, which has no state either"),
+    ({"optim": "grokadamw"}, "optim grokadamw is not modelled yet", "nearest is adamw_torch"),
     (
         {"strategy": "zero4"},
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not zero4",

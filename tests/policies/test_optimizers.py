@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -91,6 +91,8 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("schedule_free_adamw", 48000, 8000),
         ("schedule_free_sgd", 24000, 4000),
         ("stable_adamw", 48000 + 9, 8000 + 9),
+        ("lomo", 0, 0),
+        ("adalomo", 4 * 160, 4000),
         ("galore_adamw", 2 * 24000 + 4 * 60 * 60, 8000),
         ("apollo_adamw", 2 * 4 * 128 * 100 + 4 * 128 * 60 + 4, 8000),
     ],
@@ -254,6 +256,37 @@ def test_low_rank_optimizers_are_refused_with_sharding(
 def test_low_rank_optimizers_are_refused_for_gpt2_whose_layers_are_no_linear_modules() -> None:
     with pytest.raises(UsageError, match="the layers of gpt2 are Conv1D"):
         estimate(model="gpt2", strategy="ddp", optim="galore_adamw")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero3", "gpus": 8}, "updates whole parameters in backward, before FSDP2"),
+        ({"strategy": "zero3", "gpus": 1, "backend": "fsdp1"}, "updates whole parameters in backward, before FSDP1"),
+        ({"strategy": "zero3", "gpus": 8, "backend": "deepspeed"}, "accelerate calls DeepSpeed's backward"),
+        ({"strategy": "ddp", "gpus": 8}, "before DDP reduces the gradients of 8 GPUs"),
+    ],
+)
+@pytest.mark.parametrize("name", ["lomo", "adalomo"])
+def test_lomo_runs_on_one_gpu_only(name: OptimizerName, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        estimate(model="gpt2", optim=name, **options)
+
+
+def test_adalomo_is_refused_for_stacked_experts_which_it_cannot_factor() -> None:
+    with pytest.raises(UsageError, match="has 3 dimensions, and it factors two"):
+        estimate(model="Qwen/Qwen3-30B-A3B", strategy="ddp", gpus=1, optim="adalomo")
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_lomo_keeps_no_gradients(accumulation: int) -> None:
+    job: dict[str, Any] = {"model": "gpt2", "strategy": "ddp", "gpus": 1, "seq_len": 128}
+    [lomo] = estimate(**job, optim="lomo", gradient_accumulation_steps=accumulation).estimates
+    [sgd] = estimate(**job, optim="sgd").estimates
+    assert lomo.states is not None and sgd.states is not None
+    assert lomo.states["gradients"] == 0 < sgd.states["gradients"]
+    assert lomo.peak_allocated_bytes is not None and sgd.peak_allocated_bytes is not None
+    assert lomo.peak_allocated_bytes < sgd.peak_allocated_bytes
 
 
 def test_muon_needs_flops_and_collectives_under_fsdp2() -> None:

@@ -25,10 +25,11 @@ from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
-from fsdp_advisor.program.instructions import AllReduce, Buffer, Copy, UnitId
+from fsdp_advisor.program.instructions import NO_BUFFER, AllReduce, Buffer, Copy, UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20
+FP32_BYTES = 4
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -104,7 +105,7 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
 
     return States(
         parameters=total(profile, parameters),
-        gradients=total(profile, gradients),
+        gradients=NO_STORAGES if stepping.steps_in_backward else total(profile, gradients),
         optimizer=total(profile, optimizer) + stepping.shared_state,
         paged=total(profile, paged) if stepping.is_paged else NO_STORAGES,
         communication=buckets(profile, plan) if plan.world_size > 1 else NO_STORAGES,
@@ -118,7 +119,8 @@ class DdpStep(StepHooks):
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
-        self.gradient_hooks = plan.gradient_accumulation_steps > 1
+        self._optimizer = optimizer_named(plan.optim)
+        self.gradient_hooks = plan.gradient_accumulation_steps > 1 or self._optimizer.steps_in_backward
         self.states = ddp_states(profile, plan.without_step)
 
     def begin_step(self, step: StepBuilder) -> None:
@@ -131,6 +133,7 @@ class DdpStep(StepHooks):
         self._is_first, self._is_last = is_first, is_last
         self._reduced_tail = False
         self._outputs: list[Buffer] = []
+        self._complete: tuple[Parameter, Buffer] | None = None
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Allocate the copies of the outputs that accelerate (logits in fp32) and DDP (clones, if it searches for unused
@@ -163,21 +166,43 @@ class DdpStep(StepHooks):
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and freed."""
         gradient = step.gradient(parameter, at_root=unit == AT_ROOT)
-        if self._is_first:
+        if self._optimizer.steps_in_backward:
+            self._update(step)
+            self._complete = self._unit(unit).parameters[parameter], gradient
+        elif self._is_first:
             step.reclassify(Account.GRADIENTS, gradient)
         else:
             step.free(gradient)
 
     def end_backward(self, step: StepBuilder) -> None:
+        self._update(step)
         self._reduce_tail(step)
         self._reduce(step, AT_ROOT, self._profile.root, 1 - self._tail_share())
         step.reclassify(Account.GRADIENTS, *step.whole_gradients())
 
+    def _update(self, step: StepBuilder) -> None:
+        """Update the parameter whose gradient was complete before, if the optimizer steps in backward."""
+        if self._complete is None:
+            return
+        parameter, gradient = self._complete
+        element, converted = stored_bytes(self._plan, parameter), NO_BUFFER
+        if element != FP32_BYTES:
+            converted = step.alloc(Account.TEMPORARIES, Storages.of(FP32_BYTES * parameter.elements))
+            step.free(gradient)
+        step.transient(
+            Account.TEMPORARIES,
+            self._optimizer.step_temporaries(parameter, parameter.shape, element, self._plan.framework),
+        )
+        step.free(converted if element != FP32_BYTES else gradient)
+        self._complete = None
+
     def optimizer_step(self, step: StepBuilder) -> None:
         step.transient(Account.TEMPORARIES, gradient_norms(self._profile, self._plan))
-        step.transient(
-            Account.TEMPORARIES, optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
-        )
+        if not self._optimizer.steps_in_backward:
+            step.transient(
+                Account.TEMPORARIES,
+                optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape),
+            )
         step.add(gpu_step(self._profile, self._plan, self._profile.trainable_parameters))
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:

@@ -8,6 +8,7 @@ from fsdp_advisor.policies.optimizers import (
     adagrad,
     adamw,
     bitsandbytes,
+    lomo,
     low_rank,
     muon,
     rmsprop,
@@ -34,6 +35,7 @@ _ALL: tuple[Optimizer, ...] = (
     torchao.ADAMW_FP8,
     muon.MUON,
     *low_rank.ALL,
+    *lomo.ALL,
 )
 _BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
 

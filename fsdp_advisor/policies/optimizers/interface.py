@@ -156,6 +156,8 @@ class Optimizer(ABC):
     """Why a run on the CPU does not show what a GPU allocates. None: it does."""
     is_paged: bool = False
     """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
+    steps_in_backward: bool = False
+    """Whether a parameter is updated, and its gradient freed, as soon as the next gradient is complete."""
     notes: tuple[str, ...] = ()
     """Notes on the assumptions of every estimate."""
     deepspeed_notes: tuple[str, ...] = ()

@@ -1,0 +1,108 @@
+"""LOMO and AdaLomo, which update each parameter in backward, as soon as the gradient of the next parameter is complete.
+
+So at most two gradients live at a time. A parameter in 16 bits and its gradient are converted to fp32 for the update.
+
+Source: lomo-optim 0.1.1, lomo.py and adalomo.py (`fuse_update`, `fused_backward`); accelerate 1.15, accelerator.py, `backward`;
+transformers 5.23, trainer_optimizer.py, `_get_lomo_optimizer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Optimizer, Refusal, Shape, Shards
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+FP32_BYTES = 4
+_ACCUMULATION = "updates the weights after each micro-batch, and does not clip gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lomo(Optimizer):
+    """Without state. The update needs fp32 copies of a parameter in 16 bits and of its gradient."""
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        return NO_STORAGES
+
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        """Not used: DeepSpeed is refused."""
+        return NO_STORAGES
+
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        """Not used: DeepSpeed is refused."""
+        return ()
+
+    def textbook_bytes(self, element_bytes: int) -> int:
+        return 0
+
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        """In addition to the gradient in fp32: the parameter in fp32."""
+        return Storages.of(FP32_BYTES * prod(shape)) if element_bytes != FP32_BYTES else NO_STORAGES
+
+    def steps_one_by_one(self, framework: str) -> bool:
+        return True
+
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        """Not used: DeepSpeed is refused."""
+        return NO_STORAGES
+
+    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
+        """The sum: 3 tensors in fp32; with 16 bits also two casts to fp32 and one back."""
+        casts = 3 * (element_bytes + FP32_BYTES) if element_bytes != FP32_BYTES else 0
+        return (3 * FP32_BYTES + casts) * parameter.elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaLomo(Lomo):
+    """The second moment in fp32, factored into rows and columns; whole for a tensor of one dimension."""
+
+    def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
+        if len(parameter.shape) <= 2:
+            return None
+        return f"AdaLomo fails: {parameter.name} has {len(parameter.shape)} dimensions, and it factors two"
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        if not prod(shape):
+            return NO_STORAGES
+        return sum((Storages.of(FP32_BYTES * size) for size in shape), NO_STORAGES)
+
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        """In addition to the gradient in fp32: its square, and the square with epsilon or the update."""
+        return Storages.of(FP32_BYTES * prod(shape), 2)
+
+    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
+        """The square, epsilon, two means, the update and its norm, its division, the parameter's norm: 16 tensors more."""
+        return super().step_bytes(parameter, element_bytes) + 16 * FP32_BYTES * parameter.elements
+
+
+def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str) -> Lomo:
+    deepspeed = Refusal(f"accelerate calls DeepSpeed's backward in place of {label}'s, which updates the parameters")
+    script = Refusal(f"{label} needs its own backward, which exported scripts do not have")
+    return cls(
+        name=name,
+        script=script,
+        transformers=NamedOptimizer(name=name),
+        deepspeed=deepspeed,
+        deepspeed_offloaded=deepspeed,
+        measured=script,
+        measured_zero1=script,
+        fsdp2=Refusal(f"{label} updates whole parameters in backward, before FSDP2 reduces their gradients"),
+        host_kernel="many_passes",
+        deepspeed_host_kernel="many_passes",
+        is_cpu_adam=False,
+        notes=(f"{label} {_ACCUMULATION}", *notes),
+        steps_in_backward=True,
+    )
+
+
+LOMO = _lomo(Lomo, "lomo", "LOMO")
+ADALOMO = _lomo(
+    AdaLomo,
+    "adalomo",
+    "AdaLomo",
+    "the GPU's workspace for averaging columns (138 MB on an H100): it exceeds the update itself only in models without larger matrices",
+)
+ALL = (LOMO, ADALOMO)
