@@ -19,7 +19,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.model.kernels import kernel_notes
+from fsdp_advisor.model.kernels import kernel_notes, liger_notes
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
 from fsdp_advisor.report import Adapters, Report
@@ -96,6 +96,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
             *notes,
             *memory_notes(gpu),
             *kernel_notes(profile),
+            *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
             *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),
             *length_notes,
             *batch_notes(request),

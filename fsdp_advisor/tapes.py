@@ -45,6 +45,8 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
     key = _key(engine, precision, plan.attention, plan.checkpointing, one, wrap)
     if plan.activation_offload:
         key = replace(key, activation_offload=True)
+    if plan.use_liger_kernel:
+        key = replace(key, liger_kernels=True)
     if plan.batch_layout != "full":
         key = replace(key, batch=plan.batch_layout)
         if plan.padding_fraction and plan.attention == "flash_attention_2":

@@ -91,6 +91,12 @@ def test_names_of_shipped_tapes_are_those_of_their_keys() -> None:
             assert TapeKey.from_name(name).name == name
 
 
+def test_the_name_says_that_a_tape_has_ligers_kernels() -> None:
+    name = replace(FLASH, liger_kernels=True).name
+    assert name == f"{FLASH.name}|kernels=liger"
+    assert TapeKey.from_name(name).liger_kernels
+
+
 @pytest.mark.parametrize("name", ["fsdp2|bf16|tpu|sdpa|default|-|none|1", "fsdp2|bf16|sdpa|none|1"])
 def test_a_name_of_no_key_is_refused(name: str) -> None:
     with pytest.raises(ValueError):

@@ -124,6 +124,7 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
         reference=reference_of(request),
         generation=generation_of(request),
         activation_offload=request.activation_offload,
+        use_liger_kernel=request.use_liger_kernel,
     )
 
 

@@ -310,6 +310,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         reference=reference_of(request),
         generation=generation_of(request),
         activation_offload=request.activation_offload,
+        use_liger_kernel=request.use_liger_kernel,
     )
     check_fsdp_options(plan)
     _check_torchtitan(plan)

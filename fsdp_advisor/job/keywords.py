@@ -67,6 +67,7 @@ class _Options(TypedDict, total=False):
     reshard_after_forward: str
     save_only_model: bool
     loss: Loss
+    use_liger_kernel: bool
     ignored_labels: float
     packing: Packing
     padding_free: bool

@@ -16,14 +16,15 @@ LossCode = Literal["full", "trl", "liger", "cce", "torchtitan"]
 def loss_code(request: EstimateRequest) -> LossCode:
     """The code that the framework runs for the option. Raises UsageError for a loss that it refuses.
 
-    A reward model has no logits of a vocabulary. Source: trl 1.16, sft_trainer.py: it raises ValueError for Liger's fused linear cross
+    With Liger's kernels the Trainer's loss is Liger's too; TRL leaves that kernel out. A reward model has no logits of a vocabulary. Source: trl 1.16, sft_trainer.py: it raises ValueError for Liger's fused linear cross
     entropy, and has no loss of whole logits.
     """
+    _check_kernels(request)
     loss, usual = request.loss, FRAMEWORKS[request.framework].loss
     if request.task == "reward":
         return "full"
     if loss == "auto":
-        return usual
+        return "liger" if request.use_liger_kernel and usual == "full" else usual
     if usual == "trl" and loss != "chunked":
         raise UsageError(
             f"TRL 1.16 computes the loss in tiles of its own and accepts no loss {loss}",
@@ -36,8 +37,23 @@ def loss_code(request: EstimateRequest) -> LossCode:
     return "trl" if loss == "chunked" else loss
 
 
+def _check_kernels(request: EstimateRequest) -> None:
+    """Raises UsageError for a job that is not modelled with Liger's kernels."""
+    if not request.use_liger_kernel:
+        return
+    if FRAMEWORKS[request.framework].own_models:
+        raise UsageError(
+            f"Liger's kernels are for models of transformers, and {request.framework} trains its own",
+            hint="leave --use-liger-kernel out, or use --framework trainer",
+        )
+    if request.task != "sft":
+        raise UsageError(
+            f"Liger's kernels are not modelled with --task {request.task}", hint="leave --use-liger-kernel out"
+        )
+
+
 def needs_recording(request: EstimateRequest) -> bool:
     """Whether the request is about steps that the catalog has for no model, so that they must be recorded."""
     recomputes = request.activation_checkpointing == "selective" or request.activation_offload
     lays_out = request.padding_free or request.packing == "bfd" or request.padding_fraction > 0
-    return may_adapt(request) or recomputes or lays_out or loss_code(request) != "full"
+    return may_adapt(request) or recomputes or lays_out or request.use_liger_kernel or loss_code(request) != "full"

@@ -65,6 +65,7 @@ class Plan:
     reference: Reference = "none"
     generation: Generation | None = None
     activation_offload: bool = False
+    use_liger_kernel: bool = False
 
     @property
     def without_batch(self) -> Plan:
@@ -90,6 +91,7 @@ class Plan:
             reference="none",
             generation=None if self.generation is None else replace(self.generation, completion_length=1),
             activation_offload=False,
+            use_liger_kernel=False,
         )
 
     @property

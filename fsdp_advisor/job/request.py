@@ -367,6 +367,14 @@ class EstimateRequest:
             },
         ),
     ] = "auto"
+    use_liger_kernel: Annotated[
+        bool,
+        Rule(
+            about="Liger's kernels for norms, positions and feed-forward networks; with --loss auto its loss too, but for TRL, which "
+            "keeps its own",
+            group="Training",
+        ),
+    ] = False
     ignored_labels: Annotated[
         float,
         Rule(

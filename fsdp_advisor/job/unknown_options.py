@@ -75,7 +75,6 @@ _VALUES: dict[str, tuple[str, str]] = {
     "int8": ("load_in_8bit", "--use-peft"),
     "int4": ("load_in_4bit", "--use-peft"),
     "nf4": ("load_in_4bit", "--use-peft"),
-    **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "enable_liger_kernel", "liger_kernel"), ("loss", "liger")),
     **dict.fromkeys(("cce", "cut_cross_entropy"), ("loss", "cce")),
     **dict.fromkeys(("sample_packing", "neat_packing", "pack"), ("packing", "bfd")),
     **{task: ("task", task) for task in ("dpo", "kto", "grpo")},
@@ -88,6 +87,7 @@ _VALUES: dict[str, tuple[str, str]] = {
 _MEANT: dict[str, str] = {
     name: option
     for option, names in {
+        "use_liger_kernel": "liger use_liger enable_liger_kernel liger_kernel liger_kernels",
         "model": "model_name model_id model_name_or_path model_path pretrained",
         "gpus": "num_gpus n_gpus ngpus gpu_count world_size nproc num_processes ranks",
         "nnodes": "nodes num_nodes num_machines n_nodes",

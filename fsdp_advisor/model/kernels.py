@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_advisor.model.liger import LIGER_VERSION
 from fsdp_advisor.model.profile import Profile
 
 GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"})
@@ -18,4 +19,14 @@ def kernel_notes(profile: Profile | None) -> list[str]:
     return [
         "flash-linear-attention and causal-conv1d are assumed to be installed; without them transformers runs its own code in PyTorch,"
         " which needs more memory and time"
+    ]
+
+
+def liger_notes(*, has_kernels: bool) -> list[str]:
+    """A note on the figures that have Liger's kernels."""
+    if not has_kernels:
+        return []
+    return [
+        f"Liger {LIGER_VERSION}'s kernels run on GPUs alone: simulated_peak_bytes has transformers' own code for all but the loss; the other"
+        " figures have the kernels"
     ]

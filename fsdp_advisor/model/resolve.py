@@ -491,7 +491,8 @@ def _described(key: TapeKey) -> str:
     loss = f", loss {key.loss}" if key.loss != "full" else ""
     checkpointing += " with activation offload" if key.activation_offload else ""
     batch += f", {key.batch} batch" if key.batch != "full" else ""
-    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}, {batch}"
+    kernels = ", Liger's kernels" if key.liger_kernels else ""
+    return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}{kernels}, {batch}"
 
 
 def _versions(profile: Profile) -> str:

@@ -50,7 +50,8 @@ class TapeKey:
     the dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does. `completion_length`: the
     tokens of each sequence that GRPO generates and scores. `generated`: the micro-batches that it generates at once. `generates`:
     whether the model generates them itself. `scores_policy`: whether it scores them before the step. `padding`: the part of a
-    padded batch that flash_attention_2 leaves out. Raises ValueError for flash_attention_2 on a CPU.
+    padded batch that flash_attention_2 leaves out. `liger_kernels`: whether the model has Liger's kernels, which exist only on a
+    GPU: on a CPU the tape has transformers' own code. Raises ValueError for flash_attention_2 on a CPU.
     """
 
     engine: TapeEngine
@@ -74,6 +75,7 @@ class TapeKey:
     scores_policy: bool = False
     batch: TapeBatch = "full"
     padding: float = 0.0
+    liger_kernels: bool = False
     at: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -147,6 +149,7 @@ class TapeKey:
             "policy": "1" if self.scores_policy else "",
             "batch": self.batch if self.batch != "full" else "",
             "padding": str(self.padding) if self.padding else "",
+            "kernels": "liger" if self.liger_kernels else "",
             "at": "x".join(map(str, self.at or ())),
         }
         return "|".join((*parts, *(f"{name}={value}" for name, value in options.items() if value)))
@@ -188,5 +191,6 @@ class TapeKey:
             scores_policy="policy" in given,
             batch=cast("TapeBatch", given.get("batch", "full")),
             padding=float(given.get("padding", 0)),
+            liger_kernels="kernels" in given,
             at=(at[0], at[1]) if at else None,
         )

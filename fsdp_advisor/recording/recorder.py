@@ -34,6 +34,7 @@ from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
+from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import with_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
@@ -223,12 +224,16 @@ class Recorder:
         if by_accelerate:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         packed = key.batch in ("flattened", "flattened-trl")
+        if key.liger_kernels:
+            check_kernels(model, self.source.name)
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
             if key.device == "gpu":
                 contexts.enter_context(as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed))
                 contexts.enter_context(with_kernels(model))
+                if key.liger_kernels:
+                    contexts.enter_context(with_liger_kernels(model, self.source.name))
             contexts.enter_context(fake_tensors())
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None

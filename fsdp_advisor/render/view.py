@@ -216,6 +216,7 @@ def job_items(report: Report) -> tuple[str, ...]:
         if request.gradient_accumulation_steps > 1:
             items.append(f"accumulation {request.gradient_accumulation_steps}")
         items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
+    items += ["Liger's kernels"] if request.use_liger_kernel else []
     items += ["inputs of layers on the host"] if request.activation_offload else []
     items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []
     if request.dtype != "auto":

@@ -21,6 +21,9 @@ MAIN = ("model", "gpus", "gpu", "nnodes", "seq_len", "precision")
 _HELP = {
     "gpu": "The name of a GPU (H100, rtx4090), or a memory size such as 24GiB; default: H100-80GB",
     "backend": "The library that shards the model",
+    "loss": "How the loss is computed",
+    "use_liger_kernel": "Liger's kernels for norms, positions and feed-forward networks",
+    "activation_offload": "The inputs of checkpointed layers are in pinned host memory between forward and backward",
     "backward_prefetch": "When FSDP1 gathers the parameters of the next layer in backward",
 }
 """Help where that of the command line does not suit a form."""

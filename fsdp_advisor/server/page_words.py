@@ -36,6 +36,7 @@ _LABELS = {
     "vllm_enable_sleep_mode": "vLLM sleeps",
     "vllm_tensor_parallel_size": "GPUs per copy in vLLM",
     "activation_offload": "Layer inputs on the host",
+    "use_liger_kernel": "Liger's kernels",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
     "dtype": "Weights stored in",

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.liger_kernels import with_liger_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.step import fake_tensors, materialise
@@ -95,7 +96,8 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         launched = frameworks.as_launched(plan, mesh) if plan.uses_accelerate else nullcontext()
         flash = plan.attention == "flash_attention_2"  # its kernels exist only on GPUs
         smaller = _post_forward_mesh(plan, mesh, meter)  # before fake tensors, which have no values
-        with launched as parallel, smaller, fake_tensors(), meter, as_on_cuda() if flash else nullcontext():
+        kernels = with_liger_kernels(model, source.name) if flash and plan.use_liger_kernel else nullcontext()
+        with launched as parallel, smaller, fake_tensors(), meter, as_on_cuda() if flash else nullcontext(), kernels:
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
             return _steady_step(trainer, meter, plan.gradient_accumulation_steps)

@@ -1,0 +1,65 @@
+"""The kernels that Liger gives a causal language model by default, by the type of the model.
+
+Source: liger-kernel 0.8.5, transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN and the functions in it, with a model that exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LIGER_VERSION = "0.8.5"
+
+LigerMlp = Literal["none", "gate and up", "gate_up", "relu squared"]
+"""The projections before the kernel: two layers, or one whose output is divided; ``relu squared``: only the activation is a kernel."""
+
+
+@dataclass(frozen=True)
+class LigerKernels:
+    """The modules of a model that Liger's kernels replace.
+
+    `norms`: names of norms in a layer, in its attention or in the model, whose backward writes to its gradient; `copying_norms`: those
+    whose backward has an output of its own. `mlp`: the feed-forward network of a layer, and a shared expert. `experts`: whether the
+    routed experts of a layer are one kernel. `rope`: whether positions are one kernel.
+    """
+
+    norms: tuple[str, ...] = ()
+    copying_norms: tuple[str, ...] = ()
+    mlp: LigerMlp = "gate and up"
+    experts: bool = False
+    rope: bool = True
+
+
+_TWO = ("norm", "input_layernorm", "post_attention_layernorm")
+_FOUR = (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_OF_HEADS = ("q_norm", "k_norm")
+_OF_LATENTS = ("q_a_layernorm", "kv_a_layernorm")
+
+_LLAMA = LigerKernels(norms=_TWO)
+_OLMO = LigerKernels(norms=("norm",), copying_norms=("post_attention_layernorm", "post_feedforward_layernorm"))
+_DEEPSEEK = LigerKernels(norms=(*_TWO, *_OF_LATENTS), experts=True, rope=False)
+_QWEN_LINEAR = LigerKernels(copying_norms=(*_TWO, *_OF_HEADS), experts=True, rope=False)
+
+LIGER_KERNELS: dict[str, LigerKernels] = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "smollm3", "gemma", "hunyuan_v1_dense"), _LLAMA),
+    "qwen3": LigerKernels(norms=(*_TWO, *_OF_HEADS)),
+    "phi3": LigerKernels(norms=_TWO, mlp="gate_up"),
+    "gemma2": LigerKernels(copying_norms=_FOUR),
+    "gemma3_text": LigerKernels(copying_norms=(*_FOUR, *_OF_HEADS)),
+    "gemma4_text": LigerKernels(copying_norms=(*_FOUR, *_OF_HEADS), rope=False),
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
+    "glm4": LigerKernels(
+        copying_norms=(*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"), mlp="gate_up", rope=False
+    ),
+    "exaone4": LigerKernels(
+        copying_norms=("norm", "post_attention_layernorm", "post_feedforward_layernorm", *_OF_HEADS)
+    ),
+    "nemotron": LigerKernels(mlp="relu squared", rope=False),
+    "gpt_oss": LigerKernels(norms=_TWO, mlp="none"),
+    **dict.fromkeys(("mixtral", "hunyuan_v1_moe"), LigerKernels(norms=_TWO, mlp="none", experts=True)),
+    "qwen3_moe": LigerKernels(norms=(*_TWO, *_OF_HEADS), mlp="none", experts=True),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    "deepseek_v4": LigerKernels(norms=_TWO, mlp="none", rope=False),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN_LINEAR),
+}
+"""By the type of the model. Kernels for gemma's activation allocate the same as those for SwiGLU."""

@@ -1,0 +1,258 @@
+"""The allocations of Liger's kernels for norms, positions and feed-forward networks, for recording on a machine without a GPU.
+
+The classes below allocate, save and free what the autograd functions of liger-kernel 0.8.5 do, in their order; kernels are left out but
+for their work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.model.liger import LIGER_KERNELS, LIGER_VERSION, LigerKernels
+
+PROCESSORS = 132
+"""Multiprocessors of the GPU: in the backward of a norm each has a row of partial sums in fp32. They are those of an H100 or H200; an
+A100 has 108, a B200 148."""
+
+
+def check_kernels(model: nn.Module, name: str) -> None:
+    """Raise NotRecordable if Liger has no kernels for the model."""
+    _kernels_of(_causal_model(model, name), name)
+
+
+@contextlib.contextmanager
+def with_liger_kernels(model: nn.Module, name: str) -> Iterator[None]:
+    """Context in which the model's code finds Liger's functions. Its modules keep them. Raises NotRecordable if there are none.
+
+    Source: transformers/monkey_patch.py, the functions of MODEL_TYPE_TO_APPLY_LIGER_FN.
+    """
+    causal = _causal_model(model, name)
+    kernels = _kernels_of(causal, name)
+    base = causal.base_model
+    layers = list(base.layers)
+    for norm, in_place in _norms(base, layers, kernels):
+        norm.forward = MethodType(_norm_in_place if in_place else _norm, norm)
+    for mlp in _mlps(layers, kernels):
+        if kernels.mlp == "relu squared":
+            activation = mlp.get_submodule("act_fn")
+            activation.forward = MethodType(_relu_squared, activation)
+        else:
+            mlp.forward = MethodType(_gate_up_mlp if kernels.mlp == "gate_up" else _mlp, mlp)
+    code = sys.modules[type(base).__module__]
+    with mock.patch.object(code, "apply_rotary_pos_emb", _rope) if kernels.rope else contextlib.nullcontext():
+        yield
+
+
+def _causal_model(model: nn.Module, name: str) -> PreTrainedModel:
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None:
+            return inner
+    raise NotRecordable(f"{name}: Liger's kernels are for causal language models", hint="leave --use-liger-kernel out")
+
+
+def _kernels_of(causal: PreTrainedModel, name: str) -> LigerKernels:
+    kernels = LIGER_KERNELS.get(causal.config.model_type)
+    if kernels is None or kernels.experts:
+        raise NotRecordable(
+            f"{name}: Liger {LIGER_VERSION}'s kernels for models of type {causal.config.model_type} are not modelled",
+            hint="leave --use-liger-kernel out; --loss liger has its loss alone, if it has one",
+        )
+    return kernels
+
+
+def _norms(base: nn.Module, layers: list[nn.Module], kernels: LigerKernels) -> Iterator[tuple[nn.Module, bool]]:
+    """The norms that are replaced, and whether their backward writes to its gradient."""
+    places = [base, *layers, *(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))]
+    for names, in_place in ((kernels.norms, True), (kernels.copying_norms, False)):
+        for place in places:
+            for name in names:
+                found = getattr(place, name, None)
+                for norm in found.modules() if found is not None else ():
+                    if not list(norm.children()):  # else PEFT's wrapper around a norm that is trained
+                        yield norm, in_place
+
+
+def _mlps(layers: Iterable[nn.Module], kernels: LigerKernels) -> Iterator[nn.Module]:
+    for layer in layers:
+        if kernels.mlp != "none" and not getattr(layer, "enable_moe_block", False):
+            yield layer.get_submodule("mlp")
+
+
+@torch.library.custom_op("fsdp_advisor::liger_kernel", mutates_args=())
+def _kernel(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+    """The work of a kernel."""
+    raise NotImplementedError("only its work is known")
+
+
+@_kernel.register_fake
+def _(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+    return None
+
+
+@torch.library.custom_op("fsdp_advisor::allocation", mutates_args=())
+def _allocation(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that a kernel fills, which is its work."""
+    raise NotImplementedError("only its shape is known")
+
+
+@_allocation.register_fake
+def _(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _empty(shape: Iterable[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    found: torch.Tensor = _allocation(like, list(shape), dtype or like.dtype)
+    return found
+
+
+# RMSNorm
+
+
+def _norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _RmsNorm.apply(hidden_states, self.weight, False)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+def _norm_in_place(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _RmsNorm.apply(hidden_states, self.weight, True)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Source: ops/rms_norm.py, `LigerRMSNormFunction`. Both casting modes keep the inverse norm in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, in_place: bool) -> torch.Tensor:
+        shape = x.shape
+        x = x.contiguous().view(-1, shape[-1])
+        y = _empty(x.shape, x)
+        inverse = _empty(x.shape[:1], x, torch.float32)
+        _kernel([x, weight], [y, inverse])
+        ctx.in_place = in_place
+        ctx.save_for_backward(x, weight, inverse)
+        return y.view(*shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        shape = grads[0].shape
+        dy = grads[0].contiguous().view(-1, shape[-1])
+        trains = ctx.needs_input_grad[1]
+        parts = _empty((PROCESSORS, shape[-1]), weight, torch.float32) if trains else None
+        dx = dy if ctx.in_place else torch.zeros_like(dy)
+        _kernel([dy, x, weight, inverse], [dx, *([] if parts is None else [parts])])
+        dweight = None if parts is None else parts.sum(dim=0).to(weight.dtype)
+        return dx.view(*shape), dweight, None
+
+
+# Positions
+
+
+def _rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of shape (B, heads, T, D), rotated in place."""
+    rotated: tuple[torch.Tensor, torch.Tensor] = _Rope.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]  # torch's
+    return rotated
+
+
+class _Rope(torch.autograd.Function):
+    """Source: ops/rope.py, `LigerRopeFunction`. Queries and keys that are parts of one tensor are copied first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
+        _kernel([q, k, cos, sin], [q, k])
+        ctx.save_for_backward(cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        dq, dk = (grad.transpose(1, 2).contiguous() for grad in grads)
+        _kernel([dq, dk, cos, sin], [dq, dk])
+        return dq.transpose(1, 2), dk.transpose(1, 2), None, None
+
+
+# Feed-forward networks
+
+
+def _mlp(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Source: transformers/swiglu.py, `LigerSwiGLUMLP`; transformers/geglu.py, `LigerGEGLUMLP`."""
+    return _call(self.down_proj, _gated(_call(self.gate_proj, x), _call(self.up_proj, x)))
+
+
+def _gate_up_mlp(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Source: transformers/swiglu.py, `LigerPhi3SwiGLUMLP`."""
+    up = _call(self.gate_up_proj, x)
+    gate, up = up.chunk(2, dim=-1)
+    return _call(self.down_proj, _gated(gate, up))
+
+
+def _call(module: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = module(x)
+    return out
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _GatedActivation.apply(gate, up)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+class _GatedActivation(torch.autograd.Function):
+    """Source: ops/swiglu.py, `LigerSiLUMulFunction`; ops/geglu.py, `LigerGELUMulFunction`. Backward writes to the saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        shape = gate.shape
+        gate, up = (x.contiguous().view(-1, shape[-1]) for x in (gate, up))
+        out = _empty(gate.shape, gate)
+        _kernel([gate, up], [out])
+        ctx.save_for_backward(gate, up)
+        return out.view(*shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        shape = grads[0].shape
+        grad = grads[0].contiguous()
+        _kernel([grad, gate, up], [gate, up])
+        return gate.view(*shape), up.view(*shape)
+
+
+def _relu_squared(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _ReluSquared.apply(x)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+class _ReluSquared(torch.autograd.Function):
+    """Source: ops/relu_squared.py, `LigerReLUSquaredFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = _empty(x.shape, x)
+        _kernel([x], [out])
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        out = _empty(grad.shape, grad)
+        _kernel([x, grad], [out])
+        return out

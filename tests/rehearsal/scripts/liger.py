@@ -1,0 +1,52 @@
+"""Peaks of training steps with Liger's kernels, as transformers' Trainer applies them.
+
+Argument: for each job the model's configuration, the precision, whether layers are checkpointed, whether adapters are trained, the
+micro-batch and the length, as JSON. Triton's launches, which do nothing here, are left out with their compilation.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
+
+import json  # after the switch above
+import sys
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from training import SteadyPeak, usual_arguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+
+def peak_of(config: dict[str, Any], precision: str, checkpoints: bool, adapts: bool, batch: int, length: int) -> int:
+    for launcher in (JITFunction, Autotuner):
+        launcher.run = lambda *args, **kwargs: None
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    if adapts:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
+    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
+    arguments = TrainingArguments(
+        **usual_arguments(batch, precision), use_liger_kernel=True, gradient_checkpointing=checkpoints
+    )
+    found = SteadyPeak()
+    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
+    return found.peak
+
+
+def main() -> None:
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:  # another job's cache would change the peak
+        peaks = {name: fresh.apply(peak_of, job) for name, job in json.loads(sys.argv[1]).items()}
+    print("FOUND", json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Steps of models with Liger's kernels on a simulated GPU, compared with the prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import taken
+
+from fsdp_advisor import estimate
+
+pytestmark = pytest.mark.slow
+
+SHAPES: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "vocab_size": 100, "max_position_embeddings": 4096, "tie_word_embeddings": False, "pad_token_id": 0,
+}  # fmt: skip
+"""The vocabulary is small, so that the peak is in a layer. Sequences are long, so that what the allocator adds to a block is little."""
+Job = tuple[dict[str, Any], str, bool, bool, int, int]
+
+
+def _job(model: str, precision: str, *, checkpoints: bool = False, adapts: bool = False, **values: Any) -> Job:
+    return {"model_type": model, **SHAPES, **values}, precision, checkpoints, adapts, 4, 4000
+
+
+JOBS: dict[str, Job] = {
+    "llama, autocast": _job("llama", "bf16-mixed"),
+    "qwen3, half precision, adapters": _job("qwen3", "bf16", adapts=True),
+    "gemma3, autocast, checkpointed": _job("gemma3_text", "bf16-mixed", checkpoints=True),
+}
+MODELS = (
+    "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "glm4", "exaone4", "smollm3",
+    "hunyuan_v1_dense", "nemotron",
+)  # fmt: skip
+MORE: dict[str, Job] = {
+    f"{model}, {precision}, checkpoints {checkpoints}, adapts {adapts}": _job(
+        model, precision, checkpoints=checkpoints, adapts=adapts
+    )
+    for model, precision, checkpoints, adapts in product(MODELS, ("bf16-mixed", "bf16"), (False, True), (False, True))
+}
+CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
+"""Configuration, precision, whether layers are checkpointed, whether adapters are trained, micro-batch, sequence length."""
+
+
+@pytest.fixture(scope="module")
+def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
+    return run("liger.py", json.dumps(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ligers_kernels_need_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
+    config, precision, checkpoints, adapts, batch, length = CASES[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    adapters = {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear"} if adapts else {}
+    (row,) = estimate(
+        model=str(path), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
+        framework="trainer", use_liger_kernel=True, activation_checkpointing="full" if checkpoints else "none", **adapters,
+    ).estimates  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)
