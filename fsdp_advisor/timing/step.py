@@ -22,7 +22,7 @@ from fsdp_advisor.timing.timeline import (
     rates_of,
     step_intervals,
 )
-from fsdp_advisor.timing.work import COMPUTE_CLASSES, TapeWork, Work, tape_work
+from fsdp_advisor.timing.work import COMPUTE_CLASSES, TapeWork, Work, WorkOptions, tape_work
 
 UNCERTAINTY: dict[str, float] = {
     "matmul": 0.15, "attention": 0.25, "pointwise": 0.25, "loss": 0.25, "recomputation": 0.15, "launch": 0.50,
@@ -183,12 +183,15 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
 
 def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, gpu: Gpu) -> TapeWork:
     """The compute of the tape's segments at the plan's batch."""
-    rate = host_bytes_per_s(gpu) if plan.activation_offload else inf
-    checkpointing = plan.checkpointing == "full"
     b, t = plan.tape_shape
-    masked = plan.batch_layout != "full" and plan.attention != "flash_attention_2"
-    sequences = b * sequences_per_example(plan.task)
-    return tape_work(profile, program.layout.tape, b, t, device, checkpointing, sequences, rate, _runs(plan), masked)
+    options = WorkOptions(
+        checkpointing=plan.checkpointing == "full",
+        sequences=b * sequences_per_example(plan.task),
+        masked=plan.batch_layout != "full" and plan.attention != "flash_attention_2",
+        host_bytes_per_s=host_bytes_per_s(gpu) if plan.activation_offload else inf,
+        runs=_runs(plan),
+    )
+    return tape_work(profile, program.layout.tape, b, t, device, options)
 
 
 def _runs(plan: Plan) -> tuple[tuple[str, float], ...]:

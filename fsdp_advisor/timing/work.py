@@ -44,31 +44,34 @@ class TapeWork:
     model_flops: float
 
 
+@dataclass(frozen=True, slots=True)
+class WorkOptions:
+    """What a plan changes about the work of its tape."""
+
+    checkpointing: bool = False
+    """Whether layers repeat their whole forward in backward."""
+    sequences: int | None = None
+    """Of a micro-batch; None: as many as its rows."""
+    masked: bool = False
+    """Whether attention has a mask of the batch, under which its kernels skip nothing."""
+    host_bytes_per_s: float = inf
+    """Of copies to and from the host, which run between the kernels. Source: torch 2.13, autograd/graph.py, save_on_cpu copies on the
+    current stream."""
+    runs: tuple[tuple[str, float], ...] = ()
+    """How often a step runs phases of the tape for each time that they are visited; once, if they are not in it."""
+
+
 @lru_cache(maxsize=64)
 def tape_work(
-    profile: Profile,
-    tape: Tape,
-    b: int,
-    t: int,
-    device: Device,
-    checkpointing: bool,
-    sequences: int | None = None,
-    host_bytes_per_s: float = inf,
-    runs: tuple[tuple[str, float], ...] = (),
-    masked: bool = False,
+    profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions = WorkOptions()
 ) -> TapeWork:
-    """The tape's work at micro-batch `b` and `t` tokens. `sequences`: of a micro-batch, if they are not `b`.
-
-    `host_bytes_per_s`: of copies to and from the host, which run between the kernels. Source: torch 2.13, autograd/graph.py, save_on_cpu
-    copies on the current stream. `runs`: how often a step runs phases of the tape for each time that they are visited; once, if they are
-    not in it. `masked`: attention has a mask of the batch, under which its kernels skip nothing.
-    """
-    head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text") and not masked
-    rates = _rates(profile, tape, b, t, device, sequences or b)
+    """The tape's work at micro-batch `b` and `t` tokens."""
+    head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text") and not options.masked
+    rates = _rates(profile, tape, b, t, device, options.sequences or b)
     last_root = max((s.layer for s in _root_forwards(tape)), default=0)
     forward: dict[tuple[int, int], Work] = {}
     by_segment = []
-    times = dict(runs)
+    times = dict(options.runs)
     for segment in tape.segments:
         backward = segment.phase == "backward"
         is_loss = segment.stack == ROOT and segment.layer == (0 if backward else last_root)
@@ -78,11 +81,11 @@ def tape_work(
         elif segment.recomputed is not None:
             again = replace(segment, **segment.recomputed._asdict())
             work = _split(work, _work(again, b, t, device, rates[_unit_of(segment)][False], head, causal, False))
-        elif segment.stack != ROOT and backward and checkpointing:
+        elif segment.stack != ROOT and backward and options.checkpointing:
             work = _split(work, forward[_unit_of(segment)])
         if segment.host_copies:
             copied = sum(evaluate(n_bytes, b, t) for n_bytes in segment.host_copies)
-            work = work._replace(copies=copied / host_bytes_per_s)
+            work = work._replace(copies=copied / options.host_bytes_per_s)
         if segment.phase in times:
             work = Work(*(times[segment.phase] * seconds for seconds in work))
         by_segment.append(work)

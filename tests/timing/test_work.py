@@ -9,7 +9,7 @@ from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.model.profile import ROOT, evaluate
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import device_of
-from fsdp_advisor.timing.work import tape_work
+from fsdp_advisor.timing.work import WorkOptions, tape_work
 
 
 @pytest.mark.parametrize("model", ["meta-llama/Llama-2-7b-hf", "google/gemma-3-4b-pt", "openai/whisper-small"])
@@ -22,7 +22,7 @@ def test_work_covers_the_traffic_and_launches_of_each_segment(model: str, checkp
         attention="flash_attention_2",
     )  # fmt: skip
     b, t = 3, 640
-    found = tape_work(profile, tape, b, t, device, checkpointing == "full")
+    found = tape_work(profile, tape, b, t, device, WorkOptions(checkpointing=checkpointing == "full"))
     flops = 0
     for segment, work in zip(tape.segments, found.by_segment, strict=True):
         moved = evaluate(segment.traffic_bytes, b, t) / device.memory_bytes_per_s
