@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fsdp_advisor.job.batch_layout import check_batch
-from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal
+from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.generation import check_generation, generation_of
-from fsdp_advisor.job.losses import loss_code
+from fsdp_advisor.job.generation import check_generation
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import (
@@ -21,7 +20,7 @@ from fsdp_advisor.job.request import (
     RecommendRequest,
     Strategy,
 )
-from fsdp_advisor.job.training_task import check_task, reference_of
+from fsdp_advisor.job.training_task import check_task
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
 """The policies that a search chooses from: no others have tapes in the catalog, and to record one takes seconds."""
@@ -105,26 +104,7 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
         backend="ddp",
         mesh=mesh_of("ddp", gpus, nnodes),
         seq_len=seq_len,
-        precision=request.precision,
-        optim=request.optim,
-        attention=request.attention,
-        backward_prefetch=request.backward_prefetch,
-        framework=request.framework,
-        wrap=request.wrap,
-        forward_prefetch=request.forward_prefetch,
-        reshard_after_forward=request.reshard_after_forward,
-        save_only_model=request.save_only_model,
-        dtype=request.dtype,
-        loss_code=loss_code(request),
-        ignored_labels=request.ignored_labels,
-        packing=request.packing,
-        padding_free=request.padding_free,
-        padding_fraction=request.padding_fraction,
-        task=request.task,
-        reference=reference_of(request),
-        generation=generation_of(request),
-        activation_offload=request.activation_offload,
-        use_liger_kernel=request.use_liger_kernel,
+        **shared_fields(request),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
@@ -287,31 +289,30 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         offload=offload,
         offload_device=request.offload_device,
         mesh=mesh_of(strategy, request.gpus, request.nnodes),
-        precision=request.precision,
-        optim=request.optim,
         micro_batch_size=request.micro_batch_size,
         seq_len=seq_len,
         gradient_accumulation_steps=request.gradient_accumulation_steps,
         activation_checkpointing=request.activation_checkpointing,
-        attention=request.attention,
-        backward_prefetch=request.backward_prefetch,
-        framework=request.framework,
-        wrap=request.wrap,
-        forward_prefetch=request.forward_prefetch,
-        reshard_after_forward=request.reshard_after_forward,
-        save_only_model=request.save_only_model,
-        dtype=request.dtype,
-        loss_code=loss_code(request),
-        ignored_labels=request.ignored_labels,
-        packing=request.packing,
-        padding_free=request.padding_free,
-        padding_fraction=request.padding_fraction,
-        task=request.task,
-        reference=reference_of(request),
-        generation=generation_of(request),
-        activation_offload=request.activation_offload,
-        use_liger_kernel=request.use_liger_kernel,
+        **shared_fields(request),
     )
     check_fsdp_options(plan)
     _check_torchtitan(plan)
     return plan
+
+
+_OF_THE_REQUEST = (
+    "precision", "optim", "attention", "backward_prefetch", "framework", "wrap", "forward_prefetch", "reshard_after_forward",
+    "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
+    "use_liger_kernel",
+)  # fmt: skip
+"""The fields of a plan that have the same name and value in its request."""
+
+
+def shared_fields(request: EstimateRequest) -> dict[str, Any]:
+    """The fields that all plans of a request share: all but strategy, backend, offload, mesh, checkpointing and batch."""
+    return {
+        **{name: getattr(request, name) for name in _OF_THE_REQUEST},
+        "loss_code": loss_code(request),
+        "reference": reference_of(request),
+        "generation": generation_of(request),
+    }
