@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.job.request import Attention, OptimizerName
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.low_rank import LowRank
 
 _OPTIMIZERS: dict[str, OptimizerName] = {
     **{name: name for name in get_args(OptimizerName)},
@@ -85,6 +87,25 @@ def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str
         return
     found.take(key)
     found.options["optim"] = optim
+    if isinstance(defaults := optimizer_named(optim), LowRank):
+        _report_projection(found, defaults, arguments)
+
+
+def _report_projection(found: Collector, optimizer: LowRank, arguments: Mapping[str, Any] | str | None) -> None:
+    """Report settings of a projection that differ from those of the estimate."""
+    given = {name: value for name, value in _read(arguments).items() if name in optimizer.projection}
+    other = {name: value for name, value in given.items() if str(value) != str(optimizer.projection[name])}
+    if other:
+        settings = ", ".join(f"{name} {value}" for name, value in other.items())
+        found.omits(f"{optimizer.name} with {settings}; the estimate has {_defaults(optimizer, other)}")
+    targets = found.peek("optim_target_modules")
+    if isinstance(targets, str) and targets.replace("_", "-") == "all-linear":
+        found.take("optim_target_modules")
+    found.lacks("optim_target_modules", "the estimate projects all linear layers")
+
+
+def _defaults(optimizer: LowRank, names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {optimizer.projection[name]}" for name in names)
 
 
 def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) -> OptimizerName | None:

@@ -84,6 +84,9 @@ _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
     "galore_adamw": _low_rank(
         "GaLore", "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled"
     ),
+    "galore_adafactor": _low_rank(
+        "GaLore", "GaLore's Adafactor mixes plain tensors with FSDP2's gradients, which are DTensors"
+    ),
     "apollo_adamw": _low_rank(
         "APOLLO", "APOLLO multiplies its random matrix, a plain tensor, with FSDP2's gradients, which are DTensors"
     ),

@@ -29,7 +29,7 @@ OptimizerName = Literal[
     "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
     "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
-    "schedule_free_radam", "adamw_torch_fp8", "stable_adamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo",
+    "schedule_free_radam", "adamw_torch_fp8", "stable_adamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo", "galore_adafactor",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = str
@@ -254,7 +254,6 @@ class EstimateRequest:
             },
             elsewhere={"cpu_offload_optimizer": "offload optimizer, which is DeepSpeed's, with adamw_torch_fused"},
             nearest={
-                "galore_adafactor": "adafactor, which factors its state too",
                 **dict.fromkeys(
                     ("galore_adamw_8bit",),
                     "galore_adamw, or adamw_torch_8bit, whose state is small too",
@@ -270,7 +269,6 @@ class EstimateRequest:
                 "adamw_apex_fused",
                 "adamw_anyprecision",
                 "galore_adamw_8bit",
-                "galore_adafactor",
                 *_LAYERWISE,
                 "adam_mini",
                 "grokadamw",

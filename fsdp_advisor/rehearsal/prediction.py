@@ -32,7 +32,11 @@ _OF_BITSANDBYTES = {
 """By class without `Paged` and bits, bits of the states, and whether they are paged."""
 
 
-_LOW_RANK = {("galore_torch", "AdamW"): "galore_adamw", ("apollo_torch", "AdamW"): "apollo_adamw"}
+_LOW_RANK = {
+    ("galore_torch", "AdamW"): "galore_adamw",
+    ("galore_torch", "Adafactor"): "galore_adafactor",
+    ("apollo_torch", "AdamW"): "apollo_adamw",
+}
 """By package and class."""
 
 

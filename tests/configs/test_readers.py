@@ -62,6 +62,24 @@ def test_axolotl() -> None:
     assert "wandb_project" in said(found, "ignored")
 
 
+def test_settings_of_a_projection_that_the_estimate_lacks_are_reported() -> None:
+    text = """
+        model_name_or_path: Qwen/Qwen3-0.6B
+        stage: sft
+        optim: galore_adamw
+        optim_args: rank={}, update_proj_gap=50, scale=2
+        optim_target_modules: {}
+    """
+    other = read("sft.yaml", text.format(256, "[attn, mlp]"))
+    assert other.options["optim"] == "galore_adamw"
+    assert "galore_adamw with rank 256; the estimate has rank 128" in said(other, "not_modelled")
+    assert "optim_target_modules: ['attn', 'mlp'] (the estimate projects all linear layers)" in said(
+        other, "not_modelled"
+    )
+    same = read("sft.yaml", text.format(128, "all-linear"))
+    assert "rank" not in said(same, "not_modelled") and "optim_target_modules: all-linear" in said(same, "read")
+
+
 @pytest.mark.parametrize("name", ["axolotl.yaml"])
 def test_every_key_is_accounted_for(name: str) -> None:
     import yaml

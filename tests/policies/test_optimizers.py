@@ -24,7 +24,7 @@ from fsdp_advisor.policies.optimizers.interface import (
 )
 
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
-MULTIPLYING: tuple[OptimizerName, ...] = ("muon", "galore_adamw", "apollo_adamw")
+MULTIPLYING: tuple[OptimizerName, ...] = ("muon", "galore_adamw", "galore_adafactor", "apollo_adamw")
 """Optimizers whose update has matrix products."""
 MATRIX = Parameter(name="weight", shape=(100, 60))
 VECTOR = Parameter(name="bias", shape=(1000,))
@@ -94,6 +94,7 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("lomo", 0, 0),
         ("adalomo", 4 * 160, 4000),
         ("galore_adamw", 2 * 24000 + 4 * 60 * 60, 8000),
+        ("galore_adafactor", 4 * (60 * 60 + 100 + 60 + 1), 4004),
         ("apollo_adamw", 2 * 4 * 128 * 100 + 4 * 128 * 60 + 4, 8000),
     ],
 )
@@ -236,7 +237,7 @@ def test_the_update_of_one_matrix_stays_while_galore_decomposes_the_next() -> No
     assert galore.loop_temporaries([one] * 3) == twice
 
 
-@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw"])
+@pytest.mark.parametrize("name", ["galore_adamw", "galore_adafactor", "apollo_adamw"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -33,6 +33,12 @@ PARAMETERS = (
 LOW_RANK = {"rank": low_rank.RANK, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
 LOOPS: dict[OptimizerName, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "galore_adamw": ("galore_torch", "GaLoreAdamW", {}, LOW_RANK),
+    "galore_adafactor": (
+        "galore_torch",
+        "GaLoreAdafactor",
+        {"scale_parameter": False, "relative_step": False},
+        LOW_RANK,
+    ),
     "apollo_adamw": (
         "apollo_torch",
         "APOLLOAdamW",

@@ -1,4 +1,4 @@
-"""GaLore and APOLLO: AdamW whose moments have a low rank, for the weights of linear layers.
+"""GaLore and APOLLO: AdamW or Adafactor whose moments have a low rank, for the weights of linear layers.
 
 Each matrix has a projection. It is computed again every `UPDATE_GAP` steps: GaLore's from the singular vectors of the gradient, APOLLO's from
 random numbers. The predicted step is one that computes it, because its peak is the highest. All other parameters are stepped by AdamW
@@ -11,9 +11,10 @@ trainer_optimizer.py, `_setup_low_rank_optimizer`, `_get_galore_optimizer`, `_ge
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
@@ -37,8 +38,6 @@ UPDATE_GAP = 200
 FP32_BYTES = 4
 INFO_BYTES = 4
 """cuSOLVER reports its success in an int32."""
-_ADAM_PASSES = 17
-"""Tensors of the moments' size that AdamW reads or writes: both moments and their decay, the root, the quotient."""
 _NOT_LINEAR = ("mlp.gate", "mixer.gate", "mlp.router", "block_sparse_moe.router")
 """Routers of mixtures of experts. transformers 5.23 computes most of them without nn.Linear."""
 
@@ -70,6 +69,12 @@ _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clv
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Optimizer):
     """AdamW whose moments have at most `RANK` columns or rows."""
+
+    projection: ClassVar[Mapping[str, int | str]] = {"rank": RANK, "proj_type": "std"}
+    """The Trainer's default values of the settings that change memory."""
+    moment_passes: ClassVar[int] = 17
+    """Tensors of the projected gradient's size that the inner optimizer reads or writes: of AdamW both moments and their decay, the
+    root and the quotient."""
 
     def model_failure(self, model_type: object) -> str | None:
         if model_type not in _CONV1D_MODELS:
@@ -111,11 +116,15 @@ class LowRank(Optimizer):
         variables = Variables()
         for tensor in sorted(tensors, key=lambda tensor: is_linear_weight(tensor.parameter)):
             variables.drop("grad")
-            if is_linear_weight(tensor.parameter):
-                self.step_matrix(variables, tensor.shape, tensor.element_bytes)
-            else:
-                self._adam(variables, tensor.n_bytes)
+            self.step_tensor(variables, tensor)
         return variables.peak
+
+    def step_tensor(self, variables: Variables, tensor: Stepped) -> None:
+        """Let the variables go through the update of one tensor."""
+        if is_linear_weight(tensor.parameter):
+            self.step_matrix(variables, tensor.shape, tensor.element_bytes)
+        else:
+            self._adam(variables, tensor.n_bytes)
 
     def steps_one_by_one(self, framework: str) -> bool:
         return True
@@ -128,9 +137,9 @@ class LowRank(Optimizer):
         """Of a step that does not compute the projection again."""
         n_bytes = parameter.elements * element_bytes
         if not is_linear_weight(parameter):
-            return (_ADAM_PASSES + 3) * n_bytes
+            return (self.moment_passes + 3) * n_bytes
         moment = element_bytes * self.rank_of(parameter.shape) * max(parameter.shape)
-        return (1 + self.update_passes()) * n_bytes + _ADAM_PASSES * moment
+        return (1 + self.update_passes()) * n_bytes + self.moment_passes * moment
 
     def step_flops(self, parameter: Parameter, shards: Shards = WHOLE) -> int:
         if not is_linear_weight(parameter):
@@ -202,8 +211,60 @@ class Galore(LowRank):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GaloreAdafactor(Galore):
+    """Adafactor in fp32 over the projected gradient, without first moment. The projection is always a view of all singular vectors."""
+
+    moment_passes: ClassVar[int] = 15
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        """The second moment, factored if it has two dimensions, and the parameter's root mean square."""
+        if not prod(shape):
+            return NO_STORAGES
+        kept = NO_STORAGES
+        if is_linear_weight(parameter):
+            kept = Storages.of(self.projection_bytes(shape, FP32_BYTES))
+            shape = (max(shape), self.rank_of(shape))
+        if len(shape) < 2:
+            return Storages.of(FP32_BYTES * prod(shape)) + Storages.of(FP32_BYTES)
+        rows, columns = prod(shape) // shape[-1], prod(shape) // shape[-2]
+        return kept + Storages.of(FP32_BYTES * rows) + Storages.of(FP32_BYTES * columns) + Storages.of(FP32_BYTES)
+
+    def step_tensor(self, variables: Variables, tensor: Stepped) -> None:
+        shape, whole = tensor.shape, FP32_BYTES * prod(tensor.shape)
+        projects, converts = is_linear_weight(tensor.parameter), tensor.element_bytes != FP32_BYTES
+        if converts:
+            variables.assign("grad", whole)
+        if projects:
+            self.decompose(variables, shape, FP32_BYTES)
+            shape = (max(shape), self.rank_of(shape))
+            variables.assign("grad", FP32_BYTES * prod(shape))
+        variables.drop("p_data_fp32")
+        if converts:
+            variables.assign("p_data_fp32", whole)
+        n_bytes = FP32_BYTES * prod(shape)
+        variables.assign("square", n_bytes)
+        variables.assign("update", n_bytes)
+        variables.drop("square")
+        if len(shape) > 1:
+            variables.assign("factors", n_bytes // shape[-1], n_bytes // shape[-2])
+        variables.assign("update", n_bytes)
+        variables.drop("factors")
+        if projects:
+            variables.assign("full_rank_grad", whole)
+            variables.assign("update", whole)
+            variables.drop("full_rank_grad")
+        variables.use(whole)
+
+    def update_passes(self) -> int:
+        """Writes the update, scales it, negates it and adds it, and the norm of the parameter: 1 + 2 + 2 + 3 + 1 tensors."""
+        return 9
+
+
+@dataclass(frozen=True, kw_only=True)
 class Apollo(LowRank):
     """The projection is random. AdamW in the low rank only scales the channels of the gradient."""
+
+    projection: ClassVar[Mapping[str, int | str]] = {**LowRank.projection, "proj": "random", "scale_type": "channel"}
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """Of a matrix also the norm of its last update, a scalar."""
@@ -260,11 +321,9 @@ def _low_rank(cls: type[LowRank], name: OptimizerName, label: str, *notes: str) 
     )
 
 
-GALORE_ADAMW = _low_rank(
-    Galore,
-    "galore_adamw",
-    "GaLore",
-    f"the singular value decompositions every {UPDATE_GAP} steps: their tensors count in the peak, but not cuSOLVER's workspace nor their time",
-)
+_DECOMPOSITIONS = f"the singular value decompositions every {UPDATE_GAP} steps: their tensors count in the peak, but not cuSOLVER's workspace nor their time"
+
+GALORE_ADAMW = _low_rank(Galore, "galore_adamw", "GaLore", _DECOMPOSITIONS)
+GALORE_ADAFACTOR = _low_rank(GaloreAdafactor, "galore_adafactor", "GaLore", _DECOMPOSITIONS)
 APOLLO_ADAMW = _low_rank(Apollo, "apollo_adamw", "APOLLO")
-ALL = (GALORE_ADAMW, APOLLO_ADAMW)
+ALL = (GALORE_ADAMW, GALORE_ADAFACTOR, APOLLO_ADAMW)
