@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.adapters import read_axolotl
-from fsdp_advisor.configs.collect import Collector, active
+from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, strip_prefix
@@ -19,7 +19,7 @@ _TOPICS = {
     "kernels of adapters": ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"),
     "quantized weights": ("gptq", "qat", "quantization"),
     "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
-    "Liger's kernels other than its loss": ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
+    "some of Liger's kernels without the others": ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
     "plugins": ("plugins",),
     "tensor and context parallelism": ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     "torch.compile": ("torch_compile",),
@@ -82,14 +82,21 @@ def _batches(found: Collector) -> None:
         found.options["padding_free"] = True
 
 
+_LIGER_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
 _LOSS_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 
 
 def _loss(found: Collector) -> None:
     """The losses of axolotl's plugins. Source: integrations/{liger,cut_cross_entropy}/args.py; the latter's default is true."""
     plugins = [str(name).rpartition(".")[2] for name in found.peek("plugins") or ()]
-    if found.flag("liger_fused_linear_cross_entropy"):
-        found.options["loss"] = "liger"
+    has_kernels = all(truth(found.peek(name)) for name in _LIGER_KERNELS)
+    if has_kernels:
+        for name in (*_LIGER_KERNELS, "liger_layer_norm"):
+            found.flag(name)
+        found.options["use_liger_kernel"] = True
+    has_loss = found.flag("liger_fused_linear_cross_entropy")
+    if has_kernels != bool(has_loss):
+        found.options["loss"] = "liger" if has_loss else "full"
     cuts = found.flag("cut_cross_entropy")
     if "CutCrossEntropyPlugin" in plugins and cuts is not False:
         found.options["loss"] = "cce"

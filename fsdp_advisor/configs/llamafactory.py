@@ -64,8 +64,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
             "neat_packing without flash attention passes a mask of numbers; the estimate has transformers' own mask"
         )
     if found.flag("enable_liger_kernel"):
-        found.options["loss"] = "liger"
-        found.omits("Liger's kernels other than its loss are not modelled; they need less memory")
+        found.options["use_liger_kernel"] = True
     has_engine = found.peek("fsdp") or found.peek("deepspeed")
     read_into(found)
     if not has_engine:

@@ -178,10 +178,19 @@ def _loss(found: Collector, trl: bool) -> None:
         found.take(name)
     if not names or not isinstance(kernels, dict):
         return
-    if kernels.get("fused_linear_cross_entropy", True) and not trl:
+    has_loss = bool(kernels.get("fused_linear_cross_entropy", True)) and not trl
+    others = {bool(kernels.get(name, True)) for name in ("rope", "rms_norm", "swiglu", "geglu")}
+    if others == {True} and found.options.get("task", "sft") == "sft":
+        found.options["use_liger_kernel"] = True
+        if not has_loss and not trl:
+            found.options["loss"] = "full"
+        return
+    if has_loss:
         found.options["loss"] = "liger"
-    if any(kernels.get(name, True) for name in ("rope", "rms_norm", "swiglu")):
-        found.omits("Liger's kernels other than its loss are not modelled; they need less memory")
+    if True in others:
+        found.omits(
+            "Liger's other kernels are modelled only all together and for supervised training; they need less memory"
+        )
 
 
 def _checkpointing(found: Collector, trl: bool) -> None:

@@ -61,6 +61,8 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     notes = [DATASETS_NOTE, *accelerate.behaviour(job.plan)]
     if job.plan.mixed and (job.plan.backend == "ddp" or job.adaptation.peft) and weights(job) == "float32":
         notes.append("axolotl loads the weights in 16 bits, so it needs less memory than predicted for fp32 weights")
+    if job.plan.use_liger_kernel:
+        notes.append("leave liger_rope out for GLM-4, whose positions Liger does not compute")
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
     return header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes)

@@ -47,6 +47,8 @@ def unsupported(job: Job) -> str | None:
         return "it has no option for target_parameters of LoRA"
     if "load_in_4bit" in adaptation.quantization and adaptation.quantization["bnb_4bit_quant_storage"] != weights(job):
         return f"it stores packed weights as {weights(job)}; use --bnb-4bit-quant-storage {weights(job)}"
+    if job.plan.use_liger_kernel and job.plan.loss_code != "liger":
+        return "it runs Liger's kernels with Liger's loss; use --loss auto"
     return (
         loss_limit(job, "liger")
         or llamafactory_limit(job)
@@ -67,7 +69,7 @@ def notes(job: Job) -> list[str]:
         found.append("LLaMA-Factory loads the base in 16 bits, so it needs less memory than predicted for fp32 weights")
     if job.adaptation.quantization:
         found.append("LLaMA-Factory leaves embeddings in 16 bits, so it needs less memory than predicted")
-    if job.plan.loss_code == "liger":
+    if job.plan.loss_code == "liger" and not job.plan.use_liger_kernel:
         found.append("LLaMA-Factory runs all of Liger's kernels, so it needs less memory than predicted")
     if job.offloads_to_nvme:
         found.append(NVME_NOTE)

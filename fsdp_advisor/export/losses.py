@@ -1,4 +1,4 @@
-"""Losses without whole logits as the exported files name them.
+"""Losses without whole logits, and Liger's other kernels, as the exported files name them.
 
 Source: transformers 5.23, training_args.py (`liger_kernel_config`); liger-kernel 0.8.5, transformers/monkey_patch.py; axolotl 0.18.0, integrations/{liger,cut_cross_entropy}/args.py.
 """
@@ -14,7 +14,11 @@ LIGER_LOSS_ALONE = {
     "fused_linear_cross_entropy": True,
     **dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu"), False),
 }
-"""The keywords with which Liger replaces the loss and no other kernel: the estimate has only its loss."""
+"""The keywords with which Liger replaces the loss and no other kernel."""
+
+
+AXOLOTL_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
+"""axolotl's keys for the kernels of `use_liger_kernel`."""
 
 
 def loss_limit(job: Job, *possible: LossCode) -> str | None:
@@ -40,32 +44,44 @@ def script_loss_limit(job: Job) -> str | None:
 
 
 def packages(job: Job) -> tuple[str, ...]:
-    """The packages that compute the loss."""
-    return ("liger_kernel",) if job.plan.loss_code == "liger" else ()
+    """The packages that compute the loss or replace kernels."""
+    return ("liger_kernel",) if job.plan.loss_code == "liger" or job.plan.use_liger_kernel else ()
+
+
+def _liger_config(job: Job) -> dict[str, bool]:
+    """The keywords of Liger's patch that are not as Liger has them."""
+    if not job.plan.use_liger_kernel:
+        return LIGER_LOSS_ALONE
+    return {} if job.plan.loss_code == "liger" else {"fused_linear_cross_entropy": False}
 
 
 def script_call(job: Job) -> str:
-    """The line of a script that replaces the loss of its variable `model`; empty for the model's own loss."""
-    if job.plan.loss_code != "liger":
+    """The line of a script that replaces the loss and kernels of its variable `model`; empty for the model's own."""
+    if not packages(job):
         return ""
-    others = ", ".join(f"{name}={value}" for name, value in LIGER_LOSS_ALONE.items() if not value)
-    return f"_apply_liger_kernel_to_instance(model, {others})"
+    others = [f"{name}={value}" for name, value in _liger_config(job).items() if not value]
+    return f"_apply_liger_kernel_to_instance({', '.join(('model', *others))})"
 
 
 def trainer_arguments(job: Job) -> dict[str, Any]:
-    """The arguments of the Trainer."""
-    if job.plan.loss_code != "liger":
+    """The arguments of the Trainer. TRL leaves Liger's loss out by itself."""
+    if not packages(job):
         return {}
-    return {"use_liger_kernel": True, "liger_kernel_config": LIGER_LOSS_ALONE}
+    config = {} if job.plan.loss_code == "trl" else _liger_config(job)
+    return {"use_liger_kernel": True, **({"liger_kernel_config": config} if config else {})}
 
 
 def axolotl_keys(job: Job) -> dict[str, Any]:
     """The keys of axolotl's configuration."""
-    match job.plan.loss_code:
-        case "liger":
-            plugin = "axolotl.integrations.liger.LigerPlugin"
-            return {"plugins": [plugin], "liger_fused_linear_cross_entropy": True}
-        case "cce":
-            plugin = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-            return {"plugins": [plugin], "cut_cross_entropy": True}
-    return {}
+    plugins: list[str] = []
+    keys: dict[str, bool] = {}
+    if packages(job):
+        plugins.append("axolotl.integrations.liger.LigerPlugin")
+    if job.plan.use_liger_kernel:
+        keys |= dict.fromkeys(AXOLOTL_KERNELS, True)
+    if job.plan.loss_code == "liger":
+        keys["liger_fused_linear_cross_entropy"] = True
+    if job.plan.loss_code == "cce":
+        plugins.append("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin")
+        keys["cut_cross_entropy"] = True
+    return {"plugins": plugins, **keys} if plugins else {}

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from fsdp_advisor.job.request import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.model.liger import LIGER_KERNELS
 from fsdp_advisor.policies.optimizers.low_rank import RANK as LOW_RANK
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
@@ -70,7 +71,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "activation-checkpointing": "full" if model["checkpointing"] else "none",
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
-        "loss": model["loss"],
+        **_loss(model, job["framework"], task["name"]),
         **_task(task),
         **({"padding-free": "true"} if job.get("padding_free") else {}),
         **_precision(job),
@@ -78,6 +79,15 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "optim": _optimizer(job),
         **_engine(job["engine"]),
     }
+
+
+def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]:
+    """The options for the loss and Liger's other kernels. A Trainer with the kernels alone has the model's own loss."""
+    loss = model["loss"]
+    kernels = LIGER_KERNELS.get(model["config"].get("model_type", "")) if model.get("liger_kernels") else None
+    if kernels is None or kernels.experts or task != "sft":
+        return {"loss": loss}
+    return {"loss": "full" if loss == "auto" and framework != "trl" else loss, "use-liger-kernel": "true"}
 
 
 def predict(options: Mapping[str, str], variables: Mapping[str, str]) -> Prediction:

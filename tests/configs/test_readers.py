@@ -48,6 +48,33 @@ AXOLOTL = """
 """
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "is_said"),
+    [
+        ("", {"use_liger_kernel": True}, False),
+        (
+            ", liger_kernel_config: {fused_linear_cross_entropy: false}",
+            {"use_liger_kernel": True, "loss": "full"},
+            False,
+        ),
+        (", liger_kernel_config: {rope: false}", {"loss": "liger"}, True),
+        (
+            ", liger_kernel_config: {rope: false, rms_norm: false, swiglu: false, geglu: false}",
+            {"loss": "liger"},
+            False,
+        ),
+    ],
+)
+def test_use_liger_kernel_is_the_loss_and_all_other_kernels(
+    config: str, options: dict[str, Any], is_said: bool
+) -> None:
+    found = read(
+        "args.yaml", f"{{model_name_or_path: gpt2, per_device_train_batch_size: 1, use_liger_kernel: true{config}}}"
+    )
+    assert {k: v for k, v in found.options.items() if k in ("use_liger_kernel", "loss")} == options
+    assert ("Liger's other kernels" in said(found, "not_modelled")) is is_said
+
+
 def test_axolotl() -> None:
     found = read("axolotl.yaml", AXOLOTL)
     assert found.options == {

@@ -183,6 +183,26 @@ def test_an_exported_loss_reads_back(target: str, loss: str) -> None:
     assert read.loss_code == loss
 
 
+@pytest.mark.parametrize(
+    ("target", "loss"),
+    [
+        ("trainer", "liger"), ("trainer", "full"), ("axolotl", "liger"), ("axolotl", "full"), ("axolotl", "cce"),
+        ("llamafactory", "liger"), ("trl", "trl"),
+    ],
+)  # fmt: skip
+def test_exported_kernels_of_liger_read_back_with_the_loss(target: str, loss: str) -> None:
+    of = job(plan("ddp", "ddp", framework=TARGETS[target].framework, loss_code=loss, use_liger_kernel=True))
+    exported = export(target, of)
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp", seq_len=2048)
+    assert (read.use_liger_kernel, read.loss_code) == (True, loss)
+
+
+def test_an_exported_loss_of_liger_leaves_the_other_kernels_out() -> None:
+    exported = export("trainer", job(plan("ddp", "ddp", framework="trainer", loss_code="liger")))
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp", seq_len=2048)
+    assert not read.use_liger_kernel
+
+
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 @pytest.mark.parametrize("reference", ["none", "copy"])
 def test_an_exported_task_reads_back(reference: str, task: str) -> None:

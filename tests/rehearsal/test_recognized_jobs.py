@@ -33,6 +33,23 @@ def test_a_micro_batch_of_dpo_counts_pairs(tmp_path: Path) -> None:
     assert (found["task"], found["framework"], found["micro-batch-size"]) == ("dpo", "trl", "2")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "loss", "framework", "expected"),
+    [
+        ("llama", "liger", "trainer", ("liger", "true")),
+        ("llama", "auto", "trainer", ("full", "true")),
+        ("llama", "auto", "trl", ("auto", "true")),
+        ("gpt2", "auto", "trainer", ("auto", None)),
+    ],
+)
+def test_ligers_kernels_are_recognized_with_the_loss(
+    model_type: str, loss: str, framework: str, expected: tuple[str, str | None], tmp_path: Path
+) -> None:
+    model = JOB["model"] | {"config": {"model_type": model_type}, "loss": loss, "liger_kernels": True}
+    found = options(tmp_path, model=model, framework=framework, task={"name": "sft"})
+    assert (found["loss"], found.get("use-liger-kernel")) == expected
+
+
 def test_a_trainer_of_trl_without_an_estimate_is_not_taken_for_supervised_training(tmp_path: Path) -> None:
     with pytest.raises(NotRecognized, match="GRPOTrainer of TRL"):
         options(tmp_path, task={"name": "GRPOTrainer", "precompute_ref_log_probs": False})

@@ -144,9 +144,15 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "attention": getattr(config, "_attn_implementation", None),
                 "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
+                "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None
+
+
+def _by_liger(module: Any) -> bool:
+    """Whether Liger replaced the module's forward."""
+    return getattr(module.forward, "__module__", "").startswith("liger_kernel")
 
 
 def _adapter_of(module: Any) -> dict[str, Any] | None:
