@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -91,13 +92,29 @@ def test_names_of_shipped_tapes_are_those_of_their_keys() -> None:
             assert TapeKey.from_name(name).name == name
 
 
+@pytest.mark.parametrize(
+    "changes", [{"loss": "trl", "ignored_labels": 0.4}, {"task": "grpo", "generates": True, "generated": 2}, {"at": (3, 128), "wrap": "every:2"}]
+)  # fmt: skip
+def test_a_key_is_made_from_its_name(changes: dict[str, Any]) -> None:
+    key = replace(SDPA, **changes)
+    assert TapeKey.from_name(key.name) == key
+
+
 def test_the_name_says_that_a_tape_has_ligers_kernels() -> None:
     name = replace(FLASH, liger_kernels=True).name
-    assert name == f"{FLASH.name}|kernels=liger"
+    assert name == f"{FLASH.name}|liger=1"
     assert TapeKey.from_name(name).liger_kernels
 
 
-@pytest.mark.parametrize("name", ["fsdp2|bf16|tpu|sdpa|default|-|none|1", "fsdp2|bf16|sdpa|none|1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp2|bf16|tpu|sdpa|default|-|none|1",
+        "fsdp2|bf16|sdpa|none|1",
+        f"{SDPA.name}|loss=mean",
+        f"{SDPA.name}|colour=red",
+    ],
+)
 def test_a_name_of_no_key_is_refused(name: str) -> None:
     with pytest.raises(ValueError):
         TapeKey.from_name(name)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args
+
+from fsdp_advisor.job.batch_layout import BatchLayout
+from fsdp_advisor.job.losses import LossCode
+from fsdp_advisor.job.request import TrainingTask
+from fsdp_advisor.job.training_task import Reference
 
 TapeEngine = Literal["plain", "plain+cast", "fsdp2", "fsdp1", "fsdp1+autocast"]
 """The engine whose hooks and casts ran. ``plain``: DDP and DeepSpeed. ``plain+cast``: DeepSpeed, which casts every weight, with a
@@ -24,59 +29,49 @@ half precision on Hopper and Blackwell."""
 TapeCheckpointing = Literal["none", "full", "every", "selective", "selective-trl"]
 """``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
-TapeLoss = Literal["full", "trl", "liger", "cce", "torchtitan"]
-"""``full``: the model's own loss, of whole logits; the others are the code of a library (package `recording.losses`)."""
-
-TapeTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
-"""The trainer of TRL whose batch and loss the step has; ``sft`` also stands for all other loops."""
-
-TapeBatch = Literal["full", "padded", "flattened", "flattened-trl"]
-"""How the sequences of a micro-batch lie in its tensors (`job.batch_layout.BatchLayout`)."""
-
-TapeReference = Literal["none", "copy", "adapters-off"]
-"""The model whose log-probabilities the loss also reads: ``copy``: another model's; ``adapters-off``: the trained one's without its
-adapters. Their forward runs without gradients (`ScoringPhase`)."""
-
 
 @dataclass(frozen=True, order=True)
 class TapeKey:
-    """The code path of one tape.
-
-    `batch_is_one`: B = 1, for which some models run other code. `window_filled`: sequences are at least as long as the model's
-    sliding window, so some layers need a mask; this affects only sdpa on a GPU. `wrap`: the wrap policy with whose units the tape is
-    recorded; empty for a unit per layer, also where only the marks of layers matter. `at`: the (B, T) for which alone the tape is
-    valid, of a model whose sizes are no polynomials; None for a tape of every B and T. `ignored_labels`: the part of the labels that
-    a loss other than ``full`` leaves out. `activation_offload`: checkpointed layers save their inputs in host memory. `gathered_head`:
-    the dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does. `completion_length`: the
-    tokens of each sequence that GRPO generates and scores. `generated`: the micro-batches that it generates at once. `generates`:
-    whether the model generates them itself. `scores_policy`: whether it scores them before the step. `padding`: the part of a
-    padded batch that flash_attention_2 leaves out. `liger_kernels`: whether the model has Liger's kernels, which exist only on a
-    GPU: on a CPU the tape has transformers' own code. Raises ValueError for flash_attention_2 on a CPU.
-    """
+    """The code path of one tape. Raises ValueError for flash_attention_2 on a CPU."""
 
     engine: TapeEngine
     precision: TapePrecision
     attention: TapeAttention
     checkpointing: TapeCheckpointing
     batch_is_one: bool = False
+    """B = 1, for which some models run other code."""
     device: TapeDevice = "cpu"
     kernel: SdpaKernel = "default"
     window_filled: bool = False
+    """Sequences are at least as long as the model's sliding window, so some layers need a mask. It affects only sdpa on a GPU."""
     wrap: str = ""
-    loss: TapeLoss = "full"
+    """The wrap policy with whose units the tape is recorded; empty for a unit per layer, also where only the marks of layers matter."""
+    loss: LossCode = "full"
     ignored_labels: float = 0.0
-    task: TapeTask = "sft"
-    reference: TapeReference = "none"
+    """The part of the labels that a loss other than ``full`` leaves out."""
+    task: TrainingTask = "sft"
+    """The trainer of TRL whose batch and loss the step has; ``sft`` also stands for all other loops."""
+    reference: Reference = "none"
+    """The model whose log-probabilities the loss also reads. Its forward runs without gradients (`ScoringPhase`)."""
     activation_offload: bool = False
+    """Checkpointed layers save their inputs in host memory."""
     gathered_head: str = ""
+    """The dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does."""
     completion_length: int = 0
+    """The tokens of each sequence that GRPO generates and scores."""
     generated: int = 0
+    """The micro-batches that GRPO generates at once."""
     generates: bool = False
+    """Whether the model generates completions itself."""
     scores_policy: bool = False
-    batch: TapeBatch = "full"
+    """Whether the model scores completions before the step."""
+    batch: BatchLayout = "full"
     padding: float = 0.0
+    """The part of a padded batch that flash_attention_2 leaves out."""
     liger_kernels: bool = False
+    """Whether the model has Liger's kernels, which exist only on a GPU: on a CPU the tape has transformers' own code."""
     at: tuple[int, int] | None = None
+    """The (B, T) for which alone the tape is valid, of a model whose sizes are no polynomials; None: for every B and T."""
 
     def __post_init__(self) -> None:
         if self.attention == "flash_attention_2" and self.device == "cpu":
@@ -125,7 +120,7 @@ class TapeKey:
         'plain|bf16|cpu|sdpa|default|-|none|n|at=2x4096'
         """
         window, batch = "window" if self.window_filled else "-", "1" if self.batch_is_one else "n"
-        parts = (
+        path = (
             self.engine,
             self.precision,
             self.device,
@@ -135,62 +130,57 @@ class TapeKey:
             self.checkpointing,
             batch,
         )
-        options = {
-            "wrap": self.wrap,
-            "loss": self.loss if self.loss != "full" else "",
-            "ignored": str(self.ignored_labels) if self.ignored_labels else "",
-            "task": self.task if self.task != "sft" else "",
-            "reference": self.reference if self.reference != "none" else "",
-            "offload": "1" if self.activation_offload else "",
-            "head": self.gathered_head,
-            "completion": str(self.completion_length or ""),
-            "generated": str(self.generated or ""),
-            "generates": "1" if self.generates else "",
-            "policy": "1" if self.scores_policy else "",
-            "batch": self.batch if self.batch != "full" else "",
-            "padding": str(self.padding) if self.padding else "",
-            "kernels": "liger" if self.liger_kernels else "",
-            "at": "x".join(map(str, self.at or ())),
-        }
-        return "|".join((*parts, *(f"{name}={value}" for name, value in options.items() if value)))
+        options = (
+            f"{word}={_text(value)}"
+            for word, field in _OPTIONS.items()
+            if (value := getattr(self, field)) != getattr(TapeKey, field)
+        )
+        return "|".join((*path, *options))
 
     @classmethod
     def from_name(cls, name: str) -> TapeKey:
         """The key with this name. Raises ValueError if there is none."""
         engine, precision, device, attention, kernel, window, checkpointing, batch, *options = name.split("|")
-        given = dict(option.split("=") for option in options)
-        at = [int(number) for number in given.get("at", "").split("x") if number]
-        fields = (
-            (engine, TapeEngine), (precision, TapePrecision), (device, TapeDevice), (attention, TapeAttention),
-            (kernel, SdpaKernel), (checkpointing, TapeCheckpointing), (given.get("loss", "full"), TapeLoss),
-            (given.get("task", "sft"), TapeTask), (given.get("reference", "none"), TapeReference),
-            (given.get("batch", "full"), TapeBatch),
-        )  # fmt: skip
-        for value, allowed in fields:
-            if value not in get_args(allowed):
-                raise ValueError(f"{value!r} in {name!r} is none of {get_args(allowed)}")
-        return cls(
-            engine=cast("TapeEngine", engine),
-            precision=cast("TapePrecision", precision),
-            attention=cast("TapeAttention", attention),
-            checkpointing=cast("TapeCheckpointing", checkpointing),
-            batch_is_one=batch == "1",
-            device=cast("TapeDevice", device),
-            kernel=cast("SdpaKernel", kernel),
-            window_filled=window == "window",
-            wrap=given.get("wrap", ""),
-            loss=cast("TapeLoss", given.get("loss", "full")),
-            ignored_labels=float(given.get("ignored", 0)),
-            task=cast("TapeTask", given.get("task", "sft")),
-            reference=cast("TapeReference", given.get("reference", "none")),
-            activation_offload="offload" in given,
-            gathered_head=given.get("head", ""),
-            completion_length=int(given.get("completion", 0)),
-            generated=int(given.get("generated", 0)),
-            generates="generates" in given,
-            scores_policy="policy" in given,
-            batch=cast("TapeBatch", given.get("batch", "full")),
-            padding=float(given.get("padding", 0)),
-            liger_kernels="kernels" in given,
-            at=(at[0], at[1]) if at else None,
-        )
+        texts = dict(option.split("=") for option in options)
+        if unknown := texts.keys() - _OPTIONS.keys():
+            raise ValueError(f"{unknown} in {name!r} are no options of a key")
+        given = {_OPTIONS[word]: text for word, text in texts.items()}
+        words = {
+            "engine": engine, "precision": precision, "device": device, "attention": attention, "kernel": kernel,
+            "checkpointing": checkpointing, **given,
+        }  # fmt: skip
+        for field, allowed in _ALLOWED.items():
+            if words.get(field, getattr(cls, field, None)) not in get_args(allowed):
+                raise ValueError(f"{words[field]!r} in {name!r} is none of {get_args(allowed)}")
+        values: dict[str, Any] = words | {field: _value(text, getattr(cls, field)) for field, text in given.items()}
+        return cls(**values, batch_is_one=batch == "1", window_filled=window == "window")
+
+
+_OPTIONS = {
+    "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
+    "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
+    "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels", "at": "at",
+}  # fmt: skip
+"""The fields that a name has only if they are not the default, by their words in it."""
+_ALLOWED = {
+    "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": TapeAttention, "kernel": SdpaKernel,
+    "checkpointing": TapeCheckpointing, "loss": LossCode, "task": TrainingTask, "reference": Reference, "batch": BatchLayout,
+}  # fmt: skip
+
+
+def _text(value: object) -> str:
+    """A field's value in a name.
+
+    >>> _text(True), _text((2, 4096)), _text(0.5), _text("dpo")
+    ('1', '2x4096', '0.5', 'dpo')
+    """
+    if isinstance(value, bool):
+        return "1"
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _value(text: str, default: Any) -> object:
+    """The value of a field with this default, from its text in a name."""
+    if default is None:
+        return tuple(map(int, text.split("x")))
+    return True if isinstance(default, bool) else type(default)(text)

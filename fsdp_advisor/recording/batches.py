@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.tape_key import TapeBatch, TapeCheckpointing
+from fsdp_advisor.job.batch_layout import BatchLayout
+from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording import flash
 from fsdp_advisor.recording.source import Source, WrappedSource
 
@@ -18,10 +19,10 @@ class BatchSource(WrappedSource):
     `DataCollatorForLanguageModeling`. Flattened: the latter with `padding_free`, or transformers' `DataCollatorWithFlattening`.
     """
 
-    def __init__(self, base: Source, layout: TapeBatch, padding: float) -> None:
+    def __init__(self, base: Source, layout: BatchLayout, padding: float) -> None:
         """`padding`: the part of a padded batch's tokens that is padding. Only flash_attention_2 depends on it."""
         super().__init__(base)
-        self._layout: TapeBatch = layout
+        self._layout: BatchLayout = layout
         self._padding = padding
 
     def configure(
@@ -60,6 +61,6 @@ class BatchSource(WrappedSource):
         return self._base.loss(module, {**batch, **numbers})  # type: ignore[dict-item]  # models also take numbers
 
 
-def with_batch(source: Source, layout: TapeBatch, padding: float = 0.0) -> Source:
+def with_batch(source: Source, layout: BatchLayout, padding: float = 0.0) -> Source:
     """The source with batches of this layout."""
     return source if layout == "full" else BatchSource(source, layout, padding)

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.modeling_flash_attention_utils import _index_first_axis, _is_packed_sequence
 
-from fsdp_advisor.model.tape_key import TapeBatch
+from fsdp_advisor.job.batch_layout import BatchLayout
 
 NAME = "recorded_fused_attention"  # transformers looks for a kernel package behind any name with "flash" in it
 VARLEN = "recorded_varlen_attention"
@@ -163,7 +163,7 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor 
 class Rows:
     """How the sequences of the current batch lie in its tensors. `padding`: the part of the tokens that is padding."""
 
-    layout: TapeBatch
+    layout: BatchLayout
     sequences: int
     padding: float
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from fsdp_advisor.job.request import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.profile import ScoringPhase
-from fsdp_advisor.model.tape_key import TapeKey, TapeTask
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.losses import trl
 from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
 from fsdp_advisor.recording.rollouts import batch_of, loss_of_grpo
@@ -26,13 +27,13 @@ from fsdp_advisor.recording.scoring import scoring, scoring_phase, without_check
 from fsdp_advisor.recording.source import Source
 
 NAMES = ("input_ids", "attention_mask", "completion_mask")
-REFERENCES: dict[TapeTask, tuple[str, ...]] = {
+REFERENCES: dict[TrainingTask, tuple[str, ...]] = {
     "sft": (),
     "dpo": ("ref_chosen_logps", "ref_rejected_logps"),
     "kto": ("ref_logps", "ref_KL_logps"),
 }
 """The inputs of a batch in which the reference's log-probabilities are precomputed, by task."""
-ASKED: dict[TapeTask, tuple[str, ...]] = {
+ASKED: dict[TrainingTask, tuple[str, ...]] = {
     "sft": (),
     "dpo": trl.OUTPUTS,
     "kto": trl.OUTPUTS[:3],

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.tape_key import TapeLoss
+from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.recording.losses import cce, liger, trl
 from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
 from fsdp_advisor.recording.source import Source
 
-_LOSSES: dict[TapeLoss, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.loss, "liger": liger.loss, "cce": cce.loss}
+_LOSSES: dict[LossCode, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.loss, "liger": liger.loss, "cce": cce.loss}
 
 
 class LossSource(FusedLossSource):
@@ -24,7 +24,7 @@ class LossSource(FusedLossSource):
     not_causal = "losses in tiles are for causal language models, not for {task}"
     instead = "use --loss full"
 
-    def __init__(self, base: Source, loss: TapeLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> None:
+    def __init__(self, base: Source, loss: LossCode, ignored_labels: float = 0.0, gathered_head: str = "") -> None:
         super().__init__(base)
         self._loss = loss
         self._ignored_labels = ignored_labels
@@ -45,7 +45,7 @@ class LossSource(FusedLossSource):
         return super().batch(micro_batch_size, seq_len)
 
 
-def with_loss(source: Source, loss: TapeLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> Source:
+def with_loss(source: Source, loss: LossCode, ignored_labels: float = 0.0, gathered_head: str = "") -> Source:
     """The source with this loss. Raises NotRecordable, when it is configured, for a model that is no causal language model."""
     if loss == "torchtitan":
         from fsdp_advisor.recording.torchtitan_models import ChunkedLossSource
