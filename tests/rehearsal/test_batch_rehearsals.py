@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from matrix import taken
-
-from fsdp_advisor import estimate
+from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -50,10 +49,8 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_batch_of_the_collator_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     kind, attention, precision, batch, length = JOBS[name]
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLM"]}))
-    (row,) = estimate(
-        model=str(config), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
-        attention=attention, activation_checkpointing="none", **OPTIONS[kind],
-    ).estimates  # fmt: skip
+    row = row_of(
+        tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]}, precision=precision, micro_batch_size=batch, seq_len=length,
+        attention=attention, **OPTIONS[kind],
+    )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from matrix import taken
-
-from fsdp_advisor import estimate
+from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +41,9 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 def test_the_policy_of_the_library_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     policy, precision, attention, batch, length = JOBS[name]
     by, _, option = policy.partition(":")
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLM"]}))
-    (row,) = estimate(
-        model=str(config), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
+    row = row_of(
+        tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]}, precision=precision, micro_batch_size=batch, seq_len=length,
         attention=attention, framework="trl" if by == "trl" else "trainer",
         activation_checkpointing={"2": "every-2", "offload": "full"}.get(option, "selective"), activation_offload=option == "offload",
-    ).estimates  # fmt: skip
+    )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fsdp_advisor import estimate
+from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -37,12 +36,7 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_kernels_of_the_packages_need_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     config, precision, batch, length = JOBS[name]
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    (row,) = estimate(
-        model=str(path), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
-        framework="trainer", activation_checkpointing="none",
-    ).estimates  # fmt: skip
+    row = row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, framework="trainer")
     assert row.peak_phase == "backward"
     assert row.peak_where is not None and "DecoderLayer" in row.peak_where
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-4)

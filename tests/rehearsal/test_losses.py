@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from matrix import taken
-
-from fsdp_advisor import estimate
+from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +39,7 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_loss_of_the_library_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     loss, precision, tied, batch, length = JOBS[name]
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied}))
-    (row,) = estimate(
-        model=str(config), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
-        framework="trl" if loss == "trl" else "trainer", loss="auto" if loss == "trl" else loss, activation_checkpointing="none",
-    ).estimates  # fmt: skip
+    config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied}
+    by = {"framework": "trl"} if loss == "trl" else {"framework": "trainer", "loss": loss}
+    row = row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, **by)
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=2e-4)

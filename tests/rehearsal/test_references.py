@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from matrix import taken
-from trl_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
+from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
 
 pytestmark = pytest.mark.slow
 

@@ -43,11 +43,14 @@ def tokenizer() -> Any:
     )
 
 
-def print_peaks(measured: Callable[[dict[str, Any], Any], int]) -> None:
-    """Print the peak of each job. The script's arguments: the model's configuration, and the jobs by name, as JSON."""
-    config, jobs = (json.loads(word) for word in sys.argv[1:])
+def print_peaks(measured: Callable[..., int]) -> None:
+    """Print the peak of each job, measured in a process of its own: another job's cache would change it.
+
+    The script's arguments, as JSON: what `measured` gets for every job, if anything, and the jobs by name.
+    """
+    *shared, jobs = (json.loads(word) for word in sys.argv[1:])
     context = get_context("forkserver")
     context.set_forkserver_preload(["__main__"])
-    with context.Pool(1, maxtasksperchild=1) as fresh:  # another job's cache would change the peak
-        peaks = {name: fresh.apply(measured, (config, job)) for name, job in jobs.items()}
+    with context.Pool(1, maxtasksperchild=1) as fresh:
+        peaks = {name: fresh.apply(measured, (*shared, job)) for name, job in jobs.items()}
     print("FOUND", json.dumps(peaks))

@@ -1,8 +1,9 @@
-"""What the tests of TRL's trainers on simulated GPUs share. Settings are the trainer's, options those of an estimate."""
+"""What the tests of trainers on simulated GPUs share. Settings are the trainer's, options those of an estimate."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,15 @@ LORA_OPTIONS = {"use_peft": True, "lora_r": 16, "lora_target_modules": "q_proj,v
 
 
 def predicted(folder: Path, **options: Any) -> StrategyEstimate:
-    """The estimate of a job with SETTINGS, changed by the options."""
+    """The estimate of a job of TRL with CONFIG and SETTINGS, changed by the options."""
+    usual = {"framework": "trl", "precision": "bf16-mixed", "micro_batch_size": 2, "seq_len": 1024}
+    return row_of(folder, {**CONFIG, "architectures": ["LlamaForCausalLM"]}, **{**usual, **options})
+
+
+def row_of(folder: Path, config: Mapping[str, Any], **options: Any) -> StrategyEstimate:
+    """The only row of a job on one H100 with DDP, without checkpointing unless the options say otherwise."""
     path = folder / "config.json"
-    path.write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLM"]}))
-    usual = {
-        "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "precision": "bf16-mixed", "micro_batch_size": 2, "seq_len": 1024,
-        "activation_checkpointing": "none",
-    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    usual = {"gpu": "H100-80GB", "strategy": "ddp", "activation_checkpointing": "none"}
     (row,) = estimate(model=str(path), **{**usual, **options}).estimates
     return row
