@@ -41,10 +41,15 @@ def optimizer_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     optimizer, shards = optimizer_named(plan.optim), shards_of(plan)
     if (failure := optimizer.model_failure(profile.config.get("model_type"))) is not None:
         return UsageError(failure, hint="another --optim")
-    if optimizer.steps_in_backward and plan.world_size > 1:
+    if optimizer.backward_update and plan.world_size > 1:
         return UsageError(
             f"{plan.optim} updates the parameters in backward, before DDP reduces the gradients of {plan.world_size} GPUs",
             hint="--gpus 1, or another --optim",
+        )
+    if optimizer.backward_update == "at once" and plan.gradient_accumulation_steps > 1:
+        return UsageError(
+            f"{plan.optim} does not support gradient accumulation: it steps in every backward",
+            hint="--gradient-accumulation-steps 1, or another --optim",
         )
     for unit, _ in profile.counted_units():
         for parameter in unit.parameters:
@@ -94,7 +99,7 @@ def optimizer_temporaries(
 
 def gradient_norms(profile: Profile, plan: Plan) -> Storages:
     """The storages of clipping: one scalar for each trainable parameter; empty if the job does not clip."""
-    if not plan.facts.clips_gradients or optimizer_named(plan.optim).steps_in_backward:
+    if not plan.facts.clips_gradients or optimizer_named(plan.optim).backward_update:
         return NO_STORAGES
     norms = total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))
     if not plan.facts.own_models:

@@ -36,6 +36,10 @@ _SCHEDULE_FREE: Mapping[Backend, tuple[str, str]] = {
 """Found by running DeepSpeed 0.19.8 through the order of calls that accelerate and the Trainer have."""
 
 
+_GALORE_FSDP2 = "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled"
+_APOLLO_FSDP2 = "APOLLO multiplies its random matrix, a plain tensor, with FSDP2's gradients, which are DTensors"
+
+
 def _low_rank(label: str, fsdp2: str) -> Mapping[Backend, tuple[str, str]]:
     hint = "--strategy ddp, or --optim adamw_torch_8bit, whose state is small too"
     return {
@@ -81,15 +85,13 @@ _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
         ),
     },
     # run with galore-torch 1.0 and apollo-torch 1.0.3 on torch 2.13
-    "galore_adamw": _low_rank(
-        "GaLore", "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled"
-    ),
+    "galore_adamw": _low_rank("GaLore", _GALORE_FSDP2),
     "galore_adafactor": _low_rank(
         "GaLore", "GaLore's Adafactor mixes plain tensors with FSDP2's gradients, which are DTensors"
     ),
-    "apollo_adamw": _low_rank(
-        "APOLLO", "APOLLO multiplies its random matrix, a plain tensor, with FSDP2's gradients, which are DTensors"
-    ),
+    "apollo_adamw": _low_rank("APOLLO", _APOLLO_FSDP2),
+    "galore_adamw_layerwise": _low_rank("GaLore", _GALORE_FSDP2),
+    "apollo_adamw_layerwise": _low_rank("APOLLO", _APOLLO_FSDP2),
     "lomo": _lomo("LOMO"),
     "adalomo": _lomo("AdaLomo"),
     "schedule_free_adamw": _SCHEDULE_FREE,

@@ -30,6 +30,7 @@ OptimizerName = Literal[
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
     "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
     "schedule_free_radam", "adamw_torch_fp8", "stable_adamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo", "galore_adafactor",
+    "galore_adamw_layerwise", "apollo_adamw_layerwise",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = str
@@ -123,15 +124,6 @@ _STRATEGY_NAMES = {
     for word in words.split()
 }
 """What FSDP, DeepSpeed and accelerate call the strategies."""
-
-
-_LAYERWISE = (
-    "galore_adamw_layerwise",
-    "galore_adamw_8bit_layerwise",
-    "galore_adafactor_layerwise",
-    "apollo_adamw_layerwise",
-)
-"""transformers/trainer_optimizer.py (5.23), `_setup_low_rank_optimizer`, refuses them with DDP and accumulation."""
 
 
 def uneven_nodes(gpus: int, nnodes: int) -> str | None:
@@ -254,14 +246,9 @@ class EstimateRequest:
             },
             elsewhere={"cpu_offload_optimizer": "offload optimizer, which is DeepSpeed's, with adamw_torch_fused"},
             nearest={
-                **dict.fromkeys(
-                    ("galore_adamw_8bit",),
-                    "galore_adamw, or adamw_torch_8bit, whose state is small too",
-                ),
-                **dict.fromkeys(
-                    _LAYERWISE,
-                    "adamw_torch_8bit, or LoRA (use_peft); layerwise optimizers step in backward, and do not run with DDP",
-                ),
+                "galore_adamw_8bit": "galore_adamw, or adamw_torch_8bit, whose state is small too",
+                "galore_adamw_8bit_layerwise": "galore_adamw_layerwise",
+                "galore_adafactor_layerwise": "galore_adamw_layerwise, because transformers 5.23 fails to make the layerwise Adafactor",
                 "adam_mini": "sgd_momentum, which keeps one state per element too",
                 "grokadamw": "adamw_torch",
             },
@@ -269,7 +256,8 @@ class EstimateRequest:
                 "adamw_apex_fused",
                 "adamw_anyprecision",
                 "galore_adamw_8bit",
-                *_LAYERWISE,
+                "galore_adamw_8bit_layerwise",
+                "galore_adafactor_layerwise",
                 "adam_mini",
                 "grokadamw",
                 "shampoo",

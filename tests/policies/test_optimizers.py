@@ -24,7 +24,9 @@ from fsdp_advisor.policies.optimizers.interface import (
 )
 
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
-MULTIPLYING: tuple[OptimizerName, ...] = ("muon", "galore_adamw", "galore_adafactor", "apollo_adamw")
+MULTIPLYING: tuple[OptimizerName, ...] = (
+    "muon", "galore_adamw", "galore_adafactor", "apollo_adamw", "galore_adamw_layerwise", "apollo_adamw_layerwise",
+)  # fmt: skip
 """Optimizers whose update has matrix products."""
 MATRIX = Parameter(name="weight", shape=(100, 60))
 VECTOR = Parameter(name="bias", shape=(1000,))
@@ -272,6 +274,21 @@ def test_low_rank_optimizers_are_refused_for_gpt2_whose_layers_are_no_linear_mod
 def test_lomo_runs_on_one_gpu_only(name: OptimizerName, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         estimate(model="gpt2", optim=name, **options)
+
+
+@pytest.mark.parametrize("name", ["galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_layerwise_optimizers_run_on_one_gpu_without_accumulation(name: OptimizerName) -> None:
+    job: dict[str, Any] = {"model": "Qwen/Qwen3-0.6B", "strategy": "ddp", "optim": name, "seq_len": 64}
+    with pytest.raises(UsageError, match="before DDP reduces the gradients of 8 GPUs"):
+        estimate(**job, gpus=8)
+    with pytest.raises(UsageError, match="does not support gradient accumulation"):
+        estimate(**job, gpus=1, gradient_accumulation_steps=2)
+    [layerwise] = estimate(**job, gpus=1).estimates
+    whole: dict[str, Any] = {**job, "optim": name.removesuffix("_layerwise")}
+    [other] = estimate(**whole, gpus=1).estimates
+    assert layerwise.states == {**other.states, "gradients": 0}
+    assert layerwise.peak_allocated_bytes is not None and other.peak_allocated_bytes is not None
+    assert layerwise.peak_allocated_bytes < other.peak_allocated_bytes
 
 
 def test_adalomo_is_refused_for_stacked_experts_which_it_cannot_factor() -> None:

@@ -105,7 +105,7 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
 
     return States(
         parameters=total(profile, parameters),
-        gradients=NO_STORAGES if stepping.steps_in_backward else total(profile, gradients),
+        gradients=NO_STORAGES if stepping.backward_update else total(profile, gradients),
         optimizer=total(profile, optimizer) + stepping.shared_state,
         paged=total(profile, paged) if stepping.is_paged else NO_STORAGES,
         communication=buckets(profile, plan) if plan.world_size > 1 else NO_STORAGES,
@@ -120,7 +120,7 @@ class DdpStep(StepHooks):
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
         self._optimizer = optimizer_named(plan.optim)
-        self.gradient_hooks = plan.gradient_accumulation_steps > 1 or self._optimizer.steps_in_backward
+        self.gradient_hooks = plan.gradient_accumulation_steps > 1 or self._optimizer.backward_update is not None
         self.states = ddp_states(profile, plan.without_step)
 
     def begin_step(self, step: StepBuilder) -> None:
@@ -166,9 +166,11 @@ class DdpStep(StepHooks):
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and freed."""
         gradient = step.gradient(parameter, at_root=unit == AT_ROOT)
-        if self._optimizer.steps_in_backward:
+        if self._optimizer.backward_update is not None:
             self._update(step)
             self._complete = self._unit(unit).parameters[parameter], gradient
+            if self._optimizer.backward_update == "at once":
+                self._update(step)
         elif self._is_first:
             step.reclassify(Account.GRADIENTS, gradient)
         else:
@@ -181,24 +183,24 @@ class DdpStep(StepHooks):
         step.reclassify(Account.GRADIENTS, *step.whole_gradients())
 
     def _update(self, step: StepBuilder) -> None:
-        """Update the parameter whose gradient was complete before, if the optimizer steps in backward."""
+        """Update the parameter whose gradient is complete, if the optimizer steps in backward. LOMO converts the gradient to fp32."""
         if self._complete is None:
             return
         parameter, gradient = self._complete
         element, converted = stored_bytes(self._plan, parameter), NO_BUFFER
-        if element != FP32_BYTES:
+        if converts := self._optimizer.backward_update == "at the next" and element != FP32_BYTES:
             converted = step.alloc(Account.TEMPORARIES, Storages.of(FP32_BYTES * parameter.elements))
             step.free(gradient)
         step.transient(
             Account.TEMPORARIES,
             self._optimizer.step_temporaries(parameter, parameter.shape, element, self._plan.framework),
         )
-        step.free(converted if element != FP32_BYTES else gradient)
+        step.free(converted if converts else gradient)
         self._complete = None
 
     def optimizer_step(self, step: StepBuilder) -> None:
         step.transient(Account.TEMPORARIES, gradient_norms(self._profile, self._plan))
-        if not self._optimizer.steps_in_backward:
+        if self._optimizer.backward_update is None:
             step.transient(
                 Account.TEMPORARIES,
                 optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape),

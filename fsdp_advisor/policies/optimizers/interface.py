@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
@@ -20,6 +20,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 Shape = Sequence[int]
 Option = bool | float
+BackwardUpdate = Literal["at once", "at the next"]
 NO_OPTIONS: Mapping[str, Option] = MappingProxyType({})
 
 
@@ -156,8 +157,8 @@ class Optimizer(ABC):
     """Why a run on the CPU does not show what a GPU allocates. None: it does."""
     is_paged: bool = False
     """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
-    steps_in_backward: bool = False
-    """Whether a parameter is updated, and its gradient freed, as soon as the next gradient is complete."""
+    backward_update: BackwardUpdate | None = None
+    """When backward updates a parameter and frees its gradient: as soon as that, or the next one, is complete. None: after backward."""
     notes: tuple[str, ...] = ()
     """Notes on the assumptions of every estimate."""
     deepspeed_notes: tuple[str, ...] = ()

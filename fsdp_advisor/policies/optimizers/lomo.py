@@ -94,7 +94,7 @@ def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str) -> Lomo
         deepspeed_host_kernel="many_passes",
         is_cpu_adam=False,
         notes=(f"{label} {_ACCUMULATION}", *notes),
-        steps_in_backward=True,
+        backward_update="at the next",
     )
 
 

@@ -305,6 +305,7 @@ _SCRIPT = "{} needs a group of parameters with its own options, which exported s
 
 def _low_rank(cls: type[LowRank], name: OptimizerName, label: str, *notes: str) -> LowRank:
     deepspeed, script = Refusal(_FLAT.format(label, "DeepSpeed")), Refusal(_SCRIPT.format(label))
+    layerwise = name.endswith("_layerwise")
     return cls(
         name=name,
         script=script,
@@ -317,6 +318,7 @@ def _low_rank(cls: type[LowRank], name: OptimizerName, label: str, *notes: str) 
         host_kernel="many_passes",
         deepspeed_host_kernel="many_passes",
         is_cpu_adam=False,
+        backward_update="at once" if layerwise else None,
         notes=(f"{label} projects all linear layers (optim_target_modules all-linear) to rank {RANK}", *notes),
     )
 
@@ -326,4 +328,7 @@ _DECOMPOSITIONS = f"the singular value decompositions every {UPDATE_GAP} steps: 
 GALORE_ADAMW = _low_rank(Galore, "galore_adamw", "GaLore", _DECOMPOSITIONS)
 GALORE_ADAFACTOR = _low_rank(GaloreAdafactor, "galore_adafactor", "GaLore", _DECOMPOSITIONS)
 APOLLO_ADAMW = _low_rank(Apollo, "apollo_adamw", "APOLLO")
-ALL = (GALORE_ADAMW, GALORE_ADAFACTOR, APOLLO_ADAMW)
+GALORE_ADAMW_LAYERWISE = _low_rank(Galore, "galore_adamw_layerwise", "GaLore", _DECOMPOSITIONS)
+APOLLO_ADAMW_LAYERWISE = _low_rank(Apollo, "apollo_adamw_layerwise", "APOLLO")
+"""The layerwise forms have an optimizer for each parameter, which steps as soon as the gradient is complete."""
+ALL = (GALORE_ADAMW, GALORE_ADAFACTOR, APOLLO_ADAMW, GALORE_ADAMW_LAYERWISE, APOLLO_ADAMW_LAYERWISE)
