@@ -46,7 +46,6 @@ LIGER_KERNELS: dict[str, LigerKernels] = {
     "phi3": LigerKernels(norms=_TWO, mlp="gate_up"),
     "gemma2": LigerKernels(copying_norms=_FOUR),
     "gemma3_text": LigerKernels(copying_norms=(*_FOUR, *_OF_HEADS)),
-    "gemma4_text": LigerKernels(copying_norms=(*_FOUR, *_OF_HEADS), rope=False),
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
     "glm4": LigerKernels(
         copying_norms=(*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"), mlp="gate_up", rope=False

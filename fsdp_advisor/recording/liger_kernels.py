@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model.liger import LIGER_KERNELS, LIGER_VERSION, LigerKernels
+from fsdp_advisor.recording.fused_kernels import empty, kernel
+from fsdp_advisor.recording.liger_experts import experts
 
 PROCESSORS = 132
 """Multiprocessors of the GPU: in the backward of a norm each has a row of partial sums in fp32. They are those of an H100 or H200; an
@@ -26,8 +28,15 @@ A100 has 108, a B200 148."""
 
 
 def check_kernels(model: nn.Module, name: str) -> None:
-    """Raise NotRecordable if Liger has no kernels for the model."""
-    _kernels_of(_causal_model(model, name), name)
+    """Raise NotRecordable if Liger has no kernels for the model, or fails with its adapters."""
+    causal = _causal_model(model, name)
+    kernels = _kernels_of(causal, name)
+    for routed in _routed_experts(causal.base_model.layers, kernels):
+        if not isinstance(getattr(routed, "gate_up_proj", None), nn.Parameter):
+            raise NotRecordable(
+                f"{name}: Liger {LIGER_VERSION} fails with adapters of routed experts",
+                hint="leave --use-liger-kernel out, or name other --lora-target-modules",
+            )
 
 
 @contextlib.contextmanager
@@ -48,6 +57,8 @@ def with_liger_kernels(model: nn.Module, name: str) -> Iterator[None]:
             activation.forward = MethodType(_relu_squared, activation)
         else:
             mlp.forward = MethodType(_gate_up_mlp if kernels.mlp == "gate_up" else _mlp, mlp)
+    for routed in _routed_experts(layers, kernels):
+        routed.forward = MethodType(experts, routed)
     code = sys.modules[type(base).__module__]
     with mock.patch.object(code, "apply_rotary_pos_emb", _rope) if kernels.rope else contextlib.nullcontext():
         yield
@@ -62,7 +73,7 @@ def _causal_model(model: nn.Module, name: str) -> PreTrainedModel:
 
 def _kernels_of(causal: PreTrainedModel, name: str) -> LigerKernels:
     kernels = LIGER_KERNELS.get(causal.config.model_type)
-    if kernels is None or kernels.experts:
+    if kernels is None:
         raise NotRecordable(
             f"{name}: Liger {LIGER_VERSION}'s kernels for models of type {causal.config.model_type} are not modelled",
             hint="leave --use-liger-kernel out; --loss liger has its loss alone, if it has one",
@@ -82,37 +93,23 @@ def _norms(base: nn.Module, layers: list[nn.Module], kernels: LigerKernels) -> I
                         yield norm, in_place
 
 
+def _routed_experts(layers: Iterable[nn.Module], kernels: LigerKernels) -> Iterator[nn.Module]:
+    for layer in layers if kernels.experts else ():
+        if isinstance(routed := getattr(layer.get_submodule("mlp"), "experts", None), nn.Module):
+            yield routed
+
+
 def _mlps(layers: Iterable[nn.Module], kernels: LigerKernels) -> Iterator[nn.Module]:
+    """The feed-forward networks of layers; of a layer with routed experts, the expert that all tokens share."""
     for layer in layers:
-        if kernels.mlp != "none" and not getattr(layer, "enable_moe_block", False):
-            yield layer.get_submodule("mlp")
-
-
-@torch.library.custom_op("fsdp_advisor::liger_kernel", mutates_args=())
-def _kernel(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-    """The work of a kernel."""
-    raise NotImplementedError("only its work is known")
-
-
-@_kernel.register_fake
-def _(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-    return None
-
-
-@torch.library.custom_op("fsdp_advisor::allocation", mutates_args=())
-def _allocation(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that a kernel fills, which is its work."""
-    raise NotImplementedError("only its shape is known")
-
-
-@_allocation.register_fake
-def _(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return like.new_empty(shape, dtype=dtype)
-
-
-def _empty(shape: Iterable[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    found: torch.Tensor = _allocation(like, list(shape), dtype or like.dtype)
-    return found
+        if kernels.mlp == "none":
+            continue
+        mlp = layer.get_submodule("mlp")
+        if not hasattr(mlp, "experts"):
+            yield mlp
+        for name in ("shared_expert", "shared_experts"):
+            if isinstance(shared := getattr(mlp, name, None), nn.Module):
+                yield shared
 
 
 # RMSNorm
@@ -135,9 +132,9 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, in_place: bool) -> torch.Tensor:
         shape = x.shape
         x = x.contiguous().view(-1, shape[-1])
-        y = _empty(x.shape, x)
-        inverse = _empty(x.shape[:1], x, torch.float32)
-        _kernel([x, weight], [y, inverse])
+        y = empty(x.shape, x)
+        inverse = empty(x.shape[:1], x, torch.float32)
+        kernel([x, weight], [y, inverse])
         ctx.in_place = in_place
         ctx.save_for_backward(x, weight, inverse)
         return y.view(*shape)
@@ -148,9 +145,9 @@ class _RmsNorm(torch.autograd.Function):
         shape = grads[0].shape
         dy = grads[0].contiguous().view(-1, shape[-1])
         trains = ctx.needs_input_grad[1]
-        parts = _empty((PROCESSORS, shape[-1]), weight, torch.float32) if trains else None
+        parts = empty((PROCESSORS, shape[-1]), weight, torch.float32) if trains else None
         dx = dy if ctx.in_place else torch.zeros_like(dy)
-        _kernel([dy, x, weight, inverse], [dx, *([] if parts is None else [parts])])
+        kernel([dy, x, weight, inverse], [dx, *([] if parts is None else [parts])])
         dweight = None if parts is None else parts.sum(dim=0).to(weight.dtype)
         return dx.view(*shape), dweight, None
 
@@ -175,7 +172,7 @@ class _Rope(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
         cos, sin = cos.contiguous(), sin.contiguous()
-        _kernel([q, k, cos, sin], [q, k])
+        kernel([q, k, cos, sin], [q, k])
         ctx.save_for_backward(cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
 
@@ -183,7 +180,7 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dq, dk = (grad.transpose(1, 2).contiguous() for grad in grads)
-        _kernel([dq, dk, cos, sin], [dq, dk])
+        kernel([dq, dk, cos, sin], [dq, dk])
         return dq.transpose(1, 2), dk.transpose(1, 2), None, None
 
 
@@ -219,8 +216,8 @@ class _GatedActivation(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         shape = gate.shape
         gate, up = (x.contiguous().view(-1, shape[-1]) for x in (gate, up))
-        out = _empty(gate.shape, gate)
-        _kernel([gate, up], [out])
+        out = empty(gate.shape, gate)
+        kernel([gate, up], [out])
         ctx.save_for_backward(gate, up)
         return out.view(*shape)
 
@@ -229,7 +226,7 @@ class _GatedActivation(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         shape = grads[0].shape
         grad = grads[0].contiguous()
-        _kernel([grad, gate, up], [gate, up])
+        kernel([grad, gate, up], [gate, up])
         return gate.view(*shape), up.view(*shape)
 
 
@@ -244,8 +241,8 @@ class _ReluSquared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        out = _empty(x.shape, x)
-        _kernel([x], [out])
+        out = empty(x.shape, x)
+        kernel([x], [out])
         ctx.save_for_backward(x)
         return out
 
@@ -253,6 +250,6 @@ class _ReluSquared(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         grad = grads[0].contiguous()
-        out = _empty(grad.shape, grad)
-        _kernel([x, grad], [out])
+        out = empty(grad.shape, grad)
+        kernel([x, grad], [out])
         return out

@@ -71,8 +71,9 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
     if name == "fsdp_advisor::linear_attention_kernel":
         return Work(attention_flops=args[1], traffic_bytes=sum(t.numel() * t.element_size() for t in args[0]))
-    if name == "fsdp_advisor::liger_kernel":
-        return Work(traffic_bytes=sum(t.numel() * t.element_size() for tensors in args for t in tensors), operators=1)
+    if name == "fsdp_advisor::fused_kernel":
+        traffic = sum(t.numel() * t.element_size() for tensors in args[:2] for t in tensors)
+        return Work(matmul_flops=sum(args[2:]), traffic_bytes=traffic, operators=1)
     if name == "fsdp_advisor::allocation":
         return NONE
     if name == "aten::_grouped_mm":

@@ -85,7 +85,7 @@ def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]
     """The options for the loss and Liger's other kernels. A Trainer with the kernels alone has the model's own loss."""
     loss = model["loss"]
     kernels = LIGER_KERNELS.get(model["config"].get("model_type", "")) if model.get("liger_kernels") else None
-    if kernels is None or kernels.experts or task != "sft":
+    if kernels is None or task != "sft":
         return {"loss": loss}
     return {"loss": "full" if loss == "auto" and framework != "trl" else loss, "use-liger-kernel": "true"}
 

@@ -76,6 +76,12 @@ def test_a_type_without_kernels_has_no_peak(tmp_path: Path) -> None:
     assert any("kernels for models of type gpt2" in text for text in row.not_modelled)
 
 
+def test_adapters_of_experts_have_no_peak_because_liger_fails(tmp_path: Path) -> None:
+    row = _row(tmp_path, "mixtral", use_liger_kernel=True, use_peft=True, lora_target_modules="all-linear")
+    assert row.peak_allocated_bytes is None
+    assert any("adapters of routed experts" in text for text in row.not_modelled)
+
+
 def test_an_answer_says_which_figures_have_the_kernels(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIG}))
     report = estimate(model=str(tmp_path), strategy="ddp", framework="trainer", use_liger_kernel=True, loss="full")

@@ -1,0 +1,35 @@
+"""Kernels that write to tensors which exist, for recordings: what they allocate and what they compute are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+@torch.library.custom_op("fsdp_advisor::fused_kernel", mutates_args=())
+def kernel(reads: list[torch.Tensor], writes: list[torch.Tensor], flops: int = 0) -> None:
+    """The work of a kernel. `flops`: those of its matrix products, whose reads and writes are left out."""
+    raise NotImplementedError("only its work is known")
+
+
+@kernel.register_fake
+def _(reads: list[torch.Tensor], writes: list[torch.Tensor], flops: int = 0) -> None:
+    return None
+
+
+@torch.library.custom_op("fsdp_advisor::allocation", mutates_args=())
+def _allocation(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that a kernel fills, which is its work."""
+    raise NotImplementedError("only its shape is known")
+
+
+@_allocation.register_fake
+def _(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def empty(shape: Iterable[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of this shape that a kernel fills; of the dtype of `like` if none is given."""
+    found: torch.Tensor = _allocation(like, list(shape), dtype or like.dtype)
+    return found
