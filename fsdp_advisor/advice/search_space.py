@@ -9,7 +9,7 @@ from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation
-from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
+from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import (
     Backend,
@@ -185,7 +185,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
             or (request.backend == "auto" and choice.backend in _automatic(request.optim))
         )
         and choice.backend in FRAMEWORKS[request.framework].backends
-        and optimizer_refusal(request.optim, choice.backend, choice.offload) is None
+        and backend_refusal(request.optim, choice.backend, choice.offload) is None
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
         and refusal(
             choice.strategy,

@@ -14,7 +14,7 @@ from fsdp_advisor.engines.fsdp1 import units as fsdp1_units
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2 import units as fsdp2_units
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
-from fsdp_advisor.engines.optimizer_work import optimizer_refusal
+from fsdp_advisor.engines.optimizer_work import model_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.plan import Plan
@@ -90,9 +90,9 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
         case "deepspeed":
             return partitions.refusal(profile, plan)
         case "fsdp2":
-            return fsdp2_units.refusal(profile) or optimizer_refusal(profile, plan)
+            return fsdp2_units.refusal(profile) or model_refusal(profile, plan)
         case "ddp":
-            return optimizer_refusal(profile, plan)
+            return model_refusal(profile, plan)
         case _:
             assert_never(plan.backend)
 

@@ -9,7 +9,7 @@ from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.losses import loss_code
-from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
+from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.training_task import check_task, reference_of
@@ -87,7 +87,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
         possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
         tried = (*known, *unable_backends(request.optim))
-        refused = (optimizer_refusal(request.optim, b, o) for b in tried for _, o in rows)
+        refused = (backend_refusal(request.optim, b, o) for b in tried for _, o in rows)
         if (error := next(filter(None, refused), None)) is not None:
             raise error
         raise UsageError(
@@ -99,7 +99,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
 
 def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:
     """Whether the backend has the strategy with the offload, and steps the optimizer."""
-    return backend in OFFLOADS[offload].get(strategy, ()) and optimizer_refusal(request.optim, backend, offload) is None
+    return backend in OFFLOADS[offload].get(strategy, ()) and backend_refusal(request.optim, backend, offload) is None
 
 
 def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
@@ -278,7 +278,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
-    refused = _refuses(request, strategy, backend) or optimizer_refusal(request.optim, backend, offload)
+    refused = _refuses(request, strategy, backend) or backend_refusal(request.optim, backend, offload)
     if refused is not None:
         raise refused
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":

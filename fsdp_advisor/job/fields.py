@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from fsdp_advisor.errors import InvalidOption
 from fsdp_advisor.units import format_bytes, parse_bytes
 
+MOST_LISTED = 20
+"""More words than this are not listed in a message."""
 MAX_SHOWN = 80
 """Characters of a refused value that its message repeats."""
 _INTEGER = re.compile(r"[+-]?\d{1,25}(\.0*)?", re.ASCII)
@@ -237,10 +239,15 @@ def shown(value: Any) -> str:
 
 
 def list_words(words: tuple[str, ...]) -> str:
-    """
+    """The words that are possible, or the first of many.
+
     >>> list_words(("ddp", "zero2", "zero3"))
     'ddp, zero2 or zero3'
+    >>> list_words(tuple(f"optimizer{number}" for number in range(40)))
+    'one of 40 names that the help lists, such as optimizer0, optimizer1 or optimizer2'
     """
+    if len(words) > MOST_LISTED:
+        return f"one of {len(words)} names that the help lists, such as {list_words(words[:3])}"
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 

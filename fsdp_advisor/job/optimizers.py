@@ -101,7 +101,7 @@ _REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
 """The reason and a hint."""
 
 
-def optimizer_refusal(optim: OptimizerName, backend: Backend, offload: Offload) -> UsageError | None:
+def backend_refusal(optim: OptimizerName, backend: Backend, offload: Offload) -> UsageError | None:
     """Why an optimizer is not modelled with a backend; None if it is."""
     if (refused := _REFUSED.get(optim, {}).get(backend)) is not None:
         return UsageError(refused[0], hint=refused[1])

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.optimizers import optimizer_refusal
+from fsdp_advisor.job.optimizers import backend_refusal
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import OptimizerName, Precision
 
@@ -60,7 +60,7 @@ def plans() -> Iterator[Plan]:
                         backward_prefetch=next(prefetches),
                     )
                     yield replace(
-                        base, optim=next(o for o in optimizers if optimizer_refusal(o, backend, offload) is None)
+                        base, optim=next(o for o in optimizers if backend_refusal(o, backend, offload) is None)
                     )
 
 

@@ -136,7 +136,7 @@ class Optimizer(ABC):
     measured_zero1: Constructor | Refusal
     """The optimizer that a measurement builds inside torch's ZeroRedundancyOptimizer."""
     fsdp2: Refusal | None
-    """Why an export for FSDP2 is refused. None: it is not."""
+    """Why the optimizer does not run under FSDP2. None: it does."""
 
     # The step on the host
 
