@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from matrix import taken
-
-from fsdp_advisor import estimate
+from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -60,11 +59,9 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_ligers_kernels_need_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     config, precision, checkpoints, adapts, batch, length = CASES[name]
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
     adapters = {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear"} if adapts else {}
-    (row,) = estimate(
-        model=str(path), gpu="H100-80GB", gpus=1, strategy="ddp", precision=precision, micro_batch_size=batch, seq_len=length,
-        framework="trainer", use_liger_kernel=True, activation_checkpointing="full" if checkpoints else "none", **adapters,
-    ).estimates  # fmt: skip
+    row = row_of(
+        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, framework="trainer", use_liger_kernel=True,
+        activation_checkpointing="full" if checkpoints else "none", **adapters,
+    )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

@@ -11,17 +11,14 @@ import os
 
 os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
 
-import json  # after the switch above
-import sys
-from multiprocessing import get_context
-from typing import Any
+from typing import Any  # after the switch above
 from unittest import mock
 
 import torch
 from datasets import Dataset
 from liger_kernel.ops import fused_moe
 from peft import LoraConfig, get_peft_model
-from training import SteadyPeak, usual_arguments
+from training import SteadyPeak, print_peaks, usual_arguments
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
@@ -55,11 +52,9 @@ def peak_of(config: dict[str, Any], precision: str, checkpoints: bool, adapts: b
     return found.peak
 
 
-def main() -> None:
-    with get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:  # another job's cache would change the peak
-        peaks = {name: fresh.apply(peak_of, job) for name, job in json.loads(sys.argv[1]).items()}
-    print("FOUND", json.dumps(peaks))
+def measured(job: list[Any]) -> int:
+    return peak_of(*job)
 
 
 if __name__ == "__main__":
-    main()
+    print_peaks(measured)

@@ -25,10 +25,7 @@ def stepped(module: str, name: str, options: dict[str, object], tensors: list[li
     gc.collect()
     before = requested("current")
     groups = [{"params": [p]} | group for p, (*_, group) in zip(parameters, tensors, strict=True)]
-    named = [(name, p) for p, (name, *_) in zip(parameters, tensors, strict=True)]
-    optimizer = getattr(importlib.import_module(module), name)(
-        named if name == "Adam_mini" else groups, lr=1e-3, **options
-    )
+    optimizer = getattr(importlib.import_module(module), name)(groups, lr=1e-3, **options)
     for _ in range(3):
         optimizer.step()
     kept = requested("current")
