@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import load
@@ -36,11 +36,16 @@ class Entry:
     source: str
     member: str
     experts: int | None
-    has_tapes: bool = True
+    tapes: Literal["all", "usual", "none"] = "all"
+    """Which of the model's recordings the catalog has (`architectures.yaml`)."""
+
+    @property
+    def has_tapes(self) -> bool:
+        return self.tapes != "none"
 
     def as_row(self) -> dict[str, object]:
         """The fields that `models` and its REST route show."""
-        return {key: value for key, value in asdict(self).items() if key not in ("member", "has_tapes")}
+        return {key: value for key, value in asdict(self).items() if key not in ("member", "tapes")}
 
 
 @lru_cache(maxsize=1)

@@ -255,7 +255,7 @@ def main() -> None:
                     "source": row["source"],
                     "member": member,
                     "experts": load(data).experts,
-                    "has_tapes": row.get("tapes") != "none",
+                    "tapes": row.get("tapes", "all"),
                 }
             )
             archive.writestr(zipfile.ZipInfo(member), data, zipfile.ZIP_STORED)

@@ -8,10 +8,15 @@ import pytest
 from refusing import AUTOCAST, refusing_autocast
 
 from fsdp_advisor.errors import NotRecordable, UnknownModel
+from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import default_seq_len
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.resolve import lacks_tapes, resolve
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
+from fsdp_advisor.tapes import gpu_tape_key_of, select_tape
 
 CHECKPOINTING: list[TapeCheckpointing] = ["none", "full"]
 """The policies that the catalog has tapes of; others are recorded on demand."""
@@ -198,7 +203,18 @@ def test_profile_without_tapes_has_the_listed_parameters(entry: catalog.Entry) -
     assert not profile.tapes and not profile.refusals
 
 
-@pytest.mark.parametrize("entry", [e for e in catalog.entries() if e.has_tapes], ids=lambda e: e.id)
+@pytest.mark.parametrize("entry", [e for e in catalog.entries() if e.tapes == "usual"], ids=lambda e: e.id)
+def test_usual_tapes_answer_the_default_question(entry: catalog.Entry) -> None:
+    model = resolve(entry.id, allow_recording=False)
+    profile = model.profile
+    assert profile is not None and profile.parameters == entry.parameters and entry.source
+    request = make_request({"model": entry.id, "gpus": "8"})
+    for plan in plans(request, seq_len=default_seq_len(profile.max_seq_len)):
+        key, _ = select_tape(model, profile, plan)
+        assert gpu_tape_key_of(profile, key, plan, find_gpu("H100-80GB")).name in profile.tapes
+
+
+@pytest.mark.parametrize("entry", [e for e in catalog.entries() if e.tapes == "all"], ids=lambda e: e.id)
 def test_every_profile_is_whole(entry: catalog.Entry) -> None:
     """The total that is listed, and a step of FSDP2, which every model's code can take."""
     profile = catalog.profile(entry)
