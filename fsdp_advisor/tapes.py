@@ -137,13 +137,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
     if model.from_catalog and key.name in profile.tapes:
         return key, model.tape(key)
     eager = replace(key, attention="eager")
-    refusal = profile.refusals.get(key.name)
-    if (
-        plan.attention == "sdpa"
-        and refusal
-        and refusal["kind"] == NoSuchAttention.__name__
-        and eager.name in profile.tapes
-    ):
+    if key.attention == "sdpa" and _lacks_sdpa(profile) and eager.name in profile.tapes:
         return eager, model.tape(eager)
     try:
         tape = model.tape(key)
@@ -154,6 +148,14 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
     for on_gpu in gpu_tape_keys(key, window_filled=_needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
     return key, tape
+
+
+def _lacks_sdpa(profile: Profile) -> bool:
+    """Whether a recording has shown that the model's code has no sdpa."""
+    return any(
+        refusal["kind"] == NoSuchAttention.__name__ and TapeKey.from_name(name).attention == "sdpa"
+        for name, refusal in profile.refusals.items()
+    )
 
 
 @lru_cache(maxsize=64)  # a failed recording is not tried again
