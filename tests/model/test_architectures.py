@@ -110,7 +110,7 @@ def test_row_is_well_formed(row):
     assert set(row) - {"aliases", "tapes"} == {"id", "task", "parameters", "source", "config"}
     assert isinstance(row["id"], str) and row["id"].count("/") == 1
     assert row["task"] in AUTO_CLASSES
-    assert row.get("tapes", "none") == "none"
+    assert row.get("tapes", "usual") in ("none", "usual")
     assert type(row["parameters"]) is int and row["parameters"] > 0
     assert isinstance(row["source"], str) and row["source"].strip()
     aliases = row.get("aliases", [])
