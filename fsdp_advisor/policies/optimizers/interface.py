@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
@@ -252,3 +252,17 @@ class Optimizer(ABC):
     def step_collectives(self, parameter: Parameter, shards: Shards = WHOLE) -> Collectives:
         """Collectives that the parameter's update needs in addition to those of the engine."""
         return Collectives()
+
+
+def only_in_transformers(*, script: Refusal, deepspeed: Refusal) -> dict[str, Any]:
+    """The fields of an optimizer that runs only under transformers' Trainer: why scripts and measurements, and why DeepSpeed, have none."""
+    return {
+        "script": script,
+        "deepspeed": deepspeed,
+        "deepspeed_offloaded": deepspeed,
+        "measured": script,
+        "measured_zero1": script,
+        "host_kernel": "many_passes",
+        "deepspeed_host_kernel": "many_passes",
+        "is_cpu_adam": False,
+    }

@@ -13,7 +13,14 @@ from math import prod
 
 from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Optimizer, Refusal, Shape, Shards
+from fsdp_advisor.policies.optimizers.interface import (
+    NamedOptimizer,
+    Optimizer,
+    Refusal,
+    Shape,
+    Shards,
+    only_in_transformers,
+)
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 FP32_BYTES = 4
@@ -83,16 +90,9 @@ def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str) -> Lomo
     script = Refusal(f"{label} needs its own backward, which exported scripts do not have")
     return cls(
         name=name,
-        script=script,
         transformers=NamedOptimizer(name=name),
-        deepspeed=deepspeed,
-        deepspeed_offloaded=deepspeed,
-        measured=script,
-        measured_zero1=script,
         fsdp2=Refusal(f"{label} updates whole parameters in backward, before FSDP2 reduces their gradients"),
-        host_kernel="many_passes",
-        deepspeed_host_kernel="many_passes",
-        is_cpu_adam=False,
+        **only_in_transformers(script=script, deepspeed=deepspeed),
         notes=(f"{label} {_ACCUMULATION}", *notes),
         backward_update="at the next",
     )

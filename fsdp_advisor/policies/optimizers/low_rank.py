@@ -26,6 +26,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     Shape,
     Shards,
     Stepped,
+    only_in_transformers,
 )
 from fsdp_advisor.policies.optimizers.variables import Variables
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
@@ -308,16 +309,9 @@ def _low_rank(cls: type[LowRank], name: OptimizerName, label: str, *notes: str) 
     layerwise = name.endswith("_layerwise")
     return cls(
         name=name,
-        script=script,
         transformers=NamedOptimizer(name=name, target_modules="all-linear"),
-        deepspeed=deepspeed,
-        deepspeed_offloaded=deepspeed,
-        measured=script,
-        measured_zero1=script,
         fsdp2=Refusal(f"{label} with FSDP2 is not modelled"),
-        host_kernel="many_passes",
-        deepspeed_host_kernel="many_passes",
-        is_cpu_adam=False,
+        **only_in_transformers(script=script, deepspeed=deepspeed),
         backward_update="at once" if layerwise else None,
         notes=(f"{label} projects all linear layers (optim_target_modules all-linear) to rank {RANK}", *notes),
     )
