@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rehearsed_jobs
 from matrix import taken
-from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
 
-CONFIG = {
-    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 50_000, "max_position_embeddings": 8192,
-}  # fmt: skip
+CONFIG = {**rehearsed_jobs.CONFIG, "num_hidden_layers": 2}
 JOBS = dict(
     taken(
         [
@@ -49,7 +46,7 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_batch_of_the_collator_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     kind, attention, precision, batch, length = JOBS[name]
-    row = row_of(
+    row = rehearsed_jobs.row_of(
         tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]}, precision=precision, micro_batch_size=batch, seq_len=length,
         attention=attention, **OPTIONS[kind],
     )  # fmt: skip

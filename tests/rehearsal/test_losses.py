@@ -7,15 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rehearsed_jobs
 from matrix import taken
-from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
 
-CONFIG = {
-    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 50_000, "max_position_embeddings": 8192,
-}  # fmt: skip
+CONFIG = {**rehearsed_jobs.CONFIG, "num_hidden_layers": 2}
 JOBS = dict(
     taken(
         [
@@ -41,5 +38,5 @@ def test_the_loss_of_the_library_needs_what_is_predicted(name: str, peaks: dict[
     loss, precision, tied, batch, length = JOBS[name]
     config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied}
     by = {"framework": "trl"} if loss == "trl" else {"framework": "trainer", "loss": loss}
-    row = row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, **by)
+    row = rehearsed_jobs.row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, **by)
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=2e-4)

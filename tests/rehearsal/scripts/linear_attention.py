@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from fla.ops.utils.cache import CachedAutotuner
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from training import SteadyPeak, usual_arguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
@@ -42,17 +43,6 @@ def causal_conv1d_fn(x: torch.Tensor, weight: torch.Tensor, bias: None = None, a
     return CausalConv1d.apply(x, weight)
 
 
-class Peaks(TrainerCallback):
-    """The peak of each step."""
-
-    def __init__(self) -> None:
-        self.found: list[int] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.found.append(torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-
-
 def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> int:
     """The peak of the steps after the first, which makes the optimizer's state."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -62,13 +52,10 @@ def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> 
     assert "fla.ops.gated_delta_rule.chunk" in modules, modules
     rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
     data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
-    arguments = TrainingArguments(
-        per_device_train_batch_size=batch, max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none",
-        save_strategy="no", bf16=precision == "bf16-mixed", disable_tqdm=True,
-    )  # fmt: skip
-    peaks = Peaks()
-    Trainer(model, args=arguments, train_dataset=data, callbacks=[peaks]).train()
-    return max(peaks.found[1:])
+    found = SteadyPeak()
+    arguments = TrainingArguments(**usual_arguments(batch, precision))
+    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
+    return found.peak
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> i
 
 def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int]) -> int:
     loss, precision, tied, batch, length = job
-    settings = AutoConfig.for_model(**config, tie_word_embeddings=tied)
+    settings = AutoConfig.for_model(**{**config, "tie_word_embeddings": tied})
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     return peak_of(model, loss, precision, batch, length)
 
