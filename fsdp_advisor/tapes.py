@@ -137,7 +137,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
     if model.from_catalog and key.name in profile.tapes:
         return key, model.tape(key)
     eager = replace(key, attention="eager")
-    if key.attention == "sdpa" and _lacks_sdpa(profile) and eager.name in profile.tapes:
+    if key.attention == "sdpa" and eager.name in profile.tapes and _lacks_sdpa(profile):
         return eager, model.tape(eager)
     try:
         tape = model.tape(key)

@@ -374,8 +374,8 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
     Raises UnreadableConfig, NotRecordable or MissingExtra.
     """
     from fsdp_advisor.model import cache
-    from fsdp_advisor.model.alike import entry_of
     from fsdp_advisor.model.config import parse_config, trained_part
+    from fsdp_advisor.model.same_shapes import entry_of
 
     whole = parse_config(data, name)
     config, more = trained_part(whole, name)

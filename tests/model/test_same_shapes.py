@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_advisor import estimate
 from fsdp_advisor.model import cache, catalog
-from fsdp_advisor.model.alike import entry_of
+from fsdp_advisor.model.same_shapes import entry_of
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,

@@ -1,4 +1,4 @@
-"""TRL's head in tiles of tokens and of the vocabulary, which its trainers use unless they are told otherwise."""
+"""TRL's head in tiles of tokens and of the vocabulary, which its trainers use by default."""
 
 from __future__ import annotations
 
