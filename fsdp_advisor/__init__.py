@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fsdp_advisor.diagnosis import Diagnosis
     from fsdp_advisor.errors import AdvisorError
     from fsdp_advisor.estimator import estimate
-    from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+    from fsdp_advisor.job.request import EstimateRequest
+    from fsdp_advisor.job.search_request import RecommendRequest
     from fsdp_advisor.recording import record_module
     from fsdp_advisor.report import Report, StrategyEstimate
 
@@ -48,7 +49,7 @@ _HOME = {
     "Comparison": "comparison",
     "Diagnosis": "diagnosis",
     "EstimateRequest": "job.request",
-    "RecommendRequest": "job.request",
+    "RecommendRequest": "job.search_request",
     "Report": "report",
     "StrategyEstimate": "report",
     "compare": "comparison",

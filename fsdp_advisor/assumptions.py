@@ -15,9 +15,11 @@ from fsdp_advisor.hardware import (
 )
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
+from fsdp_advisor.job.choices import default_seq_len
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.parsing import make_request as make_request
-from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest, default_seq_len
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib

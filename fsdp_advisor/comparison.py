@@ -8,7 +8,8 @@ from typing import Any
 from fsdp_advisor.assumptions import settled
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report, StrategyEstimate
 

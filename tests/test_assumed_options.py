@@ -11,7 +11,8 @@ from fsdp_advisor.assumptions import settled
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.ignored import ignored_in_estimate, ignored_in_search
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 GPT2 = "openai-community/gpt2"
 

@@ -12,7 +12,7 @@ from random_jobs import random_jobs
 
 from fsdp_advisor import estimate
 from fsdp_advisor.cli import main
-from fsdp_advisor.job.request import dashed
+from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.render.view import report_view
 from fsdp_advisor.server import Settings, create_app
 

@@ -12,8 +12,10 @@ import pytest
 
 import fsdp_advisor
 from fsdp_advisor.advice import Advice
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.keywords import EstimateOptions, RecommendOptions
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 JOB: dict[str, Any] = {"model": "openai-community/gpt2", "gpus": 2, "gpu": "24GiB", "strategy": "zero3", "seq_len": 256}
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.request import EstimateRequest
 
 pytestmark = pytest.mark.slow
 

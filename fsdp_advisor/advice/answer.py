@@ -22,11 +22,12 @@ from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved, requested
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import RecommendRequest, dashed
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolve import Resolved, lacks_tapes, resolve, split_recorder
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report

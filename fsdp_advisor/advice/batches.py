@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import isqrt
 
 from fsdp_advisor.job.batch import refusal
-from fsdp_advisor.job.request import MAX_BATCH, RecommendRequest
+from fsdp_advisor.job.choices import MAX_BATCH
+from fsdp_advisor.job.search_request import RecommendRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

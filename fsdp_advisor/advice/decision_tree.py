@@ -16,8 +16,8 @@ from fsdp_advisor.advice.ranking import actual_speed
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
+from fsdp_advisor.job.choices import Strategy
 from fsdp_advisor.job.compatibility import label
-from fsdp_advisor.job.request import Strategy
 from fsdp_advisor.units import format_gib
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fsdp_advisor.advice.result import Advice, Method
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.job.adaptation import LORA_OPTIONS, QUANTIZATION_OPTIONS
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 FULL, LORA, QLORA = "full fine-tuning", "LoRA", "QLoRA"
 

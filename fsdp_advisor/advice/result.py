@@ -15,7 +15,7 @@ from fsdp_advisor.advice.search import Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.command_line import options_of
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.report import Printable, Report, StrategyEstimate
 
 

@@ -13,8 +13,8 @@ from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.job.choices import Offload, Strategy
 from fsdp_advisor.job.compatibility import OFFLOADS, label
-from fsdp_advisor.job.request import Offload, Strategy
 from fsdp_advisor.units import format_gib
 
 BILLION = 10**9

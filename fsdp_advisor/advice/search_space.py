@@ -6,20 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fsdp_advisor.job.batch_layout import check_batch
+from fsdp_advisor.job.choices import Backend, Checkpointing, Offload, OffloadDevice, OptimizerName, Strategy
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation
 from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import (
-    Backend,
-    Checkpointing,
-    Offload,
-    OffloadDevice,
-    OptimizerName,
-    RecommendRequest,
-    Strategy,
-)
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.training_task import check_task
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")

@@ -16,8 +16,9 @@ from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_sp
 from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
+from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import MAX_GPUS, MAX_SEQ_LEN, RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 SEQUENCE_STEP = 128
 """A sweep over sequence lengths tries multiples of this, which every attention kernel and GEMM tile divides evenly."""

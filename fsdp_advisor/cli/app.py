@@ -13,7 +13,8 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 PURPOSE = "Estimate memory and speed of sharded transformer training: will it fit, under which strategy, how fast, and what to type."
 JOB = "--model MODEL [--gpus N] [--gpu GPU] [options]"

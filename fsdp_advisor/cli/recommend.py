@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
 from fsdp_advisor.job.fields import Rule
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 if TYPE_CHECKING:
     from fsdp_advisor.advice import Advice

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from fsdp_advisor.cli.options import FileOptions
 from fsdp_advisor.cli.output import Destination, as_json
+from fsdp_advisor.job.choices import MAX_GPUS
 from fsdp_advisor.job.fields import Rule
-from fsdp_advisor.job.request import MAX_GPUS
 
 
 @dataclass(frozen=True, kw_only=True)

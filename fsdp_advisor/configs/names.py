@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from fsdp_advisor.configs.collect import Collector
-from fsdp_advisor.job.request import Attention, OptimizerName
+from fsdp_advisor.job.choices import Attention, OptimizerName
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.low_rank import LowRank
 

@@ -16,9 +16,9 @@ from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.checkpointing import MAX_NUMBER
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.generation import OF_COLOCATED
 from fsdp_advisor.job.generation import OPTIONS as GENERATION_OPTIONS
-from fsdp_advisor.job.request import TrainingTask
 
 KEYS = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "num_train_epochs", "learning_rate", "bf16", "fp16",

@@ -16,8 +16,9 @@ from fsdp_advisor.diagnosis.facts import Category, Change, Holding, Moment, OutO
 from fsdp_advisor.diagnosis.prediction import Job
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
-from fsdp_advisor.job.fields import dashed
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.units import format_bytes, format_gib
 
 _LARGE_SHARE = 0.1

@@ -20,8 +20,8 @@ from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
 from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.errors import assert_never
+from fsdp_advisor.job.choices import Precision
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Precision
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.parallelism.mesh import ONE_RANK
 from fsdp_advisor.program.accounts import Account

@@ -31,8 +31,8 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import framework_limit, fsdp2_optimizer_limit
 from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
+from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Framework
 from fsdp_advisor.policies.optimizers import optimizer_named
 
 FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}

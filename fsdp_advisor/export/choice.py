@@ -13,10 +13,12 @@ from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.compatibility import OFFLOADS, refusal
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import Report
 

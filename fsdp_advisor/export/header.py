@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fsdp_advisor.export.constants import VERSIONS
 from fsdp_advisor.export.job import PEAKS, Job
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import TrainingTask
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib, format_speed, format_tokens
 

@@ -29,8 +29,8 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
+from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Framework
 
 AXOLOTL_SCRIPT = "axolotl.sh"
 

@@ -6,10 +6,10 @@ A limit is a function that returns why a job cannot be trained, or None if it ca
 from __future__ import annotations
 
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.compatibility import refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Framework
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 

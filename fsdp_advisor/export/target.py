@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Framework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

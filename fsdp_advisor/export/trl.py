@@ -21,9 +21,9 @@ from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS, TASK_TYPES
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import TrainingTask
 
 DATASET_NOTE = "dataset_name is an example: replace it with your own"
 LOSS_NOTE = "TRL computes the loss without all logits at once, so it needs less memory than predicted; the framework trl predicts it"

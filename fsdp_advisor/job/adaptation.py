@@ -15,7 +15,8 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.checkpointing import every_nth_layer
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 CONFIG_KEY = "fsdp_advisor_adaptation"
 """The key of a model's configuration under which its adaptation is kept."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.choices import Packing
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.request import EstimateRequest, Packing
+from fsdp_advisor.job.request import EstimateRequest
 
 BatchLayout = Literal["full", "padded", "flattened", "flattened-trl"]
 """``full``: rows of T tokens without padding; ``padded``: rows of T tokens, some of which an attention mask marks as padding;

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fsdp_advisor.job.choices import GPU_DEPENDENT
 from fsdp_advisor.job.fields import as_words, fields_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest
+from fsdp_advisor.job.request import EstimateRequest
 
 _ALWAYS = {"model", "gpus", "gpu", "strategy", "backend", "seq_len", *GPU_DEPENDENT}
 """Options that are written even with the default's value, because the default is computed or the strategy depends on it."""

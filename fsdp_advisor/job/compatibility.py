@@ -6,12 +6,13 @@ from typing import Any
 
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.batch_layout import check_batch
+from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Backend, Checkpointing, EstimateRequest, Framework, Offload, Strategy, Wrap
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.training_task import check_task, reference_of
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fsdp_advisor.job.request import Backend, Framework
+from fsdp_advisor.job.choices import Backend, Framework
 
 TORCHTITAN_CHUNKS = 8
 """Chunks into which torchtitan divides each sequence for the loss. Source: torchtitan 0.3.0, components/loss.py, num_chunks."""

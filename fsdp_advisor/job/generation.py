@@ -11,7 +11,8 @@ from typing import Literal
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import dashed, fields_of
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 Generator = Literal["transformers", "colocate", "server"]
 """What generates: transformers' `generate` with the model that trains; vLLM on the same GPUs; vLLM on others."""

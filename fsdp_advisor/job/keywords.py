@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, get_type_hints
 
 from fsdp_advisor.job.adapter_fields import QuantStorage, QuantType, StoredDtype
-from fsdp_advisor.job.fields import fields_of
-from fsdp_advisor.job.generation_fields import VllmMode
-from fsdp_advisor.job.request import (
+from fsdp_advisor.job.choices import (
     Attention,
     Backend,
     BackwardPrefetch,
     Checkpointing,
-    EstimateRequest,
     Find,
     Framework,
     Loss,
@@ -33,6 +30,9 @@ from fsdp_advisor.job.request import (
     TrainingTask,
     Wrap,
 )
+from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.generation_fields import VllmMode
+from fsdp_advisor.job.request import EstimateRequest
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.request import Backend, Offload, OptimizerName
+from fsdp_advisor.job.choices import Backend, Offload, OptimizerName
 
 _NOT_SHARDS: frozenset[OptimizerName] = frozenset(
     {

@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from fsdp_advisor.job.adapter_fields import StoredDtype
 from fsdp_advisor.job.batch_layout import BatchLayout, flattens
 from fsdp_advisor.job.checkpointing import CheckpointingCode, checkpointing_policy, every_nth_layer
-from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
-from fsdp_advisor.job.generation import Generation
-from fsdp_advisor.job.losses import LossCode
-from fsdp_advisor.job.request import (
+from fsdp_advisor.job.choices import (
     Attention,
     Backend,
     BackwardPrefetch,
@@ -25,6 +22,9 @@ from fsdp_advisor.job.request import (
     TrainingTask,
     Wrap,
 )
+from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
+from fsdp_advisor.job.generation import Generation
+from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.job.training_task import Reference, sequences_per_example
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import ONE_RANK, Mesh

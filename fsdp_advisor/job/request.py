@@ -3,101 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fsdp_advisor.job import adapter_fields as adapters
 from fsdp_advisor.job import generation_fields as generation
-from fsdp_advisor.job.checkpointing import (
-    CHECKPOINTING_EXAMPLE,
-    SYNONYMS,
-    read_checkpointing,
-    read_searched_checkpointing,
+from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, SYNONYMS, read_checkpointing
+from fsdp_advisor.job.choices import (
+    DEFAULT_SEQ_LEN,
+    GPU_DEPENDENT,
+    MAX_BATCH,
+    MAX_GPUS,
+    MAX_SEQ_LEN,
+    NEAREST_OPTIMIZERS,
+    OPTIMIZER_SYNONYMS,
+    OPTIMIZERS_NOT_MODELLED,
+    STRATEGY_SYNONYMS,
+    Attention,
+    Backend,
+    BackwardPrefetch,
+    Checkpointing,
+    Framework,
+    Loss,
+    Offload,
+    OffloadDevice,
+    OptimizerName,
+    Packing,
+    Precision,
+    Strategy,
+    TrainingTask,
+    Wrap,
+    read_reshard,
 )
 from fsdp_advisor.job.config_reading import ConfigReading
-from fsdp_advisor.job.fields import Rule, dashed, fields_of
+from fsdp_advisor.job.fields import Rule, fields_of
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
-from fsdp_advisor.units import parse_bytes, parse_count, parse_fraction
+from fsdp_advisor.units import parse_bytes
 
-__all__ = ["AnyRequest", "EstimateRequest", "RecommendRequest", "dashed", "fields_of", "uneven_nodes"]
-
-Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
-Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
-Offload = Literal["none", "optimizer", "parameters"]
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
-OptimizerName = Literal[
-    "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
-    "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
-    "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
-    "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
-    "schedule_free_radam", "adamw_torch_fp8", "stable_adamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo", "galore_adafactor",
-    "galore_adamw_layerwise", "apollo_adamw_layerwise",
-]  # fmt: skip
-Attention = Literal["sdpa", "eager", "flash_attention_2"]
-Checkpointing = str
-"""The text of a `CheckpointingPolicy`; in a search also `auto`."""
-Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "torchtitan"]
-Loss = Literal["auto", "full", "chunked", "liger", "cce"]
-TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
-Packing = Literal["none", "bfd", "wrapped"]
-OffloadDevice = Literal["cpu", "nvme"]
-BackwardPrefetch = Literal["pre", "post", "none"]
-Wrap = str
-"""The text of a `WrapPolicy`."""
-TrainingMethod = Literal["fixed", "any"]
-Find = Literal["gpus", "batch", "sequence", "gpu-type"]
-
-GPU_DEPENDENT = frozenset({"nnodes", "precision"})
-"""Fields whose default depends on the GPU."""
-
-MAX_GPUS = 65_536
-MAX_BATCH = 1_048_576
-MAX_SEQ_LEN = 16_777_216
-DEFAULT_SEQ_LEN = 2048
-
-
-def default_seq_len(maximum: int | None) -> int:
-    """The sequence length of a job that names none, for a model with this maximum.
-
-    >>> default_seq_len(None), default_seq_len(512)
-    (2048, 512)
-    """
-    return min(DEFAULT_SEQ_LEN, maximum or DEFAULT_SEQ_LEN)
-
-
-def read_reshard(text: str) -> str | None:
-    """The normal spelling of `reshard_after_forward`, None if it is not possible.
-
-    >>> read_reshard("False"), read_reshard("08"), read_reshard("1")
-    ('false', '8', None)
-    """
-    word = text.strip().lower()
-    digits = word.lstrip("0")  # int() refuses thousands of them
-    if digits.isdecimal() and len(digits) <= len(str(MAX_GPUS)) and 1 < int(digits) <= MAX_GPUS:
-        return str(int(digits))
-    return word if word in ("auto", "false") else None
-
-
-_OFFLOAD = Rule(
+OFFLOAD = Rule(
     about="what host memory holds; parameters means parameters, gradients and optimizer state",
     group="Strategy",
     synonyms={"full": "parameters", "all": "parameters", "params": "parameters", "false": "none", "no": "none"},
     elsewhere={"cpu": "it is what is offloaded: parameters or optimizer", "nvme": "offload_device nvme, with offload"},
 )
-_OFFLOAD_DEVICE = Rule(about="the target of offload", group="Strategy")
-_MICRO_BATCH_SIZE = Rule(
+OFFLOAD_DEVICE = Rule(about="the target of offload", group="Strategy")
+MICRO_BATCH_SIZE = Rule(
     about="the number of sequences per rank and forward pass",
     group="Training",
     ge=1,
     le=MAX_BATCH,
     aliases=("per_device_train_batch_size",),
 )
-_ACCUMULATION = Rule(
+ACCUMULATION = Rule(
     about="the number of micro-batches per optimizer step",
     group="Training",
     ge=1,
     le=MAX_BATCH,
 )
-_CHECKPOINTING = Rule(
+CHECKPOINTING = Rule(
     about="the layers that are recomputed in backward: none, full (all), every-N (one of N), or selective (all, but the outputs of "
     "matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
     group="Training",
@@ -107,23 +69,6 @@ _CHECKPOINTING = Rule(
     word=read_checkpointing,
     example=CHECKPOINTING_EXAMPLE,
 )
-_SEARCHED_CHECKPOINTING = replace(
-    _CHECKPOINTING, word=read_searched_checkpointing, example=f"auto, {CHECKPOINTING_EXAMPLE}"
-)
-
-
-_STRATEGY_NAMES = {
-    word: strategy
-    for strategy, words in {
-        "ddp": "no_shard 0 stage0 zero0",
-        "zero1": "1 stage1 zero_stage_1 zero_redundancy_optimizer",
-        "zero2": "2 stage2 zero_stage_2 shard_grad_op",
-        "zero3": "3 stage3 zero_stage_3 full_shard fsdp fsdp2 fully_shard",
-        "hsdp": "hybrid_shard",
-    }.items()
-    for word in words.split()
-}
-"""What FSDP, DeepSpeed and accelerate call the strategies."""
 
 
 def uneven_nodes(gpus: int, nnodes: int) -> str | None:
@@ -189,7 +134,7 @@ class EstimateRequest:
         Rule(
             about="the sharding strategy; FSDP's names work too: full_shard, shard_grad_op, hybrid_shard, no_shard",
             group="Strategy",
-            synonyms=_STRATEGY_NAMES,
+            synonyms=STRATEGY_SYNONYMS,
             elsewhere={
                 "fsdp1": "strategy zero3 with backend fsdp1",
                 "deepspeed": "strategy zero3 with backend deepspeed",
@@ -208,8 +153,8 @@ class EstimateRequest:
             not_modelled=("megatron", "xla", "colossalai"),
         ),
     ] = "auto"
-    offload: Annotated[Offload, _OFFLOAD] = "none"
-    offload_device: Annotated[OffloadDevice, _OFFLOAD_DEVICE] = "cpu"
+    offload: Annotated[Offload, OFFLOAD] = "none"
+    offload_device: Annotated[OffloadDevice, OFFLOAD_DEVICE] = "cpu"
     precision: Annotated[
         Precision,
         Rule(
@@ -234,38 +179,13 @@ class EstimateRequest:
         Rule(
             about="the optimizer, by its Hugging Face name",
             group="Training",
-            synonyms={
-                "adamw": "adamw_torch_fused",
-                "adam": "adamw_torch_fused",
-                "adamw_8bit": "adamw_bnb_8bit",
-                "paged_adamw": "paged_adamw_32bit",
-                "lion": "lion_32bit",
-                "paged_lion": "paged_lion_32bit",
-                "paged_ademamix": "paged_ademamix_32bit",
-                "rmsprop_bnb": "rmsprop_bnb_32bit",
-            },
+            synonyms=OPTIMIZER_SYNONYMS,
             elsewhere={"cpu_offload_optimizer": "offload optimizer, which is DeepSpeed's, with adamw_torch_fused"},
-            nearest={
-                "galore_adamw_8bit": "galore_adamw, or adamw_torch_8bit, whose state is small too",
-                "galore_adamw_8bit_layerwise": "galore_adamw_layerwise",
-                "galore_adafactor_layerwise": "galore_adamw_layerwise, because transformers 5.23 fails to make the layerwise Adafactor",
-                "adam_mini": "sgd_momentum, which keeps one state per element too",
-                "grokadamw": "adamw_torch",
-            },
-            not_modelled=(
-                "adamw_apex_fused",
-                "adamw_anyprecision",
-                "galore_adamw_8bit",
-                "galore_adamw_8bit_layerwise",
-                "galore_adafactor_layerwise",
-                "adam_mini",
-                "grokadamw",
-                "shampoo",
-                "soap",
-            ),
+            nearest=NEAREST_OPTIMIZERS,
+            not_modelled=OPTIMIZERS_NOT_MODELLED,
         ),
     ] = "adamw_torch_fused"
-    micro_batch_size: Annotated[int, _MICRO_BATCH_SIZE] = 1
+    micro_batch_size: Annotated[int, MICRO_BATCH_SIZE] = 1
     seq_len: Annotated[
         int | None,
         Rule(
@@ -276,8 +196,8 @@ class EstimateRequest:
             default=f"{DEFAULT_SEQ_LEN}, or the model's maximum if smaller",
         ),
     ] = None
-    gradient_accumulation_steps: Annotated[int, _ACCUMULATION] = 1
-    activation_checkpointing: Annotated[Checkpointing, _CHECKPOINTING] = "none"
+    gradient_accumulation_steps: Annotated[int, ACCUMULATION] = 1
+    activation_checkpointing: Annotated[Checkpointing, CHECKPOINTING] = "none"
     attention: Annotated[
         Attention,
         Rule(
@@ -522,80 +442,3 @@ class EstimateRequest:
 
 
 AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecommendRequest(EstimateRequest):
-    """A job with open fields for a search: those in SEARCHED that are None, `auto` or `all`."""
-
-    SEARCHED: ClassVar[tuple[str, ...]] = (
-        "strategy", "backend", "offload", "offload_device",
-        "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
-    )  # fmt: skip
-
-    # mypy: these fields take more values than in an estimate, where nothing is searched
-    offload: Annotated[Literal[Offload, "auto"], _OFFLOAD] = "auto"  # type: ignore[assignment]
-    offload_device: Annotated[Literal[OffloadDevice, "auto"], _OFFLOAD_DEVICE] = "auto"  # type: ignore[assignment]
-    micro_batch_size: Annotated[int | None, _MICRO_BATCH_SIZE] = None  # type: ignore[assignment]
-    gradient_accumulation_steps: Annotated[int | None, _ACCUMULATION] = None  # type: ignore[assignment]
-    activation_checkpointing: Annotated[Checkpointing, _SEARCHED_CHECKPOINTING] = "auto"
-
-    find: Annotated[
-        Find | None,
-        Rule(
-            about="the quantity to optimize: the largest micro-batch (batch) or sequence that fits, the fewest GPUs (at most "
-            "--gpus if that is above 1), or the smallest GPU (gpu-type)",
-            group="Search",
-        ),
-    ] = None
-    method: Annotated[
-        TrainingMethod,
-        Rule(
-            about="fixed trains what the other options say; any compares full fine-tuning, LoRA and QLoRA, and recommends the first "
-            "that fits",
-            group="Search",
-        ),
-    ] = "fixed"
-    margin: Annotated[
-        float,
-        Rule(
-            about="the fraction of the GPU's memory to leave free, as 0.08 or 8%",
-            group="Search",
-            metavar="PART",
-            ge=0,
-            lt=1,
-            parse=parse_fraction,
-            example="0.08 or 8%",
-        ),
-    ] = 0.08
-    tokens: Annotated[
-        int | None,
-        Rule(
-            about="the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours",
-            group="Search",
-            ge=1,
-            le=10**18,
-            parse=parse_count,
-            example="10e9 or 10B",
-        ),
-    ] = None
-    price: Annotated[
-        float | None,
-        Rule(
-            about="the price of one GPU for one hour in any currency; with --tokens, the answer then has the cost",
-            group="Search",
-            metavar="PRICE",
-            ge=0,
-            le=1e6,
-        ),
-    ] = None
-
-    @property
-    def as_estimate(self) -> EstimateRequest:
-        """The job as `estimate` takes it: open fields get their defaults. `global_batch_size` is left out, because only a search
-        divides it.
-        """
-        values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
-        closed = {name: v for name, v in values.items() if v not in (None, "auto")}
-        given = self.given.intersection(closed)
-        return EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.request import EstimateRequest, TrainingTask
+from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.request import EstimateRequest
 
 Reference = Literal["none", "copy", "adapters-off"]
 """The reference model of a step. ``none``: there is none, or its log-probabilities are part of the batch; ``copy``: a frozen copy of

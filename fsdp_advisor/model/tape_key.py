@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from fsdp_advisor.job.batch_layout import BatchLayout
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.losses import LossCode
-from fsdp_advisor.job.request import TrainingTask
 from fsdp_advisor.job.training_task import Reference
 
 TapeEngine = Literal["plain", "plain+cast", "fsdp2", "fsdp1", "fsdp1+autocast"]

@@ -24,7 +24,7 @@ import transformers
 import yaml
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, to_payload
-from fsdp_advisor.job.request import default_seq_len
+from fsdp_advisor.job.choices import default_seq_len
 from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, find, profile, stored
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.profile import Profile

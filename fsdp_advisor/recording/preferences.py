@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from fsdp_advisor.job.request import TrainingTask
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.profile import ScoringPhase
 from fsdp_advisor.model.tape_key import TapeKey

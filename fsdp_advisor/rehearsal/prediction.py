@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from fsdp_advisor.job.request import TrainingTask
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.liger import LIGER_KERNELS
 from fsdp_advisor.policies.optimizers.low_rank import RANK as LOW_RANK

@@ -13,8 +13,8 @@ from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.advice.result import Method
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import start_command
+from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import dashed
 from fsdp_advisor.model.tasks import Task, task_of
 from fsdp_advisor.render.parts import PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, format_rate

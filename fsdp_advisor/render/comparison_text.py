@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_advisor.comparison import Comparison, Difference, Side
-from fsdp_advisor.job.request import dashed
+from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.render.sizes import UNKNOWN, Sizes, format_rate
 from fsdp_advisor.render.view import model_text, report_view
 from fsdp_advisor.units import format_gib

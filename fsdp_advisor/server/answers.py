@@ -22,7 +22,8 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import Job, export, find
 from fsdp_advisor.export.bundle import Bundle, bundle
 from fsdp_advisor.export.choice import report_for
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.config import parse_config
 from fsdp_advisor.model.resolve import Resolved, configured, lacks_tapes, resolve
 from fsdp_advisor.render.check_line import check_result

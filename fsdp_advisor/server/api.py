@@ -12,7 +12,8 @@ from starlette.responses import Response
 from fsdp_advisor.export import TARGETS, find
 from fsdp_advisor.export.choice import needs_recording_for
 from fsdp_advisor.hardware import Gpu, list_gpus
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import schema
 from fsdp_advisor.server.answers import (

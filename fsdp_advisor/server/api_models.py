@@ -20,7 +20,8 @@ from pydantic import (
 from fsdp_advisor.configs import complete, from_texts
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import fields_of, read_fields
-from fsdp_advisor.job.request import AnyRequest, EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.server.answers import ModelSource
 from fsdp_advisor.server.request_models import RequestModel, model_of
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from fsdp_advisor.export import TARGETS, Job, export
-from fsdp_advisor.job.fields import as_query
+from fsdp_advisor.job.choices import GPU_DEPENDENT
+from fsdp_advisor.job.fields import as_query, fields_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import GPU_DEPENDENT, EstimateRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.report import Report, StrategyEstimate
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_advisor.errors import InvalidOption
+from fsdp_advisor.job.choices import GPU_DEPENDENT
 from fsdp_advisor.job.fields import Field, as_query, fields_of
-from fsdp_advisor.job.request import GPU_DEPENDENT, RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.server.page_words import choice, label, words
 
 EXAMPLE: dict[str, str] = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8", "gpu": "H100-80GB"}

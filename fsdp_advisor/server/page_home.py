@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from fsdp_advisor.errors import AdvisorError, UnknownGpu, UnknownModel
 from fsdp_advisor.hardware import GPUS
 from fsdp_advisor.job.adapter_fields import GROUP
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.server import page_answer, page_form

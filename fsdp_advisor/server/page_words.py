@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fsdp_advisor.job.request import RecommendRequest, fields_of
+from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.search_request import RecommendRequest
 
 _LABELS = {
     "gpus": "GPUs (total)",

@@ -16,7 +16,8 @@ from starlette.responses import Response
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.hardware import list_gpus
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import page_accuracy, page_compare, page_form, page_how, page_what_if
 from fsdp_advisor.server.answers import Document, ModelSource, compare_document, recommend_document

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from fsdp_advisor.diagnosis.facts import MomentPhase
-from fsdp_advisor.job.request import Backend, EstimateRequest, Offload, RecommendRequest, Strategy
+from fsdp_advisor.job.choices import Backend, Offload, Strategy
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.server.request_models import model_of
 
 Bytes = Annotated[int, Field(ge=0)]

@@ -14,7 +14,7 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.resolve import Resolved, resolve
 from fsdp_advisor.report import StrategyEstimate

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_advisor.advice.batches import batches, divisors
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 
 def request_of(**options: Any) -> RecommendRequest:

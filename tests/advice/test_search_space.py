@@ -8,7 +8,7 @@ from searches import LLAMA, search_of
 
 from fsdp_advisor.advice.search_space import StrategyChoice, base_plan, search_space
 from fsdp_advisor.job.compatibility import OFFLOADS
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 
 def choices_of(*, nnodes: int = 1, **options: Any) -> tuple[StrategyChoice, ...]:

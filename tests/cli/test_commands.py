@@ -15,7 +15,9 @@ import pytest
 from fsdp_advisor.cli import main
 from fsdp_advisor.cli.app import COMMANDS
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
+from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.profile import Tape
 from fsdp_advisor.model.resolve import Resolved
 from fsdp_advisor.model.tape_key import TapeKey

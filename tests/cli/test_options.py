@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fsdp_advisor.cli.estimate import EstimateOptions
 from fsdp_advisor.cli.options import CommandParser, HelpOptions, ReportOptions
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.fields import Field, read_fields
+from fsdp_advisor.job.fields import Field, dashed, fields_of, read_fields
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, dashed, fields_of
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.server.request_models import model_of
 
 KINDS: tuple[type[EstimateRequest], ...] = (EstimateRequest, RecommendRequest)

@@ -12,7 +12,9 @@ from textwrap import wrap
 import pytest
 
 from fsdp_advisor.job.fields import Field, dashed
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 OPTIONS = Path(__file__).parents[2] / "fsdp_advisor" / "OPTIONS.md"
 HEAD = """\

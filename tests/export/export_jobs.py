@@ -8,11 +8,11 @@ from itertools import cycle, product
 from typing import Any, get_args
 
 from fsdp_advisor.export import TARGETS, Job
+from fsdp_advisor.job.choices import OptimizerName, Precision
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.optimizers import backend_refusal
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import OptimizerName, Precision
 
 RANKS = 8
 VOCABULARY, HIDDEN = 32_000, 4096

@@ -20,7 +20,7 @@ from export_jobs import RANKS, job, jobs, plan
 
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
 from fsdp_advisor.export import export
-from fsdp_advisor.job.request import Offload, OptimizerName
+from fsdp_advisor.job.choices import Offload, OptimizerName
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 

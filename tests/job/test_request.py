@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_advisor.errors import InvalidOption, UsageError
-from fsdp_advisor.job.fields import Field
+from fsdp_advisor.job.fields import Field, fields_of
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import EstimateRequest, RecommendRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.unknown_options import topic_of
 
 KINDS = (EstimateRequest, RecommendRequest)

@@ -10,8 +10,8 @@ import pytest
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.job_peaks import PHASES, JobPeaks, job_peaks
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.choices import Backend, Strategy
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import Backend, Strategy
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.resolve import resolve

@@ -9,9 +9,9 @@ from refusing import AUTOCAST, refusing_autocast
 
 from fsdp_advisor.errors import NotRecordable, UnknownModel
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.choices import default_seq_len
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import default_seq_len
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.resolve import lacks_tapes, resolve

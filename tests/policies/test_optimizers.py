@@ -8,10 +8,10 @@ import pytest
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.optimizers import unable_backends
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import (

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.job.request import OptimizerName  # after the check for torch
+from fsdp_advisor.job.choices import OptimizerName  # after the check for torch
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import bitsandbytes, optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES

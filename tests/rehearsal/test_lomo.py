@@ -11,7 +11,7 @@ import pytest
 from matrix import taken
 
 from fsdp_advisor.estimator import estimate
-from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.job.choices import OptimizerName
 
 pytestmark = pytest.mark.slow
 

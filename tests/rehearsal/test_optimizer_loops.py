@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import low_rank, optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Stepped

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fsdp_advisor.errors import UnknownModel
-from fsdp_advisor.job.request import RecommendRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.server.answers import ModelSource, answer, recommend_document
 from fsdp_advisor.server.errors import ServerBusy

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_advisor.hardware.lookup import lookup
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation import records
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.records import Record

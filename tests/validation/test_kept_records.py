@@ -12,8 +12,9 @@ import pytest
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.lookup import lookup
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import EstimateRequest, fields_of
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache
 from fsdp_advisor.validation import records, report
 from fsdp_advisor.validation.predict import predict

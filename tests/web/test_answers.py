@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from matrix import taken
 from page_reader import JOBS, read
 
-from fsdp_advisor.job.request import RecommendRequest, dashed, fields_of
+from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.units import format_gib
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,9 @@ import pytest
 from fastapi.testclient import TestClient
 from page_reader import EXAMPLE, HOSTILE, read
 
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.job.request import RecommendRequest, fields_of
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.server.page_form import controls
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.policies.optimizers import (
     adafactor,
     adagrad,

@@ -13,7 +13,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.program.instructions import HostKernel
 from fsdp_advisor.program.storages import NO_STORAGES, Storages

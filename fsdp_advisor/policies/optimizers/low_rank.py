@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
-from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,

@@ -9,7 +9,7 @@ Source: schedulefree 1.4.1, adamw_schedulefree.py, sgd_schedulefree.py, radam_sc
 
 from __future__ import annotations
 
-from fsdp_advisor.job.request import OptimizerName
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.policies.optimizers.elementwise import Elementwise
 from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal
 

@@ -1,0 +1,105 @@
+"""The values of a job's options: their types, limits, and other names for them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
+Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
+Offload = Literal["none", "optimizer", "parameters"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+OptimizerName = Literal[
+    "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
+    "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
+    "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
+    "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
+    "schedule_free_radam", "adamw_torch_fp8", "stable_adamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo", "galore_adafactor",
+    "galore_adamw_layerwise", "apollo_adamw_layerwise",
+]  # fmt: skip
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Checkpointing = str
+"""The text of a `CheckpointingPolicy`; in a search also `auto`."""
+Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "torchtitan"]
+Loss = Literal["auto", "full", "chunked", "liger", "cce"]
+TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
+Packing = Literal["none", "bfd", "wrapped"]
+OffloadDevice = Literal["cpu", "nvme"]
+BackwardPrefetch = Literal["pre", "post", "none"]
+Wrap = str
+"""The text of a `WrapPolicy`."""
+TrainingMethod = Literal["fixed", "any"]
+Find = Literal["gpus", "batch", "sequence", "gpu-type"]
+
+GPU_DEPENDENT = frozenset({"nnodes", "precision"})
+"""Fields whose default depends on the GPU."""
+
+MAX_GPUS = 65_536
+MAX_BATCH = 1_048_576
+MAX_SEQ_LEN = 16_777_216
+DEFAULT_SEQ_LEN = 2048
+
+
+def default_seq_len(maximum: int | None) -> int:
+    """The sequence length of a job that names none, for a model with this maximum.
+
+    >>> default_seq_len(None), default_seq_len(512)
+    (2048, 512)
+    """
+    return min(DEFAULT_SEQ_LEN, maximum or DEFAULT_SEQ_LEN)
+
+
+def read_reshard(text: str) -> str | None:
+    """The normal spelling of `reshard_after_forward`, None if it is not possible.
+
+    >>> read_reshard("False"), read_reshard("08"), read_reshard("1")
+    ('false', '8', None)
+    """
+    word = text.strip().lower()
+    digits = word.lstrip("0")  # int() refuses thousands of them
+    if digits.isdecimal() and len(digits) <= len(str(MAX_GPUS)) and 1 < int(digits) <= MAX_GPUS:
+        return str(int(digits))
+    return word if word in ("auto", "false") else None
+
+
+STRATEGY_SYNONYMS = {
+    word: strategy
+    for strategy, words in {
+        "ddp": "no_shard 0 stage0 zero0",
+        "zero1": "1 stage1 zero_stage_1 zero_redundancy_optimizer",
+        "zero2": "2 stage2 zero_stage_2 shard_grad_op",
+        "zero3": "3 stage3 zero_stage_3 full_shard fsdp fsdp2 fully_shard",
+        "hsdp": "hybrid_shard",
+    }.items()
+    for word in words.split()
+}
+"""What FSDP, DeepSpeed and accelerate call the strategies."""
+OPTIMIZER_SYNONYMS = {
+    "adamw": "adamw_torch_fused",
+    "adam": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "lion": "lion_32bit",
+    "paged_lion": "paged_lion_32bit",
+    "paged_ademamix": "paged_ademamix_32bit",
+    "rmsprop_bnb": "rmsprop_bnb_32bit",
+}
+"""Other names of optimizers."""
+OPTIMIZERS_NOT_MODELLED = (
+    "adamw_apex_fused",
+    "adamw_anyprecision",
+    "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise",
+    "galore_adafactor_layerwise",
+    "adam_mini",
+    "grokadamw",
+    "shampoo",
+    "soap",
+)
+NEAREST_OPTIMIZERS = {
+    "galore_adamw_8bit": "galore_adamw, or adamw_torch_8bit, whose state is small too",
+    "galore_adamw_8bit_layerwise": "galore_adamw_layerwise",
+    "galore_adafactor_layerwise": "galore_adamw_layerwise, because transformers 5.23 fails to make the layerwise Adafactor",
+    "adam_mini": "sgd_momentum, which keeps one state per element too",
+    "grokadamw": "adamw_torch",
+}
+"""What to use instead of some of them."""

@@ -1,0 +1,100 @@
+"""A job with open options, and what to search for: the options of `recommend`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, read_searched_checkpointing
+from fsdp_advisor.job.choices import Checkpointing, Find, Offload, OffloadDevice, TrainingMethod
+from fsdp_advisor.job.fields import Rule, fields_of
+from fsdp_advisor.job.request import (
+    ACCUMULATION,
+    CHECKPOINTING,
+    MICRO_BATCH_SIZE,
+    OFFLOAD,
+    OFFLOAD_DEVICE,
+    EstimateRequest,
+)
+from fsdp_advisor.units import parse_count, parse_fraction
+
+SEARCHED_CHECKPOINTING = replace(
+    CHECKPOINTING, word=read_searched_checkpointing, example=f"auto, {CHECKPOINTING_EXAMPLE}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendRequest(EstimateRequest):
+    """A job with open fields for a search: those in SEARCHED that are None, `auto` or `all`."""
+
+    SEARCHED: ClassVar[tuple[str, ...]] = (
+        "strategy", "backend", "offload", "offload_device",
+        "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
+    )  # fmt: skip
+
+    # mypy: these fields take more values than in an estimate, where nothing is searched
+    offload: Annotated[Literal[Offload, "auto"], OFFLOAD] = "auto"  # type: ignore[assignment]
+    offload_device: Annotated[Literal[OffloadDevice, "auto"], OFFLOAD_DEVICE] = "auto"  # type: ignore[assignment]
+    micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = None  # type: ignore[assignment]
+    gradient_accumulation_steps: Annotated[int | None, ACCUMULATION] = None  # type: ignore[assignment]
+    activation_checkpointing: Annotated[Checkpointing, SEARCHED_CHECKPOINTING] = "auto"
+
+    find: Annotated[
+        Find | None,
+        Rule(
+            about="the quantity to optimize: the largest micro-batch (batch) or sequence that fits, the fewest GPUs (at most "
+            "--gpus if that is above 1), or the smallest GPU (gpu-type)",
+            group="Search",
+        ),
+    ] = None
+    method: Annotated[
+        TrainingMethod,
+        Rule(
+            about="fixed trains what the other options say; any compares full fine-tuning, LoRA and QLoRA, and recommends the first "
+            "that fits",
+            group="Search",
+        ),
+    ] = "fixed"
+    margin: Annotated[
+        float,
+        Rule(
+            about="the fraction of the GPU's memory to leave free, as 0.08 or 8%",
+            group="Search",
+            metavar="PART",
+            ge=0,
+            lt=1,
+            parse=parse_fraction,
+            example="0.08 or 8%",
+        ),
+    ] = 0.08
+    tokens: Annotated[
+        int | None,
+        Rule(
+            about="the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours",
+            group="Search",
+            ge=1,
+            le=10**18,
+            parse=parse_count,
+            example="10e9 or 10B",
+        ),
+    ] = None
+    price: Annotated[
+        float | None,
+        Rule(
+            about="the price of one GPU for one hour in any currency; with --tokens, the answer then has the cost",
+            group="Search",
+            metavar="PRICE",
+            ge=0,
+            le=1e6,
+        ),
+    ] = None
+
+    @property
+    def as_estimate(self) -> EstimateRequest:
+        """The job as `estimate` takes it: open fields get their defaults. `global_batch_size` is left out, because only a search
+        divides it.
+        """
+        values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
+        closed = {name: v for name, v in values.items() if v not in (None, "auto")}
+        given = self.given.intersection(closed)
+        return EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)
