@@ -10,7 +10,8 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.report import Report, StrategyEstimate
 
 _TOGETHER = (("gpus", "nnodes"), ("strategy", "backend", "offload", "offload_device"))

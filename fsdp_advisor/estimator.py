@@ -21,7 +21,8 @@ from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.kernels import kernel_notes, liger_notes
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.resolve import Resolved, resolve, split_recorder
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved, split_recorder
 from fsdp_advisor.report import Adapters, Report
 from fsdp_advisor.rows import estimate_plan
 

@@ -28,8 +28,9 @@ from fsdp_advisor.memory.allocator import (
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
-from fsdp_advisor.model.profile import Profile, Tape
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolved import Resolved
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
 from fsdp_advisor.report import StrategyEstimate

@@ -12,8 +12,9 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
-from fsdp_advisor.model.profile import Profile, Tape
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolved import Resolved
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 
 _ENGINES: dict[str, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}

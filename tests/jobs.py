@@ -12,8 +12,9 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import StepOperations, step_operations
 from fsdp_advisor.memory.live import StepPeak, step_peak
-from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.tapes import tape_key_of

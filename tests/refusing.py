@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp_advisor.errors import NotRecordable, to_payload
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape_key import TapeKey
 
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_advisor.model import cache, catalog
-from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 
 LLAMA = {

@@ -28,7 +28,8 @@ from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model.resolve import Resolved, lacks_tapes, resolve, split_recorder
+from fsdp_advisor.model.resolve import lacks_tapes, resolve
+from fsdp_advisor.model.resolved import Resolved, split_recorder
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
 from fsdp_advisor.units import format_gib

@@ -17,7 +17,7 @@ from fsdp_advisor.job.compatibility import mesh_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import estimate_plan, runs_in, step_seconds, tensor_bytes

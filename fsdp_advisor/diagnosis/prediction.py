@@ -13,7 +13,8 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.live import step_moments
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS, Phase
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, select_tape

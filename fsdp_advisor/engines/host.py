@@ -10,7 +10,8 @@ from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory, page_locked
-from fsdp_advisor.model.profile import ROOT, Profile, Tape, evaluate
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import ROOT, Tape, evaluate
 from fsdp_advisor.policies.optimizers import optimizer_named
 
 

@@ -18,7 +18,8 @@ from fsdp_advisor.engines.optimizer_work import model_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import ROLLOUT_PHASES, Profile, Tape
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram

@@ -11,7 +11,8 @@ from functools import partial
 from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import vllm_bytes
-from fsdp_advisor.model.profile import GENERATION_PHASES, ROLLOUT_PHASES, Parameter, Profile
+from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.model.tape import GENERATION_PHASES, ROLLOUT_PHASES
 from fsdp_advisor.policies.dtypes import cast_bytes, stored_bytes
 
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 from fsdp_advisor.engines.wrapping import effective_wrap, wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import FIRST_OF_ROOT, GROUP
-from fsdp_advisor.model.profile import ROOT, Profile
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.units import format_bytes, format_count
 

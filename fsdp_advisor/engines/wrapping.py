@@ -22,7 +22,8 @@ from functools import lru_cache
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import GROUP, Units, mark_of, units_of
-from fsdp_advisor.model.profile import ROOT, MarkedUnit, Parameter, ParameterRole, Polynomial, Profile, Unit
+from fsdp_advisor.model.profile import Parameter, ParameterRole, Profile, Unit
+from fsdp_advisor.model.tape import ROOT, MarkedUnit, Polynomial
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId

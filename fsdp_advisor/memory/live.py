@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
-from fsdp_advisor.model.profile import evaluate
+from fsdp_advisor.model.tape import evaluate
 from fsdp_advisor.program.accounts import ACCOUNTS, Account, Phase
 from fsdp_advisor.program.instructions import (
     Alloc,

@@ -15,7 +15,8 @@ from itertools import pairwise
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
-from fsdp_advisor.model.profile import ROOT, MarkedUnit, Parameter, Profile, Unit
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.model.tape import ROOT, MarkedUnit
 
 UnitId = tuple[int, ...]
 """(stack, recorded layer), or (ROOT, 0) for the root; (ROOT, n) for another unit outside the layers; (stack, recorded layer, n) for

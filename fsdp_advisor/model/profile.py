@@ -1,74 +1,20 @@
 """A model's profile: all facts about it that determine memory, as pure data.
 
-A profile is an inventory of parameters, grouped into the units that sharded training gathers, and a set of tapes. A tape is
-the record of one training step of the model on one device: the allocations and frees of tensor storages in order, with sizes as
-polynomials in the micro-batch B and the sequence length T. Layers of one kind behave in the same way, so a tape contains a few
-recorded layers, and the profile says which recorded layer stands for each real one.
-
-
-Shapes: B = micro-batch (sequences), T = tokens per sequence.
+A profile is an inventory of parameters, grouped into the units that sharded training gathers, and a set of tapes. Layers of one
+kind behave in the same way, so a tape contains a few recorded layers, and the profile says which recorded layer stands for each
+real one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fsdp_advisor.errors import ErrorPayload
-
-MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
-Polynomial = tuple[int, int, int, int, int, int]
-
-ROOT = -1
-"""The unit index of the root: the parameters outside all layers (embedding, final norm, head)."""
-
-
-def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
-    """The value of a polynomial over ``MONOMIALS`` at micro-batch `b` and `t` tokens.
-
-    >>> evaluate((1, 0, 0, 2, 0, 0), b=3, t=5)
-    31
-    """
-    c1, cb, ct, cbt, cbt2, ct2 = polynomial
-    return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
-
-
-class Staging(NamedTuple):
-    """The size of the workspace in which a GPU sums `rows` rows of `columns` elements (`program.reduction_workspace`)."""
-
-    rows: Polynomial
-    columns: Polynomial
-
-
-class Tiled(NamedTuple):
-    """The size of a storage with one row for each token of a tile, into which a loss divides the tokens that it scores.
-
-    All tokens are scored but `unscored` of each sequence. A tile has at most `most` of them; if that is 0, a `parts`-th of them,
-    rounded up to a power of two.
-    """
-
-    bytes_per_token: int
-    unscored: int
-    most: int
-    parts: int
-
-    def bytes_at(self, b: int, t: int) -> int:
-        """
-        >>> Tiled(10, unscored=1, most=4096, parts=0).bytes_at(2, 101), Tiled(10, 0, 0, parts=63).bytes_at(2, 4096)
-        (2000, 2560)
-        """
-        tokens = b * (t - self.unscored)
-        tile = self.most or 1 << (-(-tokens // self.parts) - 1).bit_length()
-        return self.bytes_per_token * min(tile, tokens)
-
-
-Size = Polynomial | Staging | Tiled
-"""The size of a storage in bytes."""
-
+from fsdp_advisor.model.tape import Tape
 
 ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "adapter", "quantized", "other"]
 """The role of a parameter's module in the model.
@@ -191,104 +137,6 @@ class Stack:
             for recorded in run.pattern:
                 counts[recorded] += run.repeats
         return tuple(counts)
-
-
-class Category(IntEnum):
-    """The category of a storage on a tape. Engines add the storages that a tape lacks (states, gathered units, communication)."""
-
-    TEMPORARY = 0  # allocated and freed in one phase
-    ACTIVATION = 1  # saved in forward for backward
-    LOSS = 2  # the logits and tensors that the loss computes from them
-    CAST_PARAMETER = 3  # autocast's copy of a weight
-    INPUT = 4  # the batch
-    UNSHARDED_GRADIENT = 5  # a part of a gradient, which autograd or FSDP1 sums or concatenates into `param.grad`
-    SCRATCH = 6  # a kernel's workspace: counts as allocated memory, but not as a tensor
-    GRADIENT = 7  # becomes `param.grad`: 7 + 2 * index of the parameter in its unit + (1 if the unit is the root)
-
-
-class Op(IntEnum):
-    """The kinds of event on a tape, each with two arguments."""
-
-    ALLOC = 0  # (size, category)
-    FREE = 1  # (segment of birth, index among that segment's births)
-    PRE_FORWARD = 2  # a unit's forward begins: (`MarkedUnit`, 0)
-    POST_FORWARD = 3
-    PRE_BACKWARD = 4
-    POST_BACKWARD = 5
-    GRAD_READY = 6  # (parameter, 1 if the root's else 0): its gradient is accumulated into param.grad
-
-
-class MarkedUnit(IntEnum):
-    """The unit of a mark (PRE_FORWARD to POST_BACKWARD). Readers skip marks of units that a plan does not have."""
-
-    LAYER = 0  # the layer to which the segment belongs
-    ROOT = 1
-    EMBEDDING = 2  # an input embedding that is not tied to the head
-    HEAD = 3  # final norm and head, with the embedding if it is tied to the head
-    OUTPUTS = 4  # what the model returns: POST_FORWARD at the end of forward
-
-
-Event = tuple[int, int, int]
-
-ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefill", "decode", "policy"]
-"""The phase of a forward without gradients. ``mismatched``: the trained model's on KTO's mismatched completions; ``reference_mismatched``
-and ``reference``: the reference model's, on these and on the batch. Of GRPO: ``prefill``: the trained model's on prompts, with a cache
-of keys and values; ``decode``: that for the last token of completions; ``policy``: that which scores them."""
-GENERATION_PHASES: tuple[ScoringPhase, ...] = ("prefill", "decode")
-ROLLOUT_PHASES: tuple[ScoringPhase, ...] = (*GENERATION_PHASES, "policy", "reference")
-"""The phases of GRPO's tape that make the batch on which the others train."""
-
-
-class Recomputed(NamedTuple):
-    """The work of a layer's backward that repeats its forward, with the units of `Segment`."""
-
-    matmul_flops: Polynomial
-    attention_flops: Polynomial
-    traffic_bytes: Polynomial
-    operators: int
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The events between two layer boundaries of the recorded step.
-
-    `phase` is ``forward``, ``backward`` or a `ScoringPhase`; `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch
-    of root code.
-    `flops`: of matrix products and attention. `traffic_bytes`: read and written by all other operators. `operators`: the number of
-    operators. `recomputed`: the part of them that repeats a forward; None if it was not recorded, because all or none of it is repeated.
-    `host_copies`: the bytes of each tensor that is copied to host memory in forward, or back in backward.
-    """
-
-    phase: str
-    stack: int
-    layer: int
-    events: tuple[Event, ...]
-    matmul_flops: Polynomial = (0, 0, 0, 0, 0, 0)
-    attention_flops: Polynomial = (0, 0, 0, 0, 0, 0)
-    traffic_bytes: Polynomial = (0, 0, 0, 0, 0, 0)
-    operators: int = 0
-    recomputed: Recomputed | None = None
-    host_copies: tuple[Polynomial, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Tape:
-    """One recorded training step: segments in the order in which they ran, and sizes (bytes) as polynomials in B and T.
-
-    The size of the workspace of a sum over rows on a GPU is its rows and columns (`Staging`).
-    """
-
-    sizes: tuple[Size, ...]
-    segments: tuple[Segment, ...]
-
-    def read(self) -> Tape:
-        """The tape with all events loaded, for readers that walk them."""
-        return self
-
-    @cached_property
-    def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per segment, (size, category) of each storage born there, in order."""
-        return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0
 
 
 @dataclass(frozen=True, eq=False)

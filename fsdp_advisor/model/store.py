@@ -19,21 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from fsdp_advisor.model.profile import (
-    Buffer,
-    Parameter,
-    Polynomial,
-    Profile,
-    Recomputed,
-    Run,
-    Segment,
-    Size,
-    Stack,
-    Staging,
-    Tape,
-    Tiled,
-    Unit,
-)
+from fsdp_advisor.model.profile import Buffer, Parameter, Profile, Run, Stack, Unit
+from fsdp_advisor.model.tape import Polynomial, Recomputed, Segment, Size, Staging, Tape, Tiled
 
 FORMAT = 4
 RECORDING = 10

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from fsdp_advisor.model.fsdp_units import AT_ROOT as AT_ROOT
 from fsdp_advisor.model.fsdp_units import unit_at
-from fsdp_advisor.model.profile import ROOT, Op, Polynomial, Profile, Run, Tape
+from fsdp_advisor.model.profile import Profile, Run
+from fsdp_advisor.model.tape import ROOT, Op, Polynomial, Tape
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fsdp_advisor.model.fsdp_units import UnitId as UnitId
-from fsdp_advisor.model.profile import Polynomial
+from fsdp_advisor.model.tape import Polynomial
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.spans import Span, TapeLayout
 from fsdp_advisor.program.storages import NO_STORAGES, Storages

@@ -13,13 +13,13 @@ from functools import lru_cache
 from typing import NamedTuple, cast
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.profile import (
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import (
     ROOT,
     Category,
     MarkedUnit,
     Op,
     Polynomial,
-    Profile,
     Segment,
     Size,
     Staging,

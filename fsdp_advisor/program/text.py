@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fsdp_advisor.errors import assert_never
-from fsdp_advisor.model.profile import MONOMIALS, Polynomial
+from fsdp_advisor.model.tape import MONOMIALS, Polynomial
 from fsdp_advisor.program.accounts import ACCOUNTS, STREAM_NAMES, Account, Stream
 from fsdp_advisor.program.instructions import (
     AllGather,

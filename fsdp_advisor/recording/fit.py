@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from fsdp_advisor.errors import NotPolynomial
-from fsdp_advisor.model.profile import Polynomial
+from fsdp_advisor.model.tape import Polynomial
 
 
 def _quadratic(ts: Sequence[int], values: Sequence[int]) -> tuple[Fraction, Fraction, Fraction]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
-from fsdp_advisor.model.profile import ScoringPhase
+from fsdp_advisor.model.tape import ScoringPhase
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.losses import trl
 from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss

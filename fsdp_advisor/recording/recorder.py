@@ -18,21 +18,14 @@ from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NotRecordable
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
-from fsdp_advisor.model.profile import (
-    Buffer,
-    Parameter,
-    ParameterRole,
-    Profile,
-    ScoringPhase,
-    Stack,
-    Tape,
-    Unit,
-)
+from fsdp_advisor.model.profile import Buffer, Parameter, ParameterRole, Profile, Stack, Unit
+from fsdp_advisor.model.tape import ScoringPhase, Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
+from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import with_kernels
@@ -44,7 +37,7 @@ from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tens
 from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
-from fsdp_advisor.recording.step import Step, fake_tensors, materialise, steady
+from fsdp_advisor.recording.step import Step
 from fsdp_advisor.recording.take import Fitted, Take, check_order, constant, fit_takes, storages_of, tape_of
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from fsdp_advisor.model.profile import MarkedUnit, Op
+from fsdp_advisor.model.tape import MarkedUnit, Op
 from fsdp_advisor.recording.source import RootModules
 
 Mark = Callable[[Op, MarkedUnit], None]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from fsdp_advisor.model.profile import ScoringPhase
+from fsdp_advisor.model.tape import ScoringPhase
 
 
 class _Current:

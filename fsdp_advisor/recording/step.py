@@ -5,171 +5,31 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from unittest import mock
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
-from fsdp_advisor.model.fsdp_units import AT_ROOT, Units, module_mark
-from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Tiled
+from fsdp_advisor.model.fsdp_units import Units
+from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Tiled
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.checkpointing import is_recomputing
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.flash import in_scratch
 from fsdp_advisor.recording.host import watched_copies
+from fsdp_advisor.recording.loss_chunks import LossChunks
 from fsdp_advisor.recording.operators import Work, rows_and_columns, work_of
-from fsdp_advisor.recording.quantized import is_packed, materialise_states, readable_weights, state_tensors
+from fsdp_advisor.recording.places import HookedModule, Leaf, hooked_modules
+from fsdp_advisor.recording.quantized import state_tensors
 from fsdp_advisor.recording.root_units import mark_root_units
 from fsdp_advisor.recording.scoring import phases_watched, scoring_phase
-from fsdp_advisor.recording.source import LayerStack, Source
+from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.take import RawSegment, Take
 from fsdp_advisor.recording.tiles import current_tile
-
-
-@contextlib.contextmanager
-def steady() -> Iterator[None]:
-    """Context without cyclic garbage collection, which would free storages at arbitrary moments of a step."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are also raised
-    gc.freeze()  # collections between steps skip the objects that exist now
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Context of fake tensors: nothing is computed and no memory is used. LayerDrop drops no layer: it decides by a
-    random number, and a fake tensor has no value. Grouped products of experts take every dtype, as on a GPU. DoRA reads packed
-    weights.
-    """
-    rand = torch.rand
-    grouped_product = torch._meta_registrations._meta_grouped_mm_common
-
-    def drawn(*args: Any, **kwargs: Any) -> Any:
-        return 1.0 if args == ([],) and not kwargs else rand(*args, **kwargs)
-
-    def multiplied(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> Any:
-        """The product of dtypes that PyTorch's fake tensors refuse. Source: ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: it
-        multiplies one group after the other into the output."""
-        if a.dtype in (torch.float32, torch.float16):
-            return torch._meta_registrations._create_grouped_mm_output_tensor(a, b, settings["offs"], a.dtype)
-        return grouped_product(a, b, **settings)
-
-    with (
-        mock.patch.object(torch, "rand", drawn),
-        mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", multiplied),
-        readable_weights(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        yield
-
-
-def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None) -> None:
-    """Replace meta tensors by fake CPU tensors, keeping ties. Floating-point parameters and buffers get the given dtypes.
-
-    Packed weights of quantized layers keep their dtype.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in memo:
-                casts = parameter_dtype and parameter.is_floating_point() and not is_packed(parameter)
-                dtype = parameter_dtype if casts else parameter.dtype
-                data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-                memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            module._parameters[name] = memo[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                dtype = buffer_dtype if buffer_dtype and buffer.is_floating_point() else buffer.dtype
-                module._buffers[name] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
-    materialise_states(model)
-
-
-@dataclass(frozen=True, eq=False)
-class HookedModule:
-    """A module with hooks: the root, a layer, or a module that a wrap policy makes a unit.
-
-    `number`: of such a module among those of its layer, or outside the layers; None for the root and for layers. `mark`: the number of
-    its marks. `is_unit`: False for a layer whose parameters belong to other units.
-    """
-
-    module: nn.Module
-    stack: int
-    layer: int
-    mark: int
-    number: int | None = None
-    is_unit: bool = True
-
-
-class Leaf(NamedTuple):
-    """A leaf parameter's place, and its number among the place's parameters; for a flat parameter, that of its unit."""
-
-    place: HookedModule
-    number: int
-
-
-def hooked_modules(model: nn.Module, stacks: list[LayerStack], units: Units | None) -> list[HookedModule]:
-    """The root, every layer and every other unit."""
-    found = [HookedModule(model, ROOT, 0, MarkedUnit.ROOT)]
-    for n, name in enumerate(units.of_root if units else ()):
-        found.append(HookedModule(model.get_submodule(name), ROOT, 0, module_mark(n, AT_ROOT), n))
-    for s, stack in enumerate(stacks):
-        for i, layer in enumerate(stack.layers):
-            is_unit = units is None or (s, i) in units.layers
-            found.append(HookedModule(layer, s, i, MarkedUnit.LAYER, is_unit=is_unit))
-            for n, name in enumerate(units.within[s, i] if units else ()):
-                found.append(HookedModule(layer.get_submodule(name), s, i, module_mark(n, (s, i)), n))
-    return found
-
-
-class LossChunks:
-    """The gradient of the head in a loss in chunks, each with a backward of its own. FSDP2 sums it in fp32.
-
-    Source: torch.distributed.fsdp._fully_shard._fsdp_param (torch 2.13), `to_accumulated_grad_if_needed` and
-    `accumulate_unsharded_grad_if_needed`.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        assert isinstance(head.weight, nn.Parameter)
-        self.weight = head.weight
-        self.shape = tuple(head.weight.shape)
-        self.forget()
-
-    def forget(self) -> None:
-        self.gradient: torch.Tensor | None = None
-        self._count = 0
-
-    def add(self) -> bool:
-        """Add the gradient of a chunk. Returns whether it was the last."""
-        fresh = self.weight.grad
-        assert fresh is not None
-        self._count += 1
-        if self.gradient is not None:
-            self.gradient += fresh
-            self.weight.grad = None
-        elif fresh.dtype != torch.float32:
-            self.gradient = fresh.float()
-            self.weight.grad = None
-        elif self._count == TORCHTITAN_CHUNKS:
-            self.gradient, self.weight.grad = fresh, None
-        return self._count == TORCHTITAN_CHUNKS
 
 
 class Step:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from fsdp_advisor.errors import NotPolynomial
-from fsdp_advisor.model.profile import Op, Polynomial, Recomputed, Segment, Size, Staging, Tape, Tiled, evaluate
+from fsdp_advisor.model.tape import Op, Polynomial, Recomputed, Segment, Size, Staging, Tape, Tiled, evaluate
 from fsdp_advisor.recording.fit import fit
 from fsdp_advisor.recording.operators import Work
 

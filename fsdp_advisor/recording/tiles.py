@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp_advisor.model.profile import Tiled
+from fsdp_advisor.model.tape import Tiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import wrap
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.wrap_policy import wrap_policy
 from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, Units, units_of
-from fsdp_advisor.model.profile import ROOT, Category, Op, Profile, Tape
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import ROOT, Category, Op, Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.engines import aligned_splits
 from fsdp_advisor.recording.source import Source

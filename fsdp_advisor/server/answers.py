@@ -25,7 +25,8 @@ from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.config import parse_config
-from fsdp_advisor.model.resolve import Resolved, configured, lacks_tapes, resolve
+from fsdp_advisor.model.resolve import configured, lacks_tapes, resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report
 from fsdp_advisor.server.config_paths import refuse_paths

@@ -12,7 +12,7 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
 from fsdp_advisor.render.explanation import components
 from fsdp_advisor.render.view import RowView, model_text, report_view

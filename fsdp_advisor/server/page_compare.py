@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.advice_view import advice_view
 from fsdp_advisor.render.parts import PARTS
 from fsdp_advisor.render.svg import Bar, stacked_bars

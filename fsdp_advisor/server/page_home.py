@@ -13,7 +13,7 @@ from fsdp_advisor.hardware import GPUS
 from fsdp_advisor.job.adapter_fields import GROUP
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.server import page_answer, page_form
 from fsdp_advisor.server.answers import Document
 from fsdp_advisor.server.rendering import HTML, render

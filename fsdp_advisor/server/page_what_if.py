@@ -15,7 +15,7 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.server.answers import Document

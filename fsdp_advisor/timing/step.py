@@ -9,7 +9,8 @@ from math import inf
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
-from fsdp_advisor.model.profile import GENERATION_PHASES, Profile
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import GENERATION_PHASES
 from fsdp_advisor.program.instructions import MicroBatch, StepProgram
 from fsdp_advisor.timing.achieved import RETRY_S, STOLEN_BY_NCCL, host_bytes_per_s
 from fsdp_advisor.timing.caveats import Caveat, caveats_of

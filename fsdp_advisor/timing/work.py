@@ -8,7 +8,8 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple, cast, get_args
 
-from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, ScoringPhase, Segment, Tape, Unit, evaluate
+from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.model.tape import ROOT, Polynomial, ScoringPhase, Segment, Tape, evaluate
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 

@@ -15,8 +15,9 @@ from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOf
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.memory.live import TimelinePoint
-from fsdp_advisor.model.profile import Profile, Tape
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolved import Resolved
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import allocator_result, estimate_plan, peak_of_step, timeline_of_step

@@ -16,7 +16,8 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, Segment
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model import cache
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import peak_of_step, timeline_of_step

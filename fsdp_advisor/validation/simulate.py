@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.fake import fake_tensors, materialise
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.source import Source
-from fsdp_advisor.recording.step import fake_tensors, materialise
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import ModeUnavailable

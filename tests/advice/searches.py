@@ -16,7 +16,8 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import estimate_plan
 

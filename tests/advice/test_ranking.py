@@ -12,7 +12,7 @@ from fsdp_advisor.advice.evaluator import Candidate, is_round
 from fsdp_advisor.advice.ranking import OFFLOAD_RESOLUTION, SPEED_RESOLUTION, choose, may_win, next_simpler
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolved import Resolved
 
 GPT2 = "openai-community/gpt2"
 Seconds = Callable[[Plan], float]

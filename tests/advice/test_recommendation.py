@@ -17,7 +17,8 @@ from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.units import format_gib, format_speed
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model.profile import Tape
-from fsdp_advisor.model.resolve import Resolved
+from fsdp_advisor.model.resolved import Resolved
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 
 MODEL = ("--model", "meta-llama/Llama-2-7b-hf", "--gpu", "H100")

@@ -11,8 +11,7 @@ from textwrap import wrap
 
 import pytest
 
-from fsdp_advisor.job.fields import Field, dashed
-from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.fields import Field, dashed, fields_of
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 

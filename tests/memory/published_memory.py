@@ -29,7 +29,8 @@ from fsdp_advisor.memory.allocator.caching import CachingAllocator
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import peak_of_step

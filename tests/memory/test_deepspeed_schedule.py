@@ -26,7 +26,8 @@ from fsdp_advisor.engines.deepspeed.settings import Settings
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.live import step_peak
-from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.builder import build_program

@@ -10,7 +10,7 @@ from jobs import Job, job, operations_of, peak_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.memory.allocator import simulate_allocator
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
-from fsdp_advisor.model.profile import Category
+from fsdp_advisor.model.tape import Category
 from fsdp_advisor.program.spans import storage_bytes
 
 

@@ -20,8 +20,8 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import step_operations
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import MarkedUnit, Op
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.tape import MarkedUnit, Op
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.rows import peak_of_step

@@ -14,7 +14,7 @@ from tiny_llama import CONFIG_HINT, LLAMA, PARAMETERS, SHIPPED, write, written
 
 from fsdp_advisor.errors import UnreadableConfig
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model import resolve as module
+from fsdp_advisor.model import recorders as module
 from fsdp_advisor.model.config import json_depth_exceeds, parse_config, trained_part
 from fsdp_advisor.model.resolve import resolve
 

@@ -35,7 +35,7 @@ from fsdp_advisor.errors import (
     to_payload,
 )
 from fsdp_advisor.model import cache, hub
-from fsdp_advisor.model import resolve as module
+from fsdp_advisor.model import recorders as module
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.store import dump, load

@@ -9,7 +9,8 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.live import step_peak, step_timeline
-from fsdp_advisor.model.profile import ROOT, Category, Op, Profile, Run, Segment, Stack, Tape, Unit
+from fsdp_advisor.model.profile import Profile, Run, Stack, Unit
+from fsdp_advisor.model.tape import ROOT, Category, Op, Segment, Tape
 
 MASK, SAVED, SCRATCH = 1024, 2048, 4096  # bytes per token
 SIZES = tuple((0, 0, n_bytes, 0, 0, 0) for n_bytes in (MASK, SAVED, SCRATCH))

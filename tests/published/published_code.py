@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from transformers.loss import loss_utils
 
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.recording import Recorder, adapted
 from fsdp_advisor.recording.adapted import source_of
 from fsdp_advisor.recording.packed import GptqLinear

@@ -37,10 +37,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Tape
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, TransformersSource, source_of
-from fsdp_advisor.recording.step import fake_tensors, materialise
+from fsdp_advisor.recording.fake import fake_tensors, materialise
 from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.validation.simulate import simulate

@@ -13,7 +13,8 @@ pytest.importorskip("torch")
 
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.resolve import Resolved, resolve
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder

@@ -21,14 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from fsdp_advisor import estimate
 from fsdp_advisor.model import cache
-from fsdp_advisor.model.profile import (
-    Category,
-    Op,
-    Polynomial,
-    Segment,
-    Staging,
-    Tape,
-)
+from fsdp_advisor.model.tape import Category, Op, Polynomial, Segment, Staging, Tape
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu
 from fsdp_advisor.rows import NO_SCRATCH

@@ -24,15 +24,15 @@ from fsdp_advisor import estimate, export
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
-from fsdp_advisor.model.profile import Category, Op, Staging, evaluate
 from fsdp_advisor.model.quantization import PACKED_NOTE, Quantization
 from fsdp_advisor.model.store import dump, load
+from fsdp_advisor.model.tape import Category, Op, Staging, evaluate
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
 from fsdp_advisor.recording import quantized, source_of
+from fsdp_advisor.recording.fake import materialise
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.recorder import Recorder
-from fsdp_advisor.recording.step import materialise
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.transformers_models import TransformersSource
 

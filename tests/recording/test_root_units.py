@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape
+from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.spans import span_bytes, storage_bytes, tape_layout
 from fsdp_advisor.recording import Recorder, TransformersSource

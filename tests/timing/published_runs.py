@@ -19,8 +19,9 @@ from published_split import part_of
 from fsdp_advisor.hardware import Gpu, Link, find_gpu, find_interconnect
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.profile import ROOT, Polynomial, Profile, Segment, Tape
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import load
+from fsdp_advisor.model.tape import ROOT, Polynomial, Segment, Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.timing.achieved import BUS_SHARE

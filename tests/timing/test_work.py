@@ -6,7 +6,7 @@ import pytest
 from jobs import job
 
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.model.profile import ROOT, evaluate
+from fsdp_advisor.model.tape import ROOT, evaluate
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import device_of
 from fsdp_advisor.timing.work import WorkOptions, tape_work

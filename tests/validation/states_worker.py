@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import TransformersSource
-from fsdp_advisor.recording.step import materialise
+from fsdp_advisor.recording.fake import materialise
 from fsdp_advisor.recording.storages import local_tensor
 from fsdp_advisor.validation.engines import mesh_of, optimizer_for, wrap
 

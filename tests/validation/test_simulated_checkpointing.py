@@ -21,8 +21,8 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.model.profile import ROOT, evaluate
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.tape import ROOT, evaluate
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import source_of
 from fsdp_advisor.rows import peak_of_step

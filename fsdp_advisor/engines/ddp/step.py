@@ -20,7 +20,8 @@ from fsdp_advisor.engines.wrapping import (
     marked_units,
 )
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import ROOT, Op, Parameter, Profile, Segment, Tape, Unit
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
 from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account

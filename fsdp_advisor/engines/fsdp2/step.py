@@ -17,7 +17,8 @@ from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimi
 from fsdp_advisor.engines.policy_walk import PolicyWalk
 from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import ROOT, Profile
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
-from fsdp_advisor.model.profile import ROOT, Category, Op, ScoringPhase, Segment, Tape, evaluate
+from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, evaluate
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.instructions import (
     Alloc,

@@ -16,7 +16,8 @@ from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, StepOperations, simulate_allocator
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC
-from fsdp_advisor.model.profile import Category, Profile, Tape
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import Category, Tape
 from fsdp_advisor.program.accounts import Stream
 
 

@@ -18,7 +18,8 @@ from fsdp_advisor.memory.allocator import (
     simulate_allocator,
 )
 from fsdp_advisor.memory.allocator.caching import FREE, MALLOC
-from fsdp_advisor.model.profile import Profile, Tape
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import Tape
 
 MIB = 2**20
 WORKSPACE = 32 * MIB
