@@ -99,7 +99,7 @@ UseRslora = Annotated[bool, Rule(about="scale adapters by the root of their rank
 PeftConfig = Annotated[
     str | None,
     Rule(
-        about="the adapter_config.json of any PEFT method, instead of the options of LoRA",
+        about="a file adapter_config.json of any PEFT method, instead of the options of LoRA",
         group=GROUP,
         metavar="FILE",
         max_length=MAX_CONFIG,

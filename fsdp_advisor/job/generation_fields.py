@@ -30,7 +30,7 @@ StepsPerGeneration = Annotated[
 UseVllm = Annotated[bool, Rule(about="generate with vLLM instead of transformers", group=GROUP)]
 VllmModeOption = Annotated[
     VllmMode,
-    Rule(about="colocate: vLLM runs on the GPUs that train; server: on GPUs of its own", group=GROUP),
+    Rule(about="the GPUs of vLLM: colocate is those that train, server is others", group=GROUP),
 ]
 VllmGpuMemoryUtilization = Annotated[
     float, Rule(about="the part of each GPU that colocated vLLM takes", group=GROUP, ge=0.01, le=1)

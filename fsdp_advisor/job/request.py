@@ -293,7 +293,7 @@ class EstimateRequest:
     packing: Annotated[
         Packing,
         Rule(
-            about="bfd packs whole sequences into padding-free rows; wrapped cuts sequences into full rows",
+            about="the way to fill rows without padding: bfd packs whole sequences, wrapped cuts sequences at the end of a row",
             group="Training",
             synonyms={"bfd_split": "bfd", "bfd_requeue": "bfd", "true": "bfd", "false": "none", "no": "none"},
         ),

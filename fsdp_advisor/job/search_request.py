@@ -50,7 +50,7 @@ class RecommendRequest(EstimateRequest):
     method: Annotated[
         TrainingMethod,
         Rule(
-            about="fixed trains what the other options say; any compares full fine-tuning, LoRA and QLoRA, and recommends the first "
+            about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA, and recommends the first "
             "that fits",
             group="Search",
         ),

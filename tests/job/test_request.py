@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"peft_config": "adapter_config.json"},
         "peft_config must be the text of an adapter_config.json, not adapter_config.json",
-        "it is the adapter_config.json of any PEFT method",
+        "it is a file adapter_config.json of any PEFT method",
     ),
     ({"freeze": [""]}, "freeze must be at least 1 character long, not ''", "it is the parameters that are not trained"),
     ({"tp": 2}, "tp: tensor parallelism is not modelled yet", "possible are data parallelism and its sharding"),
