@@ -1,17 +1,18 @@
 # fsdp-advisor serve, as a user without rights on a read-only filesystem:
 #   docker build -t fsdp-advisor . && docker run --rm -p 8000:8000 --read-only --tmpfs /tmp fsdp-advisor
-# With --build-arg EXTRAS=[torch] it can also record pasted configurations (PyTorch for the CPU).
+# With --build-arg EXTRAS=[torch] it can also record pasted configurations. The index of packages with PyTorch for the CPU, as
+# --build-arg TORCH_INDEX=URL, keeps the image small: the default build of PyTorch contains CUDA.
 
 ARG PYTHON=3.13
 
 FROM python:${PYTHON}-slim AS build
 ARG EXTRAS=""
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /source
 RUN python -m venv /app
 COPY . .
-RUN if [ -n "$EXTRAS" ]; then /app/bin/pip install --index-url "$TORCH_INDEX" torch; fi
+RUN if [ -n "$EXTRAS" ]; then /app/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch; fi
 RUN /app/bin/pip install ".${EXTRAS}"
 
 FROM python:${PYTHON}-slim

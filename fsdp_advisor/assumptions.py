@@ -122,7 +122,7 @@ def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[
     if profile is not None and not (task := task_of(profile.task)).takes_any_length:
         own = profile.image_tokens or 1
         left_aside = request.seq_len not in (None, own)
-        return own, [f"seq_len {request.seq_len} is left aside: the model reads {task.of_length(own)}"] * left_aside
+        return own, [f"seq_len {request.seq_len} is ignored: the model reads {task.of_length(own)}"] * left_aside
     limit = profile.max_seq_len if profile else None
     seq_len = request.seq_len or default_seq_len(limit)
     past = limit is not None and seq_len > limit

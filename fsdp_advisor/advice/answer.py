@@ -1,4 +1,4 @@
-"""From a request to its recommendation."""
+"""Answer a request for a recommendation: sweep or search, then describe the plans that were found."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _run(sweep: Sweep) -> tuple[Sweep, SweepResult]:
 
 
 def _search_of_answer(sweep: Sweep, found: SweepResult | None) -> Search:
-    """The search on the number and type of GPUs that the sweep found; the sweep's own otherwise."""
+    """The search on the GPUs that the sweep found. If it found none, or looked for something else, the search that it began with."""
     if found is None or found.winner is None:
         return sweep.search
     match found.what:

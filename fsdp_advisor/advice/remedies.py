@@ -76,7 +76,7 @@ def _with_a_larger_host(sweep: Sweep, fits: str) -> Iterator[Remedy]:
 
 
 def _with_other_gpus(sweep: Sweep, fits: str) -> Iterator[Remedy]:
-    """More GPUs of the same type, or as many of a larger type."""
+    """Remedies with more GPUs of the same type, or with the same number of larger ones."""
     base, gpu = sweep.search.base, sweep.search.evaluator.gpu.name
     if sweep.request.find != "gpus" and (gpus := sweep.min_gpus(MAX_ADVISED_GPUS)) is not None:
         nodes = sweep.nodes(gpus)

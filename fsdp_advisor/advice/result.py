@@ -91,7 +91,7 @@ class Recommendation:
         if other.fits is False:
             return f"{other.memory_text}, at micro-batch {other.plan.micro_batch_size}"
         if self.winner is None:
-            return "it fits another job than the one asked for"
+            return "it fits a job other than the requested one"
         if other.fits is None:
             return "its states fit too, but it is less simple"
         own, best = other.tokens_per_second_per_gpu, self.winner.tokens_per_second_per_gpu

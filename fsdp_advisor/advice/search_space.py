@@ -152,7 +152,7 @@ def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
 
 
 def _automatic(optim: OptimizerName) -> frozenset[Backend]:
-    """The backends of `auto`: FSDP1 takes the place of FSDP2 if that cannot step the optimizer."""
+    """The backends of `auto`: DDP, DeepSpeed, and FSDP2, or FSDP1 if FSDP2 cannot step the optimizer."""
     unable = unable_backends(optim)
     backends: tuple[Backend, ...] = ("ddp", "fsdp1" if "fsdp2" in unable else "fsdp2", "deepspeed")
     return frozenset(backends) - unable

@@ -99,7 +99,7 @@ COMMANDS: dict[str, Command] = {
         "validate", "validate", "ValidateOptions", JOB, EstimateRequest, partial=True,
     ),
     "validate report": Command(
-        "Sum up the records of validate.",
+        "Summarize the records of validate.",
         "validate", "report", "RecordsOptions", "FILE [options]",
     ),
     "rehearse": Command(

@@ -65,7 +65,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
     if "Chunked" in brief(found.peek("loss")):
-        found.lacks("loss", "chunked loss; the estimate holds all logits at once")
+        found.lacks("loss", "chunked loss; the estimate assumes that all logits are in memory at once")
     return found
 
 

@@ -77,7 +77,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     if found.flag("enable_activation_checkpointing"):
         options["activation_checkpointing"] = "full"
     if "chunked" in brief(found.peek("loss._component_")).lower():
-        found.lacks("loss._component_", "chunked loss; the estimate holds all logits at once")
+        found.lacks("loss._component_", "chunked loss; the estimate assumes that all logits are in memory at once")
     _sharding(found)
     found.lacks("custom_sharded_layers", "units of their own; the estimate has them in the root unit")
     for topic, names in _TOPICS.items():

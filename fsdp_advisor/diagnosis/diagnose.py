@@ -260,7 +260,7 @@ def _notes(snapshot: Snapshot, evidence: Evidence, device: int) -> Iterator[str]
 
 
 def _unknown(snapshot: Snapshot, evidence: Evidence, memory: dict[Category, int]) -> Iterator[str]:
-    """What cannot be told, and why."""
+    """What is unknown, and why."""
     trace, live = evidence.trace, evidence.alive.live
     if not len(trace):
         yield f"the moment and most categories: the history was not recorded; {_RECORD}"

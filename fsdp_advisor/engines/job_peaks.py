@@ -25,8 +25,6 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.storages import States
 
 PHASES = ("load", "first_step", "steady_step", "save")
-GRPO_PHASES = ("generate", "score", "train")
-"""The phases of GRPO's steady step: ``score`` only if models score completions before the model trains on them."""
 OUTSIDE_STEPS = ("load", "generate", "save")
 """The phases whose peak is not, or not wholly, in the program of a step."""
 
@@ -149,12 +147,6 @@ def _loading_peak(profile: Profile, plan: Plan, load: LoadMethod) -> int:
     kept = states_of(profile, plan).parameters.rounded
     kept -= states_of(profile, replace(plan, reference="none")).parameters.rounded
     return max(load.gpu_bytes + kept, loading_bytes(profile, plan))
-
-
-def load_method_of(profile: Profile, plan: Plan, gpu: Gpu, overhead: DeviceOverhead) -> LoadMethod:
-    """The load method assumed if host memory is unlimited."""
-    methods = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
-    return choose_load_method(methods, gpu_memory_bytes=gpu.memory_bytes - overhead.middle_bytes)
 
 
 def _bytes_between_steps(plan: Plan, states: States) -> int:

@@ -226,7 +226,9 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             'bucket sizes and thresholds other than those that "auto" stands for in the DeepSpeed configuration'
         )
     if plan.framework == "accelerate":
-        notes.append("a loop that keeps the model's outputs beyond the loss holds the logits as long")
+        notes.append(
+            "the memory of logits in a training loop that keeps the model's outputs after it has computed the loss"
+        )
     else:
         notes.append(
             "tensors that a data collator adds to a batch, and batches that the Trainer loads in advance for one update"

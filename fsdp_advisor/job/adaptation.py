@@ -122,7 +122,7 @@ class Adaptation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Adaptation:
-        """The adaptation that `as_dict` made these values of. Other keys are left aside."""
+        """The inverse of `as_dict`. Other keys are ignored."""
         return cls(
             peft=values["peft"],
             freeze=tuple(values["freeze"]),

@@ -29,7 +29,7 @@ Source: 256 MiB on an RTX 3090 with 82 (torch 2.7, driver 610; invoke-ai/InvokeA
 (pytorch/pytorch#28394); 300 to 400 MiB "if lazy module loading is enabled" (pytorch/pytorch#107667, #109888).
 """
 CONTEXT_BYTES_UNKNOWN_GPU = (120 * _MIB, 720 * _MIB)
-"""The same for 40 (T4) to 160 multiprocessors, for a GPU with a memory size only."""
+"""Bytes of a context on a GPU of which only the memory size is given: 40 (T4) to 160 multiprocessors are assumed."""
 LAZY_KERNEL_BYTES = (16 * _MIB, 256 * _MIB)
 """Kernels that training loads on first use (of PyTorch, cuBLAS, cuDNN and attention).
 

@@ -29,6 +29,3 @@ class Shard:
         if not shape:
             return (1,)
         return (*shape[: self.dim], -(-shape[self.dim] // ranks), *shape[self.dim + 1 :])
-
-
-Placement = Replicate | Shard

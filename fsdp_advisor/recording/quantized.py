@@ -137,9 +137,9 @@ def packed_shape(parameter: Any) -> tuple[int, ...] | None:
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of what quantized layers keep besides their parameters: scales and tables of values.
+    """Names and tensors of the scales and value tables of quantized layers, which are neither parameters nor registered buffers.
 
-    They are no buffers. The names are those in a checkpoint.
+    The names are those in a checkpoint.
     """
     layer: Any
     for path, layer in module.named_modules():

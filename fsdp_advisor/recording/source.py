@@ -57,8 +57,8 @@ class Source(Protocol):
     ) -> None:
         """Choose the code path.
 
-        `checkpointing`: what the model itself recomputes; a model of which it checkpoints `every` N-th layer is built so. `window_filled`: whether sequences fill sliding windows;
-        None: the configuration and the sequence length decide.
+        `checkpointing`: the layers that the model recomputes; for `every-N` the model must already be built with N checkpointed.
+        `window_filled`: whether sequences fill sliding windows; None: the configuration and the sequence length decide.
         """
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -138,7 +138,7 @@ def _decisions(rank: RankResult) -> Iterator[str]:
         )
         yield (
             f"The script read values from the GPU, where a rehearsal computes integers and scalars only: {places}. "
-            "Check that they do not change its course."
+            "Check that its behaviour does not depend on them."
         )
 
 

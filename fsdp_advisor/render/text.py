@@ -179,7 +179,7 @@ class _Row:
 
 
 def _numbered(points: Sequence[TimelinePoint]) -> list[str]:
-    """The place of each point; layers of a run are numbered as in the model, so backward counts down."""
+    """The name of each point's place. Layers have the numbers that they have in the model, so they count down in backward."""
     names: list[str] = []
     for (phase, where), run in groupby(points, key=lambda point: (point.phase, point.where)):
         count = len(list(run))

@@ -115,7 +115,7 @@ def check_document(model: Resolved, request: EstimateRequest) -> Document:
 
 
 def compare_document(model: Resolved, a: EstimateRequest, b: EstimateRequest) -> Document:
-    """Two jobs of catalogued models, and their differences, as JSON. `model` is that of `a`."""
+    """Two jobs of catalogued models, and their differences, as JSON. `model` is the model of job `a`."""
     may_record = lacks_tapes(b.model)
     other = (
         model

@@ -110,7 +110,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "compare": urlencode({"a": plan}) if plan and advice.winner else "",
         "steps": _steps(advice),
         "decision": next((n for n in advice.tree if n.id == "recommended" and n.taken), None)
-        or {"question": "Nothing fits as asked.", "reason": ""},
+        or {"question": "No plan fits with these options.", "reason": ""},
         "bars": drawings.bars(shown, row),
         "step": drawings.step(shown, chosen, chosen.timeline),
         "streams": drawings.streams(found.streams, row.label),

@@ -30,7 +30,7 @@ def home_page(
     """The page with its answer. `options` and `unknown` are from `page_form.read_query`, `query` is the query string."""
     values = dict(options)
     view = page_answer.view(page_answer.answer(model, request), model, values)
-    view["notes"] = (*view["notes"], *(f"{name[:40]} is no option and was left aside" for name in unknown[:5]))
+    view["notes"] = (*view["notes"], *(f"{name[:40]} is no option and was ignored" for name in unknown[:5]))
     return Document.of(_render(values, view, root, query), media_type=HTML, lasting=view["lasting"])
 
 

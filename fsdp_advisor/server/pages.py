@@ -69,7 +69,7 @@ def _job(options: dict[str, str]) -> tuple[ModelSource, RecommendRequest]:
 
 @router.get("/what-if.json")
 async def what_if(request: Request) -> Response:
-    """What each change next to the answer does to its plan, which the query gives. The page's script asks for it."""
+    """The effects of the changes that the page offers next to an answer, for the plan in the query. The page's script calls it."""
     source, asked = _job(page_form.read_query(request.query_params)[0])
     return document_response(request, await service_of(request).answer(source, page_what_if.effects, asked))
 

@@ -165,7 +165,7 @@ class Estimate(BaseModel):
 class Advice(Estimate):
     """A recommendation: the report of the job with the estimate's defaults, and the recommended configuration."""
 
-    request: Annotated[_Searched, Field(description="The job as it was asked; null means: to be chosen")]
+    request: Annotated[_Searched, Field(description="The requested job; null: the search chooses the value")]
 
 
 class Check(BaseModel):
@@ -285,7 +285,7 @@ class Diagnosis(BaseModel):
     changes: list[Change]
     prediction: Prediction | None
     notes: list[str]
-    unknown: Annotated[list[str], Field(description="What cannot be told, and why")]
+    unknown: Annotated[list[str], Field(description="What is unknown, and why")]
 
 
 class ModelRow(BaseModel):

@@ -18,7 +18,7 @@ import published_models
 from record import BertSource, lightning
 
 from fsdp_advisor.assumptions import gpu_of
-from fsdp_advisor.engines.job_peaks import load_method_of
+from fsdp_advisor.engines.loading import choose_load_method, load_methods
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.compatibility import plans
@@ -164,13 +164,15 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
+    free = gpu.memory_bytes - device_overhead(gpu, plan).middle_bytes
+    methods = load_methods(model.profile, plan, gpu_memory_bytes=gpu.memory_bytes)
     asked = step_operations(
         step_program(model.profile, recorded_gpu_tape(model, plan, gpu), plan),
         plan.micro_batch_size,
         plan.seq_len,
         workspace_bytes=[cublas_workspace_bytes(gpu.compute_capability)] * WORKSPACES,
         resident_threads=gpu.resident_threads,
-        loaded=load_method_of(model.profile, plan, gpu, device_overhead(gpu, plan)).transfers,
+        loaded=choose_load_method(methods, gpu_memory_bytes=free).transfers,
     )
     allocator = CachingAllocator(asked.requests, AllocatorConf.parse(request.allocator_conf or ""))
     allocator.run(asked.setup)

@@ -38,7 +38,7 @@ def test_text_model_has_no_image_tokens() -> None:
 def test_image_length_ignores_the_requested_sequence_length() -> None:
     said, own, none = (estimate(**JOB, seq_len=n) for n in (2048, 197, None))
     assert said.seq_len == own.seq_len == none.seq_len == 197
-    assert said.notes == ("seq_len 2048 is left aside: the model reads images of 197 tokens",)
+    assert said.notes == ("seq_len 2048 is ignored: the model reads images of 197 tokens",)
     assert own.notes == none.notes == ()
     (one,) = said.estimates
     (other,) = none.estimates

@@ -58,7 +58,7 @@ def test_bad_input_is_said_beside_the_form_and_the_form_keeps_it(client: TestCli
 def test_a_link_with_a_tracker_in_it_still_answers(client: TestClient) -> None:
     reply = client.get("/", params={**EXAMPLE, "utm_source": "mail"})
     assert reply.status_code == 200
-    assert "utm_source is no option and was left aside" in reply.text
+    assert "utm_source is no option and was ignored" in reply.text
 
 
 def test_every_option_of_a_recommendation_has_a_control() -> None:

@@ -25,7 +25,7 @@ from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 NORM_ELEMENTS = 250_000_000
-"""Elements that stage 3 with offload copies at a time, at most. Source: zero/stage3.py, _constant_buffered_norm2."""
+"""The most elements that stage 3 with offload copies at a time. Source: zero/stage3.py, _constant_buffered_norm2."""
 
 
 def owned_by_rank0(profile: Profile, partition_elements: int) -> tuple[int, int, int]:
@@ -102,7 +102,8 @@ class Buffers:
     `bucket_elements`: the bucket's size. A gradient that does not fit causes a reduction first. A gradient larger than the
     bucket is reduced in place.
     `gradient_bytes`: bytes per element of gradients, of the bucket and of everything reduced.
-    `partition_elements`: stages 1, 2: elements of the flat buffer that each rank owns; rank r owns those from r times this.
+    `partition_elements`: stages 1, 2: the number of elements of the flat buffer that each rank owns. Rank r's begin at r times
+    this number.
     `averaged`: stages 1, 2: rank 0's own gradients. They live from the first reduction that contains one of them to the
     optimizer step.
     `accumulators`: how many of `averaged` live while a micro-batch after the first is reduced.

@@ -123,15 +123,12 @@ class CachingAllocator:
         self._needs: list[_Need] = []  # of each storage
         self.extend(requests)
 
-    def extend(self, requests: Iterable[int]) -> None:
+    def extend(self, requests: Sequence[int]) -> None:
         """Add storages, which get the next numbers."""
-        known: dict[int, _Need] = {}
-        for request in requests:
-            if request not in known:
-                known[request] = self._need(request & ~STREAM_MASK, request & STREAM_MASK)
-            self._needs.append(known[request])
-            self.address.append(0)
-            self._block_bytes.append(0)
+        needs = {request: self._need(request & ~STREAM_MASK, request & STREAM_MASK) for request in set(requests)}
+        self._needs += [needs[request] for request in requests]
+        self.address += [0] * len(requests)
+        self._block_bytes += [0] * len(requests)
 
     def _need(self, n_bytes: int, stream: int) -> _Need:
         """What a request needs. Source: get_pool, should_split."""

@@ -12,6 +12,7 @@ from math import prod
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
+    STEP_COUNT_BYTES,
     Constructor,
     NamedOptimizer,
     Optimizer,
@@ -19,9 +20,6 @@ from fsdp_advisor.policies.optimizers.interface import (
 )
 from fsdp_advisor.program.instructions import HostKernel
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
-
-STEP_COUNT_BYTES = 4
-"""One fp32 scalar per tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers.interface import Optimizer, Shape
+from fsdp_advisor.policies.optimizers.interface import (
+    STEP_COUNT_BYTES,
+    Constructor,
+    NamedOptimizer,
+    Optimizer,
+    Refusal,
+    Shape,
+)
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 
@@ -42,3 +50,27 @@ class Elementwise(Optimizer):
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         return self.passes * element_bytes * parameter.elements
+
+
+def with_one_moment(
+    name: OptimizerName, torch_name: str, deepspeed: NamedOptimizer | Refusal, *, temporaries: int, passes: int
+) -> Elementwise:
+    """An optimizer of `torch.optim` with one moment, which is stepped for many tensors at a time (`foreach`), also on the host."""
+    constructor = Constructor(module="torch.optim", name=torch_name, options={"foreach": True})
+    return Elementwise(
+        name=name,
+        script=constructor,
+        transformers=NamedOptimizer(name=name),
+        deepspeed=deepspeed,
+        deepspeed_offloaded=deepspeed,
+        measured=constructor,
+        measured_zero1=constructor,
+        fsdp2=None,
+        host_kernel="many_passes",
+        deepspeed_host_kernel="many_passes",
+        is_cpu_adam=False,
+        host_state_bytes=STEP_COUNT_BYTES,
+        moments=1,
+        temporaries=temporaries,
+        passes=passes,
+    )

@@ -21,6 +21,8 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 Shape = Sequence[int]
 Option = bool | float
 BackwardUpdate = Literal["at once", "at the next"]
+STEP_COUNT_BYTES = 4
+"""torch counts the steps of each tensor in one fp32 scalar."""
 NO_OPTIONS: Mapping[str, Option] = MappingProxyType({})
 
 

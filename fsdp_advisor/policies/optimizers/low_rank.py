@@ -204,7 +204,7 @@ class Galore(LowRank):
         variables.drop("matrix", "factors", "scaled")
 
     def update_passes(self) -> int:
-        """Writes the update, scales it, and adds it: 1 + 2 + 3 tensors."""
+        """Six tensors: the update is written (1), scaled (2) and added (3)."""
         return 6
 
     def products(self) -> int:

@@ -16,7 +16,6 @@ from fsdp_advisor.policies.optimizers import adamw
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,
     Collectives,
-    Constructor,
     Optimizer,
     Refusal,
     Shape,
@@ -201,5 +200,3 @@ MUON = Muon(
         "count at the precision's rate, and under HSDP as if there were one replica",
     ),
 )
-MATRIX_CONSTRUCTOR = Constructor(module="torch.optim", name="Muon")
-"""The optimizer of the matrices alone."""

@@ -12,6 +12,7 @@ from math import prod
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
+    STEP_COUNT_BYTES,
     Constructor,
     NamedOptimizer,
     Optimizer,
@@ -26,7 +27,6 @@ QUANTIZED_MIN_ELEMENTS = 4096
 """A tensor with fewer elements, or one whose elements are not a multiple of the block, keeps moments of its own dtype."""
 FP32_BYTES = 4
 INT64_BYTES = 8
-STEP_COUNT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)

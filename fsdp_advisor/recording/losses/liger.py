@@ -24,7 +24,10 @@ transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN, without granite, of 
 
 
 def loss(inputs: LossInputs) -> torch.Tensor:
-    """Source: liger-kernel 0.8.5, transformers/model/loss_utils.py, `LigerForCausalLMLoss` with `num_items_in_batch`."""
+    """Liger's fused loss of the labels, divided by their number.
+
+    Source: liger-kernel 0.8.5, transformers/model/loss_utils.py, `LigerForCausalLMLoss` with `num_items_in_batch`.
+    """
     vocabulary, width = inputs.weight.shape
     tile = Tile.of(inputs.examples, parts=-(-vocabulary // width))
     shifted = nn.functional.pad(inputs.labels, (0, 1), value=-100)[..., 1:].contiguous()

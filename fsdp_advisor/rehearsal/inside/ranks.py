@@ -116,7 +116,7 @@ def _new_group_of_part(
 
 
 def _without_gloo(c10d: Any, original: Any) -> Any:
-    """Make process groups in which PyTorch's fake process group takes gloo's place, under gloo's name."""
+    """A function that makes process groups like `original`, with PyTorch's fake process group instead of gloo, under gloo's name."""
 
     def create(options: Any, _: Any) -> Any:
         from torch._C._distributed_c10d import FakeProcessGroup
