@@ -107,7 +107,7 @@ class Search:
         return self.evaluator.candidate(self.plan(choice, size))
 
     def limited_to(self, allowed: Callable[[Plan], bool]) -> Search:
-        """The search without plans that are not allowed, and without those whose memory is unknown and may fit."""
+        """The search over allowed plans only. Plans whose memory is unknown remain only if they certainly do not fit."""
         return replace(
             self,
             choices=tuple(

@@ -373,7 +373,11 @@ class _Largest:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What `_largest` varies: `sizes` ascending, the plan of a choice at a size, and a choice's lower bound over sizes."""
+    """The quantity that `_largest` varies, such as the sequence length.
+
+    `sizes`: its values in ascending order. `plan`: the plan of a choice at a size. `lower_bound`: a choice's lower bound of memory,
+    by size.
+    """
 
     search: Search
     sizes: Sequence[int]

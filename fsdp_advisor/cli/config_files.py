@@ -31,12 +31,12 @@ def request_of_files(
 
 
 def reading_lines(readings: Sequence[ConfigReading]) -> tuple[str, ...]:
-    """What was read of each file, as lines of text."""
+    """Lines of text that say which options each file gave."""
     return tuple(line for reading in readings for line in reading.lines)
 
 
 def with_readings(text: str, readings: Sequence[ConfigReading], width: int = 120, *, markdown: bool = False) -> str:
-    """An answer as text, after what was read of the files."""
+    """The lines about the configuration files, then the answer."""
     wrapped = (fill(line, width, subsequent_indent="    ", break_on_hyphens=False) for line in reading_lines(readings))
     lines = "\n".join(wrapped)
     if not lines:

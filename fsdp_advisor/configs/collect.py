@@ -76,7 +76,7 @@ class Collector:
         return value
 
     def flag(self, key: str) -> bool | None:
-        """The truth of a key; None if the file does not say it."""
+        """Whether a key is true; None if the file does not have it."""
         value = self.peek(key)
         if value is None:
             return None

@@ -202,7 +202,10 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
 
 
 def _changed(request: EstimateRequest, options: Iterable[str]) -> list[str]:
-    """The options that are given with another value than their default. A request that is sent back gives all of them."""
+    """Those of `options` that the user gave with a value other than the default.
+
+    A client may send back a whole request, in which every option is given.
+    """
     known = fields_of(type(request))
     return [name for name in options if name in request.given and getattr(request, name) != known[name].default]
 

@@ -151,7 +151,7 @@ def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
 
 
 def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """The text part of a multimodal configuration, or the whole of another one; and notes on what is not estimated."""
+    """The text part of a multimodal configuration, and notes on what is not estimated. Other configurations are returned whole."""
     notes: tuple[str, ...] = ()
     quantized = config.get("quantization_config")
     inner = _language_part(config)

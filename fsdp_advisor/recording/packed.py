@@ -4,8 +4,8 @@ Sources: gptqmodel 7.7, nn_modules/qlinear/{__init__,torch,tritonv2,gemm_awq}.py
 integrations/awq.py, quantizers/quantizer_awq.py. The kernels are those of the backend `auto_trainable` on CUDA.
 
 In training, GPTQ's layer dequantizes the whole weight with one compiled kernel and multiplies with a plain product, so autograd keeps
-the weight in 16 bits until backward. AWQ's layer keeps the packed weight and dequantizes it again in backward. Of at most 1,024 rows
-AWQ's forward computes without a copy of the weight; that is not modelled.
+the weight in 16 bits until backward. AWQ's layer keeps the packed weight and dequantizes it again in backward. For at most 1,024
+rows AWQ's forward makes no copy of the weight; that is not modelled.
 """
 
 # I = input features, O = output features

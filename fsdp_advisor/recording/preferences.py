@@ -143,7 +143,7 @@ def _loss_of_dpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
 
 
 def _loss_of_kto(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Source: trl 1.16, trainer/kto_trainer.py, `_compute_loss`. All completions are taken for desirable ones."""
+    """Source: trl 1.16, trainer/kto_trainer.py, `_compute_loss`. All completions are assumed to be desirable."""
 
     def mismatched(phase: ScoringPhase) -> torch.Tensor:
         return _log_probs(module, batch["KL_input_ids"], _labels(batch, "KL_"), phase)["log_probs"].sum(-1)

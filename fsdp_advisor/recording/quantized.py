@@ -43,7 +43,7 @@ PACKED = ("Params4bit", "Int8Params")
 
 
 def quantize(model: nn.Module, settings: Quantization) -> None:
-    """Replace the layers of a transformers model on the meta device that its loader would quantize, in place.
+    """Replace the layers that transformers' loader would quantize, in place. The model is on the meta device.
 
     The weights' dtype is that of the checkpoint that is loaded: backward computes in it. Raises MissingExtra without bitsandbytes.
     """

@@ -246,7 +246,7 @@ class Step:
             self._segments[-1].recomputed = Work()
 
     def _phases_watched(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which what GRPO does before its training forward has segments of its own: not every micro-batch repeats it."""
+        """Context in which GRPO's generation and scores have segments of their own, because only some micro-batches have them."""
         return phases_watched(self._phase_changed) if self._key.task == "grpo" else contextlib.nullcontext()
 
     def _phase_changed(self) -> None:

@@ -77,7 +77,7 @@ def _methods(view: AdviceView, screen: Screen) -> str:
 
 
 def _tree(view: AdviceView, screen: Screen) -> str:
-    """The path, each question under the answer that leads to it. Every level is indented further than the one before."""
+    """The path through the decision tree. Each question stands below the answer that leads to it, and is indented further."""
     elbow = "└─ " if screen.unicode else "`- "
     step = max(1, min(_STEP, (screen.width - _LEAST_WIDTH) // max(len(view.path), 1)))
     lines = []

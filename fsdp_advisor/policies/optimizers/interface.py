@@ -28,7 +28,7 @@ NO_OPTIONS: Mapping[str, Option] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Over how many ranks FSDP2 splits each parameter, and how many of a node's GPUs a rank sees."""
+    """The number of ranks among which FSDP2 splits each parameter, and how many of them a node has."""
 
     ranks: int
     ranks_per_node: int

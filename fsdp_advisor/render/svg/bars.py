@@ -26,7 +26,7 @@ from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
 CUT_AT = 1.7
-"""A bar is cut at so many times the GPU's memory, so that one large bar does not make the others unreadable."""
+"""Bars are cut at this multiple of the GPU's memory, so that one large bar does not make the others unreadable."""
 NARROW = 560
 """Below this width in pixels, texts stand above the bars instead of on both sides."""
 
