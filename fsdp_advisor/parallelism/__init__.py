@@ -1,4 +1,1 @@
-"""The arrangement of a job's ranks (`mesh.Mesh`) and the part of each parameter that a rank keeps (`placement`).
-
-Imports nothing from the rest of the package.
-"""
+"""The arrangement of a job's ranks (`mesh.Mesh`). Imports nothing from the rest of the package."""

@@ -17,7 +17,6 @@ from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
-from fsdp_advisor.parallelism.placement import Shard
 from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, has_8_bit_weights, is_sharded, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.program.builder import AT_ROOT
@@ -25,17 +24,15 @@ from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 from fsdp_advisor.units import format_bytes
 
-PLACEMENT = Shard(0)
-"""FSDP2 splits every parameter on dim 0."""
-
 
 def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
-    """The shape of rank 0's shard of a parameter.
+    """The shape of rank 0's shard of a parameter, the largest one: ceil(rows / shards) rows. A scalar becomes one element.
 
+    Source: torch.distributed.tensor.placement_types.Shard, `_chunk_with_empty` (torch 2.13); FSDP2 splits on dim 0.
     >>> shard_shape((10, 3), 4)
     (3, 3)
     """
-    return PLACEMENT.local_shape(shape, shards)
+    return (-(-shape[0] // shards), *shape[1:]) if shape else (1,)
 
 
 class ShardBytes(NamedTuple):

@@ -6,7 +6,6 @@ Source: torch/optim/_adafactor.py, `_multi_tensor_adafactor` (torch 2.13); trans
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from fsdp_advisor.model.profile import Parameter
@@ -26,7 +25,6 @@ PASSES = 9
 """Tensors of the parameter's size that the update reads or writes: p, g, and the update several times."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
     """The second moment factored into rows and columns; whole for a tensor of fewer than two dimensions."""
 

@@ -8,7 +8,6 @@ transformers 5.23, trainer_optimizer.py, `_get_lomo_optimizer`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from fsdp_advisor.job.choices import OptimizerName
@@ -27,7 +26,6 @@ FP32_BYTES = 4
 _ACCUMULATION = "updates the weights after each micro-batch, and does not clip gradients"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Lomo(Optimizer):
     """Without state. The update needs fp32 copies of a parameter in 16 bits and of its gradient."""
 
@@ -62,7 +60,6 @@ class Lomo(Optimizer):
         return (3 * FP32_BYTES + casts) * parameter.elements
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdaLomo(Lomo):
     """The second moment in fp32, factored into rows and columns; whole for a tensor of one dimension."""
 

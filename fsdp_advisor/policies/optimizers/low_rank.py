@@ -164,7 +164,6 @@ class LowRank(Optimizer):
         variables.assign("norm_grad", n_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Galore(LowRank):
     """The projection is the first singular vectors of the gradient, on the side of the smaller dimension.
 
@@ -211,7 +210,6 @@ class Galore(LowRank):
         return 2
 
 
-@dataclass(frozen=True, kw_only=True)
 class GaloreAdafactor(Galore):
     """Adafactor in fp32 over the projected gradient, without first moment. The projection is always a view of all singular vectors."""
 
@@ -261,7 +259,6 @@ class GaloreAdafactor(Galore):
         return 9
 
 
-@dataclass(frozen=True, kw_only=True)
 class Apollo(LowRank):
     """The projection is random. AdamW in the low rank only scales the channels of the gradient."""
 

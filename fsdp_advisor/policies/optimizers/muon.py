@@ -8,7 +8,6 @@ Source: torch/optim/_muon.py; torch/distributed/tensor/_collective_utils.py (`re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_advisor.model.profile import Parameter
@@ -41,7 +40,6 @@ it by columns.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
 class Muon(Optimizer):
     """One momentum in the parameter's dtype for a matrix, AdamW's state for the rest."""
 
