@@ -79,7 +79,7 @@ class StrategyEstimate:
     units: str | None = None
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
-    simulate_peak: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    simulate_peak: Callable[[], int | None] | None = field(default=None, repr=False, compare=False)
     replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
 
     @property

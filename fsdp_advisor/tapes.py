@@ -118,10 +118,30 @@ def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey,
         return _for_any_batch(model, profile, plan, replace(key, engine="fsdp1"))
 
 
+def select_step_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey, Tape]:
+    """`select_tape`, or a GPU tape for any micro-batch and length where the CPU's is valid for one alone.
+
+    Linear attention runs in chunks. On a CPU, the number of its operators depends on the sequence length; a GPU's kernels are as many
+    for each.
+    """
+    key = tape_key_of(plan, profile)
+    if key.at is None and _is_refused(profile, key, NotPolynomial):
+        wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
+        with contextlib.suppress(AdvisorError):
+            keys = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
+            return [(on_gpu, model.tape(on_gpu)) for on_gpu in keys][0]
+    return select_tape(model, profile, plan)
+
+
+def _is_refused(profile: Profile, key: TapeKey, kind: type[AdvisorError]) -> bool:
+    refusal = profile.refusals.get(key.name)
+    return refusal is not None and refusal["kind"] == kind.__name__
+
+
 def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
     """The key's tape for any micro-batch and length, or the plan's own tape, for its micro-batch and length alone.
 
-    To record a tape for any takes seven steps or more; the plan's own takes one. So the first question about a code path records its
+    To record a tape for any takes three steps or more; the plan's own takes one. So the first question about a code path records its
     own tape, and the next one with another micro-batch or length the tape for any. If sizes are no polynomials, there is none for any.
     """
     own = replace(key, at=plan.tape_shape)

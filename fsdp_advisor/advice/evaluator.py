@@ -21,7 +21,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import estimate_plan, runs_in, step_seconds, tensor_bytes
-from fsdp_advisor.tapes import select_tape
+from fsdp_advisor.tapes import select_step_tape
 from fsdp_advisor.units import format_gib, format_speed
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
@@ -315,7 +315,7 @@ class Evaluator:
         if (refused := refusal(self.model.profile, plan)) is not None:
             return refused.message
         try:
-            select_tape(self.model, self.model.profile, plan)
+            select_step_tape(self.model, self.model.profile, plan)
         except AdvisorError as error:
             if isinstance(error, MissingExtra) and not self.model.is_catalogued:
                 raise

@@ -17,7 +17,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS, Phase
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, select_tape
+from fsdp_advisor.tapes import gpu_tape, select_step_tape
 from fsdp_advisor.units import format_gib
 
 _SMALL_SHARE = 0.01
@@ -94,7 +94,7 @@ def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
     if phase is None:
         return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"
     plan = job.plan
-    tape = gpu_tape(profile, select_tape(job.model, profile, plan), plan, gpu_of(job.request)[0])
+    tape = gpu_tape(profile, select_step_tape(job.model, profile, plan), plan, gpu_of(job.request)[0])
     moments = step_moments(step_program(profile, tape, plan), *plan.tape_shape, phase)
     number = _visit(moment, len(moments))
     if number is None:

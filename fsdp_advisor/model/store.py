@@ -20,7 +20,17 @@ from functools import lru_cache
 from typing import Any, cast
 
 from fsdp_advisor.model.profile import Buffer, Parameter, Profile, Run, Stack, Unit
-from fsdp_advisor.model.tape import Polynomial, Recomputed, Segment, Size, Staging, Tape, Tiled
+from fsdp_advisor.model.tape import (
+    Chunked,
+    Polynomial,
+    Quantity,
+    Recomputed,
+    Segment,
+    Size,
+    Staging,
+    Tape,
+    Tiled,
+)
 
 FORMAT = 4
 RECORDING = 10
@@ -202,10 +212,18 @@ def load(data: bytes) -> Profile:
 
 
 def _size(row: list[Any]) -> Size:
-    """A polynomial's coefficients, two such rows, or the numbers of a tile."""
+    """The numbers of a tile, a quantity, or the two of a workspace."""
     if len(row) == len(Tiled._fields):
         return Tiled(*row)
-    return Staging(*map(tuple, row)) if len(row) == len(Staging._fields) else cast(Polynomial, tuple(row))
+    return Staging(*map(_quantity, row)) if len(row) == len(Staging._fields) else _quantity(row)
+
+
+def _quantity(row: list[Any]) -> Quantity:
+    """A polynomial's coefficients, or the tokens of a chunk and two polynomials."""
+    if len(row) == len(Chunked._fields):
+        chunk, of_tokens, of_chunks = row
+        return Chunked(chunk, tuple(of_tokens), tuple(of_chunks))
+    return cast(Polynomial, tuple(row))
 
 
 def _unit_row(unit: Unit) -> list[Any]:

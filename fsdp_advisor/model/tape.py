@@ -1,40 +1,78 @@
 """A tape: the record of one training step of a model on one device, as pure data.
 
-It has the allocations and frees of tensor storages in order, with sizes as polynomials in the micro-batch B and the sequence
-length T.
+It has the allocations and frees of tensor storages in order, with sizes as polynomials in the micro-batch B, the sequence length T and
+the number of chunks into which the code divides a sequence.
 
 Shapes: B = micro-batch (sequences), T = tokens per sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 MONOMIALS = ("1", "B", "T", "BT", "BT2", "T2")
 Polynomial = tuple[int, int, int, int, int, int]
+ZERO: Polynomial = (0, 0, 0, 0, 0, 0)
 
 ROOT = -1
 """The unit index of the root: the parameters outside all layers (embedding, final norm, head)."""
 
 
-def evaluate(polynomial: Polynomial, b: int, t: int) -> int:
-    """The value of a polynomial over ``MONOMIALS`` at micro-batch `b` and `t` tokens.
+class Chunked(NamedTuple):
+    """A quantity of code that divides a sequence into chunks of `chunk` tokens, the last of which is padded.
+
+    `of_tokens` is a polynomial in B and T, `of_chunks` one in B and the number of chunks, ceil(T / chunk).
+    """
+
+    chunk: int
+    of_tokens: Polynomial
+    of_chunks: Polynomial
+
+
+Quantity = Polynomial | Chunked
+"""Bytes or FLOPs as a function of B and T."""
+
+
+def evaluate(quantity: Quantity, b: int, t: int) -> int:
+    """The value of a quantity at micro-batch `b` and `t` tokens. A polynomial is over ``MONOMIALS``.
 
     >>> evaluate((1, 0, 0, 2, 0, 0), b=3, t=5)
     31
+    >>> evaluate(Chunked(64, of_tokens=(0, 0, 0, 2, 0, 0), of_chunks=(0, 0, 0, 100, 0, 0)), b=3, t=65)
+    990
     """
-    c1, cb, ct, cbt, cbt2, ct2 = polynomial
+    if isinstance(quantity, Chunked):
+        chunks = -(-t // quantity.chunk)
+        return evaluate(quantity.of_tokens, b, t) + evaluate(quantity.of_chunks, b, chunks)
+    c1, cb, ct, cbt, cbt2, ct2 = quantity
     return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
+
+
+def total(quantities: Iterable[Quantity]) -> Quantity | None:
+    """The sum of quantities; None if they have chunks of several sizes."""
+    tokens, chunks, sizes = [ZERO], [ZERO], set()
+    for quantity in quantities:
+        if isinstance(quantity, Chunked):
+            sizes.add(quantity.chunk)
+            tokens.append(quantity.of_tokens)
+            chunks.append(quantity.of_chunks)
+        else:
+            tokens.append(quantity)
+    if len(sizes) > 1:
+        return None
+    of_tokens, of_chunks = (cast(Polynomial, tuple(map(sum, zip(*terms, strict=True)))) for terms in (tokens, chunks))
+    return Chunked(sizes.pop(), of_tokens, of_chunks) if sizes else of_tokens
 
 
 class Staging(NamedTuple):
     """The size of the workspace in which a GPU sums `rows` rows of `columns` elements (`program.reduction_workspace`)."""
 
-    rows: Polynomial
-    columns: Polynomial
+    rows: Quantity
+    columns: Quantity
 
 
 class Tiled(NamedTuple):
@@ -59,7 +97,7 @@ class Tiled(NamedTuple):
         return self.bytes_per_token * min(tile, tokens)
 
 
-Size = Polynomial | Staging | Tiled
+Size = Quantity | Staging | Tiled
 """The size of a storage in bytes."""
 
 
@@ -112,9 +150,9 @@ ROLLOUT_PHASES: tuple[ScoringPhase, ...] = (*GENERATION_PHASES, "policy", "refer
 class Recomputed(NamedTuple):
     """The work of a layer's backward that repeats its forward, with the units of `Segment`."""
 
-    matmul_flops: Polynomial
-    attention_flops: Polynomial
-    traffic_bytes: Polynomial
+    matmul_flops: Quantity
+    attention_flops: Quantity
+    traffic_bytes: Quantity
     operators: int
 
 
@@ -133,12 +171,12 @@ class Segment:
     stack: int
     layer: int
     events: tuple[Event, ...]
-    matmul_flops: Polynomial = (0, 0, 0, 0, 0, 0)
-    attention_flops: Polynomial = (0, 0, 0, 0, 0, 0)
-    traffic_bytes: Polynomial = (0, 0, 0, 0, 0, 0)
+    matmul_flops: Quantity = (0, 0, 0, 0, 0, 0)
+    attention_flops: Quantity = (0, 0, 0, 0, 0, 0)
+    traffic_bytes: Quantity = (0, 0, 0, 0, 0, 0)
     operators: int = 0
     recomputed: Recomputed | None = None
-    host_copies: tuple[Polynomial, ...] = ()
+    host_copies: tuple[Quantity, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

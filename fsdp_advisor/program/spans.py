@@ -10,16 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import (
     ROOT,
     Category,
+    Chunked,
     MarkedUnit,
     Op,
-    Polynomial,
     Segment,
     Size,
     Staging,
@@ -203,10 +203,10 @@ class _LayoutReader:
 
     def _gradient_bytes(self, size: int) -> int:
         """Bytes of a gradient. Raises NotRecordable for a sparse gradient, whose size depends on the batch."""
-        constant, *others = cast(Polynomial, self._tape.sizes[size])
-        if any(others):
+        found = self._tape.sizes[size]
+        if isinstance(found, (Chunked, Staging, Tiled)) or any(found[1:]):
             raise NotRecordable("a gradient's size depends on the batch", hint="gradients must be dense: sparse=False")
-        return round_up(constant)
+        return round_up(found[0])
 
 
 def _account(category: int) -> int:

@@ -98,14 +98,18 @@ def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
     keys: Iterable[TapeKey] = USUAL
     if NoSuchAttention.__name__ in kinds:
         keys = [replace(k, attention="eager") for k in keys]
-    lengths = {False, profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)}
-    if NotPolynomial.__name__ in kinds:
-        length = default_seq_len(profile.max_seq_len)
-        keys = [replace(k, at=(1, length)) for k in keys if k.batch_is_one and k.checkpointing == "none"]
-        lengths = {profile.fills_window(length)}
-    kept = dict.fromkeys(keys)
-    for key, filled in itertools.product(kept.copy(), sorted(lengths)):
-        kept |= dict.fromkeys(gpu_tape_keys(key, window_filled=filled))
+    length = default_seq_len(profile.max_seq_len)
+    not_polynomial = {name for name, refusal in profile.refusals.items() if refusal["kind"] == NotPolynomial.__name__}
+    kept: dict[TapeKey, None] = {}
+    for key in keys:
+        one = key.batch_is_one and key.checkpointing == "none"
+        lengths = {False, profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)}
+        on_gpu = [k for filled in sorted(lengths) for k in gpu_tape_keys(key, window_filled=filled)]
+        for k in (key, *on_gpu):
+            if k.name not in not_polynomial:
+                kept[k] = None
+            elif one and k.window_filled in (False, profile.fills_window(length)):
+                kept[replace(k, at=(1, length))] = None
     return tuple(kept)
 
 

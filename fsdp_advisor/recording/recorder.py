@@ -1,9 +1,10 @@
 """Record a model's training step on tapes.
 
 The model, reduced to a few representative layers, runs one step under `FakeTensorMode`: it computes nothing and uses no memory,
-but allocates and frees every storage as in a real run. The step is recorded at a small grid of (B, T) points. The order of events
-must be the same at all points, and every size must be a polynomial; both are checked at one more point. A model for which this does
-not hold raises NotPolynomial; it is recorded at the requested (B, T) alone.
+but allocates and frees every storage as in a real run. The step is recorded at three points (B, T), or at a small grid and a point more
+where three do not decide. The order of events must be the same at all points, and every size must be a polynomial in B, T and the number
+of chunks of a sequence; a point that the fit did not need confirms it. A model for which this does not hold raises NotPolynomial; it is
+recorded at the requested (B, T) alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from fsdp_advisor.errors import AdvisorError, NotRecordable
+from fsdp_advisor.errors import AdvisorError, NotPolynomial, NotRecordable
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.model.profile import Buffer, Parameter, ParameterRole, Profile, Stack, Unit
 from fsdp_advisor.model.tape import ScoringPhase, Tape
@@ -28,21 +29,32 @@ from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
-from fsdp_advisor.recording.linear_attention import with_kernels
+from fsdp_advisor.recording.linear_attention import CHUNK, with_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.packed import packed_weights
 from fsdp_advisor.recording.preferences import PreferenceSource
 from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
+from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.step import Step
-from fsdp_advisor.recording.take import Fitted, Take, check_order, constant, fit_takes, storages_of, tape_of
+from fsdp_advisor.recording.take import (
+    Fitted,
+    Take,
+    check_order,
+    constant,
+    fit_confirmed,
+    fit_takes,
+    storages_of,
+    tape_of,
+)
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
 
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
+CHUNK_CHECK_B = 5
 CHECK_B, CHECK_T = 7, 5003  # primes, so that different sizes are not equal by chance
 
 
@@ -54,6 +66,8 @@ class Recorder:
         self._models: dict[torch.dtype, nn.Module] = {}
         self._kept: dict[str, list[int]] = {}
         self._made: list[tuple[object, Fitted]] = []
+        self._operators = Operators()
+        self._chunks = tuple(dict.fromkeys([*chunk_sizes(source.config()), CHUNK]))
         self._warm = False
         full = self._build(source.inventory_dtype)
         stacks = source.stacks(full)
@@ -106,7 +120,17 @@ class Recorder:
                 check_order([checked, corner])
                 if (known := self._alike({check: checked, points[-1]: corner})) is not None:
                     return with_whole_gradients(known, self.profile, key)
-                takes = [first, *(step.run(*point) for point in points[1:-1]), corner]
+                fitted = fit_confirmed({points[0]: first, points[-1]: corner, check: checked})
+                if fitted is None:
+                    takes = {
+                        **{point: step.run(*point) for point in points[1:-1]},
+                        points[0]: first,
+                        points[-1]: corner,
+                    }
+                    fitted = fit_confirmed({**takes, check: checked}, self._chunks)
+                    fitted = fitted or fit_takes([takes[point] for point in points], checked, bs, ts, check)
+                    if fitted.chunks:
+                        self._confirm(step, key, fitted, corner, longest)
         except AdvisorError:
             raise
         except Exception as error:
@@ -114,9 +138,21 @@ class Recorder:
                 f"{self.source.name} could not be run to record it: {type(error).__name__}: {str(error)[:200]}",
                 hint="the recorder runs the model's own code under fake tensors, which this code does not support",
             ) from error
-        fitted = fit_takes(takes, checked, bs, ts, check)
         self._made.append((storages_of(corner), fitted))
         return with_whole_gradients(tape_of(corner, fitted), self.profile, key)
+
+    def _confirm(self, step: Step, key: TapeKey, fitted: Fitted, known: Take, longest: int) -> None:
+        """Compare quantities with chunks with two more recordings: of whole chunks, for which code may skip the padding, and of other ones.
+
+        Raises NotPolynomial if one differs.
+        """
+        b = 1 if key.batch_is_one else CHUNK_CHECK_B
+        whole = longest - longest % max(fitted.chunks)
+        for t in (longest // 3 | 1, whole):
+            take = step.run(b, t)
+            check_order([take, known])
+            if fitted.at(b, t) != take.totals:
+                raise NotPolynomial(f"sizes at B = {b}, T = {t} are not those fitted to others")
 
     def _alike(self, takes: dict[tuple[int, int], Take]) -> Tape | None:
         """A tape with the sizes of another key's tape; None if none matches. Many tapes are equal or differ only in the marks."""
@@ -231,7 +267,7 @@ class Recorder:
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
-            yield Step(source, model, key, units, sums_in_place=sums_in_place)
+            yield Step(source, model, key, units, self._operators, sums_in_place=sums_in_place)
 
 
 def _training(source: Source, key: TapeKey) -> Source:
@@ -284,6 +320,15 @@ def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
                     if births.get((phase, s, before), own) != own:
                         return False
     return True
+
+
+def chunk_sizes(config: Mapping[str, object]) -> Iterator[int]:
+    """The tokens of chunks that a configuration names, also within another one."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from chunk_sizes(value)
+        elif "chunk" in key and isinstance(value, int) and value > 1:
+            yield value
 
 
 def versions() -> dict[str, str]:

@@ -21,9 +21,10 @@ from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_
 from fsdp_advisor.recording.flash import in_scratch
 from fsdp_advisor.recording.host import watched_copies
 from fsdp_advisor.recording.loss_chunks import LossChunks
-from fsdp_advisor.recording.operators import Work, rows_and_columns, work_of
+from fsdp_advisor.recording.operators import NONE, rows_and_columns
 from fsdp_advisor.recording.places import HookedModule, Leaf, hooked_modules
 from fsdp_advisor.recording.quantized import state_tensors
+from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.root_units import mark_root_units
 from fsdp_advisor.recording.scoring import phases_watched, scoring_phase
 from fsdp_advisor.recording.source import Source
@@ -36,10 +37,18 @@ class Step:
     """Runs the model's step under hooks and records its events."""
 
     def __init__(
-        self, source: Source, model: nn.Module, key: TapeKey, units: Units | None, *, sums_in_place: bool
+        self,
+        source: Source,
+        model: nn.Module,
+        key: TapeKey,
+        units: Units | None,
+        operators: Operators,
+        *,
+        sums_in_place: bool,
     ) -> None:
         """Hook the units: those of a wrap policy, or if `units` is None the layers and the root."""
         self._source, self._model, self._key = source, model, key
+        self._operators, self._work = operators, NONE
         self._sums_in_place = sums_in_place
         stacks = source.stacks(model)
         places = hooked_modules(model, stacks, units)
@@ -112,7 +121,7 @@ class Step:
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
         """Run one step: forward, backward, and freeing the gradients."""
         self._reset()
-        watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place)
+        watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place, call=self._called)
         watch.on_operator = self._operator
         states = [tensor for _, tensor in state_tensors(self._model)]
         for tensor in tree_iter([self._leaves, list(self._model.buffers()), states]):
@@ -194,13 +203,18 @@ class Step:
             self._tied = {tuple(p.shape) for p in self._model.parameters() if uses[id(p)] > 1}
         return self._tied
 
-    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, self._work = self._operators.call(func, args, kwargs)
+        return result
+
+    def _operator(self, func: Any, args: tuple[Any, ...]) -> None:
         if not self._recording or current_tile() is not None:  # to allocate a tile is no work, and one stands for all
             return
-        segment, work = self._segments[-1], work_of(func, args, kwargs, result)
-        segment.work += work
-        if segment.recomputed is not None and is_recomputing():
-            segment.recomputed += work
+        segment, work = self._segments[-1], self._work
+        if work != NONE:
+            segment.work.append(work)
+            if segment.recomputed is not None and is_recomputing():
+                segment.recomputed.append(work)
         if (summed := rows_and_columns(func, args)) is not None:
             self._staged(*summed)
 
@@ -243,7 +257,7 @@ class Step:
     def _begin(self, phase: str, stack: int, layer: int) -> None:
         self._segments.append(RawSegment(phase, stack, layer))
         if phase == "backward" and stack != ROOT and self._key.checkpointing not in ("none", "full"):
-            self._segments[-1].recomputed = Work()
+            self._segments[-1].recomputed = []
 
     def _phases_watched(self) -> contextlib.AbstractContextManager[None]:
         """Context in which GRPO's generation and scores have segments of their own, because only some micro-batches have them."""

@@ -29,7 +29,7 @@ class StorageWatch(TorchDispatchMode):
     """Calls `on_resize(key, old_bytes, new_bytes, operator, args)` at each allocation (old 0), resize and free (new 0) of a storage.
 
     Storages passed to `ignore` are not reported. Keys may be reused after a free. `sums_in_place`: add gradients in place as
-    autograd does without a dispatch mode; under one it does not.
+    autograd does without a dispatch mode; under one it does not. `call(func, args, kwargs)`: runs an operator.
     """
 
     def __init__(
@@ -37,14 +37,21 @@ class StorageWatch(TorchDispatchMode):
         on_resize: Callable[[StorageKey, int, int, str, tuple[Any, ...]], None],
         *,
         sums_in_place: bool = False,
+        call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._call = call or _call
         self._on_resize = on_resize
         self._sums_in_place = sums_in_place
         self._live: dict[StorageKey, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._operator = "start"
         self._args: tuple[Any, ...] = ()
-        self.on_operator: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
+        self.on_operator: Callable[[Any, tuple[Any, ...]], None] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled under this mode, and a call of each operator would cost more."""
+        return False
 
     def ignore(self, tensor: torch.Tensor) -> None:
         storage = local_tensor(tensor).untyped_storage()
@@ -86,12 +93,12 @@ class StorageWatch(TorchDispatchMode):
         if self._sums_in_place and _sums_in_place(func, args, kwargs):
             func = _ADD_IN_PLACE
         self._operator, self._args = func._schema.name, args
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         self._operator, self._args = func._schema.name, args
         for tensor in tensors_in(result):
             self.see(tensor)
         if self.on_operator is not None:
-            self.on_operator(func, args, kwargs, result)
+            self.on_operator(func, args)
         self._args = ()
         return result
 
@@ -114,6 +121,10 @@ class StorageWatch(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # restore the original
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,21 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from fsdp_advisor.errors import NotPolynomial
-from fsdp_advisor.model.tape import Op, Polynomial, Recomputed, Segment, Size, Staging, Tape, Tiled, evaluate
-from fsdp_advisor.recording.fit import fit
-from fsdp_advisor.recording.operators import Work
+from fsdp_advisor.model.tape import (
+    Chunked,
+    Op,
+    Quantity,
+    Recomputed,
+    Segment,
+    Size,
+    Staging,
+    Tape,
+    Tiled,
+    evaluate,
+    total,
+)
+from fsdp_advisor.recording.fit import fit, fit_terms
+from fsdp_advisor.recording.operators import NONE, Work
 
 
 @dataclass
@@ -18,8 +30,8 @@ class RawSegment:
     stack: int
     layer: int
     events: list[tuple[int, int, int]] = field(default_factory=list)  # ALLOC: (storage, 0); FREE: (storage, 0)
-    work: Work = field(default_factory=Work)
-    recomputed: Work | None = None  # the part of it that repeats a forward
+    work: list[Work] = field(default_factory=list)  # of each operator that has some
+    recomputed: list[Work] | None = None  # the part of it that repeats a forward
     host_copies: list[int] = field(default_factory=list)
 
 
@@ -34,19 +46,24 @@ class Take:
     tiled: dict[int, Tiled] = field(default_factory=dict)  # by storage of a loss's tile, whose size above is 0
 
     @property
-    def works(self) -> list[Work]:
+    def works(self) -> list[list[Work]]:
         """The work of each segment, then the recomputed part of each segment that has one."""
         return [s.work for s in self.segments] + [s.recomputed for s in self.segments if s.recomputed is not None]
 
     @property
+    def bytes(self) -> list[int]:
+        """All values but the work that polynomials must reproduce."""
+        copies = [n for s in self.segments for n in s.host_copies]
+        return self.sizes + list(self.columns.values()) + copies
+
+    @property
     def totals(self) -> list[int]:
         """All values that polynomials must reproduce."""
-        return (
-            self.sizes
-            + list(self.columns.values())
-            + [n for s in self.segments for n in s.host_copies]
-            + [n for w in self.works for n in (w.matmul_flops, w.attention_flops, w.traffic_bytes)]
-        )
+        return self.bytes + [n for works in self.works for n in quantities(sum(works, NONE))]
+
+
+def quantities(work: Work) -> tuple[int, int, int]:
+    return work.matmul_flops, work.attention_flops, work.traffic_bytes
 
 
 def storages_of(take: Take) -> object:
@@ -61,8 +78,8 @@ def storages_of(take: Take) -> object:
                 s.stack,
                 s.layer,
                 [e for e in s.events if e[0] <= Op.FREE],
-                s.work.operators,
-                _repeated(s),
+                operators(s.work),
+                None if s.recomputed is None else operators(s.recomputed),
                 len(s.host_copies),
             )
             for s in take.segments
@@ -70,24 +87,35 @@ def storages_of(take: Take) -> object:
     )
 
 
-def _repeated(segment: RawSegment) -> int | None:
-    return None if segment.recomputed is None else segment.recomputed.operators
+def operators(works: list[Work]) -> int:
+    return sum(work.operators for work in works)
 
 
 @dataclass(frozen=True)
 class Fitted:
     """Polynomials of all storages in order of birth, of the columns of sums' workspaces, of copies to and from the host, and of `Take.works`."""
 
-    storages: tuple[Polynomial, ...]
-    columns: tuple[Polynomial, ...]
-    host_copies: tuple[Polynomial, ...]
-    work: tuple[tuple[Polynomial, Polynomial, Polynomial], ...]
+    storages: tuple[Quantity, ...]
+    columns: tuple[Quantity, ...]
+    host_copies: tuple[Quantity, ...]
+    work: tuple[tuple[Quantity, Quantity, Quantity], ...]
+
+    @property
+    def all(self) -> list[Quantity]:
+        return [
+            *self.storages,
+            *self.columns,
+            *self.host_copies,
+            *(quantity for work in self.work for quantity in work),
+        ]
+
+    @property
+    def chunks(self) -> set[int]:
+        """The tokens of the chunks on which a quantity depends."""
+        return {quantity.chunk for quantity in self.all if isinstance(quantity, Chunked)}
 
     def at(self, b: int, t: int) -> list[int]:
-        return [
-            evaluate(p, b, t)
-            for p in (*self.storages, *self.columns, *self.host_copies, *(p for w in self.work for p in w))
-        ]
+        return [evaluate(quantity, b, t) for quantity in self.all]
 
 
 def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
@@ -104,6 +132,23 @@ def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int
     return fitted
 
 
+def fit_confirmed(takes: dict[tuple[int, int], Take], chunks: tuple[int, ...] = ()) -> Fitted | None:
+    """Quantities of few terms (`fit_terms`) through recordings at three or more points: for each size, and for the work of each operator.
+    None if a value has more terms.
+    """
+    points, found = tuple(takes), list(takes.values())
+    totals = [fit_terms(points, values, chunks) for values in zip(*(take.bytes for take in found), strict=True)]
+    for works in zip(*(take.works for take in found), strict=True):
+        if len({len(work) for work in works}) > 1:
+            return None
+        for number in range(len(quantities(NONE))):
+            values = zip(*([quantities(one)[number] for one in work] for work in works), strict=True)
+            terms = [fit_terms(points, value, chunks) for value in values]
+            totals.append(None if None in terms else total(term for term in terms if term is not None))
+    known = [quantity for quantity in totals if quantity is not None]
+    return _fitted(found[0], known) if len(known) == len(totals) else None
+
+
 def constant(take: Take) -> Fitted:
     """The sizes of one recording, which are valid at its own (B, T)."""
     return _fitted(take, [(value, 0, 0, 0, 0, 0) for value in take.totals])
@@ -115,7 +160,7 @@ def check_order(takes: Sequence[Take]) -> None:
         raise NotPolynomial("the order of allocations depends on batch or length")
 
 
-def _fitted(take: Take, totals: Sequence[Polynomial]) -> Fitted:
+def _fitted(take: Take, totals: Sequence[Quantity]) -> Fitted:
     """`totals`: a polynomial for each of the take's totals."""
     births = len(take.sizes)
     ends = births + len(take.columns)
@@ -148,7 +193,7 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
                 events.append((int(op), *home[a]))
             else:
                 events.append((int(op), a, b))
-        again = None if raw.recomputed is None else Recomputed(*next(parts), raw.recomputed.operators)
+        again = None if raw.recomputed is None else Recomputed(*next(parts), operators(raw.recomputed))
         segments.append(
             Segment(
                 raw.phase,
@@ -156,7 +201,7 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
                 raw.layer,
                 tuple(events),
                 *work,
-                raw.work.operators,
+                operators(raw.work),
                 again,
                 tuple(islice(copies, len(raw.host_copies))),
             )

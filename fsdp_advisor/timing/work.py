@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, get_args
 
 from fsdp_advisor.model.profile import Profile, Unit
-from fsdp_advisor.model.tape import ROOT, Polynomial, ScoringPhase, Segment, Tape, evaluate
+from fsdp_advisor.model.tape import ROOT, Chunked, Quantity, ScoringPhase, Segment, Tape, evaluate
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 
@@ -118,10 +118,10 @@ def _rates(
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
 
-    def rate(unit: Unit, at_root: bool, flops: Polynomial) -> tuple[float, float]:
-        return matmul_s_per_flop(unit, at_root, sequences * t, device, evaluate(flops, b, t))
+    def rate(unit: Unit, at_root: bool, *flops: Quantity) -> tuple[float, float]:
+        return matmul_s_per_flop(unit, at_root, sequences * t, device, sum(evaluate(own, b, t) for own in flops))
 
-    result = {(ROOT, 0): rate(profile.root, True, _total(s.matmul_flops for s in _root_forwards(tape)))}
+    result = {(ROOT, 0): rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
     for segment in tape.segments:
         if segment.stack != ROOT and _unit_of(segment) not in result:
             unit = profile.stacks[segment.stack].units[segment.layer]
@@ -129,16 +129,11 @@ def _rates(
     return result
 
 
-def _total(polynomials: Iterable[Polynomial]) -> Polynomial:
-    return cast(Polynomial, tuple(map(sum, zip((0,) * 6, *polynomials, strict=True))))
-
-
 def _work(
     segment: Segment, b: int, t: int, device: Device, s_per_flop: float, head: int, causal: bool, is_loss: bool
 ) -> Work:
     own = evaluate(segment.matmul_flops, b, t)
-    # products within attention grow with B T^2, products with weights with B T
-    batched = min(own, evaluate((0, 0, 0, 0, *segment.matmul_flops[4:]), b, t))
+    batched = min(own, _batched_flops(segment.matmul_flops, b, t))
     attention = evaluate(segment.attention_flops, b, t)
     moved = evaluate(segment.traffic_bytes, b, t) / device.memory_bytes_per_s + segment.operators * KERNEL_GAP_S
     flash = attention_s(attention, device, head, t, causal=causal, backward=segment.phase == "backward")
@@ -149,6 +144,15 @@ def _work(
         loss=moved if is_loss else 0.0,
         cpu=segment.operators * LAUNCH_S,
     )
+
+
+def _batched_flops(flops: Quantity, b: int, t: int) -> int:
+    """FLOPs of products of activations. Those within attention grow with B T^2 and those within chunks with their number; products with
+    weights grow with B T.
+    """
+    if isinstance(flops, Chunked):
+        return evaluate(flops._replace(of_tokens=(0, 0, 0, 0, *flops.of_tokens[4:])), b, t)
+    return evaluate((0, 0, 0, 0, *flops[4:]), b, t)
 
 
 def _split(work: Work, forward: Work) -> Work:

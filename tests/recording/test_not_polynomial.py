@@ -15,12 +15,14 @@ from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
+from fsdp_advisor.model.tape import Chunked, Tape, evaluate
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
 from fsdp_advisor.rows import peak_of_step
-from fsdp_advisor.tapes import select_tape
+from fsdp_advisor.tapes import select_step_tape, select_tape
 from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
@@ -51,6 +53,38 @@ def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Re
     key, tape = select_tape(model, profile, plan)
     assert key.at == (2, seq_len)
     assert peak_of_step(profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
+
+
+@pytest.mark.parametrize("at", [(2, 64), (3, 777), (2, 2048)])
+def test_the_tape_of_a_gpu_is_valid_for_every_length(recorder: Recorder, at: tuple[int, int]) -> None:
+    key = TapeKey("fsdp2", "bf16-mixed", "sdpa", "none", device="gpu")
+    for_any, own = recorder.tape(key), recorder.tape(replace(key, at=at))
+    assert any(isinstance(size, Chunked) for size in for_any.sizes)
+    assert storage_bytes(for_any, *at) != storage_bytes(for_any, 1, 63)
+    assert _events(for_any, *at) == _events(own, *at)
+
+
+def _events(tape: Tape, b: int, t: int) -> list[object]:
+    """The events of all segments with sizes in bytes, and their work."""
+    sizes = storage_bytes(tape, b, t, resident_threads=2048 * 132)
+    return [
+        (
+            [(op, a if op else sizes[a], c) for op, a, c in segment.events],
+            [evaluate(work, b, t) for work in (segment.matmul_flops, segment.attention_flops, segment.traffic_bytes)],
+        )
+        for segment in tape.segments
+    ]
+
+
+def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
+    """Once the CPU's code path is known to depend on the length, the GPU's tape answers every question."""
+    profile = recorder.profile
+    model = Resolved("hybrid", "module", profile, profile.parameters, profile.parameters, recorder=recorder)
+    with pytest.raises(NotPolynomial):
+        model.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
+    for seq_len in (100, 333):
+        key, _ = select_step_tape(model, profile, replace(PLAN, seq_len=seq_len))
+        assert (key.device, key.at) == ("gpu", None)
 
 
 def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
