@@ -8,6 +8,7 @@ from functools import partial
 from fsdp_advisor.engines.fsdp2.units import packed_warnings, unit_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import job_peaks
+from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
@@ -34,7 +35,7 @@ from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_tape, tape_key_of
+from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_step_tape, select_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
@@ -64,22 +65,20 @@ def estimate_plan(
             )
         return _count_estimate(model.parameters, plan, gpu)
     try:
-        selected = select_tape(model, model.profile, plan)
+        selected = select_step_tape(model, model.profile, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         base = _without_step(model.profile, plan, gpu, host_memory_bytes)
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
-    return _with_step(
-        model.profile, selected, plan, gpu, explain=explain, conf=conf, host_memory_bytes=host_memory_bytes
-    )
+    return _with_step(model, selected, plan, gpu, explain=explain, conf=conf, host_memory_bytes=host_memory_bytes)
 
 
 def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape."""
     assert model.profile is not None
-    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    tape = gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
     return _peak_bytes(model.profile, tape, plan)
 
 
@@ -93,6 +92,17 @@ def _peak_bytes(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = 
     return peak_bytes(program, *plan.tape_shape, fused_loss=fused_loss)
 
 
+def _simulated_peak_bytes(model: Resolved, key: TapeKey, tape: Tape, plan: Plan) -> int | None:
+    """The peak of PyTorch's own code on a CPU; None if `key` is a GPU's and the CPU's step is not recorded."""
+    assert model.profile is not None
+    if key.device == "gpu" and plan.attention != "flash_attention_2":
+        try:
+            _, tape = select_tape(model, model.profile, plan)
+        except AdvisorError:
+            return None
+    return _peak_bytes(model.profile, tape, plan)
+
+
 def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
     """Live memory through a plan's step over a tape."""
     return step_timeline(step_program(profile, tape, plan), *plan.tape_shape)
@@ -102,7 +112,7 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """Seconds of a plan's step, without allocator retries; None if unknown."""
     if model.profile is None:
         return None
-    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    tape = gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
     step = step_of(model.profile, tape, plan, gpu)
     return None if step is None else step.seconds
 
@@ -116,6 +126,8 @@ def _without_step(
     tape: Tape | None = None,
 ) -> StrategyEstimate:
     """The row of a plan without a tape: states, host memory, loading and saving. `tensors` and `tape`: the step's, if they are known."""
+    if tape is not None:
+        profile = learned(profile, tape, plan)
     states = states_of(profile, plan)
     host = host_memory(profile, plan, tape)
     unknown = not_modelled(profile, plan)
@@ -170,7 +182,7 @@ def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, 
 
 
 def _with_step(
-    profile: Profile,
+    model: Resolved,
     selected: tuple[TapeKey, Tape],
     plan: Plan,
     gpu: Gpu,
@@ -180,7 +192,8 @@ def _with_step(
     host_memory_bytes: int | None,
 ) -> StrategyEstimate:
     """The row of a plan with its step: tensors, allocator, verdict and time."""
-    key, tape = selected
+    profile, (key, tape) = model.profile, selected
+    assert profile is not None
     gpu_key, on_gpu = gpu_tape_key_of(profile, key, plan, gpu), gpu_tape(profile, selected, plan, gpu)
     tensors = peak_of_step(profile, on_gpu, plan)
     base = _without_step(profile, plan, gpu, host_memory_bytes, tensors, on_gpu)
@@ -190,7 +203,7 @@ def _with_step(
         unknown.append(NO_AUTOCAST)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         unknown.append(NO_SCRATCH)
-    warnings = base.warnings
+    warnings = base.warnings + gradient_warnings(profile, on_gpu, plan)
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
@@ -216,7 +229,7 @@ def _with_step(
         step=step,
         warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
         not_modelled=tuple(unknown),
-        simulate_peak=partial(_peak_bytes, profile, tape, plan),
+        simulate_peak=partial(_simulated_peak_bytes, model, key, tape, plan),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
 
@@ -257,7 +270,7 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    on_gpu = gpu_tape(profile, select_tape(model, profile, plan), plan, gpu)
+    on_gpu = gpu_tape(profile, select_step_tape(model, profile, plan), plan, gpu)
     operations = _operations(profile, on_gpu, plan, gpu, None, job.load_method)
     return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
 
@@ -298,7 +311,7 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
     if model.profile is None:
         return ()
-    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    tape = gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
     return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 

@@ -14,6 +14,7 @@ from fsdp_advisor.engines.fsdp1 import units as fsdp1_units
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2 import units as fsdp2_units
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
+from fsdp_advisor.engines.learned import learned
 from fsdp_advisor.engines.optimizer_work import model_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
@@ -63,7 +64,7 @@ def _step_of_backend(profile: Profile, plan: Plan) -> EngineStep:
 
 def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
     """The program of the plan's step over a tape. It depends on neither micro-batch nor sequence length."""
-    return _step_program(profile, tape, plan.without_batch)
+    return _step_program(learned(profile, tape, plan), tape, plan.without_batch)
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,6 @@ Of others, such as BLIP-2, only the text part is recorded. Source: transformers 
 def trained_on_text(model_type: str) -> str:
     """The note on a multimodal model that is estimated as it trains on text."""
     return (
-        f"{model_type} is recorded as it trains on text: all its parameters are counted and trained unless --freeze names them,"
-        " and no activations of images or sound"
+        f"{model_type} is recorded as it trains on text: all its parameters are counted, but no activations of images or sound, and"
+        " its towers get no gradients"
     )

@@ -57,10 +57,17 @@ def test_all_parameters_of_a_multimodal_model_are_counted(home: Path, model_type
 
 @pytest.mark.parametrize(
     ("model_type", "freeze"),
-    [("llava", ("*vision_tower*", "*multi_modal_projector*")), ("qwen3_vl", ("*visual*",))],
-    ids=["llava", "qwen3_vl"],
+    [
+        ("llava", ("*vision_tower*", "*multi_modal_projector*")),
+        ("llava", ()),
+        ("qwen3_vl", ("*visual*",)),
+        ("qwen3_vl", ()),
+    ],
+    ids=["llava frozen", "llava", "qwen3_vl frozen", "qwen3_vl"],
 )
-def test_step_on_text_with_a_frozen_vision_tower_equals_pytorchs(model_type: str, freeze: tuple[str, ...]) -> None:
+def test_step_on_text_equals_pytorchs_whose_vision_tower_gets_no_gradient(
+    model_type: str, freeze: tuple[str, ...]
+) -> None:
     frozen = Adaptation(freeze=freeze)
     config = {"model_type": model_type, **MODELS[model_type], CONFIG_KEY: frozen.as_dict()}
     recorder = Recorder(source_of(config, name=model_type))

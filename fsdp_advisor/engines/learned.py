@@ -1,0 +1,84 @@
+"""The parameters that get no gradient in a step, though they may be trained: a vision tower on text, an indexer that only selects."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import lru_cache
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.model.tape import ROOT, Op, Tape
+
+FINDS_NONE = ("fsdp1", "deepspeed")
+"""Backends whose flat tensors contain the gradients and the optimizer state of every trainable parameter."""
+
+
+def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:
+    """The profile without gradients and optimizer state of the parameters that get no gradient in the tape's step.
+
+    FSDP2 reduces only gradients that exist, and an optimizer makes state only for these. Source: torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`; optim/adamw.py, `_init_group`. The buckets of DDP, and the flat
+    tensors of FSDP1 and DeepSpeed, contain them all the same.
+    """
+    if plan.backend in FINDS_NONE or (plan.backend == "ddp" and plan.world_size > 1):
+        return profile
+    return _learned(profile, tape)
+
+
+def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ...]:
+    """A warning about parameters that get no gradient, if there are any."""
+    if plan.backend == "fsdp1" or not (names := without_gradient(profile, tape)):
+        return ()
+    tensors = sum(names.values())
+    count = "1 parameter gets" if tensors == 1 else f"{tensors} parameters get"
+    what = f"{count} no gradient in this step, such as {next(iter(names))}"
+    if plan.backend == "ddp" and plan.world_size > 1:
+        return (
+            f"{what}: DDP stops at the second step unless find_unused_parameters=True or --freeze names them; their buckets count",
+        )
+    if plan.backend == "deepspeed":
+        return (f"{what}: DeepSpeed's partitions contain their gradients and optimizer state, which count",)
+    return (f"{what}: no gradients and no optimizer state of them are counted",)
+
+
+def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
+    """The trainable parameters that get no gradient in the tape's step: how many tensors have each name, which is relative to the unit."""
+    found: Counter[str] = Counter()
+    for (before, count), (after, _) in zip(
+        profile.counted_units(), _learned(profile, tape).counted_units(), strict=True
+    ):
+        for own, other in zip(before.parameters, after.parameters, strict=True):
+            if own.trainable and not other.trainable:
+                found[own.name] += count
+    return found
+
+
+@lru_cache(maxsize=256)
+def _learned(profile: Profile, tape: Tape) -> Profile:
+    found = Counter(
+        (ROOT, 0, number) if at_root else (segment.stack, segment.layer, number)
+        for segment in tape.segments
+        for op, number, at_root in segment.events
+        if op == Op.GRAD_READY
+    )
+    if any(count > 1 for (stack, _, _), count in found.items() if stack != ROOT):
+        return profile  # stacks whose layers take turns: a segment has marks of several
+    ready: defaultdict[int, set[int]] = defaultdict(set)
+    for stack, _, number in found:
+        ready[stack].add(number)
+
+    def of(unit: Unit, stack: int) -> Unit:
+        if all(number in ready[stack] for number, p in enumerate(unit.parameters) if p.trainable):
+            return unit
+        parameters = (
+            replace(p, trainable=p.trainable and number in ready[stack]) for number, p in enumerate(unit.parameters)
+        )
+        return replace(unit, parameters=tuple(parameters))
+
+    root = of(profile.root, ROOT)
+    stacks = tuple(
+        replace(stack, units=tuple(of(unit, number) for unit in stack.units))
+        for number, stack in enumerate(profile.stacks)
+    )
+    return profile if (root, stacks) == (profile.root, profile.stacks) else replace(profile, root=root, stacks=stacks)

@@ -1,0 +1,78 @@
+"""Parameters that get no gradient in a step have no gradients and no optimizer state where PyTorch makes none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from fsdp_advisor.engines.learned import gradient_warnings, without_gradient
+from fsdp_advisor.engines.registry import states_of
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.recording import Recorder, record_module
+from fsdp_advisor.rows import peak_of_step
+from fsdp_advisor.validation.simulate import simulate
+
+PLAN = Plan(
+    strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=2), precision="bf16-mixed", micro_batch_size=2, seq_len=32
+)
+KEY = TapeKey("fsdp2", "bf16-mixed", "sdpa", "none")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(64, 64), nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.used(x).relu()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.tower = nn.Linear(64, 64), nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    return record_module(
+        Model,
+        lambda b, t: {"x": torch.zeros(b, t, 64)},
+        lambda module, batch: module(batch["x"]).float().mean(),
+        wrap=[Block],
+    )
+
+
+def test_the_tape_shows_which_parameters_get_no_gradient(recorder: Recorder) -> None:
+    found = without_gradient(recorder.profile, recorder.tape(KEY))
+    assert found == {"idle.weight": 3, "idle.bias": 3, "tower.weight": 1, "tower.bias": 1}
+
+
+def test_the_peak_equals_that_of_pytorchs_own_step(recorder: Recorder) -> None:
+    predicted = peak_of_step(recorder.profile, recorder.tape(KEY), PLAN)
+    assert predicted.phase_peaks == simulate(recorder.source, PLAN).phase_peaks
+
+
+def test_a_flat_partition_counts_them(recorder: Recorder) -> None:
+    plan = replace(PLAN, backend="deepspeed")
+    tape = recorder.tape(KEY)
+    assert "count" in gradient_warnings(recorder.profile, tape, plan)[0]
+    assert states_of(recorder.profile, plan).optimizer.exact > 8 * 4 * 64 * 512 / 2
+
+
+def test_ddp_names_what_stops_it(recorder: Recorder) -> None:
+    plan = replace(PLAN, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=2))
+    assert "find_unused_parameters" in gradient_warnings(recorder.profile, recorder.tape(KEY), plan)[0]
