@@ -103,7 +103,7 @@ def by_words(name: str) -> Entry | None:
     >>> [entry and entry.id for entry in map(by_words, ("llama 4 scout", "llama 4"))]
     ['meta-llama/Llama-4-Scout-17B-16E', None]
     """
-    wanted = re.findall(_TOKENS, name.lower())
+    wanted = _tokens(name)
     if "/" in name or not re.search(r"\d", name) or not re.search(r"[^\W\d_]", name):
         return None
     found = {e.id: e for e in entries() for one in (e.id, *e.aliases) if _in_order(wanted, one)}
@@ -112,8 +112,17 @@ def by_words(name: str) -> Entry | None:
 
 def _in_order(wanted: list[str], name: str) -> bool:
     """Whether the name without its owner has all the wanted words and numbers in this order."""
-    rest = iter(re.findall(_TOKENS, name.lower().rpartition("/")[2]))
+    rest = iter(_tokens(name.rpartition("/")[2]))
     return all(word in rest for word in wanted)
+
+
+def _tokens(name: str) -> list[str]:
+    """The words and numbers of a name; 4.0 and 4 are one number.
+
+    >>> _tokens("EXAONE-4.0-32B")
+    ['exaone', '4', '32', 'b']
+    """
+    return [re.sub(r"(\.0)+$", "", token) for token in re.findall(_TOKENS, name.lower())]
 
 
 def nearest(name: str) -> list[str]:

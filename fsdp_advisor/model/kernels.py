@@ -11,11 +11,22 @@ models too.
 """
 
 
+NO_SCAN_KERNELS = (
+    "the figures of state-space layers are those of transformers' code in PyTorch: the kernels of mamba-ssm, flash-linear-attention and"
+    " causal-conv1d, which transformers calls if they are installed, need less memory and time and are not modelled"
+)
+
+
+def _has_state_space(profile: Profile) -> bool:
+    """Whether a layer has a decay per head or channel, which every state-space layer names so."""
+    return any(p.name.endswith("A_log") for unit, _ in profile.counted_units() for p in unit.parameters)
+
+
 def kernel_notes(profile: Profile | None) -> list[str]:
     """A note on the packages that the figures for a GPU assume."""
     model_type = str(profile.config.get("model_type")) if profile else ""
     if model_type.removesuffix("_text") not in GATED_DELTA_RULE:
-        return []
+        return [NO_SCAN_KERNELS] if profile and _has_state_space(profile) else []
     return [
         "flash-linear-attention and causal-conv1d are assumed to be installed; without them transformers runs its own code in PyTorch,"
         " which needs more memory and time"

@@ -144,6 +144,9 @@ AS_TYPED = {
     "modernbert base": "answerdotai/ModernBERT-base",
     "lfm2 1.2b": "LiquidAI/LFM2-1.2B",
     "apertus 8b": "swiss-ai/Apertus-8B-2509",
+    "exaone 4 32b": "LGAI-EXAONE/EXAONE-4.0-32B",
+    "nemotron 3 super": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+    "kimi k2.6": "moonshotai/Kimi-K2.5",
 }
 
 
