@@ -88,13 +88,13 @@ LoraTargetParameters = Annotated[
 LoraModulesToSave = Annotated[
     str | None,
     Rule(
-        about="the modules that are trained whole, as copies: names separated by commas",
+        about="the modules of which copies are trained in full: names separated by commas",
         group=GROUP,
         metavar="NAMES",
         max_length=MAX_NAMES,
     ),
 ]
-UseDora = Annotated[bool, Rule(about="train magnitude and direction apart (DoRA)", group=GROUP)]
+UseDora = Annotated[bool, Rule(about="train the magnitude and the direction of weights separately (DoRA)", group=GROUP)]
 UseRslora = Annotated[bool, Rule(about="scale adapters by the root of their rank (rank-stabilized LoRA)", group=GROUP)]
 PeftConfig = Annotated[
     str | None,
@@ -121,7 +121,7 @@ Freeze = Annotated[
 Dtype = Annotated[
     StoredDtype,
     Rule(
-        about="the dtype in which the weights of the model are stored; auto is as precision and framework have it",
+        about="the dtype in which the weights of the model are stored; auto follows precision and framework",
         group="Training",
         synonyms={"fp32": "float32", "bf16": "bfloat16"},
         not_modelled=("float16", "fp16", "float8"),

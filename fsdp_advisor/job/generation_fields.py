@@ -24,13 +24,17 @@ NumIterations = Annotated[int, Rule(about="the updates with each batch of comple
 StepsPerGeneration = Annotated[
     int | None,
     Rule(
-        about="the micro-batches that are generated at once", group=GROUP, default="those of an update", ge=1, le=65_536
+        about="the micro-batches whose completions are generated at once",
+        group=GROUP,
+        default="those of an update",
+        ge=1,
+        le=65_536,
     ),
 ]
 UseVllm = Annotated[bool, Rule(about="generate with vLLM instead of transformers", group=GROUP)]
 VllmModeOption = Annotated[
     VllmMode,
-    Rule(about="the GPUs of vLLM: colocate is those that train, server is others", group=GROUP),
+    Rule(about="the GPUs that run vLLM: colocate, those that train; server, others", group=GROUP),
 ]
 VllmGpuMemoryUtilization = Annotated[
     float, Rule(about="the part of each GPU that colocated vLLM takes", group=GROUP, ge=0.01, le=1)

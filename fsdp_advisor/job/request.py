@@ -40,7 +40,7 @@ from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 from fsdp_advisor.units import parse_bytes
 
 OFFLOAD = Rule(
-    about="what host memory holds; parameters means parameters, gradients and optimizer state",
+    about="the states that are kept in host memory; parameters means parameters, gradients and optimizer state",
     group="Strategy",
     synonyms={"full": "parameters", "all": "parameters", "params": "parameters", "false": "none", "no": "none"},
     elsewhere={"cpu": "it is what is offloaded: parameters or optimizer", "nvme": "offload_device nvme, with offload"},
@@ -262,8 +262,8 @@ class EstimateRequest:
     loss: Annotated[
         Loss,
         Rule(
-            about="how the loss is computed: auto is what the framework does; full: of whole logits; chunked: TRL's tiles or torchtitan's chunks; liger: "
-            "Liger's fused linear cross entropy; cce: cut cross entropy",
+            about="the way in which the loss is computed: auto, as the framework does; full, from all logits at once; chunked, in TRL's "
+            "tiles or torchtitan's chunks; liger, by Liger's fused linear cross entropy; cce, by cut cross entropy",
             group="Training",
             synonyms={
                 "chunked_nll": "chunked",
@@ -276,8 +276,8 @@ class EstimateRequest:
     use_liger_kernel: Annotated[
         bool,
         Rule(
-            about="Liger's kernels for norms, positions and feed-forward networks; with --loss auto its loss too, but for TRL, which "
-            "keeps its own",
+            about="Liger's kernels for norms, positions and feed-forward networks; with --loss auto also its loss, except with TRL, "
+            "which keeps its own",
             group="Training",
         ),
     ] = False
@@ -301,7 +301,7 @@ class EstimateRequest:
     padding_free: Annotated[
         bool,
         Rule(
-            about="a micro-batch is one row of tokens without padding and mask",
+            about="make each micro-batch one row of tokens, without padding and mask",
             group="Training",
         ),
     ] = False
@@ -341,8 +341,8 @@ class EstimateRequest:
     activation_offload: Annotated[
         bool,
         Rule(
-            about="the inputs of checkpointed layers are in pinned host memory between forward and backward, as with transformers' "
-            "offload",
+            about="keep the inputs of checkpointed layers in pinned host memory between forward and backward, as transformers' "
+            "offload does",
             group="Training",
         ),
     ] = False
@@ -367,8 +367,8 @@ class EstimateRequest:
     reshard_after_forward: Annotated[
         str,
         Rule(
-            about="whether FSDP frees gathered parameters after forward: auto is as the strategy says, false keeps them (hsdp, as "
-            "HYBRID_SHARD_ZERO2), a number reshards them to as many ranks (FSDP2)",
+            about="whether FSDP frees gathered parameters after forward: auto follows the strategy, false keeps them (with hsdp this "
+            "is HYBRID_SHARD_ZERO2), a number shards them over this many ranks (FSDP2)",
             group="Strategy",
             metavar="RESHARD",
             max_length=16,

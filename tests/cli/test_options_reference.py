@@ -19,7 +19,7 @@ OPTIONS = Path(__file__).parents[2] / "fsdp_advisor" / "OPTIONS.md"
 HEAD = """\
 # Options
 
-The options of `estimate`, `recommend`, `validate` and `export`, made from their declarations in `job/request.py`. The same words,
+The options of `estimate`, `recommend`, `validate` and `export`, made from their declarations in `job/`. The same words,
 with underscores, are the fields of the Python functions, of REST and of the JSON answer. Case, blanks, dashes and underscores do
 not matter in values that are words. In `recommend`, options that are not given are searched if `--help` says so.
 """
