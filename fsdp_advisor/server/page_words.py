@@ -47,7 +47,7 @@ _LABELS = {
     "lora_dropout": "LoRA dropout",
     "lora_target_modules": "Modules with adapters",
     "lora_target_parameters": "Parameters with adapters",
-    "lora_modules_to_save": "Modules trained whole",
+    "lora_modules_to_save": "Modules trained in full",
     "use_dora": "DoRA",
     "use_rslora": "rsLoRA",
     "peft_config": "PEFT adapter_config.json",
@@ -76,7 +76,7 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "precision": {"": "usual"},
     "loss": {
         "auto": "the framework's",
-        "full": "of whole logits",
+        "full": "from all logits at once",
         "chunked": "in TRL's tiles",
         "liger": "Liger's",
         "cce": "cut cross entropy",
