@@ -1,17 +1,18 @@
 """How long the caching allocator's simulation takes: all steps until the state repeats, every storage of every layer.
 
-Run with `pytest tests/benchmarks --benchmark-enable`; nothing here fails for being slow.
+Run with `CASES=all pytest tests/benchmarks --benchmark-enable`; nothing here fails for being slow.
 """
 
 from __future__ import annotations
 
 import pytest
 from jobs import job, operations_of
+from matrix import with_all_cases
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor.memory.allocator import AllocatorConf, simulate_allocator
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, with_all_cases]
 
 DEPTHS = {"32 layers": "meta-llama/Llama-2-7b-hf", "126 layers": "meta-llama/Llama-3.1-405B"}
 STRATEGIES = [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "fsdp1"), ("zero2", "deepspeed"), ("zero3", "deepspeed")]

@@ -1,6 +1,6 @@
 """How long a recommendation takes. Run with `CASES=all pytest tests/benchmarks --benchmark-enable`; no test fails for being slow.
 
-Every round begins with empty caches; only the catalog stays open. Without `CASES=all` the two quickest questions are asked.
+Every round begins with empty caches; only the catalog stays open.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 
 import pytest
-from matrix import taken
+from matrix import with_all_cases
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import recommend
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, with_all_cases]
 
 QUESTIONS = {
     "llama": {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"},
@@ -37,6 +37,6 @@ def _clear_caches() -> None:
                     value.cache_clear()
 
 
-@pytest.mark.parametrize("name", taken([*QUESTIONS][:2], [*QUESTIONS][2:]))
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_recommend(benchmark: BenchmarkFixture, name: str) -> None:
     benchmark.pedantic(lambda: recommend(**QUESTIONS[name]), setup=_clear_caches, rounds=3)

@@ -1,4 +1,4 @@
-"""How long an answer takes. Run with `pytest tests/benchmarks --benchmark-enable`; nothing here fails for being slow.
+"""How long an answer takes. Run with `CASES=all pytest tests/benchmarks --benchmark-enable`; nothing here fails for being slow.
 
 Cold starts are whole processes; compare `cold estimate` with `cold libraries`, in the same run, as a ratio.
 """
@@ -10,11 +10,12 @@ import subprocess
 import sys
 
 import pytest
+from matrix import with_all_cases
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import estimate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, with_all_cases]
 
 COLD = {
     "cold libraries": ["-c", "import pydantic, typer, rich"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from matrix import with_all_cases
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from fsdp_advisor import timing
@@ -13,7 +14,7 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.tapes import tape_key_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, with_all_cases]
 
 H100 = find_gpu("H100")
 
