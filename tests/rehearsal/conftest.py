@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.rehearsal.environment import environment
+from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Run = Callable[..., dict[str, Any]]
@@ -29,51 +30,77 @@ def rehearsal_python() -> Path:
     return Path(python)
 
 
-@pytest.fixture
-def script(tmp_path: Path):
-    """A function that writes a script and returns its path as text."""
+class Warm:
+    """A process that has PyTorch, transformers and TRL imported, and runs scripts in forks of itself."""
 
-    def write(text: str) -> str:
-        path = tmp_path / "train.py"
-        path.write_text(text)
-        return str(path)
+    def __init__(self, python: Path) -> None:
+        self.python = python
+        self.process = subprocess.Popen(
+            [python, SCRIPTS / "warm.py"],
+            env=self._machine(1),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-    return write
+    def run(
+        self, script: str, words: Sequence[str], folder: Path, ranks: Sequence[Mapping[str, str]] = ({},), gpus: int = 1
+    ) -> str:
+        """What the ranks of a script print. They run in the folder and see as many GPUs."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        machine = self._machine(gpus) | {"HF_HOME": str(folder)}
+        job = [str(SCRIPTS / script), words, str(folder), [{**machine, **variables} for variables in ranks]]
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        statuses = json.loads(self.process.stdout.readline())
+        assert not any(statuses), "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(len(ranks)))
+        return "".join((folder / f"{rank}.out").read_text() for rank in range(len(ranks)))
+
+    def _machine(self, gpus: int) -> dict[str, str]:
+        return environment(self.python, find_gpu("H100-80GB"), gpus, outside=os.environ | {"HF_HUB_OFFLINE": "1"})
 
 
 @pytest.fixture(scope="session")
-def run(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A function that runs a script on one simulated H100 and returns what it found."""
+def warm(rehearsal_python: Path) -> Iterator[Warm]:
+    started = Warm(rehearsal_python)
+    yield started
+    started.process.communicate()  # its input ends
+
+
+@pytest.fixture(scope="session")
+def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A function that runs a script on one simulated H100 and returns what it found. With variables it has a process of its own."""
 
     def started(script: str, *words: str, **variables: str) -> dict[str, Any]:
-        done = _run_script([rehearsal_python], script, words, 1, tmp_path_factory.mktemp("run"), **variables)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        assert lines, done.stderr[-3000:]
-        return dict(json.loads(lines[0].removeprefix("FOUND ")))
+        folder = tmp_path_factory.mktemp("run")
+        printed = (
+            _fresh(warm.python, script, words, folder, variables) if variables else warm.run(script, words, folder)
+        )
+        (found,) = (line for line in printed.splitlines() if line.startswith("FOUND "))
+        return dict(json.loads(found.removeprefix("FOUND ")))
 
     return started
 
 
 @pytest.fixture(scope="session")
-def run_on_ranks(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run_on_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A function that runs a script on each of `gpus` simulated H100s and returns what rank 0 found."""
 
     def started(script: str, *words: str, gpus: int) -> dict[str, Any]:
-        launcher = [rehearsal_python.parent / "torchrun", f"--nproc-per-node={gpus}"]
-        done = _run_script(launcher, script, words, gpus, tmp_path_factory.mktemp("ranks"))
-        found = [json.loads(text) for text in re.findall(r'\{"rank.*?\}', done.stdout)]  # ranks may share a line
-        assert len(found) == gpus, done.stderr[-3000:]
+        port = free_port()
+        ranks = [variables_of(rank, gpus, gpus, port) for rank in range(gpus)]
+        printed = warm.run(script, words, tmp_path_factory.mktemp("ranks"), ranks, gpus)
+        found = [json.loads(text) for text in re.findall(r'\{"rank.*?\}', printed)]
+        assert len(found) == gpus, printed
         return dict(found[0])
 
     return started
 
 
-def _run_script(
-    launcher: list[Any], script: str, words: tuple[str, ...], gpus: int, folder: Path, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    variables |= {"REHEARSAL_FOLDER": str(folder), "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    python = Path(launcher[0]).with_name("python")
-    return subprocess.run(
-        [*launcher, SCRIPTS / script, *words], env=environment(python, find_gpu("H100-80GB"), gpus, outside=os.environ | variables),
+def _fresh(python: Path, script: str, words: Sequence[str], folder: Path, variables: dict[str, str]) -> str:
+    outside = os.environ | variables | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [python, SCRIPTS / script, *words], env=environment(python, find_gpu("H100-80GB"), 1, outside=outside),
         capture_output=True, text=True, timeout=600, cwd=folder,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

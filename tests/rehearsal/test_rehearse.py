@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import taken
 
+from fsdp_advisor.cli import main
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.rehearsal.build import find_installation
 from fsdp_advisor.rehearsal.launch import interpreter_of
@@ -19,7 +20,7 @@ from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
 
 pytestmark = pytest.mark.slow
 
-Script = Callable[[str], str]
+Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 TRAIN = """
 import json, torch
@@ -39,11 +40,18 @@ print(json.dumps(own), flush=True)
 """
 
 
-def run(python: Path, script: str, *options: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, JSON and standard error of `rehearse`, which also has the script's own output."""
-    words = ["rehearse", "--gpu", "A100-80GB", "--json", "--no-predict", *options, "--", str(python), script]
-    done = subprocess.run([sys.executable, "-m", "fsdp_advisor", *words], capture_output=True, text=True, timeout=600)
-    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+@pytest.fixture
+def run(rehearsal_python: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """A function that rehearses a script: its exit status, JSON and standard error, which also has the script's own output."""
+
+    def rehearsed(text: str, *options: str) -> tuple[int, dict[str, Any], str]:
+        (tmp_path / "train.py").write_text(text)
+        words = ["rehearse", "--gpu", "A100-80GB", "--json", "--no-predict", *options, "--"]
+        status = main([*words, str(rehearsal_python), str(tmp_path / "train.py")])
+        printed = capfd.readouterr()
+        return status, json.loads(printed.out) if printed.out else {}, printed.err
+
+    return rehearsed
 
 
 def still_running(word: str) -> list[str]:
@@ -59,10 +67,8 @@ def still_running(word: str) -> list[str]:
     return found
 
 
-def test_the_script_reads_the_same_peaks_as_without_a_meter_and_the_report_has_them(
-    rehearsal_python: Path, script: Script
-) -> None:
-    status, found, printed = run(rehearsal_python, script(TRAIN), "--steps", "0")
+def test_the_script_reads_the_same_peaks_as_without_a_meter_and_the_report_has_them(run: Run) -> None:
+    status, found, printed = run(TRAIN, "--steps", "0")
     assert (status, found["outcome"]) == (0, "completed")
     own = json.loads(next(line for line in printed.splitlines() if line.startswith("[[")))
     weights, inputs, state = 4096 * 4097 * 4, 1024 * 4096 * 4, 2 * 4096 * 4097 * 4
@@ -79,7 +85,7 @@ def test_the_script_reads_the_same_peaks_as_without_a_meter_and_the_report_has_t
     assert rank["phases"][3]["peak_allocated_bytes"] > rank["phases"][2]["allocated_bytes_at_end"], "AdamW's state"
 
 
-def test_an_optimizer_that_steps_in_backward_ends_the_step(rehearsal_python: Path, script: Script) -> None:
+def test_an_optimizer_that_steps_in_backward_ends_the_step(run: Run) -> None:
     text = """
 import torch
 model = torch.nn.Linear(64, 64, bias=False).cuda()
@@ -95,19 +101,19 @@ model.weight.register_post_accumulate_grad_hook(step_every_second_time)
 for micro_batch in range(4):
     model(torch.randn(2, 64, device="cuda")).sum().backward()
 """
-    status, found, _ = run(rehearsal_python, script(text), "--steps", "0")
+    status, found, _ = run(text, "--steps", "0")
     assert status == 0 and found["ranks"][0]["steps"] == 2
 
 
-def test_the_script_is_ended_after_the_wanted_steps(rehearsal_python: Path, script: Script) -> None:
-    status, found, printed = run(rehearsal_python, script(TRAIN), "--steps", "1")
+def test_the_script_is_ended_after_the_wanted_steps(run: Run) -> None:
+    status, found, printed = run(TRAIN, "--steps", "1")
     assert status == 0 and found["ranks"][0]["steps"] == 1
     assert "[[" not in printed, "the script did not reach its end"
 
 
-def test_out_of_memory_says_what_was_requested_where(rehearsal_python: Path, script: Script, tmp_path: Path) -> None:
+def test_out_of_memory_says_what_was_requested_where(run: Run, tmp_path: Path) -> None:
     text = TRAIN.replace("optimizer.step()", "torch.empty(90 << 30, device='cuda', dtype=torch.uint8)")
-    status, found, _ = run(rehearsal_python, script(text), "--snapshot", str(tmp_path / "kept"))
+    status, found, _ = run(text, "--snapshot", str(tmp_path / "kept"))
     assert (status, found["outcome"]) == (1, "out of memory")
     (failed,) = found["ranks"][0]["out_of_memory"]
     assert failed["requested_bytes"] == 90 << 30
@@ -116,29 +122,32 @@ def test_out_of_memory_says_what_was_requested_where(rehearsal_python: Path, scr
     assert Path(failed["snapshot"]).stat().st_size > 0
 
 
-def test_a_caught_out_of_memory_error_is_no_failure(rehearsal_python: Path, script: Script) -> None:
+def test_a_caught_out_of_memory_error_is_no_failure(run: Run) -> None:
     text = (
         TRAIN
         + "\ntry:\n    torch.empty(90 << 30, device='cuda', dtype=torch.uint8)\nexcept torch.OutOfMemoryError:\n    pass\n"
     )
-    status, found, _ = run(rehearsal_python, script(text), "--steps", "0")
+    status, found, _ = run(text, "--steps", "0")
     assert status == 0 and len(found["ranks"][0]["out_of_memory"]) == 1
 
 
 @pytest.mark.parametrize(
     ("end", "status", "message"),
-    [
-        ("raise ValueError('bad data')", 1, "ValueError: bad data"),
-        ("raise SystemExit(7)", 7, None),
-        ("torch.empty(1, device='cuda:1')", 1, "invalid device ordinal"),
-        ("import os; os.kill(os.getpid(), 9)", 137, None),
-    ],
-    ids=["exception", "exit status", "missing GPU", "killed"],
+    taken(
+        [
+            pytest.param("torch.empty(1, device='cuda:1')", 1, "invalid device ordinal", id="missing GPU"),
+            pytest.param("import os; os.kill(os.getpid(), 9)", 137, None, id="killed"),
+        ],
+        [
+            pytest.param("raise ValueError('bad data')", 1, "ValueError: bad data", id="exception"),
+            pytest.param("raise SystemExit(7)", 7, None, id="exit status"),
+        ],
+    ),
 )
 def test_a_script_that_fails_ends_with_its_own_status_and_keeps_what_was_measured(
-    rehearsal_python: Path, script: Script, end: str, status: int, message: str | None
+    run: Run, end: str, status: int, message: str | None
 ) -> None:
-    found_status, found, _ = run(rehearsal_python, script(TRAIN + end), "--steps", "0")
+    found_status, found, _ = run(TRAIN + end, "--steps", "0")
     assert (found_status, found["outcome"]) == (status, "failed")
     (rank,) = found["ranks"]
     assert rank["steps"] == 3 and rank["phases"]
@@ -146,30 +155,30 @@ def test_a_script_that_fails_ends_with_its_own_status_and_keeps_what_was_measure
         assert message in rank["error"]
 
 
-def test_a_hanging_script_is_ended_with_its_children(rehearsal_python: Path, script: Script) -> None:
+def test_a_hanging_script_is_ended_with_its_children(run: Run) -> None:
     text = """
 import subprocess, sys, time, torch
 torch.zeros(1, device="cuda")
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000) # child-of-rehearsal"], start_new_session=True)
 time.sleep(1000)
 """
-    status, found, _ = run(rehearsal_python, script(text), "--timeout", "15")
+    status, found, _ = run(text, "--timeout", "15")
     assert (status, found["outcome"]) == (2, "timed out")
     assert still_running("child-of-rehearsal") == []
 
 
-def test_processes_that_outlive_the_command_are_ended(rehearsal_python: Path, script: Script) -> None:
+def test_processes_that_outlive_the_command_are_ended(run: Run) -> None:
     text = """
 import subprocess, sys, torch
 torch.zeros(1, device="cuda")
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000) # orphan-of-rehearsal"], start_new_session=True)
 """
-    status, found, _ = run(rehearsal_python, script(text))
+    status, found, _ = run(text)
     assert status == 0 and found["ended"]["leftovers"] >= 1
     assert still_running("orphan-of-rehearsal") == []
 
 
-def test_a_forked_process_that_uses_the_gpu_fails_as_on_a_gpu(rehearsal_python: Path, script: Script) -> None:
+def test_a_forked_process_that_uses_the_gpu_fails_as_on_a_gpu(run: Run) -> None:
     text = """
 import os, torch
 torch.zeros(1, device="cuda")
@@ -177,12 +186,12 @@ if os.fork() == 0:
     torch.zeros(1, device="cuda")
 print("child:", os.wait()[1] != 0)
 """
-    status, found, printed = run(rehearsal_python, script(text))
+    status, found, printed = run(text)
     assert status == 0 and "child: True" in printed and "Cannot re-initialize CUDA in forked subprocess" in printed
     assert len(found["ranks"]) == 1
 
 
-def test_functions_that_ask_for_a_workspace_run(rehearsal_python: Path, script: Script) -> None:
+def test_functions_that_ask_for_a_workspace_run(run: Run) -> None:
     text = """
 import torch
 x = torch.randn(64, 64, device="cuda")
@@ -192,7 +201,7 @@ for function in (torch.linalg.qr, torch.linalg.svd, torch.linalg.eigh, torch.lin
 torch.linalg.svd(torch.randn(4, 16, 16, device="cuda"))
 torch.linalg.solve_ex(x, x)
 """
-    status, found, printed = run(rehearsal_python, script(text))
+    status, found, printed = run(text)
     assert status == 0, printed
     assert found["peak_allocated_bytes"] < 64 << 20, "no workspace of an undefined size"
 

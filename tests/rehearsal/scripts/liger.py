@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
-from liger_kernel.ops import fused_moe
 from peft import LoraConfig, get_peft_model
 from training import SteadyPeak, print_peaks, usual_arguments
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -24,20 +23,24 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 
-def spread_evenly(chosen: torch.Tensor, experts: int) -> Any:
-    """`compute_routing_metadata`, which reads the number of tiles on the host."""
-    tiles = experts * -(-chosen.numel() // (experts * fused_moe.BLOCK_M_TOKEN))
-    with mock.patch.object(torch.Tensor, "item", lambda self: tiles):
-        return compute_routing_metadata(chosen, experts)
+def spread_evenly(module: Any) -> Any:
+    """The module's `compute_routing_metadata`, which does not read the number of tiles on the host."""
+    original = module.compute_routing_metadata
 
+    def spread(chosen: torch.Tensor, experts: int) -> Any:
+        tiles = experts * -(-chosen.numel() // (experts * module.BLOCK_M_TOKEN))
+        with mock.patch.object(torch.Tensor, "item", lambda self: tiles):
+            return original(chosen, experts)
 
-compute_routing_metadata = fused_moe.compute_routing_metadata
+    return spread
 
 
 def peak_of(config: dict[str, Any], precision: str, checkpoints: bool, adapts: bool, batch: int, length: int) -> int:
+    from liger_kernel.ops import fused_moe  # here, because it asks for the GPU, after which a process cannot fork
+
     for launcher in (JITFunction, Autotuner):
         launcher.run = lambda *args, **kwargs: None
-    fused_moe.compute_routing_metadata = spread_evenly
+    fused_moe.compute_routing_metadata = spread_evenly(fused_moe)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     if adapts:

@@ -49,8 +49,15 @@ def print_peaks(measured: Callable[..., int]) -> None:
     The script's arguments, as JSON: what `measured` gets for every job, if anything, and the jobs by name.
     """
     *shared, jobs = (json.loads(word) for word in sys.argv[1:])
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["__main__"])
-    with context.Pool(1, maxtasksperchild=1) as fresh:
-        peaks = {name: fresh.apply(measured, (*shared, job)) for name, job in jobs.items()}
-    print("FOUND", json.dumps(peaks))
+    print("FOUND", json.dumps({name: _in_a_fork(measured, *shared, job) for name, job in jobs.items()}))
+
+
+def _in_a_fork(measured: Callable[..., int], *arguments: Any) -> int:
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(measured(*arguments)))
+    process.start()
+    sender.close()
+    peak: int = receiver.recv()
+    process.join()
+    return peak
