@@ -21,7 +21,7 @@ from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.program.storages import States
@@ -86,6 +86,11 @@ def states_of(profile: Profile, plan: Plan) -> States:
 
 def refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why the plan's engine cannot train the model; None if it can."""
+    if profile.shares_between_layers and (plan.backend in ("fsdp1", "fsdp2") or plan.strategy == "zero3"):
+        return UsageError(
+            f"layers of the model share trained matrices, and {plan.backend} with a unit per layer is not modelled with them",
+            hint="--strategy ddp, zero1 or zero2 --backend deepspeed, or another PEFT method",
+        )
     match plan.backend:
         case "fsdp1":
             return fsdp1_units.refusal(profile, plan)
@@ -102,7 +107,7 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what the models of the plan's engine and framework leave out or assume."""
     notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     if plan.backend == "fsdp2":
         if optimizer.fsdp2 is not None:
             notes.append(optimizer.fsdp2.reason)

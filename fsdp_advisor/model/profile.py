@@ -31,7 +31,8 @@ class Parameter:
     """One parameter tensor; tied names count once. `name` is relative to its unit.
 
     `dtype`: the dtype in which it is stored; None: the dtype of the plan's precision. `matrix`: the shape of the weight that a tensor
-    of packed values contains; None for other tensors.
+    of packed values contains; None for other tensors. `in_other_layers`: whether modules outside the unit have the tensor too, as
+    later layers. It counts in the first layer that has it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Parameter:
     role: ParameterRole = "other"
     dtype: str | None = None
     matrix: tuple[int, ...] | None = None
+    in_other_layers: bool = False
     elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -205,26 +207,38 @@ class Profile:
 
         Source: peft/peft_model.py, save_pretrained.
         """
-        if not self.adapter_parameters:
-            return self
+        return self._of(lambda p: p.role == "adapter") if self.adapter_parameters else self
 
-        def adapters(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-            return tuple(p for p in parameters if p.role == "adapter")
+    @cached_property
+    def base(self) -> Profile:
+        """The model without adapters."""
+        return self._of(lambda p: p.role != "adapter", keeps_buffers=True) if self.adapter_parameters else self
+
+    def _of(self, keeps: Callable[[Parameter], bool], *, keeps_buffers: bool = False) -> Profile:
+        """The model with these of its parameters."""
+
+        def kept(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+            return tuple(p for p in parameters if keeps(p))
 
         def of(unit: Unit) -> Unit:
-            return Unit(unit.kind, adapters(unit.parameters))
+            return Unit(unit.kind, kept(unit.parameters), unit.buffers if keeps_buffers else ())
 
         return replace(
             self,
             root=of(self.root),
             stacks=tuple(replace(stack, units=tuple(map(of, stack.units))) for stack in self.stacks),
-            order=tuple(len(adapters(self.root.parameters[:before])) for before in self.order),
+            order=tuple(len(kept(self.root.parameters[:before])) for before in self.order),
         )
 
     @cached_property
     def base_parameters(self) -> int:
         """The number of elements that a published checkpoint of the model has."""
         return self.parameters - self.adapter_parameters
+
+    @cached_property
+    def shares_between_layers(self) -> bool:
+        """Whether layers have parameters in common."""
+        return any(p.in_other_layers for stack in self.stacks for unit in stack.units for p in unit.parameters)
 
     @cached_property
     def mixes_dtypes(self) -> bool:

@@ -235,7 +235,10 @@ def _unit_row(unit: Unit) -> list[Any]:
 
 
 def _parameter_row(p: Parameter) -> list[Any]:
-    return [p.name, p.shape, p.trainable, p.tied, p.role, p.dtype, *([p.matrix] if p.matrix else [])]
+    row = [p.name, p.shape, p.trainable, p.tied, p.role, p.dtype]
+    if p.in_other_layers:
+        return [*row, p.matrix, True]
+    return [*row, p.matrix] if p.matrix else row
 
 
 def _buffer_row(b: Buffer) -> list[Any]:
@@ -260,12 +263,15 @@ def _unit(row: list[Any]) -> Unit:
     kind, parameters, buffers = row
     return Unit(
         kind,
-        tuple(
-            Parameter(n, tuple(s), t, tuple(ties), role, dtype, tuple(matrix[0]) if matrix else None)
-            for n, s, t, ties, role, dtype, *matrix in parameters
-        ),
+        tuple(_parameter(row) for row in parameters),
         tuple(_buffer(row) for row in buffers),
     )
+
+
+def _parameter(row: list[Any]) -> Parameter:
+    name, shape, trainable, tied, role, dtype, *more = row
+    matrix = tuple(more[0]) if more and more[0] else None
+    return Parameter(name, tuple(shape), trainable, tuple(tied), role, dtype, matrix, in_other_layers=len(more) > 1)
 
 
 def _buffer(row: list[Any]) -> Buffer:

@@ -8,8 +8,9 @@ neighbours on each side are of the same kinds.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from fsdp_advisor.model.profile import Run
@@ -34,6 +35,28 @@ def signature(layer: nn.Module) -> Hashable:
         (n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in (*layer.named_parameters(), *layer.named_buffers())
     ]
     return (tuple(settings), tuple(tensors))
+
+
+def shared_tensors(layers: Sequence[nn.Module]) -> list[Hashable]:
+    """By layer, a value that is equal for layers with the same tensors of other layers, and with the same of them first.
+
+    A tensor that several layers share belongs to the first of them, as an adapter's matrix in PEFT's Lily and VeRA.
+    """
+    users: dict[int, list[int]] = {}
+    for i, layer in enumerate(layers):
+        for tensor in tensors_of(layer):
+            users.setdefault(id(tensor), []).append(i)
+    shared = {key: number for number, (key, of) in enumerate(users.items()) if len(of) > 1}
+    return [
+        tuple((shared[id(t)], users[id(t)][0] == i) for t in tensors_of(layer) if id(t) in shared)
+        for i, layer in enumerate(layers)
+    ]
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and registered buffers of a module, each once."""
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def trained_before(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, bool]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import get_args
 
 import torch
@@ -74,7 +74,11 @@ class Recorder:
         self._kinds = {}
         trained_before = kinds.trained_before(full, [layer for stack in stacks for layer in stack.layers])
         for stack in stacks:
-            signatures = [(kinds.signature(layer), trained_before[layer]) for layer in stack.layers]
+            shared = kinds.shared_tensors(stack.layers)
+            signatures = [
+                (kinds.signature(layer), trained_before[layer], tensors)
+                for layer, tensors in zip(stack.layers, shared, strict=True)
+            ]
             numbers = {s: i for i, s in enumerate(dict.fromkeys(signatures))}
             self._kinds[stack.path] = [numbers[s] for s in signatures]
             self._kept[stack.path] = kinds.representatives(self._kinds[stack.path])
@@ -191,9 +195,9 @@ class Recorder:
             for index, layer in enumerate(stack.layers):
                 prefix = modules[id(layer)] + "."
                 prefixes.append(prefix)
-                seen |= {id(p) for p in layer.parameters()}
                 if index in self._kept[stack.path]:
-                    units.append(_unit(layer, prefix, names, roles, usual))
+                    units.append(_unit(layer, prefix, names, roles, usual, seen))
+                seen |= {id(tensor) for tensor in kinds.tensors_of(layer)}
             recorded.append(
                 Stack(stack.path, tuple(units), kinds.runs(self._kinds[stack.path], self._kept[stack.path]))
             )
@@ -211,7 +215,7 @@ class Recorder:
             for n, p in model.named_parameters()
             if id(p) not in seen
         )
-        buffers = tuple(b for b in _buffers(model) if not b.name.startswith(starts))
+        buffers = tuple(b for b in _buffers(model, seen) if not b.name.startswith(starts))
         order: list[int] = []
         firsts = [f"{modules[id(s.layers[0])]}." for s in stacks]
         count = 0
@@ -344,16 +348,29 @@ def _unit(
     names: dict[int, list[str]],
     roles: Mapping[int, ParameterRole],
     usual: torch.dtype,
+    seen: Set[int],
 ) -> Unit:
+    """A layer's own tensors: not those in `seen`, which earlier layers have too."""
+
     def tied(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         others = (n for n in names[id(parameter)] if n != prefix + name and n.startswith(prefix))
         return tuple(n.removeprefix(prefix) for n in others)
 
     parameters = tuple(
-        Parameter(n, tuple(p.shape), p.requires_grad, tied(n, p), roles[id(p)], _own_dtype(p, usual), packed_shape(p))
+        Parameter(
+            n,
+            tuple(p.shape),
+            p.requires_grad,
+            tied(n, p),
+            roles[id(p)],
+            _own_dtype(p, usual),
+            packed_shape(p),
+            in_other_layers=not all(name.startswith(prefix) for name in names[id(p)]),
+        )
         for n, p in layer.named_parameters()
+        if id(p) not in seen
     )
-    return Unit(type(layer).__name__, parameters, _buffers(layer))
+    return Unit(type(layer).__name__, parameters, _buffers(layer, seen))
 
 
 def _own_dtype(parameter: nn.Parameter, usual: torch.dtype) -> str | None:
@@ -363,11 +380,11 @@ def _own_dtype(parameter: nn.Parameter, usual: torch.dtype) -> str | None:
     )
 
 
-def _buffers(module: nn.Module) -> tuple[Buffer, ...]:
-    """The registered buffers of a module, and what its quantized layers keep besides their weights."""
+def _buffers(module: nn.Module, seen: Set[int]) -> tuple[Buffer, ...]:
+    """The registered buffers of a module that are not in `seen`, and what its quantized layers keep besides their weights."""
     packed = packed_weights(module)
     return (
-        *(_buffer(n, b, matrix=packed.get(n)) for n, b in module.named_buffers()),
+        *(_buffer(n, b, matrix=packed.get(n)) for n, b in module.named_buffers() if id(b) not in seen),
         *(_buffer(n, t, registered=False) for n, t in state_tensors(module)),
     )
 

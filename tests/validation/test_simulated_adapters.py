@@ -16,6 +16,7 @@ from small_models import Case, name_of, options_of, small_models
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from fsdp_advisor.engines.registry import refusal
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
@@ -67,6 +68,12 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"peft_type": "FOURIERFT"},
     {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8},
 )
+SHARING: tuple[dict[str, Any], ...] = (
+    {"peft_type": "LILY", "r": 4, "stride_A": 3, "num_B": 2, "target_modules": ["gate_proj", "up_proj"]},
+    {"peft_type": "LILY", "r": 4, "stride_A": 2, "num_B": 2, "target_modules": ["q_proj"]},
+    {"peft_type": "RANDLORA", "r": 4, "target_modules": ["q_proj", "v_proj"]},
+)
+"""Methods whose layers have matrices or buffers in common."""
 
 
 def _flattens(case: Case) -> bool:
@@ -91,10 +98,14 @@ FEW: list[Case] = [
     {"model": "llama", **ENGINES[1], "use_peft": "true", "load_in_4bit": "true", "precision": "bf16"},
     {"model": "llama", **ENGINES[3], "freeze": "model.layers.[2-3]"},
     {"model": "llama", **ENGINES[2], "peft_config": json.dumps(METHODS[0])},
-]
+    {"model": "llama", **ENGINES[1], "peft_config": json.dumps(SHARING[0])},
+    {"model": "llama", **ENGINES[4], "use_peft": "true", "load_in_4bit": "true", "precision": "fp32", "bnb_4bit_quant_storage": "float32"},
+    {"model": "qwen3", **ENGINES[2], "use_peft": "true", "load_in_4bit": "true", "bnb_4bit_quant_storage": "bfloat16"},
+]  # fmt: skip
 MORE: list[Case] = [
     *_lora(),
     *({"model": "llama", **e, "peft_config": json.dumps(m)} for m in METHODS for e in (ENGINES[0], ENGINES[2])),
+    *({"model": "llama", **ENGINES[0], "peft_config": json.dumps(m)} for m in SHARING),
     *({"model": "llama", **e, "freeze": p} for p in ("lm_head", "model.layers.[0-2]", "model.layers") for e in ENGINES),
     *({"model": "llama", **e, "use_peft": "true", "lora_modules_to_save": "lm_head"} for e in ENGINES),
     *({"model": "mistral", **ENGINES[0], "use_peft": "true", **base} for base in (
@@ -118,3 +129,17 @@ def test_predicted_peaks_equal_pytorch_with_an_adapted_model(case: Case, tmp_pat
     step = peak_of_step(profile, model.tape(tape_key_of(plan, profile)), plan)  # a tape for GPUs is not needed
     source = source_of(profile.config, name=request.model, task=profile.task)
     assert step.phase_peaks == simulate(source, plan).phase_peaks
+
+
+def test_matrices_that_layers_share_count_once(tmp_path: Path) -> None:
+    case: Case = {"model": "llama", **ENGINES[0], "peft_config": json.dumps(SHARING[1])}
+    request = make_request(options_of(CONFIGS, case, tmp_path))
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    source = source_of(profile.config, name=request.model, task=profile.task)
+    trained = sum(p.numel() for p in source.build(source.inventory_dtype).parameters() if p.requires_grad)
+    assert profile.trainable_parameters == trained and profile.shares_between_layers
+    sharded = make_request({**options_of(CONFIGS, case, tmp_path), "strategy": "zero3"})
+    (plan,) = plans(sharded, seq_len=128)
+    refused = refusal(profile, plan)
+    assert refused is not None and "share" in refused.message
