@@ -14,8 +14,9 @@ from fsdp_advisor.hardware import (
     usual_nodes,
 )
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.batch_layout import flattens
-from fsdp_advisor.job.choices import default_seq_len
+from fsdp_advisor.job.choices import Precision, default_seq_len
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
@@ -29,7 +30,7 @@ DEFAULT_GPU = "H100-80GB"
 
 def settled(request: AnyRequest) -> AnyRequest:
     """The request with what is implied for options that were not given: the number of nodes and fp16 without bf16 by its GPU,
-    checkpointing by its framework, and in a search a frozen base in bf16.
+    checkpointing by its framework, and in a search a frozen base in bf16, or in 4 bits that several GPUs can share.
 
     `assumed` names them. A request that was constructed directly is taken as it is.
     """
@@ -44,6 +45,8 @@ def settled(request: AnyRequest) -> AnyRequest:
         found["precision"] = "fp16-mixed"
     elif isinstance(request, RecommendRequest) and _may_store_half(request):
         found["dtype"] = "bfloat16"
+    if isinstance(request, RecommendRequest) and _may_choose_storage(request):
+        found["bnb_4bit_quant_storage"] = _SHARDED_STORAGE[found.get("precision", request.precision)]
     is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
     usual = FRAMEWORKS[request.framework].checkpointing
     if is_open and usual != "none":
@@ -55,6 +58,21 @@ def _may_store_half(request: RecommendRequest) -> bool:
     """Whether a search may choose bf16 for the weights: the base of adapters is frozen. FSDP1 flattens one dtype."""
     open_dtype = "dtype" not in request.given and request.backend != "fsdp1"
     return open_dtype and request.precision == "bf16-mixed" and bool(adaptation_of(request).peft)
+
+
+_SHARDED_STORAGE: dict[Precision, QuantStorage] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "bf16-mixed": "bfloat16",
+    "fp16-mixed": "float16",
+}
+"""The dtype of packed weights that FSDP shards and does not cast: that in which it computes."""
+
+
+def _may_choose_storage(request: RecommendRequest) -> bool:
+    """Whether a search may choose the dtype that holds packed weights. It changes no value, and a single GPU has nothing to shard."""
+    varies_gpus = request.find in ("gpus", "gpu-type")
+    return request.load_in_4bit and "bnb_4bit_quant_storage" not in request.given and (request.gpus > 1 or varies_gpus)
 
 
 def memory_notes(gpu: Gpu) -> list[str]:
@@ -87,6 +105,10 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
     if "activation_checkpointing" in request.assumed:
         notes.append(
             f"{FRAMEWORK_NAMES[request.framework]} checkpoints activations unless activation_checkpointing is none"
+        )
+    if "bnb_4bit_quant_storage" in request.assumed:
+        notes.append(
+            f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"
         )
     if "dtype" in request.assumed:
         notes.append(f"the frozen base is stored in {request.dtype}, as transformers loads it; dtype changes it")

@@ -49,6 +49,25 @@ def test_a_gpu_without_bf16_trains_in_fp16(gpu: str) -> None:
     assert any("does not compute in bf16" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    ("options", "storage"),
+    [
+        ({"gpus": 2}, "bfloat16"),
+        ({"gpus": 2, "precision": "fp32"}, "float32"),
+        ({"gpus": 2, "gpu": "T4"}, "float16"),
+        ({"gpus": 1}, "uint8"),
+        ({"gpus": 2, "bnb_4bit_quant_storage": "uint8"}, "uint8"),
+    ],
+    ids=str,
+)
+def test_a_search_stores_weights_in_4_bits_so_that_several_gpus_share_them(
+    options: dict[str, Any], storage: str
+) -> None:
+    job = {"model": GPT2, "gpu": "H100", "use_peft": True, "load_in_4bit": True, **options}
+    assert settled(make_request(job, RecommendRequest)).bnb_4bit_quant_storage == storage
+    assert settled(make_request(job)).bnb_4bit_quant_storage == options.get("bnb_4bit_quant_storage", "uint8")
+
+
 def test_every_interface_says_what_it_assumes() -> None:
     job: dict[str, Any] = {"model": GPT2, "gpus": 16, "gpu": "V100", "strategy": "ddp"}
     request = make_request(job)

@@ -218,6 +218,8 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
     yield from ignored_in_search(request)
     if request.find and request.offload == "auto" and not any(c.offload != "none" for c in search.choices):
         yield "offload was not searched: give --host-memory or --offload"
+    if request.load_in_4bit and request.gpus > 1 and request.bnb_4bit_quant_storage == "uint8":
+        yield "FSDP does not shard weights in 4 bits that are stored as uint8: --bnb-4bit-quant-storage bfloat16 lets it"
     if winner is None and (fixed := _fixed_options(request)):
         yield f"fixed by the request: {fixed}"
     if winner is not None:
