@@ -194,9 +194,17 @@ def _tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def readable_weights() -> Iterator[None]:
-    """Context in which DoRA reads packed weights that are fake tensors. PEFT knows packed weights by their classes."""
-    dora = sys.modules.get("peft.tuners.lora.dora")
-    with mock.patch.object(dora, "dequantize_module_weight", _weight_of) if dora else contextlib.nullcontext():
+    """Context in which DoRA reads packed weights that are fake tensors, and a layer's forward finds how its weight is packed.
+
+    PEFT knows packed weights by their classes, and an engine replaces them by views without what bitsandbytes keeps with them.
+    """
+    with contextlib.ExitStack() as patches:
+        if dora := sys.modules.get("peft.tuners.lora.dora"):
+            patches.enter_context(mock.patch.object(dora, "dequantize_module_weight", _weight_of))
+        if layers := sys.modules.get("bitsandbytes.nn.modules"):
+            patches.enter_context(
+                mock.patch.object(layers, "fix_4bit_weight_quant_state_from_module", _set_state_of_weight)
+            )
         yield
 
 
@@ -219,10 +227,7 @@ def as_on_cuda() -> Iterator[None]:
     try:
         for name, kernel in operators.items():
             library.impl(name, kernel)
-        with (
-            mock.patch.object(bnb, "matmul", _matmul_8bit),
-            mock.patch.object(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", _set_state_of_weight),
-        ):
+        with mock.patch.object(bnb, "matmul", _matmul_8bit):
             yield
     finally:
         library._destroy()

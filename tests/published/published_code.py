@@ -5,6 +5,7 @@ A `Variant` changes what happens between a model's hidden states and its loss; t
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import cache, partial
 from typing import Any
@@ -36,14 +37,28 @@ class VariantSource(WrappedSource):
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         older = partial(shifted_loss, upcasts=not self._variant.logits_stay_half)
         functions = {"ForCausalLM": older} if self._variant.shifts_logits else {}
-        with mock.patch.dict(loss_utils.LOSS_MAPPING, functions):
+        with mock.patch.dict(loss_utils.LOSS_MAPPING, functions), self._head_as_it_was(module):
             outputs = module(**batch)
         loss: torch.Tensor = outputs.loss
         if self._variant.keeps_outputs:
             loss.outputs = outputs.logits  # type: ignore[attr-defined]  # they live as long as the loss
         return loss
 
+    def _head_as_it_was(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        head = self.root_modules(module).head
+        if not self._variant.head_upcasts or head is None:
+            return contextlib.nullcontext()
+        return head.register_forward_hook(lambda _module, _inputs, logits: logits.float())
+
     def build(self, dtype: torch.dtype) -> nn.Module:
+        model = self._built(dtype)
+        if self._variant.adapters_in_half:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        return model
+
+    def _built(self, dtype: torch.dtype) -> nn.Module:
         if self._variant.gptq_group_size is not None:
             return with_layers_of_2024(super().build(dtype))
         if not self._variant.keeps_dtypes:
