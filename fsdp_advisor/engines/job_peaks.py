@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_advisor.engines import rollouts
 from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.loading import choose_load_method, load_methods
+from fsdp_advisor.engines.merging import merge_method
 from fsdp_advisor.engines.reference import loading_bytes
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
@@ -52,7 +53,7 @@ class PhasePeak:
 class JobPeaks:
     """Peaks of a job's phases, the load and save methods assumed for them, and all methods of the plan's backend.
 
-    `fails`: the first phase that certainly does not fit, None if there is none.
+    `merge`: how adapters are merged after training, None if there are none to merge; `merge_peak` is its peak. `fails`: the first phase that certainly does not fit, None if there is none.
     """
 
     phases: Mapping[str, PhasePeak]
@@ -60,6 +61,8 @@ class JobPeaks:
     save_method: SaveMethod
     load_methods: tuple[LoadMethod, ...]
     save_methods: tuple[SaveMethod, ...]
+    merge: SaveMethod | None
+    merge_peak: PhasePeak | None
     fails: str | None
 
     @property
@@ -76,17 +79,27 @@ class JobPeaks:
         return (self.phases[name].gpu_bytes or 0) if name in self.phases else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON's `job_peaks`: GPU and host bytes by phase; for loading and saving also the method, for saving the files."""
+        """The JSON's `job_peaks`: GPU and host bytes by phase; for loading, saving and merging also the method, for the last two the files."""
         result: dict[str, Any] = {
             name: {"gpu_bytes": peak.gpu_bytes, "host_bytes_per_node": peak.host_bytes_per_node}
             for name, peak in self.phases.items()
         }
         result["load"] |= {"way": self.load_method.way, "how": self.load_method.how}
         result["save"] |= {"way": self.save_method.way, "how": self.save_method.how}
-        result["save"]["files"] = [
-            {"name": f.name, "count": f.count, "tensor_bytes": f.tensor_bytes} for f in self.save_method.files
-        ]
+        result["save"]["files"] = _files(self.save_method)
+        if self.merge is not None and self.merge_peak is not None:
+            result["merge"] = {
+                "gpu_bytes": self.merge_peak.gpu_bytes,
+                "host_bytes_per_node": self.merge_peak.host_bytes_per_node,
+                "way": self.merge.way,
+                "how": self.merge.how,
+                "files": _files(self.merge),
+            }
         return result
+
+
+def _files(method: SaveMethod) -> list[dict[str, Any]]:
+    return [{"name": f.name, "count": f.count, "tensor_bytes": f.tensor_bytes} for f in method.files]
 
 
 def job_peaks(
@@ -130,14 +143,26 @@ def job_peaks(
         },
         "save": PhasePeak(gpu_bytes=kept + save.gpu_bytes, host_bytes_per_node=host.steady + save.host_bytes_per_node),
     }
+    merge = merge_method(profile, plan)
     return JobPeaks(
         phases=phases,
+        merge=merge,
+        merge_peak=None if merge is None else _merge_peak(merge, plan, kept, host.steady),
         load_method=load,
         save_method=save,
         load_methods=loads,
         save_methods=saves,
         fails=next((name for name, peak in phases.items() if not peak.fits(available, host_memory_bytes)), None),
     )
+
+
+def _merge_peak(merge: SaveMethod, plan: Plan, kept_bytes: int, host_bytes: int) -> PhasePeak:
+    """The peak of merging: in the training process while its states stay, or on the host after it has ended."""
+    if plan.backend == "ddp":
+        return PhasePeak(
+            gpu_bytes=kept_bytes + merge.gpu_bytes, host_bytes_per_node=host_bytes + merge.host_bytes_per_node
+        )
+    return PhasePeak(gpu_bytes=0, host_bytes_per_node=merge.first_rank_host_bytes)
 
 
 def _loading_peak(profile: Profile, plan: Plan, load: LoadMethod) -> int:

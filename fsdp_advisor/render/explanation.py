@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_advisor.engines.job_peaks import JobPeaks, PhasePeak
+from fsdp_advisor.engines.transfer import SaveMethod
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.program.accounts import ACCOUNTS
@@ -158,18 +159,31 @@ def _job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
             f"{sizes.full(allocator.reserved_peak_bytes)} reserved"
         )
     low, high = sizes.scaled(overhead.low_bytes), sizes.scaled(overhead.high_bytes)
-    files = ", ".join(
-        f"{f.count} {'file' if f.count == 1 else 'files'} {f.name} of {sizes.scaled(f.tensor_bytes)}"
-        for f in job.save_method.files
-    )
     return [
         *lines,
         f"Outside PyTorch: {low} to {high} ({', '.join(part.name for part in overhead.parts)})",
         f"Tensors on each GPU by phase of the job: {_gpu_by_phase(job, sizes)}",
         f"Loading ({job.load_method.way}): {_host_text(job.phases['load'], sizes)}; {job.load_method.how}",
         *_other_loadings(job, sizes),
-        f"Saving ({job.save_method.way}): {files}; {_host_text(job.phases['save'], sizes)}",
+        f"Saving ({job.save_method.way}): {_files_text(job.save_method, sizes)}; {_host_text(job.phases['save'], sizes)}",
+        *_merging(job, sizes),
     ]
+
+
+def _files_text(method: SaveMethod, sizes: Sizes) -> str:
+    return ", ".join(
+        f"{f.count} {'file' if f.count == 1 else 'files'} {f.name} of {sizes.scaled(f.tensor_bytes)}"
+        for f in method.files
+    )
+
+
+def _merging(job: JobPeaks, sizes: Sizes) -> list[str]:
+    """Merging the adapters after training; nothing if there are none to merge."""
+    if job.merge is None or job.merge_peak is None:
+        return []
+    on_gpu = f"tensors on the GPU {sizes.full(job.merge_peak.gpu_bytes)}; " if job.merge_peak.gpu_bytes else ""
+    host = _host_text(job.merge_peak, sizes)
+    return [f"Merging the adapters: {on_gpu}{_files_text(job.merge, sizes)}; {host}; {job.merge.how}"]
 
 
 def _gpu_by_phase(job: JobPeaks, sizes: Sizes) -> str:

@@ -130,7 +130,9 @@ class StrategyEstimate(BaseModel):
     mfu_range: list[Seconds] | None
     exposed_communication_share_range: list[Seconds] | None
     step_breakdown: Annotated[dict[str, Seconds] | None, Field(description="Seconds by cause; they sum to the step")]
-    job_peaks: Annotated[dict[str, PhasePeak] | None, Field(description="Load, first step, steady step, save")]
+    job_peaks: Annotated[
+        dict[str, PhasePeak] | None, Field(description="Load, first step, steady step, save, and merging adapters")
+    ]
     fails_in: str | None
     warnings: list[str]
     not_modelled: list[str]
