@@ -12,6 +12,7 @@ from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation
 from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.training_task import check_task
 
@@ -92,6 +93,7 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
     check_task(request)
     check_generation(request, seq_len)
     check_batch(request)
+    check_projection(request.optim, request.optim_args, request.optim_target_modules)
     return Plan(
         strategy="ddp",
         backend="ddp",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.job.choices import Attention, OptimizerName
-from fsdp_advisor.policies.optimizers import optimizer_named
-from fsdp_advisor.policies.optimizers.low_rank import LowRank
+from fsdp_advisor.job.projection import PROJECTING, read_optim_args, read_target_modules, unknown_setting
 
 _OPTIMIZERS: dict[str, OptimizerName] = {
     **{name: name for name in get_args(OptimizerName)},
@@ -87,25 +86,25 @@ def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str
         return
     found.take(key)
     found.options["optim"] = optim
-    if isinstance(defaults := optimizer_named(optim), LowRank):
-        _report_projection(found, defaults, arguments)
+    if optim in PROJECTING:
+        _set_projection(found, optim, arguments)
 
 
-def _report_projection(found: Collector, optimizer: LowRank, arguments: Mapping[str, Any] | str | None) -> None:
-    """Report settings of a projection that differ from those of the estimate."""
-    given = {name: value for name, value in _read(arguments).items() if name in optimizer.projection}
-    other = {name: value for name, value in given.items() if str(value) != str(optimizer.projection[name])}
-    if other:
-        settings = ", ".join(f"{name} {value}" for name, value in other.items())
-        found.omits(f"{optimizer.name} with {settings}; the estimate has {_defaults(optimizer, other)}")
+def _set_projection(found: Collector, optim: OptimizerName, arguments: Mapping[str, Any] | str | None) -> None:
+    """Set what GaLore and APOLLO project, and report settings that are not modelled."""
+    settings = {name: str(value) for name, value in _read(arguments).items()}
+    while (unknown := unknown_setting(settings)) is not None:
+        name, value = unknown
+        del settings[name]
+        found.omits(f"{optim} with {name} {value}; the estimate has the Trainer's default")
+    if settings and (text := read_optim_args(",".join(f"{name}={value}" for name, value in settings.items()))):
+        found.options["optim_args"] = text
     targets = found.peek("optim_target_modules")
-    if isinstance(targets, str) and targets.replace("_", "-") == "all-linear":
+    listed = ",".join(map(str, targets)) if isinstance(targets, list | tuple) else targets
+    if isinstance(listed, str) and (known := read_target_modules(listed)) is not None:
         found.take("optim_target_modules")
+        found.options["optim_target_modules"] = known
     found.lacks("optim_target_modules", "the estimate projects all linear layers")
-
-
-def _defaults(optimizer: LowRank, names: Iterable[str]) -> str:
-    return ", ".join(f"{name} {optimizer.projection[name]}" for name in names)
 
 
 def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) -> OptimizerName | None:

@@ -12,7 +12,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT, Tape, evaluate
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 def host_memory(profile: Profile, plan: Plan, tape: Tape | None = None) -> HostMemory:
@@ -24,7 +24,7 @@ def host_memory(profile: Profile, plan: Plan, tape: Tape | None = None) -> HostM
     if tape is not None and plan.activation_offload:
         activations = _activation_bytes(profile, tape, plan) * plan.ranks_per_node
         offloaded = replace(offloaded, pinned=offloaded.pinned + activations)
-    if not optimizer_named(plan.optim).is_paged:
+    if not optimizer_of(plan).is_paged:
         return offloaded
     paged = states_of(profile, plan).paged.exact * plan.ranks_per_node
     return HostMemory(pinned=offloaded.pinned, pageable=offloaded.pageable + paged)

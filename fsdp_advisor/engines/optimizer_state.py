@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.dtypes import stored_bytes
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 
 SCALAR_BYTES = 4
 """A step count: one fp32 or int32 number."""
@@ -30,7 +30,7 @@ def saved_state(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], Se
     """The optimizer state of tensors of the shapes that `shape_of` returns for each trainable parameter."""
     if plan.save_only_model:
         return SavedState()
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     total, scalars, largest = optimizer.shared_state.exact, 0, 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from fsdp_advisor.engines.units import places, total
 from fsdp_advisor.errors import UsageError
@@ -10,7 +11,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
 from fsdp_advisor.policies.dtypes import stored_bytes
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import WHOLE, Collectives, Shards, Stepped
 from fsdp_advisor.program.instructions import OptimizerStep
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
@@ -22,7 +23,7 @@ cast of the updated weights back."""
 
 def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
     """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters."""
-    optimizer, n_bytes = optimizer_named(plan.optim), 0
+    optimizer, n_bytes = optimizer_of(plan), 0
     for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable:
@@ -38,7 +39,7 @@ def shards_of(plan: Plan) -> Shards:
 
 def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why the optimizer cannot step one of the model's parameters under DDP or FSDP2; None if it steps all."""
-    optimizer, shards = optimizer_named(plan.optim), shards_of(plan)
+    optimizer, shards = optimizer_of(plan), shards_of(plan)
     if (failure := optimizer.model_failure(profile.config.get("model_type"))) is not None:
         return UsageError(failure, hint="another --optim")
     if optimizer.backward_update and plan.world_size > 1:
@@ -60,7 +61,7 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHOLE) -> OptimizerStep:
     """The update of `elements` elements on the GPU: memory traffic, matrix products and collectives."""
-    optimizer, flops, collectives = optimizer_named(plan.optim), 0, Collectives()
+    optimizer, flops, collectives = optimizer_of(plan), 0, Collectives()
     for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable:
@@ -76,15 +77,19 @@ def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHO
     )
 
 
+@lru_cache(maxsize=16)
+def optimizer_loop(profile: Profile, plan: Plan) -> tuple[tuple[int, int], ...]:
+    """The events of an optimizer's loop over whole parameters (`Variables.events`); empty if it has no loop of its own."""
+    trained = (p for p in profile.in_order() if p.trainable)
+    variables = optimizer_of(plan).loop([Stepped(p, p.shape, stored_bytes(plan, p)) for p in trained])
+    return () if variables is None else tuple(variables.events)
+
+
 def optimizer_temporaries(
     profile: Profile, plan: Plan, shape_of: Callable[[Parameter], tuple[int, ...]], shards: Shards = WHOLE
 ) -> Storages:
     """The optimizer's temporaries at the peak of its step. `shape_of` returns each parameter's shape on this rank."""
-    optimizer = optimizer_named(plan.optim)
-    trained = (p for p in profile.in_order() if p.trainable)
-    in_turn = optimizer.loop_temporaries([Stepped(p, shape_of(p), stored_bytes(plan, p)) for p in trained])
-    if in_turn is not None:
-        return in_turn
+    optimizer = optimizer_of(plan)
 
     def of_one(parameter: Parameter) -> Storages:
         return optimizer.shard_temporaries(
@@ -99,7 +104,7 @@ def optimizer_temporaries(
 
 def gradient_norms(profile: Profile, plan: Plan) -> Storages:
     """The storages of clipping: one scalar for each trainable parameter; empty if the job does not clip."""
-    if not plan.facts.clips_gradients or optimizer_named(plan.optim).backward_update:
+    if not plan.facts.clips_gradients or optimizer_of(plan).backward_update:
         return NO_STORAGES
     norms = total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))
     if not plan.facts.own_models:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
     shards = plan.shard_degree
     masters = plan.backend == "deepspeed" and plan.mixed
     weight = 2 if masters else plan.param_bytes
-    stepping = optimizer_named(plan.optim)
+    stepping = optimizer_of(plan)
     moments = stepping.textbook_bytes(plan.param_bytes) * parameters
     optimizer = 4 * parameters if masters else 0
     paged = 0

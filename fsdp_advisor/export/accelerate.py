@@ -33,7 +33,7 @@ from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 
 FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}
 
@@ -156,7 +156,7 @@ def needs_a_file(plan: Plan) -> bool:
     """
     if plan.precision == "bf16" or plan.uses_accelerate:
         return True
-    return plan.offload != "none" and (plan.offload_device == "nvme" or not optimizer_named(plan.optim).is_cpu_adam)
+    return plan.offload != "none" and (plan.offload_device == "nvme" or not optimizer_of(plan).is_cpu_adam)
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:

@@ -91,8 +91,9 @@ def _config(job: Job) -> dict[str, Any]:
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:
-    named = trainer.optimizer_of(plan)
-    targets = {"optim_target_modules": named.target_modules.replace("-", "_")} if named.target_modules else {}
+    named = trainer.named_optimizer(plan)
+    modules = named.targets.replace("-", "_") if isinstance(named.targets, str) else named.targets
+    targets = {"optim_target_modules": modules} if modules else {}
     return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {}), **targets}
 
 

@@ -29,7 +29,7 @@ from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
 SWAP_BUFFER_ELEMENTS = 100_000_000
@@ -56,7 +56,7 @@ def host_optimizer_limit(plan: Plan) -> str | None:
     Source: deepspeed/runtime/base_optimizer.py (0.19.8), ZeROOptimizer._configure_master_weights.
     """
     on_host = plan.backend == "deepspeed" and plan.offload != "none"
-    if on_host and plan.precision == "bf16" and not optimizer_named(plan.optim).is_cpu_adam:
+    if on_host and plan.precision == "bf16" and not optimizer_of(plan).is_cpu_adam:
         return "DeepSpeed offloads bf16 master weights only with AdamW"
     return None
 
@@ -121,7 +121,7 @@ def engine(job: Job) -> dict[str, Any]:
     """The sections for precision, ZeRO and offload, which are the same for every training loop."""
     plan = job.plan
     config: dict[str, Any] = {"zero_optimization": _zero(job), "zero_allow_untested_optimizer": True}
-    if plan.offload != "none" and not optimizer_named(plan.optim).is_cpu_adam:
+    if plan.offload != "none" and not optimizer_of(plan).is_cpu_adam:
         config["zero_force_ds_cpu_optimizer"] = False
     match plan.precision:
         case "bf16":
@@ -178,7 +178,7 @@ def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
         return {}
     if plan.facts.uses_trainer:
         return _TRAINERS_OPTIMIZER
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded
     if isinstance(named, Refusal):
         return named

@@ -10,14 +10,14 @@ from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.compatibility import refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
 
 def framework_limit(job: Job, framework: Framework) -> str | None:
     """Why `framework` cannot train the job, whichever framework was estimated."""
     plan = job.plan
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     made = optimizer.transformers if FRAMEWORKS[framework].uses_trainer else optimizer.script
     if isinstance(made, Refusal):
         return made.reason
@@ -34,5 +34,5 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
 
 def fsdp2_optimizer_limit(plan: Plan) -> str | None:
     """Why the optimizer cannot step FSDP2's parameters."""
-    limit = optimizer_named(plan.optim).fsdp2
+    limit = optimizer_of(plan).fsdp2
     return limit.reason if limit is not None and plan.backend == "fsdp2" else None

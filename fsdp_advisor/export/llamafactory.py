@@ -77,7 +77,7 @@ def notes(job: Job) -> list[str]:
 
 
 def _config(job: Job) -> dict[str, Any]:
-    plan, optimizer = job.plan, trainer.optimizer_of(job.plan)
+    plan, optimizer = job.plan, trainer.named_optimizer(job.plan)
     checkpoints = plan.activation_checkpointing == "full"
     return {
         "model_name_or_path": job.model_name,
@@ -94,7 +94,7 @@ def _config(job: Job) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "optim": optimizer.name,
         **({"optim_args": ",".join(f"{k}={v}" for k, v in optimizer.options.items())} if optimizer.options else {}),
-        **({"optim_target_modules": optimizer.target_modules} if optimizer.target_modules else {}),
+        **({"optim_target_modules": optimizer.targets} if optimizer.targets else {}),
         "bf16": plan.precision == "bf16-mixed",
         "fp16": plan.precision == "fp16-mixed",
         **({"pure_bf16": True} if plan.precision == "bf16" else {}),

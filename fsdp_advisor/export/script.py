@@ -17,7 +17,7 @@ from fsdp_advisor.export.losses import loss_limit, script_call
 from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
 COMPUTE = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
@@ -33,7 +33,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
         return f"its script makes adapters of LoRA alone, not of {adaptation.method}"
     if adaptation.quantization and backend == "fsdp2":
         return "its script shards no weights in 4 or 8 bits; use --framework accelerate or trainer"
-    optimizer = optimizer_named(job.plan.optim)
+    optimizer = optimizer_of(job.plan)
     if isinstance(optimizer.script, Refusal):
         return optimizer.script.reason
     return (
@@ -46,7 +46,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
 
 def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
-    optimizer = optimizer_named(plan.optim).script
+    optimizer = optimizer_of(plan).script
     attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(

@@ -24,7 +24,7 @@ from fsdp_advisor.export.losses import script_call
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import COMPUTE
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Constructor
 
 PACKAGES: dict[Consumer, tuple[str, ...]] = {
@@ -58,7 +58,7 @@ def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str
 
 
 def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
-    plan, optimizer = job.plan, optimizer_named(job.plan.optim).script
+    plan, optimizer = job.plan, optimizer_of(job.plan).script
     assert job.task is not None and isinstance(optimizer, Constructor)
     attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     return {

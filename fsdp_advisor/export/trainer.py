@@ -28,7 +28,7 @@ from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Refusal
 
 
@@ -62,9 +62,9 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     return text, tuple(notes)
 
 
-def optimizer_of(plan: Plan) -> NamedOptimizer:
+def named_optimizer(plan: Plan) -> NamedOptimizer:
     """The optimizer as transformers names it. Raises ValueError for an optimizer that `unsupported` reports."""
-    named = optimizer_named(plan.optim).transformers
+    named = optimizer_of(plan).transformers
     if isinstance(named, Refusal):
         raise ValueError(named.reason)
     return named
@@ -86,7 +86,7 @@ def _model_arguments(job: Job) -> dict[str, Any]:
 
 def arguments(job: Job) -> dict[str, Any]:
     """The arguments of the plan, by their names in TrainingArguments."""
-    plan, optimizer = job.plan, optimizer_of(job.plan)
+    plan, optimizer = job.plan, named_optimizer(job.plan)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -97,7 +97,7 @@ def arguments(job: Job) -> dict[str, Any]:
     if optimizer.options:
         arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in optimizer.options.items())
     if optimizer.target_modules is not None:
-        arguments["optim_target_modules"] = optimizer.target_modules
+        arguments["optim_target_modules"] = optimizer.targets
     if plan.precision == "fp16-mixed":
         arguments["fp16"] = True
     elif plan.precision == "bf16-mixed" or (plan.precision == "bf16" and plan.backend == "deepspeed"):

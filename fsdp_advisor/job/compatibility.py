@@ -12,6 +12,7 @@ from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.training_task import check_task, reference_of
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
@@ -76,6 +77,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     check_task(request)
     check_generation(request, seq_len)
     check_batch(request)
+    check_projection(request.optim, request.optim_args, request.optim_target_modules)
     if request.strategy != "all":
         return [_plan(request, request.strategy, request.offload, seq_len)]
     if request.offload == "none":
@@ -302,7 +304,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
 
 
 _OF_THE_REQUEST = (
-    "precision", "optim", "attention", "backward_prefetch", "framework", "wrap", "forward_prefetch", "reshard_after_forward",
+    "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap", "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
     "use_liger_kernel",
 )  # fmt: skip

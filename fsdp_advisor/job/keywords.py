@@ -55,6 +55,8 @@ class _Options(TypedDict, total=False):
     backend: Literal[Backend, "auto"]
     precision: Precision
     optim: OptimizerName
+    optim_args: str | None
+    optim_target_modules: str | None
     seq_len: int | None
     attention: Attention
     backward_prefetch: BackwardPrefetch

@@ -44,6 +44,8 @@ class Plan:
     mesh: Mesh = ONE_RANK
     precision: Precision = "bf16-mixed"
     optim: OptimizerName = "adamw_torch_fused"
+    optim_args: str | None = None
+    optim_target_modules: str | None = None
     micro_batch_size: int = 1
     seq_len: int
     gradient_accumulation_steps: int = 1

@@ -36,6 +36,7 @@ from fsdp_advisor.job.choices import (
 )
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, fields_of
+from fsdp_advisor.job.projection import read_optim_args, read_target_modules
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 from fsdp_advisor.units import parse_bytes
 
@@ -185,6 +186,29 @@ class EstimateRequest:
             not_modelled=OPTIMIZERS_NOT_MODELLED,
         ),
     ] = "adamw_torch_fused"
+    optim_args: Annotated[
+        str | None,
+        Rule(
+            about="the settings of GaLore and APOLLO, as the Trainer has them: rank=128,update_proj_gap=200",
+            group="Training",
+            metavar="ARGS",
+            max_length=256,
+            word=read_optim_args,
+            example="rank=64,update_proj_gap=100 (proj_type std, proj random, scale_type channel and any scale are modelled)",
+        ),
+    ] = None
+    optim_target_modules: Annotated[
+        str | None,
+        Rule(
+            about="the linear layers that GaLore and APOLLO project: parts of their names separated by commas, or all-linear",
+            group="Training",
+            metavar="NAMES",
+            default="all-linear",
+            max_length=1024,
+            word=read_target_modules,
+            example="attn,mlp or all-linear",
+        ),
+    ] = None
     micro_batch_size: Annotated[int, MICRO_BATCH_SIZE] = 1
     seq_len: Annotated[
         int | None,

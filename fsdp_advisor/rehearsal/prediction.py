@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.liger import LIGER_KERNELS
-from fsdp_advisor.policies.optimizers.low_rank import RANK as LOW_RANK
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
 TIMEOUT_S = 300
@@ -77,6 +77,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **_precision(job),
         **_adapter(model["peft"], folder),
         "optim": _optimizer(job),
+        **_rank(job),
         **_engine(job["engine"]),
     }
 
@@ -163,12 +164,18 @@ def _precision(job: Mapping[str, Any]) -> dict[str, str]:
     raise NotRecognized(f"parameters are {' and '.join(dtypes)}" + (f" and computation is {half}" if half else ""))
 
 
+def _rank(job: Mapping[str, Any]) -> dict[str, str]:
+    """The option for the rank of a projection."""
+    rank = job.get("optimizer", {}).get("rank", DEFAULT.rank)
+    return {} if rank == DEFAULT.rank else {"optim-args": f"rank={rank}"}
+
+
 def _optimizer(job: Mapping[str, Any]) -> str:
     name = job.get("optimizer", {}).get("class")
     if "rank" in job.get("optimizer", {}):
         found = _LOW_RANK.get((job["optimizer"]["package"], str(name)))
-        if found is None or job["optimizer"]["rank"] != LOW_RANK:
-            raise NotRecognized(f"the optimizer {name} of rank {job['optimizer']['rank']} is not recognized")
+        if found is None:
+            raise NotRecognized(f"the optimizer {name} with a projection is not recognized")
         return found
     if "bits" in job.get("optimizer", {}):
         bits, paged = job["optimizer"]["bits"], job["optimizer"]["paged"]

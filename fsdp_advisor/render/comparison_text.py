@@ -13,7 +13,8 @@ from fsdp_advisor.units import format_gib
 from fsdp_advisor.verdict import verdict_text
 
 _PLAN = (
-    "gpus", "nnodes", "gpu", "strategy", "backend", "offload", "framework", "precision", "optim", "micro_batch_size",
+    "gpus", "nnodes", "gpu", "strategy", "backend", "offload", "framework", "precision", "optim",
+    "optim_args", "optim_target_modules", "micro_batch_size",
     "gradient_accumulation_steps", "seq_len", "activation_checkpointing", "attention", "wrap", "allocator_conf",
 )  # fmt: skip
 """The options that the columns show even if they are equal."""

@@ -15,6 +15,8 @@ _LABELS = {
     "micro_batch_size": "Micro-batch",
     "seq_len": "Sequence length",
     "optim": "Optimizer",
+    "optim_args": "Settings of GaLore, APOLLO",
+    "optim_target_modules": "Modules they project",
     "gradient_accumulation_steps": "Accumulation steps",
     "interconnect": "Network between nodes",
     "find": "Search for",

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Constructor, Refusal
 from fsdp_advisor.recording.wrapping import modules_by_size
 from fsdp_advisor.validation.failures import ModeUnavailable
@@ -244,7 +244,7 @@ def optimizer_for(model: nn.Module, plan: Plan, *, training: bool = True) -> tor
     `training`: whether an optimizer with modes is put into training mode. Its train() makes entries of state for the parameters of this
     moment, which keep them alive if accelerate shards them afterwards.
     """
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     if plan.backend == "fsdp2" and optimizer.fsdp2_step_failure:
         raise ModeUnavailable(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
     constructor = optimizer.measured
@@ -266,7 +266,7 @@ def zero_redundancy_optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.O
     """The plan's optimizer under torch's ZeroRedundancyOptimizer, which keeps each parameter's whole state on one rank."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    constructor = optimizer_named(plan.optim).measured_zero1
+    constructor = optimizer_of(plan).measured_zero1
     if isinstance(constructor, Refusal):
         raise ModeUnavailable(constructor.reason, hint="--optim adamw_torch or sgd")
     options: dict[str, Any] = {"lr": _LEARNING_RATE, **constructor.options}

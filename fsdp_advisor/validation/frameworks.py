@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import engines
@@ -283,7 +283,7 @@ def transformers_trainer(
 ) -> TransformersTrainer:
     """The model and its optimizer as the Trainer prepares them. `parallel` is what `as_launched` gives."""
     transformers: Any = importlib.import_module("transformers")
-    optimizer = optimizer_named(plan.optim).transformers
+    optimizer = optimizer_of(plan).transformers
     if isinstance(optimizer, Refusal):
         raise MeasurementError(optimizer.reason, hint="try another --optim")
     checkpointing = plan.checkpointing == "full"

@@ -89,22 +89,23 @@ def test_axolotl() -> None:
     assert "wandb_project" in said(found, "ignored")
 
 
-def test_settings_of_a_projection_that_the_estimate_lacks_are_reported() -> None:
+def test_settings_of_a_projection_are_read_and_others_are_reported() -> None:
     text = """
         model_name_or_path: Qwen/Qwen3-0.6B
         stage: sft
         optim: galore_adamw
-        optim_args: rank={}, update_proj_gap=50, scale=2
+        optim_args: rank=256, proj_type={}, scale=2
         optim_target_modules: {}
     """
-    other = read("sft.yaml", text.format(256, "[attn, mlp]"))
-    assert other.options["optim"] == "galore_adamw"
-    assert "galore_adamw with rank 256; the estimate has rank 128" in said(other, "not_modelled")
-    assert "optim_target_modules: ['attn', 'mlp'] (the estimate projects all linear layers)" in said(
-        other, "not_modelled"
-    )
-    same = read("sft.yaml", text.format(128, "all-linear"))
-    assert "rank" not in said(same, "not_modelled") and "optim_target_modules: all-linear" in said(same, "read")
+    known = read("sft.yaml", text.format("std", "[attn, mlp]"))
+    projection = {"optim_args": "proj_type=std,rank=256,scale=2", "optim_target_modules": "attn,mlp"}
+    assert known.options | {"optim": "galore_adamw", **projection} == known.options
+    assert "galore" not in said(known, "not_modelled")
+    other = read("sft.yaml", text.format("left", ".*attn.*"))
+    assert other.options["optim_args"] == "rank=256,scale=2" and "optim_target_modules" not in other.options
+    reported = said(other, "not_modelled")
+    assert "galore_adamw with proj_type left; the estimate has the Trainer's default" in reported
+    assert "optim_target_modules: .*attn.* (the estimate projects all linear layers)" in reported
 
 
 @pytest.mark.parametrize("name", ["axolotl.yaml"])

@@ -13,7 +13,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.optimizers import unable_backends
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_named, optimizer_of
 from fsdp_advisor.policies.optimizers.interface import (
     Collectives,
     Constructor,
@@ -233,10 +233,11 @@ def test_the_update_of_one_matrix_stays_while_galore_decomposes_the_next() -> No
     decomposed = (
         2 * 4 * 1000 * 400 + 4 * 400 * 400 + 4 * 400 + 4
     )  # a copy, both factors and the values; cuSOLVER's success
-    alone, twice = galore.loop_temporaries([one]), galore.loop_temporaries([one] * 2)
-    assert alone is not None and alone.exact == 2 * 4 * 1000 * 400 + 3 * 4 * 1000 * 128  # projecting back
-    assert twice is not None and twice.exact == decomposed + 4 * 1000 * 400 + 4 * 1000 * 128
-    assert galore.loop_temporaries([one] * 3) == twice
+    alone, twice, thrice = (galore.loop([one] * times) for times in (1, 2, 3))
+    assert alone is not None and alone.peak.exact == 2 * 4 * 1000 * 400 + 3 * 4 * 1000 * 128  # projecting back
+    assert twice is not None and twice.peak.exact == decomposed + 4 * 1000 * 400 + 4 * 1000 * 128
+    assert thrice is not None and thrice.peak == twice.peak
+    assert sorted(number for number, n_bytes in alone.events if n_bytes) == sorted(n for n, b in alone.events if not b)
 
 
 @pytest.mark.parametrize("name", ["galore_adamw", "galore_adafactor", "apollo_adamw"])
@@ -328,3 +329,23 @@ def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> No
     assert adafactor.steps_one_by_one("trainer") and not adafactor.steps_one_by_one("accelerate")
     assert adafactor.step_temporaries(MATRIX, MATRIX.shape, 2, "trainer").exact == 2 * 4 * MATRIX.elements
     assert adafactor.step_temporaries(MATRIX, MATRIX.shape, 2, "torch").exact == 2 * MATRIX.elements
+
+
+def test_a_projection_has_the_rank_and_the_targets_of_the_options() -> None:
+    options = {"model": "7e9", "optim": "apollo_adamw", "optim_args": "rank=64", "optim_target_modules": "mlp"}
+    (plan,) = plans(make_request({**options, "gpus": 1, "strategy": "ddp", "framework": "trainer"}), seq_len=64)
+    optimizer = optimizer_of(plan)
+    inside, outside = Parameter("mlp.up_proj.weight", (1024, 512)), Parameter("self_attn.q_proj.weight", (1024, 512))
+    moments, projection, norm = 2 * 64 * 1024 * 4, 64 * 512 * 4, 4
+    assert optimizer.state_storages(inside, inside.shape, 4).exact == moments + projection + norm
+    assert optimizer.state_storages(outside, outside.shape, 4).exact == 2 * 1024 * 512 * 4
+    assert isinstance(optimizer.transformers, NamedOptimizer)
+    assert optimizer.transformers.options == {"rank": "64"} and optimizer.transformers.targets == ["mlp"]
+    assert any("with mlp in their names" in note and "rank 64" in note for note in optimizer.notes)
+
+
+@pytest.mark.parametrize("options", [{"optim_args": "rank=64"}, {"optim_target_modules": "mlp"}], ids=str)
+def test_settings_of_a_projection_are_refused_for_other_optimizers(options: dict[str, str]) -> None:
+    request = make_request({"model": "7e9", "gpus": 1, "strategy": "ddp", **options})
+    with pytest.raises(UsageError, match="projection, which adamw_torch_fused does not have"):
+        plans(request, seq_len=64)

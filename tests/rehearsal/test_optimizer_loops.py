@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.job.choices import OptimizerName
+from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import low_rank, optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Stepped
@@ -30,7 +31,7 @@ PARAMETERS = (
     Parameter("lm_head.weight", (1000, 192), role="head"),
 )
 """Tall, wide, square and narrower than the rank."""
-LOW_RANK = {"rank": low_rank.RANK, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
+LOW_RANK = {"rank": DEFAULT.rank, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
 LOOPS: dict[OptimizerName, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "galore_adamw": ("galore_torch", "GaLoreAdamW", {}, LOW_RANK),
     "galore_adafactor": (
@@ -73,6 +74,6 @@ def test_a_loop_allocates_what_is_predicted(name: OptimizerName, dtype: str, fou
 def predicted(name: OptimizerName, parameters: Sequence[Parameter], element_bytes: int) -> dict[str, int]:
     optimizer = optimizer_named(name)
     state = sum((optimizer.state_storages(p, p.shape, element_bytes) for p in parameters), NO_STORAGES)
-    temporaries = optimizer.loop_temporaries([Stepped(p, p.shape, element_bytes) for p in parameters])
-    assert temporaries is not None
-    return {"state": state.exact, "temporaries": temporaries.exact}
+    variables = optimizer.loop([Stepped(p, p.shape, element_bytes) for p in parameters])
+    assert variables is not None
+    return {"state": state.exact, "temporaries": variables.peak.exact}

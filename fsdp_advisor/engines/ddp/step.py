@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_temporaries
+from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_loop, optimizer_temporaries
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.engines.wrapping import (
     OUTPUTS,
@@ -23,7 +23,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
 from fsdp_advisor.policies.dtypes import stored_bytes
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import NO_BUFFER, AllReduce, Buffer, Copy, UnitId
@@ -86,7 +86,7 @@ def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
 @lru_cache(maxsize=64)
 def ddp_states(profile: Profile, plan: Plan) -> States:
     """The states of every rank: all parameters, gradients and optimizer states, and the buckets."""
-    stepping = optimizer_named(plan.optim)
+    stepping = optimizer_of(plan)
 
     def of(parameter: Parameter) -> Storages:
         return Storages.of(parameter.elements * stored_bytes(plan, parameter))
@@ -120,7 +120,7 @@ class DdpStep(StepHooks):
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
-        self._optimizer = optimizer_named(plan.optim)
+        self._optimizer = optimizer_of(plan)
         self.gradient_hooks = plan.gradient_accumulation_steps > 1 or self._optimizer.backward_update is not None
         self.states = ddp_states(profile, plan.without_step)
 
@@ -202,11 +202,21 @@ class DdpStep(StepHooks):
     def optimizer_step(self, step: StepBuilder) -> None:
         step.transient(Account.TEMPORARIES, gradient_norms(self._profile, self._plan))
         if self._optimizer.backward_update is None:
-            step.transient(
-                Account.TEMPORARIES,
-                optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape),
-            )
+            self._update_all(step)
         step.add(gpu_step(self._profile, self._plan, self._profile.trainable_parameters))
+
+    def _update_all(self, step: StepBuilder) -> None:
+        """The temporaries of the update: those at its peak, or one after the other if the optimizer has a loop of its own."""
+        events = optimizer_loop(self._profile, self._plan.without_batch)
+        if not events:
+            whole = optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
+            step.transient(Account.TEMPORARIES, whole)
+        buffers: dict[int, Buffer] = {}
+        for number, n_bytes in events:
+            if n_bytes:
+                buffers[number] = step.alloc(Account.TEMPORARIES, Storages.of(n_bytes))
+            else:
+                step.free(buffers.pop(number))
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
         """The buckets from the second step on, in the order in which gradients became ready in the first step. Empty if DDP

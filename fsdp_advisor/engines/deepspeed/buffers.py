@@ -21,7 +21,7 @@ from fsdp_advisor.engines.deepspeed.partitions import (
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, master_bytes, offloads_optimizer, stage
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 NORM_ELEMENTS = 250_000_000
@@ -183,7 +183,7 @@ def _moments(
     cast = Storages.of(m * elements) if m != c else NO_STORAGES
     stepped = cast if m != c else flattened
     kept = gradients if not stepped.exact else NO_STORAGES
-    update = optimizer_named(plan.optim).flat_step_temporaries(elements, m)
+    update = optimizer_of(plan).flat_step_temporaries(elements, m)
     return (
         Moment(name="overflow", gradients=gradients, temporaries=overflow),
         Moment(name="norm", gradients=gradients, temporaries=Storages.of(FP64_NORM_BYTES * largest)),

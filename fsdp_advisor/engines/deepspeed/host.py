@@ -21,7 +21,7 @@ from fsdp_advisor.engines.deepspeed.settings import (
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def _stages_1_and_2(profile: Profile, plan: Plan) -> HostTensors:
     if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 and m == 4:
         pieces = owned_by_rank0(profile, owned)[2]
         pinned += [c * elements for elements in trainable[:pieces]]
-    return HostTensors(pinned=tuple(pinned), pageable=optimizer_named(plan.optim).deepspeed_host_states(owned, m))
+    return HostTensors(pinned=tuple(pinned), pageable=optimizer_of(plan).deepspeed_host_states(owned, m))
 
 
 def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
@@ -78,7 +78,7 @@ def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
     if offloads_parameters(plan):
         pinned.append(c * sum(groups))
         pinned += [c * shard_elements(p.elements, ranks) for p in profile.in_order() if not p.trainable]
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     states = [
         n_bytes for elements in groups for n_bytes in optimizer.deepspeed_host_states(elements, master_bytes(plan))
     ]
@@ -88,7 +88,7 @@ def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
 def not_modelled(plan: Plan) -> list[str]:
     """Notes on what a DeepSpeed estimate leaves out or assumes, one sentence each."""
     notes = ["modules that the model keeps in fp32 under DeepSpeed (keep_in_fp32_modules) count as bf16"]
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     notes += optimizer.deepspeed_notes
     if stage(plan) == 2:
         notes.append(

@@ -23,7 +23,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.dtypes import cast_bytes, has_8_bit_weights
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FP64_NORM_BYTES = 8
@@ -153,7 +153,7 @@ def optimizer_states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS
     """The optimizer's states on the GPU; nothing if they are offloaded."""
     if offloads_optimizer(plan):
         return OptimizerStates()
-    m, optimizer = master_bytes(plan), optimizer_named(plan.optim)
+    m, optimizer = master_bytes(plan), optimizer_of(plan)
     partitions = flat_partitions(profile, plan, settings)
     norm = Storages.of(4) if stage(plan) < 3 else Storages.of(FP64_NORM_BYTES) + Storages.of(1)
     first, *rest = (optimizer.flat_state_storages(n, m) for n in partitions)

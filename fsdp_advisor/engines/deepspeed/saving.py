@@ -14,7 +14,7 @@ from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.dtypes import cast_bytes
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.storages import round_up
 
 
@@ -59,7 +59,7 @@ def _save_checkpoint(profile: Profile, plan: Plan) -> SaveMethod:
     Source: runtime/engine.py, save_checkpoint, _save_zero_checkpoint.
     """
     m, parts = master_bytes(plan), _saved_partitions(profile, plan)
-    states = sum(m * elements + optimizer_named(plan.optim).saved_flat_bytes(elements, m) for elements in parts)
+    states = sum(m * elements + optimizer_of(plan).saved_flat_bytes(elements, m) for elements in parts)
     prefix = "" if plan.precision in ("fp32", "fp16-mixed") else "bf16_"
     optimizer_files = Files(
         name=prefix + "zero_pp_rank_{r}_mp_rank_00_optim_states.pt", count=plan.shard_degree, tensor_bytes=states

@@ -23,7 +23,7 @@ from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameter
 from fsdp_advisor.engines.optimizer_work import optimizer_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -336,7 +336,7 @@ class DeepspeedStep(StepHooks):
         if plan.offload == "none":
             step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own, masters=plan.mixed)))
         else:
-            kernel = optimizer_named(plan.optim).deepspeed_host_kernel
+            kernel = optimizer_of(plan).deepspeed_host_kernel
             step.add(OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=kernel))
         if plan.offload == "optimizer":
             step.add(HostTransfer(AT_ROOT, own * plan.compute_bytes, "parameters", exposed=True))

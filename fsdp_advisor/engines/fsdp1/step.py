@@ -17,7 +17,7 @@ from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import module_mark, unit_at
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -263,16 +263,14 @@ class Fsdp1Step(StepHooks):
             step.transient(Account.TEMPORARIES, total_bytes(self._profile, self._policy, self._units, "norms"))
         if self._offload:
             step.add(
-                OptimizerStep(
-                    0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_named(plan.optim).host_kernel
-                )
+                OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_of(plan).host_kernel)
             )
             return
         step.transient(Account.TEMPORARIES, self._optimizer_temporaries())
         step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
 
     def _optimizer_temporaries(self) -> Storages:
-        if optimizer_named(self._plan.optim).steps_one_by_one(self._plan.framework):
+        if optimizer_of(self._plan).steps_one_by_one(self._plan.framework):
             each = (unit.optimizer_temporaries for unit in self._units.values())
             return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
         return total_bytes(self._profile, self._policy, self._units, "optimizer_temporaries")

@@ -17,7 +17,7 @@ from fsdp_advisor.model.fsdp_units import Units
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
 from fsdp_advisor.policies.dtypes import FP32_BYTES, loaded_bytes, upcasts_trained
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
@@ -76,7 +76,7 @@ class UnitBytes:
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     alone = plan.shard_degree == 1
     trains = unit.trainable_elements > 0
-    stepping = optimizer_named(plan.optim)
+    stepping = optimizer_of(plan)
     stored = flat_bytes(unit, plan)
     numels = [p.elements for p in unit.parameters]
     elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
@@ -160,8 +160,7 @@ def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Units | None, Mapping[Uni
             states,
             parameters=total_bytes(profile, wrapping.units, units, "shard", root_last=True),
             gradients=total_bytes(profile, wrapping.units, units, "gradients"),
-            optimizer=total_bytes(profile, wrapping.units, units, "optimizer")
-            + optimizer_named(plan.optim).shared_state,
+            optimizer=total_bytes(profile, wrapping.units, units, "optimizer") + optimizer_of(plan).shared_state,
             paged=total_bytes(profile, wrapping.units, units, "paged"),
         )
     return wrapping.units, units, states

@@ -8,7 +8,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.dtypes import stored_bytes
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 def host_memory(profile: Profile, plan: Plan) -> HostMemory:
@@ -18,7 +18,7 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
     """
     if plan.offload == "none":
         return HostMemory()
-    optimizer = optimizer_named(plan.optim)
+    optimizer = optimizer_of(plan)
     pinned = pageable = 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:

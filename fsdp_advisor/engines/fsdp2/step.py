@@ -19,7 +19,7 @@ from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -249,9 +249,7 @@ class Fsdp2Step(StepHooks):
         own = profile.trainable_parameters / plan.shard_degree
         if self._offload:
             step.add(
-                OptimizerStep(
-                    0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_named(plan.optim).host_kernel
-                )
+                OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_of(plan).host_kernel)
             )
             return
         step.transient(Account.TEMPORARIES, gradient_norms(profile, plan))

@@ -18,7 +18,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, has_8_bit_weights, is_sharded, stored_bytes
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
@@ -66,7 +66,7 @@ class UnitBytes:
 def measure(unit: Unit, plan: Plan) -> UnitBytes:
     """The storages of a unit under a plan."""
     n, offload = plan.shard_degree, plan.offload == "parameters"
-    stepping = optimizer_named(plan.optim)
+    stepping = optimizer_of(plan)
     shapes = [shard_shape(p.shape, n) for p in unit.parameters]
     locals_ = [prod(s) for s in shapes]
     shards = []
@@ -130,7 +130,7 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
             kept["parameters"] = summed(profile, each, "parameters", [part.parameters for part in weights_of])
             kept["optimizer"] = summed(profile, each, "optimizer", [part.optimizer for part in states_of])
         kept["parameters"] += _summed(profile, wrapping, units, "ignored")
-        kept["optimizer"] += optimizer_named(plan.optim).shared_state
+        kept["optimizer"] += optimizer_of(plan).shared_state
         states = replace(states, **kept)
     return wrapping, units, states
 

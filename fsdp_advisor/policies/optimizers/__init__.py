@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from fsdp_advisor.job.choices import OptimizerName
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import (
     adafactor,
     adagrad,
@@ -18,6 +21,7 @@ from fsdp_advisor.policies.optimizers import (
     torchao,
 )
 from fsdp_advisor.policies.optimizers.interface import Optimizer
+from fsdp_advisor.policies.optimizers.low_rank import LowRank
 
 _ALL: tuple[Optimizer, ...] = (
     adamw.FUSED,
@@ -50,3 +54,14 @@ def optimizer_named(name: OptimizerName) -> Optimizer:
         return _BY_NAME[name]
     except KeyError:
         raise ValueError(f"no optimizer {name!r} (there are {', '.join(_BY_NAME)})") from None
+
+
+def optimizer_of(plan: Plan) -> Optimizer:
+    """The plan's optimizer with the plan's settings."""
+    return _with_settings(plan.optim, plan.optim_args, plan.optim_target_modules)
+
+
+@lru_cache(maxsize=64)
+def _with_settings(name: OptimizerName, optim_args: str | None, target_modules: str | None) -> Optimizer:
+    optimizer = optimizer_named(name)
+    return optimizer.with_settings(optim_args, target_modules) if isinstance(optimizer, LowRank) else optimizer

@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers.variables import Variables
 from fsdp_advisor.program.instructions import HostKernel
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 Shape = Sequence[int]
-Option = bool | float
+Option = bool | float | str
 BackwardUpdate = Literal["at once", "at the next"]
 STEP_COUNT_BYTES = 4
 """torch counts the steps of each tensor in one fp32 scalar."""
@@ -98,8 +99,13 @@ class NamedOptimizer:
 
     name: str
     options: Mapping[str, Option] = field(default_factory=dict)
-    target_modules: str | None = None
-    """The Trainer's `optim_target_modules`."""
+    target_modules: str | tuple[str, ...] | None = None
+    """The Trainer's `optim_target_modules`: `all-linear`, or parts of names."""
+
+    @property
+    def targets(self) -> str | list[str] | None:
+        """The target modules as a configuration file has them."""
+        return list(self.target_modules) if isinstance(self.target_modules, tuple) else self.target_modules
 
 
 class Stepped(NamedTuple):
@@ -230,10 +236,10 @@ class Optimizer(ABC):
         """Whether the temporaries of one parameter are freed before the next parameter is updated."""
         return False
 
-    def loop_temporaries(self, tensors: Sequence[Stepped]) -> Storages | None:
-        """The temporaries at the peak of the loop over all tensors, in the order of `model.parameters()`.
+    def loop(self, tensors: Sequence[Stepped]) -> Variables | None:
+        """The variables of the loop over all tensors, given in the order of `model.parameters()`.
 
-        None if the tensors' own temporaries say it: their largest or their sum.
+        None if the tensors' own temporaries say what lives at the peak: their largest or their sum.
         """
         return None
 

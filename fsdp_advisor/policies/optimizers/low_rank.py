@@ -1,6 +1,6 @@
 """GaLore and APOLLO: AdamW or Adafactor whose moments have a low rank, for the weights of linear layers.
 
-Each matrix has a projection. It is computed again every `UPDATE_GAP` steps: GaLore's from the singular vectors of the gradient, APOLLO's from
+Each matrix has a projection. It is computed again every `update_proj_gap` steps: GaLore's from the singular vectors of the gradient, APOLLO's from
 random numbers. The predicted step is one that computes it, because its peak is the highest. All other parameters are stepped by AdamW
 without projection, one after the other, before the matrices.
 
@@ -11,12 +11,13 @@ trainer_optimizer.py, `_setup_low_rank_optimizer`, `_get_galore_optimizer`, `_ge
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
 from fsdp_advisor.job.choices import OptimizerName
+from fsdp_advisor.job.projection import ALL_LINEAR, DEFAULT, Projection, projection_of, settings_of
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,
@@ -33,9 +34,6 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 # L = the larger and S = the smaller dimension of a matrix; R = the rank
 
-RANK = 128
-UPDATE_GAP = 200
-"""The Trainer's values of `rank` and `update_proj_gap`."""
 FP32_BYTES = 4
 INFO_BYTES = 4
 """cuSOLVER reports its success in an int32."""
@@ -69,10 +67,10 @@ _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clv
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Optimizer):
-    """AdamW whose moments have at most `RANK` columns or rows."""
+    """AdamW whose moments have at most as many columns or rows as the projection's rank."""
 
-    projection: ClassVar[Mapping[str, int | str]] = {"rank": RANK, "proj_type": "std"}
-    """The Trainer's default values of the settings that change memory."""
+    label: str
+    projection: Projection = DEFAULT
     moment_passes: ClassVar[int] = 17
     """Tensors of the projected gradient's size that the inner optimizer reads or writes: of AdamW both moments and their decay, the
     root and the quotient."""
@@ -87,12 +85,24 @@ class LowRank(Optimizer):
         return element_bytes * self.rank_of(shape) * min(shape)
 
     def rank_of(self, shape: Shape) -> int:
-        return RANK
+        return self.projection.rank
+
+    def projects(self, parameter: Parameter) -> bool:
+        """Whether the parameter is the weight of a linear layer that is projected."""
+        return is_linear_weight(parameter) and self.projection.takes(parameter.name.rpartition(".")[0])
+
+    def with_settings(self, optim_args: str | None, target_modules: str | None) -> LowRank:
+        """The same optimizer with these of the Trainer's settings, in their normal spelling."""
+        projection = projection_of(optim_args, target_modules)
+        settings = settings_of(optim_args or "") or {}
+        assert isinstance(self.transformers, NamedOptimizer)
+        named = replace(self.transformers, options=settings, target_modules=projection.targets or ALL_LINEAR)
+        return replace(self, projection=projection, transformers=named, notes=_notes(self.label, projection))
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         if not prod(shape):
             return NO_STORAGES
-        if not is_linear_weight(parameter):
+        if not self.projects(parameter):
             return Storages.of(prod(shape) * element_bytes, 2)
         moment = element_bytes * self.rank_of(shape) * max(shape)
         return Storages.of(self.projection_bytes(shape, element_bytes)) + Storages.of(moment, 2)
@@ -110,19 +120,19 @@ class LowRank(Optimizer):
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        return self.loop_temporaries([Stepped(parameter, shape, element_bytes)])
+        return self.loop([Stepped(parameter, shape, element_bytes)]).peak
 
-    def loop_temporaries(self, tensors: Sequence[Stepped]) -> Storages:
-        """What the loop's variables and the projection's computation hold at the highest point of the loop over all parameters."""
+    def loop(self, tensors: Sequence[Stepped]) -> Variables:
         variables = Variables()
-        for tensor in sorted(tensors, key=lambda tensor: is_linear_weight(tensor.parameter)):
+        for tensor in sorted(tensors, key=lambda tensor: self.projects(tensor.parameter)):
             variables.drop("grad")
             self.step_tensor(variables, tensor)
-        return variables.peak
+        variables.drop_all()
+        return variables
 
     def step_tensor(self, variables: Variables, tensor: Stepped) -> None:
         """Let the variables go through the update of one tensor."""
-        if is_linear_weight(tensor.parameter):
+        if self.projects(tensor.parameter):
             self.step_matrix(variables, tensor.shape, tensor.element_bytes)
         else:
             self._adam(variables, tensor.n_bytes)
@@ -137,13 +147,13 @@ class LowRank(Optimizer):
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Of a step that does not compute the projection again."""
         n_bytes = parameter.elements * element_bytes
-        if not is_linear_weight(parameter):
+        if not self.projects(parameter):
             return (self.moment_passes + 3) * n_bytes
         moment = element_bytes * self.rank_of(parameter.shape) * max(parameter.shape)
         return (1 + self.update_passes()) * n_bytes + self.moment_passes * moment
 
     def step_flops(self, parameter: Parameter, shards: Shards = WHOLE) -> int:
-        if not is_linear_weight(parameter):
+        if not self.projects(parameter):
             return 0
         return self.products() * 2 * self.rank_of(parameter.shape) * parameter.elements
 
@@ -171,7 +181,7 @@ class Galore(LowRank):
     """
 
     def rank_of(self, shape: Shape) -> int:
-        return min(RANK, *shape)
+        return min(self.projection.rank, *shape)
 
     def projection_bytes(self, shape: Shape, element_bytes: int) -> int:
         if element_bytes == FP32_BYTES:
@@ -220,7 +230,7 @@ class GaloreAdafactor(Galore):
         if not prod(shape):
             return NO_STORAGES
         kept = NO_STORAGES
-        if is_linear_weight(parameter):
+        if self.projects(parameter):
             kept = Storages.of(self.projection_bytes(shape, FP32_BYTES))
             shape = (max(shape), self.rank_of(shape))
         if len(shape) < 2:
@@ -230,7 +240,7 @@ class GaloreAdafactor(Galore):
 
     def step_tensor(self, variables: Variables, tensor: Stepped) -> None:
         shape, whole = tensor.shape, FP32_BYTES * prod(tensor.shape)
-        projects, converts = is_linear_weight(tensor.parameter), tensor.element_bytes != FP32_BYTES
+        projects, converts = self.projects(tensor.parameter), tensor.element_bytes != FP32_BYTES
         if converts:
             variables.assign("grad", whole)
         if projects:
@@ -262,16 +272,15 @@ class GaloreAdafactor(Galore):
 class Apollo(LowRank):
     """The projection is random. AdamW in the low rank only scales the channels of the gradient."""
 
-    projection: ClassVar[Mapping[str, int | str]] = {**LowRank.projection, "proj": "random", "scale_type": "channel"}
-
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """Of a matrix also the norm of its last update, a scalar."""
         state = super().state_storages(parameter, shape, element_bytes)
-        return state + Storages.of(element_bytes) if prod(shape) and is_linear_weight(parameter) else state
+        return state + Storages.of(element_bytes) if prod(shape) and self.projects(parameter) else state
 
     def step_matrix(self, variables: Variables, shape: Shape, element_bytes: int) -> None:
         e, matrix = element_bytes, element_bytes * prod(shape)
-        random, low, norms = RANK * min(shape), RANK * max(shape) * e, max(shape) * e
+        rank = self.projection.rank
+        random, low, norms = rank * min(shape), rank * max(shape) * e, max(shape) * e
         if e != FP32_BYTES:
             variables.assign("matrix", FP32_BYTES * prod(shape))
         variables.use(*(FP32_BYTES * random,) * 2)
@@ -301,25 +310,37 @@ _FLAT = "{} projects matrices, and {} flattens them"
 _SCRIPT = "{} needs a group of parameters with its own options, which exported scripts do not have"
 
 
-def _low_rank(cls: type[LowRank], name: OptimizerName, label: str, *notes: str) -> LowRank:
+def _notes(label: str, projection: Projection) -> tuple[str, ...]:
+    targets = ", ".join(projection.targets)
+    what = f"the linear layers with {targets} in their names" if targets else "all linear layers"
+    chosen = f"{label} projects {what} (optim_target_modules) to rank {projection.rank}; the step is one that computes the projections again"
+    if label != "GaLore":
+        return (chosen,)
+    gap = projection.update_proj_gap
+    return (
+        chosen,
+        f"the singular value decompositions every {gap} steps: their tensors count in the peak, but not cuSOLVER's workspace nor their time",
+    )
+
+
+def _low_rank(cls: type[LowRank], name: OptimizerName, label: str) -> LowRank:
     deepspeed, script = Refusal(_FLAT.format(label, "DeepSpeed")), Refusal(_SCRIPT.format(label))
     layerwise = name.endswith("_layerwise")
     return cls(
         name=name,
-        transformers=NamedOptimizer(name=name, target_modules="all-linear"),
+        label=label,
+        transformers=NamedOptimizer(name=name, target_modules=ALL_LINEAR),
         fsdp2=Refusal(f"{label} with FSDP2 is not modelled"),
         **only_in_transformers(script=script, deepspeed=deepspeed),
         backward_update="at once" if layerwise else None,
-        notes=(f"{label} projects all linear layers (optim_target_modules all-linear) to rank {RANK}", *notes),
+        notes=_notes(label, DEFAULT),
     )
 
 
-_DECOMPOSITIONS = f"the singular value decompositions every {UPDATE_GAP} steps: their tensors count in the peak, but not cuSOLVER's workspace nor their time"
-
-GALORE_ADAMW = _low_rank(Galore, "galore_adamw", "GaLore", _DECOMPOSITIONS)
-GALORE_ADAFACTOR = _low_rank(GaloreAdafactor, "galore_adafactor", "GaLore", _DECOMPOSITIONS)
+GALORE_ADAMW = _low_rank(Galore, "galore_adamw", "GaLore")
+GALORE_ADAFACTOR = _low_rank(GaloreAdafactor, "galore_adafactor", "GaLore")
 APOLLO_ADAMW = _low_rank(Apollo, "apollo_adamw", "APOLLO")
-GALORE_ADAMW_LAYERWISE = _low_rank(Galore, "galore_adamw_layerwise", "GaLore", _DECOMPOSITIONS)
+GALORE_ADAMW_LAYERWISE = _low_rank(Galore, "galore_adamw_layerwise", "GaLore")
 APOLLO_ADAMW_LAYERWISE = _low_rank(Apollo, "apollo_adamw_layerwise", "APOLLO")
 """The layerwise forms have an optimizer for each parameter, which steps as soon as the gradient is complete."""
 ALL = (GALORE_ADAMW, GALORE_ADAFACTOR, APOLLO_ADAMW, GALORE_ADAMW_LAYERWISE, APOLLO_ADAMW_LAYERWISE)

@@ -13,22 +13,28 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 @dataclass
 class Variables:
-    """Variables by name with the bytes of their storages, and the storages that lived at the highest point so far.
+    """Variables by name with their storages, and the storages that lived at the highest point so far.
+
+    `events`: each allocation in order, as the number of the storage and its bytes, and each free, with 0 bytes.
 
     >>> variables = Variables()
     >>> variables.assign("update", 100)
     >>> variables.assign("update", 60)
     >>> variables.peak.exact, variables.alive
     (160, 60)
+    >>> variables.events
+    [(0, 100), (1, 60), (0, 0)]
     """
 
-    _held: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    _held: dict[str, dict[int, int]] = field(default_factory=dict)
     _highest: tuple[int, ...] = ()
+    _count: int = 0
 
     @property
     def alive(self) -> int:
         """The bytes that the variables hold now."""
-        return sum(map(sum, self._held.values()))
+        return sum(sum(storages.values()) for storages in self._held.values())
 
     @property
     def peak(self) -> Storages:
@@ -37,15 +43,31 @@ class Variables:
 
     def assign(self, name: str, *n_bytes: int) -> None:
         """Allocate storages, then free those that the variable held."""
-        self.use(*n_bytes)
-        self._held[name] = n_bytes
+        storages = self._allocated(n_bytes)
+        self.drop(name)
+        self._held[name] = storages
 
     def use(self, *n_bytes: int) -> None:
         """Allocate storages and free them at once."""
-        if self.alive + sum(n_bytes) > sum(self._highest):
-            self._highest = (*(each for held in self._held.values() for each in held), *n_bytes)
+        self._free(self._allocated(n_bytes))
 
     def drop(self, *names: str) -> None:
         """Free what the variables hold."""
         for name in names:
-            self._held.pop(name, None)
+            self._free(self._held.pop(name, {}))
+
+    def drop_all(self) -> None:
+        """Free everything, as the end of the function does."""
+        self.drop(*self._held)
+
+    def _allocated(self, n_bytes: tuple[int, ...]) -> dict[int, int]:
+        storages = {self._count + i: size for i, size in enumerate(n_bytes) if size}
+        self._count += len(n_bytes)
+        self.events += storages.items()
+        if self.alive + sum(n_bytes) > sum(self._highest):
+            held = (size for each in self._held.values() for size in each.values())
+            self._highest = (*held, *n_bytes)
+        return storages
+
+    def _free(self, storages: dict[int, int]) -> None:
+        self.events += [(number, 0) for number in storages]
