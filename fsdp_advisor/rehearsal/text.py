@@ -150,13 +150,15 @@ def _notes(found: Rehearsal) -> Iterator[str]:
         else:
             words = " ".join(f"--{name} {value}" for name, value in prediction.options.items() if name != "model")
             yield f"Predicted by: estimate --model <its config.json> {words}"
+    killed = ended.status == 128 + 9
     for rank in found.ranks:
         if rank.error and not rank.out_of_memory:
             yield f"Rank {rank.rank}: {rank.error}"
         elif rank.status == "running" and found.outcome not in ("timed out", "interrupted"):
+            killed = True
             yield f"Rank {rank.rank} was ended from outside after {rank.steps} steps."
-    if found.outcome == "failed" and ended.status == 128 + 9:
-        yield f"The command was killed. The host's memory may be exhausted: the processes used {format_gib(ended.peak_host_bytes)}."
+    if found.outcome == "failed" and killed:
+        yield f"A process was killed. The host's memory may be exhausted: the processes used {format_gib(ended.peak_host_bytes)}."
     if ended.timed_out:
         yield f"The command was ended after {format_seconds(ended.seconds)}. --timeout allows more."
     if ended.leftovers:
