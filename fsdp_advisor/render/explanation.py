@@ -124,7 +124,7 @@ def share_text(share: float) -> str:
 
 
 def _loss_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
-    """Memory of the loss at the peak, and what a fused or chunked loss saves, both of the same step."""
+    """Memory of the loss at the peak, and what a fused or chunked loss saves at most: all of it, but it needs tiles of its own."""
     if estimate.at_peak is None or estimate.peak_tensor_bytes is None or estimate.fused_loss_peak_bytes is None:
         return []
     saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes
@@ -134,8 +134,8 @@ def _loss_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
             f"{loss}; a loss without whole logits (--loss) would save nothing, because the loss does not set the peak"
         ]
     return [
-        f"{loss}; a loss without whole logits (--loss) would save about {sizes.scaled(saved)}: "
-        f"the tensors would peak at {sizes.full(estimate.fused_loss_peak_bytes)}"
+        f"{loss}; a loss without whole logits (--loss) would save at most {sizes.scaled(saved)}: "
+        f"without its tiles the tensors would peak at {sizes.full(estimate.fused_loss_peak_bytes)}"
     ]
 
 
