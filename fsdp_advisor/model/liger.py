@@ -10,6 +10,18 @@ from typing import Literal
 
 LIGER_VERSION = "0.8.5"
 
+LIGER_LOSSES = frozenset({
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma", "gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4",
+    "glm4", "glm4v", "glm4v_moe", "gpt_oss", "internvl", "llama", "llama4_text", "llama4", "llava",
+    "mllama", "mllama_text_model", "ministral", "mistral", "mixtral", "muse_glimmer", "nemotron", "olmo2", "pixtral",
+    "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
+    "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl", "qwen3_vl_text",
+    "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma", "falcon_h1", "smolvlm", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "exaone4",
+})  # fmt: skip
+"""The types of models whose loss Liger replaces; it leaves others as they are. Source: liger-kernel 0.8.5,
+transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN, without granite, of which it replaces only cross entropy."""
+
 LigerMlp = Literal["none", "gate and up", "gate_up", "relu squared"]
 """The projections before the kernel: two layers, or one whose output is divided; ``relu squared``: only the activation is a kernel."""
 

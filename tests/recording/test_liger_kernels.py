@@ -14,8 +14,7 @@ from fsdp_advisor import estimate  # after the check
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.losses import LossCode, loss_code
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.model.liger import LIGER_KERNELS
-from fsdp_advisor.recording.losses import liger
+from fsdp_advisor.model.liger import LIGER_KERNELS, LIGER_LOSSES
 from fsdp_advisor.report import StrategyEstimate
 
 pytestmark = pytest.mark.slow
@@ -89,4 +88,4 @@ def test_an_answer_says_which_figures_have_the_kernels(tmp_path: Path) -> None:
 
 
 def test_liger_has_a_loss_for_each_type_with_kernels() -> None:
-    assert LIGER_KERNELS.keys() <= liger.MODELS
+    assert LIGER_KERNELS.keys() <= LIGER_LOSSES

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.losses import LossCode
+from fsdp_advisor.model.liger import LIGER_LOSSES
 from fsdp_advisor.recording.losses import cce, liger, trl
 from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
 from fsdp_advisor.recording.source import Source
@@ -31,7 +32,7 @@ class LossSource(FusedLossSource):
         self._gathered_head = gathered_head
 
     def fuse(self, model: PreTrainedModel) -> None:
-        if self._loss == "liger" and model.config.model_type not in liger.MODELS:
+        if self._loss == "liger" and model.config.model_type not in LIGER_LOSSES:
             raise NotRecordable(
                 f"{self.name}: Liger 0.8.5 has no loss for models of type {model.config.model_type}",
                 hint="--loss cce works for every causal model",
