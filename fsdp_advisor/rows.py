@@ -82,6 +82,13 @@ def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     return _peak_bytes(model.profile, tape, plan)
 
 
+def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
+    """By how much the peak of a plan's step falls without the loss's own tensors: at most what a loss without logits saves."""
+    assert model.profile is not None
+    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    return _peak_bytes(model.profile, tape, plan) - _peak_bytes(model.profile, tape, plan, fused_loss=True)
+
+
 def peak_of_step(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
     """The peak of a plan's step over a tape."""
     return step_peak(step_program(profile, tape, plan), *plan.tape_shape)

@@ -11,12 +11,14 @@ from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, Timer
 from fsdp_advisor.advice.methods import advice_of_methods
+from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed
 from fsdp_advisor.advice.remedies import remedies
 from fsdp_advisor.advice.result import Advice, Recommendation
 from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
+from fsdp_advisor.advice.savings import savings
 from fsdp_advisor.advice.search import Rejection, Search, SearchResult
-from fsdp_advisor.advice.search_space import base_plan, search_space
+from fsdp_advisor.advice.search_space import ActivationChoice, base_plan
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.errors import NotRecordable, UsageError
@@ -112,6 +114,7 @@ def recommend_resolved(
         sweep=found,
         training=Training.of(winner, request.tokens, request.price) if winner and request.tokens else None,
         remedies=changes,
+        savings=savings(search, winner) if winner else (),
         notes=(*_notes(request, search, result), *warnings),
         warnings=warnings,
     )
@@ -133,6 +136,9 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
     world, nnodes = request.gpus, request.nnodes
     if request.find == "gpus" and request.global_batch_size is not None:  # others are tried later
         world, nnodes = _dividing_world(request, request.global_batch_size), 1
+    base = base_plan(request, gpus=world, nnodes=nnodes, seq_len=report.seq_len)
+    allowed = batches(request, world=world)
+    found = open_choices(request, model, base)
     return Search(
         evaluator=Evaluator(
             model=model,
@@ -144,9 +150,10 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
             timer=timer,
             known=report.estimates,
         ),
-        base=base_plan(request, gpus=world, nnodes=nnodes, seq_len=report.seq_len),
-        batches=batches(request, world=world),
-        choices=search_space(request, gpus=world, nnodes=nnodes),
+        base=base,
+        batches=allowed,
+        choices=found.choices,
+        left_out=found.left_out,
     )
 
 
@@ -220,6 +227,8 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
         yield "offload was not searched: give --host-memory or --offload"
     if request.load_in_4bit and request.gpus > 1 and request.bnb_4bit_quant_storage == "uint8":
         yield "FSDP does not shard weights in 4 bits that are stored as uint8: --bnb-4bit-quant-storage bfloat16 lets it"
+    if names := _names_of(search.left_out):
+        yield f"not searched, because their steps have to be recorded first: {', '.join(names)}; --thorough searches them"
     if winner is None and (fixed := _fixed_options(request)):
         yield f"fixed by the request: {fixed}"
     if winner is not None:
@@ -229,6 +238,12 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
         yield from _numerics(winner, result.runners_up)
     if gpu.lacks_bf16 and request.precision.startswith("bf16"):
         yield f"{gpu.name} does not compute in bf16: --precision fp16-mixed or fp32"
+
+
+def _names_of(left_out: Sequence[ActivationChoice]) -> tuple[str, ...]:
+    """The parts of the activation choices that were not searched, each once; without those that only go with another."""
+    whole = (parts for a in left_out if len(parts := a.parts) == 1 or a.activation_offload)
+    return tuple(dict.fromkeys(parts[-1] for parts in whole))
 
 
 _SEARCHED = ("strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",

@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.ranking import actual_speed
 from fsdp_advisor.advice.search import Search
-from fsdp_advisor.advice.search_space import StrategyChoice
+from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.choices import Strategy
 from fsdp_advisor.job.compatibility import label
@@ -152,21 +152,19 @@ def _memory_questions(search: Search) -> list[_Question]:
     preferred, smallest = search.batches.preferred, search.batches.smallest
     at = f" at micro-batch {preferred}" if len(search.batches.sizes) > 1 or preferred > 1 else ""
     strategies = [s for s in _PATH_ORDER if any(c.strategy == s for c in search.choices)]
-    checkpointing = {choice.activation_checkpointing for choice in search.choices}
-    lean = next(iter(checkpointing - {"none"}), "none")
-    plain = "none" if "none" in checkpointing else lean
+    ladder = _ladder(search)
+    plain, *leaner = ladder
     most = strategies[-1]
-    with_checkpointing = " with activation checkpointing" if lean != "none" else ""
     small = f"micro-batch {smallest} and accumulation {search.batches.accumulation(smallest)}"
 
-    def choices(strategy: Strategy, checkpointing: str) -> tuple[StrategyChoice, ...]:
-        return _choices(search, strategy, checkpointing)
+    def choices(strategy: Strategy, activations: ActivationChoice) -> tuple[StrategyChoice, ...]:
+        return _choices(search, strategy, activations)
 
     found = [_Question("ddp", f"Does DDP fit{at}?", choices("ddp", plain), preferred)]
     if "ddp" in strategies:
-        if plain != lean:
-            text = "Does DDP with activation checkpointing fit?"
-            found.append(_Question("ddp_checkpointing", text, choices("ddp", lean), preferred))
+        for activations in leaner:
+            text = f"Does DDP with {_words(activations)} fit?"
+            found.append(_Question(f"ddp_{_id(activations)}", text, choices("ddp", activations), preferred))
         if smallest < preferred:
             found.append(_Question("ddp_micro_batch", f"Does DDP with {small} fit?", choices("ddp", plain), smallest))
     for strategy in strategies:
@@ -175,37 +173,90 @@ def _memory_questions(search: Search) -> list[_Question]:
             text = f"Does {label(strategy)}{note} fit{at}?"
             found.append(_Question(strategy, text, choices(strategy, plain), preferred))
     if most != "ddp":
-        if plain != lean:
-            text = f"Does {label(most)} with activation checkpointing fit?"
-            found.append(_Question("checkpointing", text, choices(most, lean), preferred))
+        for activations in leaner:
+            text = f"Does {label(most)} with {_words(activations)} fit?"
+            found.append(_Question(_id(activations), text, choices(most, activations), preferred))
         if smallest < preferred:
-            text = (
-                f"Does {label(most)} with {small}{' and activation checkpointing' if with_checkpointing else ''} fit?"
-            )
-            found.append(_Question("micro_batch", text, choices(most, lean), smallest))
-    found += _offload_questions(search, lean, with_checkpointing)
+            lean, possible = _leanest(search, ladder, most)
+            text = f"Does {label(most)} with {' and '.join(filter(None, (small, _words(lean))))} fit?"
+            found.append(_Question("micro_batch", text, possible, smallest))
+    found += _offload_questions(search, ladder)
     return [question for question in found if question.choices]
 
 
-def _offload_questions(search: Search, checkpointing: str, with_checkpointing: str) -> Iterator[_Question]:
+def _ladder(search: Search) -> list[ActivationChoice]:
+    """Activation choices of the search, each of which saves more than the one before it: the loss, then checkpointing, then offload."""
+    ladder = [search.activation_choices[0]]
+    for activations in search.activation_choices:
+        if activations.is_beyond(ladder[-1]):
+            ladder.append(activations)
+    return ladder
+
+
+def _words(activations: ActivationChoice) -> str:
+    """An activation choice in the words of a question; empty for a plain step."""
+    policy = activations.activation_checkpointing
+    checkpointing = {"none": "", "full": "activation checkpointing"}.get(policy, f"{policy} activation checkpointing")
+    loss = "Liger's loss" if activations.loss_code == "liger" else ""
+    offload = "activation offload" if activations.activation_offload else ""
+    return " and ".join(filter(None, (loss, checkpointing, offload)))
+
+
+def _id(activations: ActivationChoice) -> str:
+    """The id of a question about an activation choice: `checkpointing`, `loss`, `loss_selective`."""
+    policy = activations.activation_checkpointing
+    checkpointing = {"none": "", "full": "checkpointing"}.get(policy, policy)
+    loss = "loss" if activations.loss_code == "liger" else ""
+    offload = "activation_offload" if activations.activation_offload else ""
+    return "_".join(filter(None, (loss, checkpointing, offload)))
+
+
+def _offload_questions(search: Search, ladder: Sequence[ActivationChoice]) -> Iterator[_Question]:
     """Whether offload to the CPU, then to NVMe, makes the job fit at the smallest micro-batch."""
     size = search.batches.smallest
-    optimizer, everything = (_choices(search, None, checkpointing, o) for o in ("optimizer", "parameters"))
-    yield _Question("offload_optimizer", f"Does optimizer offload to the CPU{with_checkpointing} fit?", optimizer, size)
-    yield _Question("offload_parameters", f"Does full offload to the CPU{with_checkpointing} fit?", everything, size)
-    nvme = _choices(search, None, checkpointing, "parameters", "nvme")
-    nvme = nvme or _choices(search, None, checkpointing, "optimizer", "nvme")
-    yield _Question("offload_nvme", f"Does offload to NVMe{with_checkpointing} fit?", nvme, size)
+    for id_, what, offload in (
+        ("offload_optimizer", "optimizer offload to the CPU", "optimizer"),
+        ("offload_parameters", "full offload to the CPU", "parameters"),
+    ):
+        lean, possible = _leanest(search, ladder, None, offload)
+        yield _Question(id_, f"Does {_with(what, lean)} fit?", possible, size)
+    lean, possible = _leanest(search, ladder, None, "parameters", "nvme")
+    if not possible:
+        lean, possible = _leanest(search, ladder, None, "optimizer", "nvme")
+    yield _Question("offload_nvme", f"Does {_with('offload to NVMe', lean)} fit?", possible, size)
+
+
+def _with(what: str, activations: ActivationChoice) -> str:
+    words = _words(activations)
+    return f"{what} with {words}" if words else what
+
+
+def _leanest(
+    search: Search,
+    ladder: Sequence[ActivationChoice],
+    strategy: Strategy | None,
+    offload: str = "none",
+    device: str = "cpu",
+) -> tuple[ActivationChoice, tuple[StrategyChoice, ...]]:
+    """The last step of the ladder with which there are choices, and these."""
+    for activations in reversed(ladder):
+        if found := _choices(search, strategy, activations, offload, device):
+            return activations, found
+    return ladder[-1], ()
 
 
 def _choices(
-    search: Search, strategy: Strategy | None, checkpointing: str, offload: str = "none", device: str = "cpu"
+    search: Search,
+    strategy: Strategy | None,
+    activations: ActivationChoice,
+    offload: str = "none",
+    device: str = "cpu",
 ) -> tuple[StrategyChoice, ...]:
     return tuple(
         c
         for c in search.choices
         if strategy in (None, c.strategy)
-        and (c.activation_checkpointing, c.offload, c.offload_device) == (checkpointing, offload, device)
+        and (c.activations, c.offload, c.offload_device) == (activations, offload, device)
     )
 
 

@@ -14,6 +14,7 @@ from fsdp_advisor.engines.registry import refusal, states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
 from fsdp_advisor.job.compatibility import mesh_of
+from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
@@ -148,7 +149,7 @@ class Candidate:
         choice, size = self.choice.simplicity_rank, self.plan.micro_batch_size
         retries = self.estimate.allocator is not None and self.estimate.allocator.retries_per_step > 0
         is_tight = self.allocator_conf is not None or retries
-        return (choice[:2], is_tight, choice[2:], not is_round(size))
+        return (choice[:3], is_tight, choice[3:], not is_round(size))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -205,7 +206,9 @@ class Candidate:
             "backend": plan.backend,
             "offload": plan.offload,
             "offload_device": plan.offload_device if plan.offload != "none" else None,
+            "loss": loss_option(plan.loss_code),
             "activation_checkpointing": plan.activation_checkpointing,
+            "activation_offload": plan.activation_offload,
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             "global_batch_size": self.global_batch_size,

@@ -20,7 +20,7 @@ differs. So a plan that offloads is preferred only if it is predicted to be fast
 
 def choose(found: Sequence[Candidate]) -> Candidate:
     """The plan to recommend. Plans are compared by their speed in equal numerics (`Candidate.comparable_speed`)."""
-    pool = _without_offload(found)
+    pool = _with_least_offload(found)
     fastest = max(map(speed, pool))
     return min((c for c in pool if _is_near(speed(c), fastest)), key=lambda c: (c.simplicity, c.order))
 
@@ -40,8 +40,8 @@ def may_win(choice: StrategyChoice, best_rate: float, best: Candidate) -> bool:
     own = speed(best)
     if own == 0:
         return False  # choices are ordered by simplicity
-    if (choice.offload != "none") != (best.plan.offload != "none"):
-        return choice.offload == "none" or best_rate > (1 + OFFLOAD_RESOLUTION) * own
+    if choice.host_level != best.choice.host_level:
+        return choice.host_level < best.choice.host_level or best_rate > (1 + OFFLOAD_RESOLUTION) * own
     simpler = choice.simplicity_rank < best.choice.simplicity_rank
     return best_rate >= (1 - SPEED_RESOLUTION if simpler else 1 + SPEED_RESOLUTION) * own
 
@@ -64,12 +64,15 @@ def next_simpler(winner: StrategyChoice, choices: Iterable[StrategyChoice]) -> S
     return min((c for c in simpler if kind(c) == nearest), key=lambda c: c.simplicity_rank)
 
 
-def _without_offload(found: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The plans that keep everything on the GPU, unless there are none or offload is clearly faster."""
-    on_gpu = [c for c in found if c.plan.offload == "none"]
-    if not on_gpu or max(map(speed, found)) > (1 + OFFLOAD_RESOLUTION) * max(map(speed, on_gpu)):
-        return found
-    return on_gpu
+def _with_least_offload(found: Sequence[Candidate]) -> Sequence[Candidate]:
+    """The plans that use the host least. Those that use it more are added if one of them is clearly faster."""
+    levels = sorted({c.choice.host_level for c in found})
+    pool = [c for c in found if c.choice.host_level == levels[0]]
+    for level in levels[1:]:
+        further = [c for c in found if c.choice.host_level == level]
+        if max(map(speed, further)) > (1 + OFFLOAD_RESOLUTION) * max(map(speed, pool)):
+            pool += further
+    return pool
 
 
 def _is_near(rate: float, fastest: float) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search
-from fsdp_advisor.advice.search_space import search_space
 from fsdp_advisor.advice.sweeps import Sweep
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.rows import estimate_plan
@@ -41,8 +41,9 @@ def _without_fixed(sweep: Sweep, option: str, value: str, because: str) -> Itera
     if getattr(sweep.request, option) != "none":
         return
     base = sweep.search.base
-    choices = search_space(sweep.request.but(**{option: "auto"}), gpus=base.world_size, nnodes=base.nnodes)
-    found = replace(sweep.search, choices=choices).limited_to(sweep.allowed).any_fit()
+    search, request = sweep.search, sweep.request.but(**{option: "auto"})
+    choices = open_choices(request, search.evaluator.model, base).choices
+    found = replace(search, choices=choices).limited_to(sweep.allowed).any_fit()
     if found is not None:
         yield Remedy(options={option: value}, because=because + _host_text(found))
 

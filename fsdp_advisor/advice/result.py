@@ -11,10 +11,12 @@ from fsdp_advisor.advice.decision_tree import Tree
 from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.ranking import are_equal, next_simpler
 from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
+from fsdp_advisor.advice.savings import Saving
 from fsdp_advisor.advice.search import Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.command_line import options_of
+from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.report import Printable, Report, StrategyEstimate
 
@@ -55,6 +57,8 @@ class Recommendation:
     warnings: tuple[str, ...] = field(default=())
     methods: tuple[Method, ...] = ()
     """The methods that were compared; empty if the method was fixed."""
+    savings: tuple[Saving, ...] = ()
+    """What each way to save memory of activations and logits saves in the winner's plan."""
 
     @property
     def estimate(self) -> StrategyEstimate | None:
@@ -145,6 +149,7 @@ class Recommendation:
             "find": self.sweep.as_dict() if self.sweep else None,
             "training": self.training.as_dict() if self.training else None,
             "what_would_fit": [remedy.as_dict() for remedy in self.remedies],
+            "savings": [saving.as_dict() for saving in self.savings],
             "methods": [method.as_dict() for method in self.methods],
             "options": list(self.options),
             "estimate": self.estimate.as_dict() if self.estimate else None,
@@ -152,7 +157,7 @@ class Recommendation:
 
 
 _KEYS = (
-    "strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
+    "strategy", "backend", "offload", "offload_device", "loss", "activation_checkpointing", "activation_offload", "micro_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "seq_len", "gpus", "nnodes", "gpu", "fits", "needed_bytes",
     "available_bytes", "runs_in_available", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
     "samples_per_second_per_gpu",
@@ -171,7 +176,9 @@ def _named(choice: StrategyChoice) -> dict[str, Any]:
         "strategy": choice.strategy,
         "backend": choice.backend,
         "offload": choice.offload,
+        "loss": loss_option(choice.activations.loss_code),
         "activation_checkpointing": choice.activation_checkpointing,
+        "activation_offload": choice.activations.activation_offload,
     }
 
 
@@ -199,8 +206,8 @@ class Method:
 
 
 _METHOD_KEYS = (
-    "strategy", "backend", "offload", "activation_checkpointing", "micro_batch_size", "needed_bytes", "available_bytes",
-    "step_seconds", "tokens_per_second_per_gpu",
+    "strategy", "backend", "offload", "loss", "activation_checkpointing", "activation_offload", "micro_batch_size", "needed_bytes",
+    "available_bytes", "step_seconds", "tokens_per_second_per_gpu",
 )  # fmt: skip
 
 

@@ -115,12 +115,11 @@ def _plain(search: Search, strategy: Strategy, offload: Offload) -> Candidate | 
 
     None if its memory is unknown.
     """
-    checkpointing = {choice.activation_checkpointing for choice in search.choices}
     choice = StrategyChoice(
         strategy=strategy,
         backend=OFFLOADS[offload][strategy][0],
         offload=offload,
-        activation_checkpointing="none" if "none" in checkpointing else next(iter(checkpointing), "full"),
+        activations=search.activation_choices[0],
     )
     try:
         return search.candidate(choice, search.batches.smallest)

@@ -17,7 +17,7 @@ from fsdp_advisor.advice.batches import Batches
 from fsdp_advisor.advice.curves import interpolate_convex, log_spaced, pareto_front
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, is_round
 from fsdp_advisor.advice.ranking import are_equal, choose, may_win
-from fsdp_advisor.advice.search_space import StrategyChoice
+from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.units import format_gib
 
@@ -51,9 +51,9 @@ class Prospect:
         return max(self.rates) * self.numerics_gain
 
     @property
-    def order(self) -> tuple[bool, float, tuple[int, ...]]:
+    def order(self) -> tuple[int, float, tuple[int, ...]]:
         """Sort key, the most promising first. Offload comes last, because its speed is known least."""
-        return (self.choice.offload != "none", -self.best_rate, self.choice.simplicity_rank)
+        return (self.choice.host_level, -self.best_rate, self.choice.simplicity_rank)
 
     def best_index(self, start: int, stop: int) -> int:
         """Index of the fastest micro-batch in `start:stop`; of those that are as fast the roundest, then the smallest.
@@ -92,12 +92,21 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The choices of one job on one GPU type. `base` is what the plans share, `choices` are ordered by preference."""
+    """The choices of one job on one GPU type. `base` is what the plans share, `choices` are ordered by preference.
+
+    `left_out`: what is not searched because its steps have to be recorded first.
+    """
 
     evaluator: Evaluator
     base: Plan
     batches: Batches
     choices: tuple[StrategyChoice, ...]
+    left_out: tuple[ActivationChoice, ...] = ()
+
+    @cached_property
+    def activation_choices(self) -> tuple[ActivationChoice, ...]:
+        """The activation choices of all choices, the least costly first."""
+        return tuple(sorted({choice.activations for choice in self.choices}, key=lambda activations: activations.rank))
 
     def plan(self, choice: StrategyChoice, size: int) -> Plan:
         return choice.plan(self.base, size, self.batches.accumulation(size))

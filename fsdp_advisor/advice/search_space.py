@@ -1,23 +1,26 @@
-"""The search space: every combination of strategy, backend, offload and checkpointing that a request leaves open."""
+"""The search space: every combination that a request leaves open of strategy, backend, offload, loss, checkpointing and activation
+offload."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Offload, OffloadDevice, OptimizerName, Strategy
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation
+from fsdp_advisor.job.losses import LossCode, loss_code
 from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.training_task import check_task
 
-CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
-"""The policies that a search chooses from: no others have tapes in the catalog, and to record one takes seconds."""
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+"""The policies that a search chooses from, the fastest first."""
 DEVICES: tuple[OffloadDevice, ...] = ("cpu", "nvme")
 SIMPLEST_FIRST: tuple[tuple[Backend, Strategy], ...] = (
     ("ddp", "ddp"),
@@ -34,15 +37,48 @@ SIMPLEST_FIRST: tuple[tuple[Backend, Strategy], ...] = (
 """PyTorch's own before DeepSpeed, which is a further dependency with a configuration of its own; less sharding before more."""
 
 
+class ActivationChoice(NamedTuple):
+    """How a step saves the memory of activations and logits: its loss, checkpointing, and offload of activations."""
+
+    loss_code: LossCode = "full"
+    activation_checkpointing: Checkpointing = "none"
+    activation_offload: bool = False
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Sort key, the least costly first: another loss, then selective checkpointing, then all layers, then offload."""
+        policy = self.activation_checkpointing
+        checkpointing = CHECKPOINTING.index(policy) if policy in CHECKPOINTING else 1
+        return (int(self.activation_offload), checkpointing, int(self.loss_code != "full"))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What differs from a plain step, in words."""
+        policy = self.activation_checkpointing
+        checkpointing = {"none": (), "full": ("checkpointing",)}.get(policy, (f"checkpointing {policy}",))
+        return (
+            *(("Liger's loss",) if self.loss_code == "liger" else ()),
+            *checkpointing,
+            *(("activation offload",) if self.activation_offload else ()),
+        )
+
+    def is_beyond(self, other: ActivationChoice) -> bool:
+        """Whether it saves in each of its parts as much as another choice, and differs."""
+        return self != other and all(mine >= its for mine, its in zip(self.rank, other.rank, strict=True))
+
+
+PLAIN_STEP = ActivationChoice()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """A strategy, backend, offload and activation checkpointing. With a micro-batch and accumulation it makes a plan."""
+    """A strategy, backend, offload and `ActivationChoice`. With a micro-batch and accumulation it makes a plan."""
 
     strategy: Strategy
     backend: Backend
     offload: Offload = "none"
     offload_device: OffloadDevice = "cpu"
-    activation_checkpointing: Checkpointing = "none"
+    activations: ActivationChoice = PLAIN_STEP
 
     @classmethod
     def of(cls, plan: Plan) -> StrategyChoice:
@@ -52,26 +88,34 @@ class StrategyChoice:
             backend=plan.backend,
             offload=plan.offload,
             offload_device=plan.offload_device if plan.offload != "none" else "cpu",
-            activation_checkpointing=plan.activation_checkpointing,
+            activations=ActivationChoice(plan.loss_code, plan.activation_checkpointing, plan.activation_offload),
         )
+
+    @property
+    def activation_checkpointing(self) -> Checkpointing:
+        return self.activations.activation_checkpointing
+
+    @property
+    def host_level(self) -> int:
+        """How much it uses the host, whose speed is known least: 0 not at all, 1 for activations, 2 for states."""
+        return 2 if self.offload != "none" else int(self.activations.activation_offload)
 
     @cached_property
     def simplicity_rank(self) -> tuple[int, ...]:
-        """Sort key, the simplest first: no offload, then the order of SIMPLEST_FIRST, then no recomputation."""
+        """Sort key, the simplest first: no offload, then the order of SIMPLEST_FIRST, then `ActivationChoice.rank`."""
         return (
+            self.host_level,
             tuple(OFFLOADS).index(self.offload),
             DEVICES.index(self.offload_device),
             SIMPLEST_FIRST.index((self.backend, self.strategy)),
-            self.activation_checkpointing != "none",
+            *self.activations.rank,
         )
 
     @property
     def label(self) -> str:
         """The choice in words: `ZeRO-3 + optimizer offload (deepspeed), checkpointing`."""
         to = " to NVMe" if self.offload_device == "nvme" else ""
-        policy = self.activation_checkpointing
-        checkpointing = {"none": "", "full": ", checkpointing"}.get(policy, f", checkpointing {policy}")
-        return f"{label(self.strategy, self.offload)}{to} ({self.backend}){checkpointing}"
+        return ", ".join((f"{label(self.strategy, self.offload)}{to} ({self.backend})", *self.activations.parts))
 
     def plan(self, base: Plan, micro_batch_size: int, accumulation: int = 1) -> Plan:
         """The plan `base` with this choice, on the same ranks."""
@@ -81,7 +125,7 @@ class StrategyChoice:
             backend=self.backend,
             offload=self.offload,
             offload_device=self.offload_device,
-            activation_checkpointing=self.activation_checkpointing,
+            **self.activations._asdict(),
             mesh=mesh_of(self.strategy, base.world_size, base.nnodes),
             micro_batch_size=micro_batch_size,
             gradient_accumulation_steps=accumulation,
@@ -123,7 +167,7 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
                 for strategy, backends in strategies.items()
                 for backend in backends
                 for device in (_devices(request) if offload != "none" else ("cpu",))
-                for checkpointing in _checkpointing(request)
+                for activations in _activations(request)
                 if _is_open(
                     request,
                     choice := StrategyChoice(
@@ -131,7 +175,7 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
                         backend=backend,
                         offload=offload,
                         offload_device=device,
-                        activation_checkpointing=checkpointing,
+                        activations=activations,
                     ),
                     gpus,
                     nnodes,
@@ -142,9 +186,28 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
     )
 
 
-def _checkpointing(request: RecommendRequest) -> tuple[Checkpointing, ...]:
-    asked = request.activation_checkpointing
-    return CHECKPOINTING if asked == "auto" else (asked,)
+def _activations(request: RecommendRequest) -> tuple[ActivationChoice, ...]:
+    """The choices of loss, checkpointing and offload that the request and its framework leave open.
+
+    Only the inputs of layers that are all checkpointed are offloaded.
+    """
+    facts, asked, usual = FRAMEWORKS[request.framework], request.activation_checkpointing, loss_code(request)
+    is_open = request.loss == "auto" and request.task == "sft" and usual == facts.loss
+    policies = CHECKPOINTING if facts.takes_functions else ("none", "full")
+    return tuple(
+        ActivationChoice(loss, policy, offloads)
+        for loss in (usual, *(facts.other_losses if is_open else ()))
+        for policy in (policies if asked == "auto" else (asked,))
+        for offloads in _offloads(request, policy)
+    )
+
+
+def _offloads(request: RecommendRequest, policy: Checkpointing) -> tuple[bool, ...]:
+    """Whether activations are offloaded. A request without any offload of states has none of activations either."""
+    is_fixed = request.activation_offload or "activation_offload" in request.given or request.offload == "none"
+    if is_fixed or policy != "full" or FRAMEWORKS[request.framework].own_models:
+        return (request.activation_offload,)
+    return (False, True)
 
 
 def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
@@ -188,7 +251,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
             framework=request.framework,
             wrap=request.wrap,
             activation_checkpointing=choice.activation_checkpointing,
-            activation_offload=request.activation_offload,
+            activation_offload=choice.activations.activation_offload,
         )
         is None
     )

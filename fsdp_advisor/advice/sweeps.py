@@ -302,7 +302,12 @@ class Sweep:
         nodes, possible = self.nodes(world), self._batches(world)
         assert possible is not None
         offloads = {choice.offload for choice in self.search.choices}
-        choices = tuple(c for c in search_space(self.request, gpus=world, nnodes=nodes) if c.offload in offloads)
+        activations = {choice.activations for choice in self.search.choices}
+        choices = tuple(
+            c
+            for c in search_space(self.request, gpus=world, nnodes=nodes)
+            if c.offload in offloads and c.activations in activations
+        )
         name = self.search.evaluator.gpu.name
         return replace(
             self.search,

@@ -119,4 +119,4 @@ def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) ->
 
 def _options(plan: Plan) -> dict[str, Any]:
     """The options of a request that reproduce the plan."""
-    return {name: getattr(plan, name) for name in fields_of(EstimateRequest) if name in Plan.__dataclass_fields__}
+    return {name: getattr(plan, name) for name in fields_of(EstimateRequest) if hasattr(plan, name)}

@@ -31,6 +31,8 @@ class FrameworkFacts:
     - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
     - `uses_trainer`: transformers' Trainer runs the loop.
     - `loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
+    - `other_losses`: losses that its own options choose instead. Source: transformers 5.23, training_args.py, use_liger_kernel.
+    - `takes_functions`: its checkpointing takes a function that says which outputs are kept. The Trainer's arguments are data.
     - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
       sft_trainer.py, `__init__`.
     - `keeps_attention_alone`: selective checkpointing keeps the outputs of attention and of no other operator. Source: trl 1.16,
@@ -61,6 +63,8 @@ class FrameworkFacts:
     fsdp1_shards_fully: bool = False
     uses_trainer: bool = False
     loss: Literal["full", "trl", "torchtitan"] = "full"
+    other_losses: tuple[Literal["liger"], ...] = ()
+    takes_functions: bool = True
     checkpointing: Literal["none", "full", "selective"] = "none"
     keeps_attention_alone: bool = False
     keeps_quantized_dtypes: bool = False
@@ -82,7 +86,13 @@ _ACCELERATE = FrameworkFacts(
 )
 
 _TRAINER = replace(  # it prepares the model with accelerate
-    _ACCELERATE, uses_trainer=True, finds_unused_parameters=True, clips_gradients=True, fsdp1_shards_fully=True
+    _ACCELERATE,
+    uses_trainer=True,
+    finds_unused_parameters=True,
+    clips_gradients=True,
+    fsdp1_shards_fully=True,
+    other_losses=("liger",),
+    takes_functions=False,
 )
 
 FRAMEWORKS: dict[Framework, FrameworkFacts] = {
@@ -92,6 +102,8 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     "trl": replace(
         _TRAINER,
         loss="trl",
+        other_losses=(),
+        takes_functions=True,
         checkpointing="full",
         keeps_quantized_dtypes=True,
         keeps_attention_alone=True,

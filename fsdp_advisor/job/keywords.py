@@ -127,6 +127,7 @@ class RecommendOptions(_Options, total=False):
     activation_checkpointing: Checkpointing
     find: Find | None
     method: TrainingMethod
+    thorough: bool
     margin: float | str
     tokens: float | str | None
     price: float | None

@@ -6,8 +6,10 @@ from typing import Literal
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
+from fsdp_advisor.job.choices import Framework, Loss, TrainingTask
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 
 LossCode = Literal["full", "trl", "liger", "cce", "torchtitan"]
 """Whose code computes the loss; ``full``: the model's own, of whole logits."""
@@ -21,10 +23,8 @@ def loss_code(request: EstimateRequest) -> LossCode:
     """
     _check_kernels(request)
     loss, usual = request.loss, FRAMEWORKS[request.framework].loss
-    if request.task == "reward":
-        return "full"
-    if loss == "auto":
-        return "liger" if request.use_liger_kernel and usual == "full" else usual
+    if loss == "auto" or request.task == "reward":
+        return usual_loss(request.framework, request.task, use_liger_kernel=request.use_liger_kernel)
     if usual == "trl" and loss != "chunked":
         raise UsageError(
             f"TRL 1.16 computes the loss in tiles of its own and accepts no loss {loss}",
@@ -35,6 +35,19 @@ def loss_code(request: EstimateRequest) -> LossCode:
             raise UsageError(f"torchtitan 0.3 has no loss {loss}", hint="--loss chunked (its default) or full")
         return "torchtitan" if loss == "chunked" else "full"
     return "trl" if loss == "chunked" else loss
+
+
+def usual_loss(framework: Framework, task: TrainingTask, *, use_liger_kernel: bool) -> LossCode:
+    """The code that the framework runs if no loss is chosen."""
+    usual = FRAMEWORKS[framework].loss
+    if task == "reward":
+        return "full"
+    return "liger" if use_liger_kernel and usual == "full" else usual
+
+
+def loss_option(code: LossCode) -> Loss:
+    """The value of the option that chooses this code, for a framework that has it."""
+    return "chunked" if code in ("trl", "torchtitan") else code  # type: ignore[return-value]  # mypy does not narrow it
 
 
 def _check_kernels(request: EstimateRequest) -> None:
@@ -54,6 +67,8 @@ def _check_kernels(request: EstimateRequest) -> None:
 
 def needs_recording(request: EstimateRequest) -> bool:
     """Whether the request is about steps that the catalog has for no model, so that they must be recorded."""
+    if isinstance(request, RecommendRequest) and request.thorough:
+        return True
     recomputes = request.activation_checkpointing == "selective" or request.activation_offload
     lays_out = request.padding_free or request.packing == "bfd" or request.padding_fraction > 0
     return may_adapt(request) or recomputes or lays_out or request.use_liger_kernel or loss_code(request) != "full"

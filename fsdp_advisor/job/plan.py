@@ -13,6 +13,7 @@ from fsdp_advisor.job.choices import (
     BackwardPrefetch,
     Checkpointing,
     Framework,
+    Loss,
     Offload,
     OffloadDevice,
     OptimizerName,
@@ -24,7 +25,7 @@ from fsdp_advisor.job.choices import (
 )
 from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
 from fsdp_advisor.job.generation import Generation
-from fsdp_advisor.job.losses import LossCode
+from fsdp_advisor.job.losses import LossCode, loss_option, usual_loss
 from fsdp_advisor.job.training_task import Reference, sequences_per_example
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import ONE_RANK, Mesh
@@ -162,6 +163,12 @@ class Plan:
         policy = wrap_policy(self.wrap)
         assert policy is not None, self.wrap
         return policy
+
+    @property
+    def loss(self) -> Loss:
+        """The option that chooses the loss; `auto` if the framework computes it so by itself."""
+        usual = usual_loss(self.framework, self.task, use_liger_kernel=self.use_liger_kernel)
+        return "auto" if self.loss_code == usual else loss_option(self.loss_code)
 
     @property
     def checkpointing(self) -> CheckpointingCode:

@@ -25,7 +25,11 @@ SEARCHED_CHECKPOINTING = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendRequest(EstimateRequest):
-    """A job with open fields for a search: those in SEARCHED that are None, `auto` or `all`."""
+    """A job with open fields for a search: those in SEARCHED that are None, `auto` or `all`.
+
+    `loss` and `activation_offload` are open too unless they are given, or `offload` is none, for what the framework offers besides
+    its own (`advice.open_choices`).
+    """
 
     SEARCHED: ClassVar[tuple[str, ...]] = (
         "strategy", "backend", "offload", "offload_device",
@@ -55,6 +59,14 @@ class RecommendRequest(EstimateRequest):
             group="Search",
         ),
     ] = "fixed"
+    thorough: Annotated[
+        bool,
+        Rule(
+            about="also search other losses, selective checkpointing and activation offload: their steps are recorded, which takes seconds "
+            "to minutes the first time and needs torch",
+            group="Search",
+        ),
+    ] = False
     margin: Annotated[
         float,
         Rule(

@@ -29,6 +29,8 @@ def advice_blocks(view: AdviceView) -> list[Block]:
     elif view.runners_up:
         shown = view.runners_up[:RUNNERS_UP]
         blocks += [Heading("Runners-up"), _table(columns(shown, view, reasons=True)), Paragraph(runners_up_text(view))]
+    if view.savings:
+        blocks += [Heading(view.savings_title), Items(view.savings)]
     if view.rules:
         blocks += [Heading(RULES_TITLE), Items(tuple(map(rule_text, view.rules)))]
     if view.launch_commands:

@@ -41,6 +41,7 @@ def advice_text(view: AdviceView, screen: Screen) -> str:
         "How it was decided\n" + _tree(view, screen),
         *([_found(found, view, screen)] if found and found.rows else []),
         *([_runners_up(view, screen)] if view.runners_up and not found else []),
+        *([_savings(view, screen)] if view.savings else []),
         *([_rules(view, screen)] if view.rules else []),
         *([_launch(view, screen)] if view.winner else []),
     ]
@@ -110,6 +111,11 @@ def outcome(view: AdviceView) -> str:
 def _runners_up(view: AdviceView, screen: Screen) -> str:
     table = _table(view.runners_up[:RUNNERS_UP], view, screen, reasons=True)
     return f"Runners-up\n{table}\n" + wrap(f"{runners_up_text(view)} --json lists them.", screen)
+
+
+def _savings(view: AdviceView, screen: Screen) -> str:
+    lines = [wrap(saving, screen, first="  ", indent="    ") for saving in view.savings]
+    return "\n".join([view.savings_title, *lines])
 
 
 def runners_up_text(view: AdviceView) -> str:

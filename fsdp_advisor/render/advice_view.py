@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
 from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.advice.result import Method
+from fsdp_advisor.advice.savings import Saving
+from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import start_command
 from fsdp_advisor.job.fields import dashed
@@ -132,6 +134,8 @@ class AdviceView:
     training: str
     warnings: tuple[str, ...]
     methods: tuple[str, ...]
+    savings: tuple[str, ...]
+    savings_title: str
     remedies: tuple[RemedyView, ...]
     path: tuple[DecisionView, ...]
     tree: tuple[DecisionView, ...]
@@ -169,6 +173,8 @@ def advice_view(advice: Advice) -> AdviceView:
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
         methods=tuple(_method(method, task) for method in r.methods),
+        savings=tuple(map(_saving, r.savings)),
+        savings_title=f"What saves memory at micro-batch {winner.plan.micro_batch_size}" if winner else "",
         remedies=tuple(
             RemedyView(
                 reason=remedy.because,
@@ -208,6 +214,24 @@ def _decision(node: Node) -> DecisionView:
     )
 
 
+def _saving(saving: Saving) -> str:
+    """One way to save memory of activations and logits: what it saves and costs."""
+    name = " and ".join(saving.activations.parts)
+    if saving.is_bound:
+        return f"{name}: at most {format_gib(saving.saved_bytes)} of tensors; its step is not recorded"
+    text = f"{name}: {format_gib(saving.saved_bytes)} of tensors"
+    if (speed := saving.relative_speed) is not None:
+        text += f", {abs(speed - 1):.0%} {'faster' if speed > 1 else 'slower'}"
+    return f"{text} (recommended)" if saving.is_used else text
+
+
+def _checkpointing(plan: Plan) -> str:
+    """The checkpointing of a row, with the loss and the offload that were chosen with it."""
+    loss, policy, offloads = StrategyChoice.of(plan).activations
+    parts = ("liger" if loss == "liger" else "", policy if policy != "none" else "", "offload" if offloads else "")
+    return " + ".join(filter(None, parts)) or NONE
+
+
 def _candidate(r: Recommendation, task: Task, c: Candidate) -> CandidateView:
     plan, rate = c.plan, _throughput(c, task)
     chosen = r.winner is not None and c.plan == r.winner.plan and c.gpu == r.winner.gpu
@@ -215,7 +239,7 @@ def _candidate(r: Recommendation, task: Task, c: Candidate) -> CandidateView:
         plan=plan,
         label=c.label,
         strategy=c.label.partition(" (")[0],
-        checkpointing=plan.activation_checkpointing.replace("none", NONE),
+        checkpointing=_checkpointing(plan),
         gpu=c.gpu,
         allocator_conf=c.allocator_conf,
         fits=c.fits,

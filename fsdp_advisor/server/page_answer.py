@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolved import Resolved
@@ -79,9 +80,14 @@ def _like(report: Report, winner: CandidateView) -> EstimateRequest:
         seq_len=asked.seq_len if plan.seq_len == report.seq_len else plan.seq_len,
         micro_batch_size=plan.micro_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        activation_checkpointing=plan.activation_checkpointing,
+        **_of_step(plan),
         allocator_conf=winner.allocator_conf,
     )
+
+
+def _of_step(plan: Plan) -> dict[str, Any]:
+    """The options that a search chooses of what a step keeps for backward."""
+    return {name: getattr(plan, name) for name in ("loss", "activation_checkpointing", "activation_offload")}
 
 
 def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str, Any]:
@@ -115,6 +121,8 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "step": drawings.step(shown, chosen, chosen.timeline),
         "streams": drawings.streams(found.streams, row.label),
         "frontier": drawings.speed(advice),
+        "savings": advice.savings,
+        "savings_title": advice.savings_title,
         "rules": advice.rules,
         "row": row,
         "peak_tensor_bytes": chosen.peak_tensor_bytes,
@@ -156,7 +164,9 @@ def summary(report: Report, advice: AdviceView, row: RowView, unit: str) -> str:
     plan = winner.plan
     how = f", micro-batch {plan.micro_batch_size}"
     how += f", {plan.gradient_accumulation_steps} accumulation steps" if plan.gradient_accumulation_steps > 1 else ""
+    how += ", with Liger's loss" if plan.loss == "liger" else ""
     how += ", with activation checkpointing" if plan.activation_checkpointing != "none" else ""
+    how += ", with activation offload" if plan.activation_offload else ""
     if need is None:
         return f"{name_of(row)}{how}: {states} of {has} on each of {gpus}; the peak is unknown."
     fast = f", and each GPU trains about {row.throughput_text} {unit}" if row.throughput is not None else ""
@@ -200,7 +210,7 @@ def _changes(winner: CandidateView, report: Report, options: Mapping[str, str], 
     """What-if links for the job that the winner trains."""
     plan = winner.plan
     given = {"gpus": plan.world_size, "nnodes": plan.nnodes, "gpu": winner.gpu, "seq_len": plan.seq_len}
-    asked = report.request.but(**given, activation_checkpointing=plan.activation_checkpointing)
+    asked = report.request.but(**given, **_of_step(plan))
     return changes(options, asked, model)
 
 

@@ -42,6 +42,7 @@ _LABELS = {
     "use_liger_kernel": "Liger's kernels",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
+    "thorough": "Thorough search",
     "dtype": "Weights stored in",
     "use_peft": "LoRA adapters",
     "lora_r": "LoRA rank",

@@ -8,8 +8,9 @@ from typing import Any
 from fsdp_advisor.advice import Candidate, Recommendation, recommend_resolved
 from fsdp_advisor.advice.batches import batches
 from fsdp_advisor.advice.evaluator import Evaluator, Timer
+from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.search import Search
-from fsdp_advisor.advice.search_space import base_plan, search_space
+from fsdp_advisor.advice.search_space import base_plan
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.parsing import make_request
@@ -40,18 +41,20 @@ def clock(model: Resolved, plan: Plan, gpu: Gpu) -> float:
 def search_of(timer: Timer | None = clock, **options: Any) -> Search:
     """The search of a request."""
     request = make_request(options, RecommendRequest)
+    model, allowed = resolve(request.model), batches(request, world=request.gpus)
+    base = base_plan(request, gpus=request.gpus, nnodes=request.nnodes, seq_len=request.seq_len or 2048)
     return Search(
         evaluator=Evaluator(
-            model=resolve(request.model),
+            model=model,
             gpu=find_gpu(request.gpu or "H100-80GB"),
             margin=request.margin,
             timer=timer,
             host_memory_bytes=request.host_memory,
             host_unlimited=request.offload != "auto",
         ),
-        base=base_plan(request, gpus=request.gpus, nnodes=request.nnodes, seq_len=request.seq_len or 2048),
-        batches=batches(request, world=request.gpus),
-        choices=search_space(request, gpus=request.gpus, nnodes=request.nnodes),
+        base=base,
+        batches=allowed,
+        choices=open_choices(request, model, base).choices,
     )
 
 
