@@ -108,7 +108,7 @@ def test_ctrl_c() -> None:
     code = (
         "import sys, time, fsdp_advisor.cli.estimate as command\n"
         "def wait(*_):\n    print('waiting', file=sys.stderr, flush=True); time.sleep(60)\n"
-        "command._render = wait\n"
+        "command.render = wait\n"
         "from fsdp_advisor.cli import main\n"
         f"sys.exit(main({JOB!r}))"
     )
@@ -123,12 +123,12 @@ def test_ctrl_c() -> None:
     assert (process.returncode, out, err) == (130, "", "fsdp-advisor: interrupted\n")
 
 
-def imported(arguments: list[str]) -> set[str]:
-    """The top-level modules that a command line has imported when it ends."""
+def imported(*commands: list[str]) -> set[str]:
+    """The top-level modules that a process has imported when it has run these command lines."""
     code = (
         "import contextlib, io, json, sys\n"
         "from fsdp_advisor.cli import main\n"
-        f"with contextlib.redirect_stdout(io.StringIO()):\n    main({arguments!r})\n"
+        f"with contextlib.redirect_stdout(io.StringIO()):\n    for words in {commands!r}: main(words)\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), check=True)
@@ -142,11 +142,7 @@ HEAVY = {
 
 
 def test_nothing_heavy_is_imported() -> None:
-    assert not imported([*JOB, "--json"]) & (HEAVY | {"rich"})
-    assert not imported([*JOB, "--format", "markdown"]) & (HEAVY | {"rich"})
-    assert not imported([*JOB, "--explain", "zero3"]) & HEAVY
-    assert not imported(["models"]) & HEAVY
-    for command in ("estimate", "gpus", "models"):
-        assert not imported([command, "--help"]) & (HEAVY | {"rich"})
-    assert not imported(["gpus", "--json"]) & (HEAVY | {"rich"})
-    assert not imported([*JOB, "--gpus", "-1"]) & (HEAVY | {"rich"})
+    quick = [[*JOB, "--json"], [*JOB, "--format", "markdown"], [*JOB, "--gpus", "-1"], ["gpus", "--json"]]
+    helps = [[command, "--help"] for command in ("estimate", "gpus", "models")]
+    assert not imported(*quick, *helps) & (HEAVY | {"rich"})
+    assert not imported([*JOB, "--explain", "zero3"], ["models"]) & HEAVY

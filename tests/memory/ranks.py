@@ -11,6 +11,19 @@ from pathlib import Path
 from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
 
 RANKS = 2
+LOADED = (
+    "every_rank", "every_rank_mapped", "cpu_ram_efficient_loading", "fsdp2_rank0", "fsdp2_sharded", "fsdp2_every_rank",
+    "fsdp2_scattered", "fsdp1_rank0", "fsdp1_without_device_id",
+)  # fmt: skip
+SAVED = (
+    "save_fsdp1_full", "save_fsdp1_full_on_every_rank", "save_fsdp1_sharded", "save_fsdp1_local",
+    "save_fsdp2_full", "save_fsdp2_sharded", "save_ddp_save_pretrained", "save_ddp_full",
+)  # fmt: skip
+RESUMABLE = tuple(
+    f"save_{case}_resumable"
+    for case in ("fsdp1_full", "fsdp1_sharded", "fsdp1_local", "fsdp2_full", "fsdp2_sharded", "ddp_full")
+)
+"""Cases of checkpoint_worker.py."""
 MMAP = "65536"
 """glibc gives allocations of this size back to the kernel at once, so that memory of a process is what it holds."""
 

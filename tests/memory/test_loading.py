@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import RANKS, llama, run_ranks
+from ranks import RANKS, llama
 
 from fsdp_advisor.engines.loading import choose_load_method, load_methods, one_copy_bytes
 from fsdp_advisor.engines.registry import states_of
@@ -21,10 +19,6 @@ pytestmark = pytest.mark.slow
 
 GIB = 2**30
 SMALL = (512, 1376, 4, 16001)
-CASES = (
-    "every_rank", "every_rank_mapped", "cpu_ram_efficient_loading", "fsdp2_rank0", "fsdp2_sharded", "fsdp2_every_rank",
-    "fsdp2_scattered", "fsdp1_rank0", "fsdp1_without_device_id",
-)  # fmt: skip
 LLAMA_7B = llama(4096, 11008, 32, 32000)
 
 
@@ -34,14 +28,6 @@ def plan(backend: str, strategy: str = "zero3", ranks: int = RANKS, nnodes: int 
 
 def load_method(profile: Profile, job: Plan, way: str) -> LoadMethod:
     return next(m for m in load_methods(profile, job) if m.way == way)
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Per rank, the host memory that each case needs, counted from the start of the case."""
-    folder = tmp_path_factory.mktemp("loading")
-    run_ranks(Path(__file__).parent / "checkpoint_worker.py", str(folder), *CASES)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 def near(n_bytes: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from matrix import with_all_cases
-from ranks import RANKS, llama, run_ranks
+from ranks import RESUMABLE, llama, run_ranks
 from test_loading import GIB, LLAMA_7B, SMALL, every_plan, near, plan
 
 from fsdp_advisor.engines.loading import load_methods
@@ -23,27 +23,11 @@ from fsdp_advisor.program.storages import round_up
 
 pytestmark = pytest.mark.slow
 
-CASES = (
-    "save_fsdp1_full", "save_fsdp1_full_on_every_rank", "save_fsdp1_sharded", "save_fsdp1_local",
-    "save_fsdp2_full", "save_fsdp2_sharded", "save_ddp_save_pretrained", "save_ddp_full",
-)  # fmt: skip
-RESUMABLE = tuple(
-    f"save_{case}_resumable"
-    for case in ("fsdp1_full", "fsdp1_sharded", "fsdp1_local", "fsdp2_full", "fsdp2_sharded", "ddp_full")
-)
 WEIGHTS = {"optim": "adamw_torch", "save_only_model": True}
 RESUMED = {"optim": "adamw_torch"}
 PADDING = 2 * SMALL[0] * 4
 """The embedding and the head have 16001 rows. On the CPU a gathered tensor is a view of its padded storage, which `torch.save`
 writes whole. From a GPU it is copied to the host without the padding."""
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Per rank, the memory that each case needs; for rank 0 also its files."""
-    folder = tmp_path_factory.mktemp("saving")
-    run_ranks(Path(__file__).parent / "checkpoint_worker.py", str(folder), *CASES, *RESUMABLE)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 def save_method(profile: Profile, job: Plan, way: str) -> SaveMethod:

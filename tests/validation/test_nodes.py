@@ -124,13 +124,17 @@ def shown_once(ended: list[tuple[int, str, str]]) -> Any:
     return json.loads(shown)
 
 
-def test_two_nodes_meet_and_the_one_with_rank_0_writes_the_record(cluster: Cluster) -> None:
-    command = [sys.executable, *cluster.job("hsdp", 4, 2), "--rdzv-endpoint", cluster.endpoint]
+@pytest.mark.parametrize(("strategy", "per_node"), taken([("zero3", 1)], [("hsdp", 2)]))
+def test_two_nodes_meet_and_the_one_with_rank_0_writes_the_record(
+    cluster: Cluster, strategy: str, per_node: int
+) -> None:
+    command = [sys.executable, *cluster.job(strategy, 2 * per_node, 2), "--rdzv-endpoint", cluster.endpoint]
     ended = ends([cluster.start(command), cluster.start(command)])
     shown, record = shown_once(ended), cluster.only_record()
     assert shown == record.as_dict()
-    assert record.measured["ranks_per_node"] == [2, 2] and len(record.measured["by_rank"]["peak_tensor_bytes"]) == 4
-    assert record.measured["phase_peaks"] == record.predicted["phase_peaks"]  # only right with a shard degree of 2
+    assert record.measured["ranks_per_node"] == [per_node] * 2
+    assert len(record.measured["by_rank"]["peak_tensor_bytes"]) == 2 * per_node
+    assert record.measured["phase_peaks"] == record.predicted["phase_peaks"]  # of HSDP only with a shard degree of 2
     assert record.measured["spread"]["peak_tensor_bytes"] == 0
     assert record.measured["step_seconds"] > 0 and record.fits_really is True
     assert sum("Rank 0 has the record" in err for _, _, err in ended) == 1
