@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import (
     Gpu,
     attached_gpu,
@@ -18,9 +19,12 @@ from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.choices import Precision, default_seq_len
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
+from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.images import layout_of
+from fsdp_advisor.model.multimodal import vision_parts
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib
@@ -137,6 +141,33 @@ def _stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
     adaptation = adaptation_of(request)
     whole = bool(adaptation.peft) and not adaptation.quantization
     return whole and request.precision == "bf16-mixed" and request.dtype == "auto"
+
+
+def image_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
+    """Notes on the images of a sample. Raises UsageError if the model reads none, or their tokens leave no room for text."""
+    images = images_of(request)
+    if images is None:
+        return []
+    if profile is None:
+        raise UsageError(f"{request.model} is a bare parameter count: it reads no images", hint="name a model")
+    layout = layout_of(profile.config, images)
+    seq_len, _ = sequence_length(request, profile)
+    tokens, least = images.per_sample * layout.tokens, layout.least_seq_len(images)
+    if seq_len < least:
+        raise UsageError(
+            f"the images of a sample are {images.per_sample} x {layout.tokens:,} = {tokens:,} tokens, which leaves no text of seq_len "
+            f"{seq_len}",
+            hint=f"use --seq-len {least} or more, or smaller images",
+        )
+    tiles = f" in {layout.tiles} tiles" if layout.tiles > 1 else ""
+    notes = [
+        f"each image is {layout.tokens:,} tokens{tiles}: {tokens:,} of the {seq_len:,} tokens of a sample are images"
+        + (f"; {layout.assumed}" if layout.assumed else "")
+    ]
+    if not request.freeze and not request.use_peft:
+        parts = " or ".join(f"--freeze {name}" for name in vision_parts(profile))
+        notes.append(f"the vision tower and the projector are trained; to leave them untrained: {parts}")
+    return notes
 
 
 def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[int, list[str]]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.assumptions import assumption_notes, batch_notes, gpu_of, memory_notes, sequence_length, settled
+from fsdp_advisor.assumptions import (
+    assumption_notes,
+    batch_notes,
+    gpu_of,
+    image_notes,
+    memory_notes,
+    sequence_length,
+    settled,
+)
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.registry import refusal
 from fsdp_advisor.errors import UsageError
@@ -20,6 +28,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.kernels import kernel_notes, liger_notes
+from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
@@ -70,6 +79,8 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = sequence_length(request, model.profile)
     profile = model.profile
+    images = image_notes(request, profile)
+    text_note = trained_on_text(str(profile.config.get("model_type"))) if profile else ""
     possible, refused = _possible(plans(request, seq_len=seq_len), profile)
     return Report(
         request=request,
@@ -93,7 +104,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         else None,
         packed=model.packed,
         notes=(
-            *model.notes,
+            *(note for note in model.notes if not (images and note == text_note)),
             *notes,
             *memory_notes(gpu),
             *kernel_notes(profile),
@@ -101,6 +112,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
             *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),
             *length_notes,
             *batch_notes(request),
+            *images,
             *refused,
             *ignored_in_estimate(request),
         ),

@@ -61,6 +61,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         options["activation_checkpointing"] = "full"
     found.take("gradient_checkpointing_kwargs")
     _batches(found)
+    _images(found)
     _sharding(found)
     _loss(found)
     for topic, names in _TOPICS.items():
@@ -80,6 +81,15 @@ def _batches(found: Collector) -> None:
     flattens = found.take("batch_flattening")
     if flattens and (flash or flattens != "auto") and "packing" not in found.options:
         found.options["padding_free"] = True
+
+
+def _images(found: Collector) -> None:
+    """The size of images. A number is the side of a square. Source: utils/schemas/multimodal.py."""
+    size = found.take("image_size")
+    if size is not None:
+        sides = size if isinstance(size, (list, tuple)) else (size, size)
+        found.options["image_size"] = "x".join(map(str, sides))
+        found.assume("images of image_size; images_per_sample says how many a sample has")
 
 
 _LIGER_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")

@@ -12,6 +12,7 @@ from fsdp_advisor.configs.adapters import read_llamafactory
 from fsdp_advisor.configs.collect import Collector, truth
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
+from fsdp_advisor.job.images import square_of
 
 _OWN = {
     "finetuning_type",
@@ -65,8 +66,30 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         )
     if found.flag("enable_liger_kernel"):
         found.options["use_liger_kernel"] = True
+    _images(found)
     has_engine = found.peek("fsdp") or found.peek("deepspeed")
     read_into(found)
     if not has_engine:
         found.default("strategy", "ddp", "DDP, because neither fsdp nor deepspeed is set")
     return found
+
+
+_TOWER_KEYS = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+
+
+def _images(found: Collector) -> None:
+    """The size of images, of which the file does not say how many a sample has. Source: hparams/{model,finetuning}_args.py."""
+    pixels = found.number("image_max_pixels")
+    found.take("image_min_pixels")
+    if pixels is not None:
+        found.options["image_size"] = size = square_of(pixels)
+        found.assume(
+            f"images of {size} pixels, the largest square of image_max_pixels; images_per_sample says how many"
+        )
+    if pixels is not None or any(key in found for key in _TOWER_KEYS):
+        found.omits(
+            "LLaMA-Factory trains neither the vision tower nor the projector of a multimodal model unless freeze_vision_tower and"
+            " freeze_multi_modal_projector are false: name them with freeze"
+        )
+        for key in _TOWER_KEYS:
+            found.take(key)

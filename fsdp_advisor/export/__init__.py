@@ -87,6 +87,8 @@ def _notes(consumer: Target, job: Job) -> list[str]:
     )  # accelerate and Trainer read DeepSpeed's file
     if job.plan.uses_accelerate and not runs_framework:
         notes.append(f"the prediction is for {FRAMEWORK_NAMES[job.plan.framework]}, which {consumer.name} does not use")
+    if job.plan.images is not None:
+        notes.append(f"the prediction is for a data set with {job.plan.images} in each sample, which you have to name")
     if job.environment and not consumer.command:
         notes.append("launch it with " + with_environment(job, "...").removesuffix(" ..."))
     return notes

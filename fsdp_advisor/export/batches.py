@@ -15,10 +15,12 @@ FLATTENING_NOTE = "pass data_collator=DataCollatorWithFlattening() to the Traine
 UNTRUNCATED_NOTE = "TRL truncates no sequence of a padding-free batch: those of the data set may have at most {} tokens"
 
 
-def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False) -> str | None:
+def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False, images: bool = False) -> str | None:
     """Why a consumer cannot make the batches. `packs`: whether it packs whole sequences into rows; `padding_free`: whether it makes
-    padding-free batches of sequences that are not packed. Rows that sequences are cut to are full rows for every consumer.
+    padding-free batches of sequences that are not packed; `images`: whether its data are the user's, so that they may have images. Rows that sequences are cut to are full rows for every consumer.
     """
+    if job.plan.images is not None and not images:
+        return "its data are random text, without images"
     if job.plan.packing == "bfd" and not packs:
         return "it does not pack sequences; use the target trl"
     if job.plan.padding_free and job.plan.packing != "bfd" and not padding_free:
@@ -28,7 +30,7 @@ def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False) ->
 
 def script_batch_limit(job: Job) -> str | None:
     """Why an exported script cannot build the plan's batches; None if it can. TRL's own script builds them by itself."""
-    return None if job.plan.framework == "trl" and job.plan.task == "sft" else batch_limit(job)
+    return None if job.plan.framework == "trl" and job.plan.task == "sft" else batch_limit(job, images=True)
 
 
 def axolotl_limit(job: Job) -> str | None:
@@ -48,7 +50,7 @@ def llamafactory_limit(job: Job) -> str | None:
     plan = job.plan
     if plan.packing == "bfd" and (plan.attention != "flash_attention_2" or plan.micro_batch_size > 1):
         return "its neat_packing is as predicted with --attention flash_attention_2 --micro-batch-size 1; use the target trl"
-    return batch_limit(job, packs=True)
+    return batch_limit(job, packs=True, images=True)
 
 
 def trl_keys(plan: Plan) -> dict[str, Any]:

@@ -42,10 +42,11 @@ EXAMPLES: dict[TrainingTask, str] = {
 
 
 def _layout(plan: Plan) -> str:
-    """How the batch is packed or padded, as the end of a sentence."""
+    """How the batch is packed or padded, and its images, as the end of a sentence."""
     packed = f", packed {plan.packing}" if plan.packing != "none" else ""
     free = ", padding-free" if plan.padding_free else ""
-    return packed + free + (f", {plan.padding_fraction:.0%} padding" if plan.padding_fraction else "")
+    images = f", with {plan.images}" if plan.images is not None else ""
+    return packed + free + images + (f", {plan.padding_fraction:.0%} padding" if plan.padding_fraction else "")
 
 
 def plan_items(job: Job) -> tuple[tuple[str, str], ...]:

@@ -28,6 +28,7 @@ def check_batch(request: EstimateRequest) -> None:
     """Raises UsageError for a layout of the batch that the job cannot have."""
     flattened = flattens(request.packing, request.padding_free)
     packed = flattened or request.packing != "none"
+    _check_images(request, packed=packed)
     if request.padding_fraction and packed:
         raise UsageError("packed and padding-free batches have no padding", hint="leave --padding-fraction out")
     if not packed and not request.padding_fraction:
@@ -41,4 +42,27 @@ def check_batch(request: EstimateRequest) -> None:
         raise UsageError(
             f"{request.framework} packs its batches itself, which the estimate has",
             hint="leave --packing, --padding-free and --padding-fraction out",
+        )
+
+
+def _check_images(request: EstimateRequest, *, packed: bool) -> None:
+    """Raises UsageError for images that the job cannot have."""
+    if not request.images_per_sample:
+        return
+    if request.task != "sft":
+        raise UsageError(
+            f"images are modelled for --task sft, not for {request.task}", hint="leave --images-per-sample out"
+        )
+    if getattr(request, "find", None) == "sequence":
+        raise UsageError(
+            "the longest sequence with images is not searched", hint="leave --find or --images-per-sample out"
+        )
+    if packed or request.padding_fraction:
+        raise UsageError(
+            "images in packed or padded batches are not modelled",
+            hint="leave --packing, --padding-free and --padding-fraction out, or --images-per-sample",
+        )
+    if FRAMEWORKS[request.framework].own_models:
+        raise UsageError(
+            f"{request.framework} has no models that read images", hint="use --framework torch, accelerate or trainer"
         )

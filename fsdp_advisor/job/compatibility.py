@@ -9,6 +9,7 @@ from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
+from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
@@ -318,4 +319,5 @@ def shared_fields(request: EstimateRequest) -> dict[str, Any]:
         "loss_code": loss_code(request),
         "reference": reference_of(request),
         "generation": generation_of(request),
+        "images": images_of(request),
     }

@@ -13,6 +13,9 @@ def ignored_in_estimate(request: EstimateRequest) -> Iterator[str]:
     given = request.given
     if "interconnect" in given and request.interconnect is not None and request.nnodes == 1:
         yield "interconnect is ignored: all GPUs are in one node"
+    for name in ("image_size", "image_max_pixels"):
+        if getattr(request, name) is not None and not request.images_per_sample:
+            yield f"{name} is ignored without images_per_sample"
     one_row = request.strategy != "all"  # all strategies include those with offload
     if one_row and "offload_device" in given and request.offload_device != "cpu" and request.offload == "none":
         yield "offload_device is ignored without offload"

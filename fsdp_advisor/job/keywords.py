@@ -74,6 +74,9 @@ class _Options(TypedDict, total=False):
     packing: Packing
     padding_free: bool
     padding_fraction: float
+    images_per_sample: int
+    image_size: str | None
+    image_max_pixels: int | None
     task: TrainingTask
     precompute_ref_log_probs: bool
     num_generations: int

@@ -25,6 +25,7 @@ from fsdp_advisor.job.choices import (
 )
 from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
 from fsdp_advisor.job.generation import Generation
+from fsdp_advisor.job.images import Images
 from fsdp_advisor.job.losses import LossCode, loss_option, usual_loss
 from fsdp_advisor.job.training_task import Reference, sequences_per_example
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
@@ -69,6 +70,7 @@ class Plan:
     generation: Generation | None = None
     activation_offload: bool = False
     use_liger_kernel: bool = False
+    images: Images | None = None
 
     @property
     def without_batch(self) -> Plan:
@@ -95,6 +97,7 @@ class Plan:
             generation=None if self.generation is None else replace(self.generation, completion_length=1),
             activation_offload=False,
             use_liger_kernel=False,
+            images=None,
         )
 
     @property

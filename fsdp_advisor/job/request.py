@@ -37,6 +37,7 @@ from fsdp_advisor.job.choices import (
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, fields_of
 from fsdp_advisor.job.projection import read_optim_args, read_target_modules
+from fsdp_advisor.job.images import read_image_size
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 from fsdp_advisor.units import parse_bytes
 
@@ -338,6 +339,37 @@ class EstimateRequest:
             le=0.99,
         ),
     ] = 0.0
+    images_per_sample: Annotated[
+        int,
+        Rule(
+            about="the number of images in each sample of a vision-language model; their tokens are part of the sequence length",
+            group="Training",
+            ge=0,
+            le=1024,
+        ),
+    ] = 0
+    image_size: Annotated[
+        str | None,
+        Rule(
+            about="the size of these images in pixels, as WIDTHxHEIGHT, before the model's processor resizes them or cuts them into tiles",
+            group="Training",
+            metavar="SIZE",
+            max_length=16,
+            default="the model's own, if it has one",
+            word=read_image_size,
+            example="1024x768, or 448 for a square",
+        ),
+    ] = None
+    image_max_pixels: Annotated[
+        int | None,
+        Rule(
+            about="the number of pixels to which the processor resizes larger images (Qwen-VL, GLM-V)",
+            group="Training",
+            ge=1,
+            le=2**28,
+            default="as in the checkpoints of the type",
+        ),
+    ] = None
     task: Annotated[
         TrainingTask,
         Rule(

@@ -120,6 +120,9 @@ _MEANT: dict[str, str] = {
         "activation_offload": "activation_offloading offload_activations",
         "padding_free": "flatten flattening batch_flattening",
         "padding_fraction": "padding pad",
+        "images_per_sample": "images num_images n_images image_count",
+        "image_size": "image_resolution resolution image_shape",
+        "image_max_pixels": "max_pixels image_pixels",
     }.items()
     for name in names.split()
 }  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fsdp_advisor.model.images import has_images
+from fsdp_advisor.model.profile import Profile
+
 TRAINED_WHOLE = frozenset({
     "aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
     "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
@@ -17,9 +20,32 @@ Of others, such as BLIP-2, only the text part is recorded. Source: transformers 
 """
 
 
+_PARTS = (
+    "visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "connector", "mm_projector", "embed_vision",
+)  # fmt: skip
+"""What transformers' models call their vision tower and its projector."""
+
+
+def vision_parts(profile: Profile) -> list[str]:
+    """The names of a model's vision tower and projector, as `--freeze` takes them."""
+    first = [stack.path for stack in profile.stacks] + [p.name for p in profile.root.parameters]
+    names = [name for path in first for name in path.split(".") if name in _PARTS]
+    return list(dict.fromkeys(names))
+
+
+def is_tower(path: str) -> bool:
+    """Whether the layers at this path belong to a vision or audio tower.
+
+    >>> is_tower("model.visual.blocks"), is_tower("model.language_model.layers")
+    (True, False)
+    """
+    return any("vis" in name or "audio" in name for name in path.split("."))
+
+
 def trained_on_text(model_type: str) -> str:
     """The note on a multimodal model that is estimated as it trains on text."""
     return (
         f"{model_type} is recorded as it trains on text: all its parameters are counted, but no activations of images or sound, and"
         " its towers get no gradients"
+        + ("; --images-per-sample adds images" if has_images({"model_type": model_type}) else "")
     )

@@ -70,6 +70,8 @@ class TapeKey:
     """The part of a padded batch that flash_attention_2 leaves out."""
     liger_kernels: bool = False
     """Whether the model has Liger's kernels, which exist only on a GPU: on a CPU the tape has transformers' own code."""
+    images: tuple[int, int, int, int] | None = None
+    """The images of each sample, as `job.images.Images`."""
     at: tuple[int, int] | None = None
     """The (B, T) for which alone the tape is valid, of a model whose sizes are no polynomials; None: for every B and T."""
 
@@ -159,7 +161,8 @@ class TapeKey:
 _OPTIONS = {
     "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
     "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
-    "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels", "at": "at",
+    "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels", "images": "images",
+    "at": "at",
 }  # fmt: skip
 """The fields that a name has only if they are not the default, by their words in it."""
 _ALLOWED = {

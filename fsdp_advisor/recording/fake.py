@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_advisor.recording.quantized import is_packed, materialise_states, readable_weights
+from fsdp_advisor.recording.values import KnownValues
 
 
 @contextlib.contextmanager
@@ -30,10 +31,10 @@ def steady() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors(*, values: bool = False) -> Iterator[None]:
     """Context of fake tensors: nothing is computed and no memory is used. LayerDrop drops no layer: it decides by a
     random number, and a fake tensor has no value. Grouped products of experts take every dtype, as on a GPU. DoRA reads packed
-    weights.
+    weights. `values`: small tensors have the values that follow from known numbers.
     """
     rand = torch.rand
     grouped_product = torch._meta_registrations._meta_grouped_mm_common
@@ -53,6 +54,7 @@ def fake_tensors() -> Iterator[None]:
         mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", multiplied),
         readable_weights(),
         FakeTensorMode(allow_non_fake_inputs=True),
+        KnownValues() if values else contextlib.nullcontext(),
     ):
         yield
 

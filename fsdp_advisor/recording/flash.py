@@ -290,6 +290,13 @@ def _with_rows(
     return out.view(batch, -1, *out.shape[1:])
 
 
+def _in_one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The output over sequences in one row, of cumulative `lengths`. q, k, v have shape (1, tokens, H, D)."""
+    sequences = lengths.numel() - 1
+    out: torch.Tensor = _VarlenAttention.apply(q[0], k[0], v[0], lengths, sequences)  # type: ignore[no-untyped-call]  # torch's
+    return out[None]
+
+
 # transformers' interface
 
 
@@ -309,7 +316,12 @@ def _attention(
     if (dtype := get_target_dtype(q, module)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     config: Any = module.config
-    out = _with_rows(q, k, v, attention_mask, **kwargs) if config._attn_implementation == VARLEN else flash(q, k, v)
+    if config._attn_implementation == VARLEN:
+        out = _with_rows(q, k, v, attention_mask, **kwargs)
+    elif (lengths := kwargs.get("cu_seq_lens_q")) is not None:  # the images of a vision tower, in one row
+        out = _in_one_row(q, k, v, lengths)
+    else:
+        out = flash(q, k, v)
     return (out if v_head_dim == head_dim else out[..., :v_head_dim]), None
 
 

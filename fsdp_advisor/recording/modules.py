@@ -17,6 +17,8 @@ class ModuleSource:
 
     task: str = "module"
     max_seq_len: int | None = None
+    min_seq_len: int = 1
+    needs_values: bool = False
     alike_up_to: int | None = None
     inventory_dtype = torch.float32
 

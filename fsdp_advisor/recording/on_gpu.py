@@ -32,6 +32,7 @@ from transformers import masking_utils
 from fsdp_advisor.recording import quantized
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.flash import cudnn, flash, scratch
+from fsdp_advisor.recording.masked_scatter import masked_scatter
 
 HEAD_BYTES = 16
 """The size of a head's row must be a multiple of this. Source: sdp_utils.cpp, minimum_gemm_alignment."""
@@ -51,6 +52,7 @@ def as_on_gpu(*, by_cudnn: bool = False, packed: bool = False) -> Iterator[None]
     with (
         mock.patch.object(F, "scaled_dot_product_attention", attention_by_cudnn if by_cudnn else attention),
         mock.patch.object(F, "rms_norm", rms_norm),
+        mock.patch.object(torch.Tensor, "masked_scatter", masked_scatter),
         as_on_cuda(),
         quantized.as_on_cuda(),
         mock.patch.object(

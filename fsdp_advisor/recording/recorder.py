@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NotPolynomial, NotRecordable
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
+from fsdp_advisor.job.images import Images
 from fsdp_advisor.model.profile import Buffer, Parameter, ParameterRole, Profile, Stack, Unit
 from fsdp_advisor.model.tape import ScoringPhase, Tape
 from fsdp_advisor.model.tape_key import TapeKey
@@ -28,6 +29,7 @@ from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
+from fsdp_advisor.recording.images import with_images, with_rows_of_images
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import CHUNK, with_kernels
 from fsdp_advisor.recording.losses.source import with_loss
@@ -100,16 +102,20 @@ class Recorder:
         return self._tape(key, sums_in_place=False)
 
     def _tape(self, key: TapeKey, *, sums_in_place: bool) -> Tape:
-        limit = min(self.source.max_seq_len or CHECK_T, self.source.alike_up_to or CHECK_T)
-        ts = GRID_T if limit >= max(GRID_T) else (max(1, limit // 4), max(2, limit // 2), max(3, limit))
+        source = _training(self.source, key)
+        least = source.min_seq_len - 1
+        limit = min(source.max_seq_len or CHECK_T + least, source.alike_up_to or CHECK_T + least)
+        ts = tuple(least + t for t in GRID_T)
+        if limit < max(ts):
+            ts = (max(1, limit // 4), max(2, limit // 2), max(3, limit))
         bs = (1,) if key.batch_is_one else GRID_B
-        longest = min(CHECK_T, limit)
+        longest = min(CHECK_T + least, limit)
         if key.loss == "torchtitan":  # all chunks of a sequence are equal
             longest -= longest % TORCHTITAN_CHUNKS
         check = (1 if key.batch_is_one else CHECK_B, longest)
         points = [(b, t) for b in bs for t in ts]
         try:
-            with self._step(key, sums_in_place=sums_in_place) as step:
+            with self._step(source, key, sums_in_place=sums_in_place) as step:
                 # a first step creates the tensors that torch and transformers create once (adaptive ropes: once per model)
                 if not self._warm or self.source.alike_up_to:
                     step.run(*(key.at or points[0]))
@@ -238,11 +244,10 @@ class Recorder:
     # One step
 
     @contextlib.contextmanager
-    def _step(self, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
+    def _step(self, source: Source, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
         """The model on fake tensors, ready to take steps of this key."""
         dtype = torch.bfloat16 if key.weights_in_half else torch.float32
         model = self._model(dtype)
-        source = _training(self.source, key)
         by_plugin = key.wrap != "peft" and not key.activation_offload
         by_accelerate = key.checkpointing == "full" and key.autocasts_fsdp1 and by_plugin
         units = units_to_record(self.source, self.profile, key)
@@ -265,9 +270,11 @@ class Recorder:
             if key.device == "gpu":
                 contexts.enter_context(as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed))
                 contexts.enter_context(with_kernels(model))
+                if key.images is not None and key.attention == "flash_attention_2":
+                    contexts.enter_context(with_rows_of_images(model))
                 if key.liger_kernels:
                     contexts.enter_context(with_liger_kernels(model, self.source.name))
-            contexts.enter_context(fake_tensors())
+            contexts.enter_context(fake_tensors(values=source.needs_values))
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
@@ -276,6 +283,7 @@ class Recorder:
 
 def _training(source: Source, key: TapeKey) -> Source:
     """The source with the batch and the loss of the key's trainer."""
+    source = with_images(source, Images(*key.images) if key.images else None)
     if key.task == "sft":
         source = with_batch(source, key.batch, key.padding)
         return with_loss(source, key.loss, key.ignored_labels, key.gathered_head)

@@ -38,6 +38,10 @@ class Source(Protocol):
     name: str
     task: str
     max_seq_len: int | None
+    min_seq_len: int
+    """The tokens that a sequence has at least, such as those of its images."""
+    needs_values: bool
+    """Whether a step depends on the values of small tensors, such as the grids of images."""
     alike_up_to: int | None
     """The number of tokens above which the model runs slightly different code. Recordings use fewer tokens."""
     inventory_dtype: torch.dtype
@@ -85,6 +89,8 @@ class WrappedSource:
         self.name = base.name
         self.task = base.task
         self.max_seq_len = base.max_seq_len
+        self.min_seq_len = base.min_seq_len
+        self.needs_values = base.needs_values
         self.alike_up_to = base.alike_up_to
         self.inventory_dtype = base.inventory_dtype
 

@@ -40,6 +40,8 @@ class TorchtitanSource:
 
     inventory_dtype = torch.float32
     alike_up_to: int | None = None
+    min_seq_len: int = 1
+    needs_values: bool = False
     task = "causal-lm"
 
     def __init__(self, base: TransformersSource, adaptation: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ class TransformersSource:
     """A model that transformers builds from a configuration."""
 
     inventory_dtype = torch.float32
+    min_seq_len = 1
 
     def __init__(self, config: Mapping[str, Any], *, name: str, task: str | None = None) -> None:
         """Check the configuration. `config` is as in config.json: `model_type` and the values that differ from its defaults.
@@ -60,6 +61,7 @@ class TransformersSource:
         with _errors_explained(self.name):
             self._config = self._configuration()
         self.task = task or _task(self._config, self._values)
+        self.needs_values = self.task == "ctc"  # its code reads the largest label
         text = getattr(self._config, "text_config", None) or self._config
         self.max_seq_len = _max_seq_len(text)
         self.alike_up_to: int | None = _original_max_seq_len(text)

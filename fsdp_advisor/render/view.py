@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.generation import generation_of
+from fsdp_advisor.job.images import images_of
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.render.parts import PARTS, STATES, MemoryPart, PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, Sizes, format_rate
@@ -229,6 +230,7 @@ def job_items(report: Report) -> tuple[str, ...]:
         items.append(f"packed {request.packing}")
     items += ["padding-free"] if request.padding_free else []
     items += [f"{request.padding_fraction:.0%} padding"] if request.padding_fraction else []
+    items += [str(images)] if (images := images_of(request)) is not None else []
     if request.task != "sft":
         without = " with the reference's log-probabilities precomputed" if request.precompute_ref_log_probs else ""
         items.append(f"task {request.task}{without}")

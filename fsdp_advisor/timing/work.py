@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple, get_args
 
+from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Chunked, Quantity, ScoringPhase, Segment, Tape, evaluate
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
@@ -75,13 +76,14 @@ def tape_work(
     times = dict(options.runs)
     for segment in tape.segments:
         backward = segment.phase == "backward"
+        masked = causal and not _is_tower(profile, segment)
         is_loss = segment.stack == ROOT and segment.layer == (0 if backward else last_root)
-        work = _work(segment, b, t, device, rates[_unit_of(segment)][backward], head, causal, is_loss)
+        work = _work(segment, b, t, device, rates[_unit_of(segment)][backward], head, masked, is_loss)
         if segment.stack != ROOT and segment.phase == "forward":
             forward[_unit_of(segment)] = work
         elif segment.recomputed is not None:
             again = replace(segment, **segment.recomputed._asdict())
-            work = _split(work, _work(again, b, t, device, rates[_unit_of(segment)][False], head, causal, False))
+            work = _split(work, _work(again, b, t, device, rates[_unit_of(segment)][False], head, masked, False))
         elif segment.stack != ROOT and backward and options.checkpointing:
             work = _split(work, forward[_unit_of(segment)])
         if segment.host_copies:
@@ -107,6 +109,11 @@ def tape_work(
 
 def _unit_of(segment: Segment) -> tuple[int, int]:
     return segment.stack, 0 if segment.stack == ROOT else segment.layer
+
+
+def _is_tower(profile: Profile, segment: Segment) -> bool:
+    """Whether the layer belongs to a vision or audio tower, whose attention is not causal."""
+    return segment.stack != ROOT and is_tower(profile.stacks[segment.stack].path)
 
 
 def _root_forwards(tape: Tape) -> list[Segment]:

@@ -19,6 +19,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.fake import fake_tensors, materialise
+from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.source import Source
@@ -81,6 +82,7 @@ def check(plan: Plan) -> None:
 def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated:
     """One steady-state step of the plan, as PyTorch runs it on rank 0. Raises ModeUnavailable for plans that `check` refuses."""
     check(plan)
+    source = with_images(source, plan.images)
     source = with_batch(source, plan.batch_layout, plan.padding_fraction)
     source = with_loss(source, plan.loss_code, plan.unscored_labels)
     model = source.build(weight_dtype(plan))
@@ -97,7 +99,14 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         flash = plan.attention == "flash_attention_2"  # its kernels exist only on GPUs
         smaller = _post_forward_mesh(plan, mesh, meter)  # before fake tensors, which have no values
         kernels = with_liger_kernels(model, source.name) if flash and plan.use_liger_kernel else nullcontext()
-        with launched as parallel, smaller, fake_tensors(), meter, as_on_cuda() if flash else nullcontext(), kernels:
+        with (
+            launched as parallel,
+            smaller,
+            fake_tensors(values=source.needs_values),
+            meter,
+            as_on_cuda() if flash else nullcontext(),
+            kernels,
+        ):
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
             return _steady_step(trainer, meter, plan.gradient_accumulation_steps)

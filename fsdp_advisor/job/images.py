@@ -1,0 +1,62 @@
+"""The images of a training sample: how many, and their size in pixels."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from fsdp_advisor.job.request import EstimateRequest  # which imports this module
+
+LARGEST_SIDE = 16_384
+"""Pixels."""
+_SIZE = re.compile(r"(\d{1,5})(?:\s*[x*,]\s*(\d{1,5}))?")
+
+
+class Images(NamedTuple):
+    """The images of every sample of a batch. They are equally large.
+
+    `height`, `width`: in pixels before the processor; 0 for the size that the model fixes. `max_pixels`: to which the processor resizes
+    larger images; 0 for its default.
+    """
+
+    per_sample: int
+    height: int
+    width: int
+    max_pixels: int
+
+    def __str__(self) -> str:
+        number = "1 image" if self.per_sample == 1 else f"{self.per_sample} images"
+        return f"{number} of {self.width} x {self.height} pixels" if self.height else number
+
+
+def read_image_size(text: str) -> str | None:
+    """The normal spelling of an image's size, None if it is not possible.
+
+    >>> read_image_size("1024 x 768"), read_image_size("448"), read_image_size("0")
+    ('1024x768', '448x448', None)
+    """
+    found = _SIZE.fullmatch(text.strip().lower())
+    if found is None:
+        return None
+    width, height = int(found[1]), int(found[2] or found[1])
+    return f"{width}x{height}" if min(width, height) > 0 and max(width, height) <= LARGEST_SIDE else None
+
+
+def images_of(request: EstimateRequest) -> Images | None:
+    """The images of the request's samples; None for text alone."""
+    if not request.images_per_sample:
+        return None
+    width, height = map(int, request.image_size.split("x")) if request.image_size else (0, 0)
+    return Images(request.images_per_sample, height, width, request.image_max_pixels or 0)
+
+
+def square_of(pixels: int) -> str:
+    """The size of the largest square image of at most so many pixels.
+
+    >>> square_of(589824)
+    '768x768'
+    """
+    side = math.isqrt(pixels)
+    return f"{side}x{side}"

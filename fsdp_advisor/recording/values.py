@@ -1,0 +1,187 @@
+"""Values of small tensors under fake tensors, for models whose step depends on them: grids of images, placeholders, lengths.
+
+A fake tensor has no values. For each storage of few elements whose content follows from known numbers, this mode keeps a second, real
+storage, and repeats on it every operator. So `item`, `nonzero` and an index by a mask have the results that they have in training.
+Nothing that follows from weights or pixels has values, and only storages of fake tensors are recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from fsdp_advisor.recording.storages import tensors_in
+
+LARGEST = 256 << 20
+"""Bytes of a storage whose values are kept. Gemma 4's one-hot numbers of 2,520 patches for 280 tokens are 5.4 MiB for each image."""
+
+_aten: Any = torch.ops.aten
+_ITEM = _aten._local_scalar_dense.default
+_INDEX, _SELECT = _aten.index.Tensor, _aten.masked_select.default
+_EQUALS = _aten.eq.Scalar
+"""Of numbers that are not known, as of pixels: none of them equals the number. Idefics looks so for tiles that are padding."""
+_SIZED_BY_VALUES = (
+    _INDEX, _SELECT, _aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default,
+    _aten.unique_consecutive.default, _aten.unique_dim.default, _aten.bincount.default,
+)  # fmt: skip
+"""Operators whose results have as many elements as the values say."""
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class KnownValues(TorchDispatchMode):
+    """Keeps the values of small tensors. Enter it within a FakeTensorMode."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        leaves, tree = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        mutated = tensors_in([v for a, v in zip(func._schema.arguments, args, strict=False) if _is_written(a)])
+        mutated += tensors_in([kwargs[a.name] for a in func._schema.arguments if _is_written(a) and a.name in kwargs])
+        values = {id(t): self.value_of(t) for t in tensors}
+        if _RANDOM in func.tags or any(value is None for value in values.values()):
+            if func is _INDEX:
+                args = (args[0], self._places(args[1]))
+            if func is _SELECT and (mask := self.value_of(args[1])) is not None:
+                return args[0].new_empty(_selected(mask, torch.broadcast_shapes(args[0].shape, mask.shape)))
+            result = func(*args, **kwargs)
+            for tensor in mutated:
+                self._forget(tensor)
+            if func is _EQUALS and _are_few([result]):
+                self._learn(result, None)
+            return result
+        if func is _ITEM:
+            (value,) = values.values()
+            assert value is not None
+            with _on_host():
+                return value.item()
+        if not tensors and not _makes_few(func, args, kwargs):
+            return func(*args, **kwargs)
+        hosted = [values[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        host_args, host_kwargs = tree_unflatten(hosted, tree)
+        if func in _SIZED_BY_VALUES:
+            with _on_host():
+                made = func(*host_args, **host_kwargs)
+            result = tree_map(_empty_like, made)
+        else:
+            result = func(*args, **kwargs)
+            new = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._known]
+            if not mutated and (not new or not _are_few(new)):
+                return result
+            with _on_host():
+                made = func(*host_args, **host_kwargs)
+        for tensor, value in zip(tensors_in(result), tensors_in(made), strict=True):
+            self._learn(tensor, value)
+        return result
+
+    def __enter__(self) -> KnownValues:
+        self._patch = mock.patch.object(torch, "tensor", _tensor)
+        self._patch.start()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._patch.stop()
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A real tensor with the values of `tensor`; None if they are unknown."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta else None
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None or known[1].dtype != tensor.dtype:
+            return None
+        with _on_host():
+            return known[1].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _learn(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Keep the values of a tensor whose storage is new; None: zero, or False."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        with _on_host():
+            held = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=tensor.dtype)
+            if value is not None:
+                held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
+        self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), held)
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        self._known.pop(tensor.untyped_storage()._cdata, None)
+
+    def _places(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Indices with the places that masks mean instead of the masks.
+
+        Source: ATen/native/TensorAdvancedIndexingUtils.h, expandTensors, which does the same.
+        """
+        places: list[torch.Tensor | None] = []
+        for index in indices:
+            value = None if index is None or index.dtype != torch.bool else self.value_of(index)
+            if value is None:
+                places.append(index)
+            else:
+                count = _selected(value, value.shape)
+                places += [torch.empty(count, dtype=torch.long, device="cpu") for _ in value.shape]
+        return places
+
+
+_make_tensor = torch.tensor
+
+
+def _tensor(data: Any, **settings: Any) -> torch.Tensor:
+    """`torch.tensor`, which reads the values of tensors in a list past every mode."""
+    if isinstance(data, (list, tuple)):
+        data = tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, FakeTensor) else leaf, data)
+    return _make_tensor(data, **settings)
+
+
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Context in which tensors are real."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        yield
+
+
+def _selected(mask: torch.Tensor, shape: torch.Size) -> int:
+    """The number of elements that a real mask of this shape, or that is expanded to it, selects."""
+    with _on_host():
+        return int(mask.expand(shape).sum())
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _are_few(tensors: list[torch.Tensor]) -> bool:
+    return all(t.untyped_storage().nbytes() <= LARGEST for t in tensors)
+
+
+def _makes_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator without tensors among its arguments makes a tensor of known content."""
+    return not func._schema.name.startswith(("aten::empty", "prim::", "profiler::"))
+
+
+def _empty_like(value: Any) -> Any:
+    """A fake tensor of the same shape as a real one."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
