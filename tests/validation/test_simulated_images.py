@@ -1,0 +1,56 @@
+"""Predicted peaks of vision-language models with images against PyTorch's engines around the same model, equal to the byte.
+
+transformers' own forward runs on batches as its processors make them: pixels, grids, and real placeholders.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import taken
+from vision_models import MODELS, config_of, options_of
+
+pytest.importorskip("torch")
+
+from fsdp_advisor.job.parsing import make_request  # after the check
+from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.simulate import simulate
+
+pytestmark = pytest.mark.slow
+
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"strategy": "zero3", "backend": "fsdp2", "gpus": 2, "micro_batch_size": 2},
+    {"strategy": "ddp", "gpus": 2, "precision": "bf16"},
+)
+UNREACHED = {
+    "gemma3": ["vision_tower.post_layernorm"],
+    "llava": ["vision_tower.encoder.layers.2", "vision_tower.post_layernorm"],
+    "llava_next": ["vision_tower.encoder.layers.2", "vision_tower.post_layernorm"],
+    "llava_onevision": ["vision_tower.post_layernorm"],
+}
+"""Parameters that no gradient reaches: LLaVA reads the outputs of an inner layer. The estimate counts their gradients."""
+Case = tuple[str, dict[str, Any]]
+FEW: list[Case] = [
+    ("qwen2_5_vl", ENGINES[0]),
+    ("smolvlm", {**ENGINES[1], "activation_checkpointing": "full"}),
+    ("internvl", {**ENGINES[0], "freeze": "vision_tower"}),
+]
+MORE: list[Case] = [
+    (model, {**engine, **({"freeze": UNREACHED[model]} if model in UNREACHED else {})})
+    for model, engine in product(MODELS, ENGINES)
+    if model != "gemma3"
+]
+
+
+@pytest.mark.parametrize(("model", "options"), taken(FEW, MORE), ids=str)
+def test_predictions_with_images_equal_simulated_steps(model: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(model)))
+    request = make_request({"model": str(path), "seq_len": 600, **options_of(model), **options})
+    prediction = predict(request)
+    found = simulate(prediction.source(), prediction.plan)
+    assert prediction.predicted["phase_peaks"] == found.phase_peaks
