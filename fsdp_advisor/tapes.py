@@ -49,7 +49,7 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
     if plan.images is not None:
-        key = replace(key, images=tuple(plan.images))
+        key = replace(key, images=plan.images)
     if plan.batch_layout != "full":
         key = replace(key, batch=plan.batch_layout)
         if plan.padding_fraction and plan.attention == "flash_attention_2":

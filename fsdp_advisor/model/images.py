@@ -221,7 +221,7 @@ def _patches_of_side(values: _Values) -> int:
 
 
 def _llava_tokens(values: _Values) -> int:
-    return _patches_of_side(values) + (values.get("vision_feature_select_strategy") == "full")
+    return _patches_of_side(values) + int(values.get("vision_feature_select_strategy") == "full")
 
 
 # Tiles

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdp_advisor.recording import values as known_values
 from fsdp_advisor.recording.operators import Work, work_of
 
 MOST = 200_000
@@ -121,6 +122,8 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list
                 parts.append(name)
                 _describe((value,), parts, tensors)
     except _Unknown:
+        return None
+    if known_values.depends(func, tensors):
         return None
     if len(tensors) > 1:
         storages = [t.untyped_storage()._cdata for t in tensors]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -94,6 +94,7 @@ class KnownValues(TorchDispatchMode):
     def __enter__(self) -> KnownValues:
         self._patch = mock.patch.object(torch, "tensor", _tensor)
         self._patch.start()
+        _Current.values = self
         super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self
 
@@ -102,6 +103,11 @@ class KnownValues(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._patch.stop()
+        _Current.values = None
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are known."""
+        return tensor.untyped_storage()._cdata in self._known
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the values of `tensor`; None if they are unknown."""
@@ -142,6 +148,16 @@ class KnownValues(TorchDispatchMode):
                 count = _selected(value, value.shape)
                 places += [torch.empty(count, dtype=torch.long, device="cpu") for _ in value.shape]
         return places
+
+
+class _Current:
+    values: KnownValues | None = None
+
+
+def depends(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an operator on these tensors makes or changes known values now."""
+    values = _Current.values
+    return values is not None and (not tensors or func is _EQUALS or any(map(values.knows, tensors)))
 
 
 _make_tensor = torch.tensor

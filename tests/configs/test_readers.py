@@ -510,3 +510,20 @@ def test_unused_settings_of_vllm_are_left_aside() -> None:
     text = "model_name_or_path: gpt2\nnum_generations: 4\nvllm_mode: server\nvllm_gpu_memory_utilization: 0.5\n"
     assert "vllm_mode" not in from_texts({"grpo.yaml": text}).options
     assert "vllm_gpu_memory_utilization" not in from_texts({"grpo.yaml": text + "use_vllm: true\n"}).options
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (
+            "{model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct, finetuning_type: lora, image_max_pixels: 262144}",
+            "512x512",
+        ),
+        ("{base_model: Qwen/Qwen2.5-VL-7B-Instruct, micro_batch_size: 1, image_size: [640, 480]}", "640x480"),
+        ("{base_model: Qwen/Qwen2.5-VL-7B-Instruct, micro_batch_size: 1, image_size: 448}", "448x448"),
+    ],
+)
+def test_the_size_of_images_is_read_and_their_number_asked_for(text: str, size: str) -> None:
+    found = read("job.yaml", text)
+    assert found.options["image_size"] == size
+    assert "images_per_sample" in said(found, "assumed")

@@ -28,7 +28,9 @@ def layout(model_type: str, width: int, height: int, max_pixels: int) -> tuple[i
     match model_type:
         case "qwen2_5_vl" | "qwen3_vl" | "glm46v":
             least, most = LIMITS[model_type]
-            kind: Any = transformers.Glm46VImageProcessor if model_type == "glm46v" else transformers.Qwen2VLImageProcessor
+            kind: Any = (
+                transformers.Glm46VImageProcessor if model_type == "glm46v" else transformers.Qwen2VLImageProcessor
+            )
             processor = kind(
                 size={"shortest_edge": least, "longest_edge": max_pixels or most},
                 patch_size=16 if model_type == "qwen3_vl" else 14,
@@ -67,7 +69,9 @@ def layout(model_type: str, width: int, height: int, max_pixels: int) -> tuple[i
             processor = object.__new__(LlavaNextProcessor)
             processor.image_processor = transformers.LlavaNextImageProcessor()
             processor.patch_size, processor.num_additional_image_tokens = 14, 1
-            return processor._get_number_of_features(height, width, 336, 336) - 1, tuple(found["pixel_values"].shape[1:])
+            return processor._get_number_of_features(height, width, 336, 336) - 1, tuple(
+                found["pixel_values"].shape[1:]
+            )
         case "llava_onevision":
             found = transformers.LlavaOnevisionImageProcessor()(image, return_tensors="pt")
             processor = object.__new__(LlavaOnevisionProcessor)

@@ -21,7 +21,9 @@ VALUES: dict[str, dict[str, Any]] = {
 """What the processors' classes have and the configurations' classes do not."""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model_type']}-{row['width']}x{row['height']}-{row['max_pixels']}")
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: f"{row['model_type']}-{row['width']}x{row['height']}-{row['max_pixels']}"
+)
 def test_an_image_has_the_tokens_and_pixels_of_the_processor(row: dict[str, str]) -> None:
     images = Images(1, int(row["height"]), int(row["width"]), int(row["max_pixels"]))
     layout = layout_of({"model_type": row["model_type"], **VALUES.get(row["model_type"], {})}, images)
