@@ -36,8 +36,8 @@ from fsdp_advisor.job.choices import (
 )
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, fields_of
-from fsdp_advisor.job.projection import read_optim_args, read_target_modules
 from fsdp_advisor.job.images import read_image_size
+from fsdp_advisor.job.projection import read_optim_args, read_target_modules
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 from fsdp_advisor.units import parse_bytes
 
