@@ -48,7 +48,7 @@ JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["zero3", "checkpointing", "fastest"],
     ),
     "nothing fits": (
-        {"model": "meta-llama/Llama-2-70b-hf", "gpus": 2, "gpu": "24GiB", "offload": "none"},
+        {"model": LLAMA, "gpus": 2, "gpu": "24GiB", "offload": "none"},
         ["ddp", "term", "zero1", "zero2", "zero3", "checkpointing", "other", "remedies"],
     ),
 }  # fmt: skip

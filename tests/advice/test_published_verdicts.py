@@ -162,9 +162,17 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / f"{name}.json") for name in OF_SIZE}
 
 
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what the rows record: rows of one model share it."""
+    return tmp_path_factory.mktemp("recordings")
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_published_verdict(row: Row, configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_ADVISOR_CACHE", str(tmp_path))
+def test_published_verdict(
+    row: Row, configs: dict[str, str], recordings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_ADVISOR_CACHE", str(recordings))
     model = row.options["model"]
     request = make_request({**row.options, "model": configs.get(model, model)})
     [found] = estimate(request).estimates
