@@ -58,13 +58,14 @@ def estimate(request: EstimateRequest, options: EstimateOptions) -> int:
         note(remark, quiet=quiet)
     if options.validate:
         records = run_validation(report, quiet=quiet)
-    destination.write(_render(report, form, explain, destination, records))
+    destination.write(render(report, form, explain, destination, records))
     return FITS if report.any_fits else NONE_FITS
 
 
-def _render(
+def render(
     report: Report, form: Format, explain: str | None, destination: Destination, records: list[Record] | None
 ) -> str:
+    """The answer in this form, with the explanation of one row and the measured records if they are asked for."""
     from fsdp_advisor.cli.selection import select
 
     chosen = select(report, explain) if explain is not None else None

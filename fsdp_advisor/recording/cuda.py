@@ -49,11 +49,11 @@ def as_on_cuda() -> Iterator[None]:
         autograd.impl(torch.ops.aten.dropout.default, _dropout)
         for names, kernel in ((IN_FP32, _cast), (IN_FP32_UNLESS_ASKED, _cast_unless_asked)):
             for name in names:
-                operator = _operator(name)
+                operator = operator_named(name)
                 autocast.impl(operator, functools.partial(kernel, operator))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the CPU kernel is overridden
-            autocast.impl(_operator(AS_IT_IS), torch.library.fallthrough_kernel)
+            autocast.impl(operator_named(AS_IT_IS), torch.library.fallthrough_kernel)
         with mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled):
             yield
     finally:
@@ -90,7 +90,8 @@ def _is_autocast_enabled(device: str = "cpu") -> bool:
     return _autocast_is_enabled(device)
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def operator_named(name: str) -> Callable[..., Any]:
+    """The operator of ATen with this name and, after a dot, overload."""
     packet, _, overload = name.partition(".")
     found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return found

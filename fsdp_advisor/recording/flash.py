@@ -52,24 +52,26 @@ def in_scratch() -> bool:
 
 
 @torch.library.custom_op("fsdp_advisor::flash_attention", mutates_args=())
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, shape (B, T, H, D), and the logarithm of the softmax's sums, (B, H, T) in fp32. Only for fake tensors."""
     raise NotImplementedError("only its shapes are known")
 
 
-@_forward.register_fake
+@flash_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     b, t, h, _ = q.shape
     return torch.empty_like(q[..., : v.shape[3]]), q.new_empty((b, h, t), dtype=torch.float32)
 
 
 @torch.library.custom_op("fsdp_advisor::flash_attention_backward", mutates_args=())
-def _backward(
+def flash_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v. Only for fake tensors."""
     raise NotImplementedError("only its shapes are known")
 
 
-@_backward.register_fake
+@flash_backward.register_fake
 def _(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +84,7 @@ class _FlashAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, cudnn: bool
     ) -> torch.Tensor:
         out: torch.Tensor
-        out, lse = _forward(q, k, v)
+        out, lse = flash_forward(q, k, v)
         ctx.save_for_backward(q, k, v, bias, out, lse)
         ctx.scratch = _cudnn_scratch if cudnn else _flash_scratch
         return out
@@ -92,7 +94,7 @@ class _FlashAttention(torch.autograd.Function):
         q, k, v, _, out, lse = ctx.saved_tensors
         with scratch():
             taken = ctx.scratch(q, k)
-        dq, dk, dv = _backward(grads[0].contiguous(), q, k, v, out, lse)
+        dq, dk, dv = flash_backward(grads[0].contiguous(), q, k, v, out, lse)
         del taken
         return dq, dk, dv, None, None
 
@@ -127,7 +129,7 @@ class _FlexAttention(torch.autograd.Function):
         out: torch.Tensor
         with scratch():
             largest = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        out, lse = _forward(q, k, v)
+        out, lse = flash_forward(q, k, v)
         del largest
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -137,7 +139,7 @@ class _FlexAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         with scratch():
             delta = torch.empty_like(lse)
-        gradients: tuple[torch.Tensor, ...] = _backward(grads[0].contiguous(), q, k, v, out, lse)
+        gradients: tuple[torch.Tensor, ...] = flash_backward(grads[0].contiguous(), q, k, v, out, lse)
         del delta
         return gradients
 

@@ -87,9 +87,9 @@ def attention(
             bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return cudnn(q, k, v, bias).transpose(1, 2)
-        if known and _flash_takes(query, key, value, attn_mask):
+        if known and flash_takes(query, key, value, attn_mask):
             return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
-        fused = _efficient_takes(query, key, value, attn_mask)
+        fused = efficient_takes(query, key, value, attn_mask)
         bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
         if not fused:
             return _math(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
@@ -129,7 +129,7 @@ def _cudnn_takes(
     )
 
 
-def _flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
+def flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
     """`can_use_flash_attention` on compute capability 8.0 and later."""
     return (
         attn_mask is None
@@ -139,7 +139,7 @@ def _flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at
     )
 
 
-def _efficient_takes(
+def efficient_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> bool:
     """`can_use_mem_efficient_attention` on compute capability 8.0 and later."""
@@ -280,13 +280,14 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 @torch.library.custom_op("fsdp_advisor::efficient_attention", mutates_args=())
-def _forward(
+def efficient_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, shape (B, H, T, D), and the logarithm of the softmax's sums, (B, H, T) in fp32. Only for fake tensors."""
     raise NotImplementedError("only its shapes are known")
 
 
-@_forward.register_fake
+@efficient_forward.register_fake
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,7 +296,7 @@ def _(
 
 
 @torch.library.custom_op("fsdp_advisor::efficient_attention_backward", mutates_args=())
-def _backward(
+def efficient_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -304,10 +305,11 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> list[torch.Tensor]:
+    """The gradients of q, k, v and, if there is one, the bias. Only for fake tensors."""
     raise NotImplementedError("only its shapes are known")
 
 
-@_backward.register_fake
+@efficient_backward.register_fake
 def _(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -335,7 +337,7 @@ class _EfficientAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor
-        out, lse = _forward(q, k, v, bias)
+        out, lse = efficient_forward(q, k, v, bias)
         ctx.save_for_backward(q, k, v, bias, out, lse)
         return out
 
@@ -345,7 +347,7 @@ class _EfficientAttention(torch.autograd.Function):
         b, h, t, d = q.shape
         asked = bias if ctx.needs_input_grad[3] else None
         grad = grads[0].transpose(1, 2).contiguous()
-        dq, dk, dv, *db = _backward(grad, q, k, v, asked, out, lse)
+        dq, dk, dv, *db = efficient_backward(grad, q, k, v, asked, out, lse)
         with scratch():
             if q.dtype == torch.float32:
                 delta = (grad * out.transpose(1, 2)).sum(-1).transpose(1, 2).contiguous()

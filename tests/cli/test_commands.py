@@ -175,7 +175,7 @@ def test_a_bug_is_no_traceback(cli: Callable[..., Any], monkeypatch: pytest.Monk
     def broken(*_: object) -> None:
         raise RuntimeError("one\ntwo")
 
-    monkeypatch.setattr("fsdp_advisor.cli.estimate._render", broken)
+    monkeypatch.setattr("fsdp_advisor.cli.estimate.render", broken)
     ran = cli("estimate", *MODEL)
     assert ran.status == 2
     assert ran.err.startswith("fsdp-advisor: internal error: RuntimeError: one two\nhint: ")
@@ -185,7 +185,7 @@ def test_an_interrupt_is_130(cli: Callable[..., Any], monkeypatch: pytest.Monkey
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fsdp_advisor.cli.estimate._render", interrupted)
+    monkeypatch.setattr("fsdp_advisor.cli.estimate.render", interrupted)
     ran = cli("estimate", *MODEL)
     assert (ran.status, ran.out, ran.err) == (130, "", "fsdp-advisor: interrupted\n")
 
@@ -228,12 +228,15 @@ def test_json_is_the_python_answer(cli: Callable[..., Any]) -> None:
     "row", ["ddp", "zero1", "zero2", "zero3", "hsdp", "ZERO3+optimizer", "zero3+parameters", "zero3+none"]
 )
 def test_every_row_can_be_explained(row: str, cli: Callable[..., Any]) -> None:
-    job = ("estimate", *MODEL, "--gpus", "8", "--nnodes", "2", "--explain", row)
-    ran = cli(*job)
+    ran = cli("estimate", *MODEL, "--gpus", "8", "--nnodes", "2", "--explain", row)
     assert ran.status == 0
     assert "needed at the peak" in ran.out
     assert "Loss (logits and their gradients)" in ran.out
     assert re.search(r"^optimizer +optimizer step", ran.out, re.MULTILINE)
+
+
+def test_an_explanation_is_in_json_and_markdown_too(cli: Callable[..., Any]) -> None:
+    job = ("estimate", *MODEL, "--gpus", "8", "--nnodes", "2", "--explain", "zero3")
     assert all(e["timeline"] for e in json.loads(cli(*job, "--json").out)["estimates"])
     assert "```text\n" in cli(*job, "--format", "markdown").out
 

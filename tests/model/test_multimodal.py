@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_step_on_text_equals_pytorchs_whose_vision_tower_gets_no_gradient(
     frozen = Adaptation(freeze=freeze)
     config = {"model_type": model_type, **MODELS[model_type], CONFIG_KEY: frozen.as_dict()}
     recorder = Recorder(source_of(config, name=model_type))
-    tape = recorder.tape(tape_key_of(PLAN, recorder.profile))
+    tape = recorder.tape(replace(tape_key_of(PLAN, recorder.profile), at=(PLAN.micro_batch_size, PLAN.seq_len)))
     assert peak_of_step(recorder.profile, tape, PLAN).phase_peaks == simulate(recorder.source, PLAN).phase_peaks
 
 

@@ -82,9 +82,9 @@ def test_the_lists_are_pytorchs() -> None:
     """CUDA's autocast kernels are registered in every build of PyTorch."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in (*cuda.IN_FP32, *cuda.IN_FP32_UNLESS_ASKED):
-        operator = cuda._operator(name).name()  # type: ignore[attr-defined]
+        operator = cuda.operator_named(name).name()  # type: ignore[attr-defined]
         assert has(operator, "AutocastCUDA") and not has(operator, "AutocastCPU"), name
-    operator = cuda._operator(cuda.AS_IT_IS).name()  # type: ignore[attr-defined]
+    operator = cuda.operator_named(cuda.AS_IT_IS).name()  # type: ignore[attr-defined]
     assert has(operator, "AutocastCPU") and not has(operator, "AutocastCUDA")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,7 @@ def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
             return reduction_workspace_bytes(rows, columns, find_gpu("H100-80GB").resident_threads)
         return evaluate(size, b, t)
 
-    tape = recorder.tape(key)
+    tape = recorder.tape(replace(key, at=(b, t)))
     live, found = 0, {"forward": 0, "backward": 0}
     born: list[list[int]] = []
     for segment in tape.segments:
@@ -306,7 +306,7 @@ def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", taken(["4bit", "8bit", "dora on 4bit"], [*REHEARSALS]))
+@pytest.mark.parametrize("name", taken(["8bit", "dora on 4bit"], [*REHEARSALS]))
 def test_step_allocates_what_a_rehearsal_allocates(name: str):
     row = REHEARSALS[name]
     recorder = Recorder(QuantizedSource(REHEARSED, row.settings, prepare=row.prepare, use_dora=row.use_dora))
@@ -321,7 +321,7 @@ def test_fsdp1_makes_gradients_of_packed_weights_too():
     """Weights packed in floats are parts of the flat parameter. Autograd fills their part of its gradient with zeros."""
     settings = Quantization(method="bnb_4bit", storage_dtype="bfloat16")
     recorder = Recorder(QuantizedSource(LLAMA, settings, prepare=False))
-    tape = recorder.tape(TapeKey("fsdp1", "bf16-mixed", "sdpa", "none", device="gpu", kernel="cudnn"))
+    tape = recorder.tape(TapeKey("fsdp1", "bf16-mixed", "sdpa", "none", device="gpu", kernel="cudnn", at=(1, 16)))
     gradients = {
         evaluate(tape.sizes[size], 1, 1)
         for births in tape.births

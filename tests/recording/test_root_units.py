@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape
+from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape, evaluate
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.spans import span_bytes, storage_bytes, tape_layout
 from fsdp_advisor.recording import Recorder, TransformersSource
@@ -49,7 +51,8 @@ EMBEDDING_AND_HEAD = [
     (Op.PRE_BACKWARD, MarkedUnit.EMBEDDING),
 ]
 HEAD_ALONE = [(Op.PRE_FORWARD, MarkedUnit.HEAD), (Op.PRE_BACKWARD, MarkedUnit.HEAD)]
-STEPS = taken([("bf16", "full"), ("bf16-mixed", "none")], [("bf16", "none"), ("bf16-mixed", "full")])
+AT = (2, 64)
+STEPS = [("bf16-mixed", "none"), ("bf16", "full"), ("bf16", "none"), ("bf16-mixed", "full")]
 
 Mark = tuple[int, int]
 
@@ -59,7 +62,14 @@ def recorder_of(config: dict[str, Any]) -> Recorder:
 
 
 def tape_of(config: dict[str, Any], precision: str, checkpointing: str, engine: str = "fsdp2") -> Tape:
-    return recorder_of(config).tape(TapeKey(engine, precision, "sdpa", checkpointing, False))
+    """The tape of one micro-batch and length: marks are where they are in any other."""
+    return recorder_of(config).tape(TapeKey(engine, precision, "sdpa", checkpointing, at=AT))
+
+
+@cache
+def untied(precision: str, checkpointing: str) -> tuple[Recorder, Tape]:
+    recorder = recorder_of(UNTIED)
+    return recorder, recorder.tape(TapeKey("fsdp2", precision, "sdpa", checkpointing, False))
 
 
 def is_mark(event: tuple[int, int, int]) -> bool:
@@ -97,10 +107,9 @@ def root_gradient(recorder: Recorder, role: str) -> int:
     return Category.GRADIENT + 2 * index + 1
 
 
-@pytest.mark.parametrize(("precision", "checkpointing"), STEPS)
+@pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:2], STEPS[2:]))
 def test_units_of_an_untied_model(precision: str, checkpointing: str) -> None:
-    recorder = recorder_of(UNTIED)
-    tape = recorder.tape(TapeKey("fsdp2", precision, "sdpa", checkpointing, False))
+    recorder, tape = untied(precision, checkpointing)
     marks = marks_of(tape)
     assert list(marks) == EMBEDDING_AND_HEAD
     hidden = (0, 0, 0, 2 * TEXT["hidden_size"], 0, 0)
@@ -131,7 +140,7 @@ def test_units_of_an_untied_model(precision: str, checkpointing: str) -> None:
     assert at > last.events.index((Op.POST_BACKWARD, MarkedUnit.LAYER, 0)), "the first layer is done"
 
 
-@pytest.mark.parametrize(("precision", "checkpointing"), STEPS)
+@pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:1], STEPS[1:]))
 def test_a_tied_embedding_begins_the_unit_of_the_head(precision: str, checkpointing: str) -> None:
     tape = tape_of(TIED, precision, checkpointing)
     marks = marks_of(tape)
@@ -140,7 +149,7 @@ def test_a_tied_embedding_begins_the_unit_of_the_head(precision: str, checkpoint
     assert number == 0 and tape.segments[0].events[at - 1][:2] == (Op.PRE_FORWARD, MarkedUnit.ROOT)
 
 
-@pytest.mark.parametrize(("precision", "checkpointing"), STEPS)
+@pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:1], STEPS[1:]))
 def test_the_unit_of_whisper_begins_in_the_decoder(precision: str, checkpointing: str) -> None:
     """Its embedding, tied to the head, is the decoder's, which runs when the encoder is done."""
     tape = tape_of(WHISPER, precision, checkpointing)
@@ -150,7 +159,7 @@ def test_the_unit_of_whisper_begins_in_the_decoder(precision: str, checkpointing
     assert marks[Op.PRE_FORWARD, MarkedUnit.HEAD][0] == encoder[-1] + 1
 
 
-@pytest.mark.parametrize(("precision", "checkpointing"), STEPS)
+@pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:1], STEPS[1:]))
 def test_the_embedding_of_vit_is_that_of_its_patches(precision: str, checkpointing: str) -> None:
     tape = tape_of(VIT, precision, checkpointing)
     marks = marks_of(tape)
@@ -158,15 +167,15 @@ def test_the_embedding_of_vit_is_that_of_its_patches(precision: str, checkpointi
     begin, end = marks[Op.PRE_FORWARD, MarkedUnit.EMBEDDING][1], marks[Op.POST_FORWARD, MarkedUnit.EMBEDDING][1]
     made = [tape.sizes[a] for op, a, _ in tape.segments[0].events[begin:end] if op == Op.ALLOC]
     patches = (32 // 8) ** 2
-    assert made == [(0, 2 * 64 * patches, 0, 0, 0, 0)]
+    assert [evaluate(size, *AT) for size in made] == [AT[0] * 2 * 64 * patches]
 
 
-@pytest.mark.parametrize("config", [T5, BERT], ids=lambda c: str(c["model_type"]))
+@pytest.mark.parametrize("config", taken([BERT], [T5]), ids=lambda c: str(c["model_type"]))
 def test_models_that_accelerate_cannot_take_apart_have_no_marks(config: dict[str, Any]) -> None:
     assert not marks_of(tape_of(config, "bf16", "none"))
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", taken(["none"], ["full"]))
 def test_forward_of_a_plain_tape_ends_with_the_mark_of_the_outputs(checkpointing: str) -> None:
     tape = tape_of(UNTIED, "bf16-mixed", checkpointing, engine="plain")
     ((mark, (number, at)),) = marks_of(tape).items()
@@ -176,15 +185,14 @@ def test_forward_of_a_plain_tape_ends_with_the_mark_of_the_outputs(checkpointing
 
 
 def test_marks_of_units_that_a_plan_does_not_have_change_nothing() -> None:
-    recorder = recorder_of(UNTIED)
-    tape = recorder.tape(TapeKey("fsdp2", "bf16", "sdpa", "none", False))
+    recorder, tape = untied(*STEPS[0])
     segments = tuple(
         Segment(s.phase, s.stack, s.layer, tuple(e for e in s.events if not is_mark(e))) for s in tape.segments
     )
     figures = []
     for each in (tape, Tape(tape.sizes, segments)):
         layout = tape_layout(recorder.profile, each, gradient_hooks=False)
-        figures.append(span_bytes(layout, storage_bytes(each, 2, 64)))
+        figures.append(span_bytes(layout, storage_bytes(each, *AT)))
     assert figures[0] == figures[1]
 
 
@@ -194,9 +202,12 @@ def test_shipped_marks_are_where_a_recording_puts_them(model: str) -> None:
     assert entry is not None
     shipped = catalog.profile(entry)
     variant = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
+    at = (1, shipped.max_seq_len or AT[1])
     recorder = Recorder(TransformersSource(shipped.config, name=model, task=entry.task))
     assert recorder.profile.root == shipped.root and recorder.profile.stacks == shipped.stacks
-    assert births_before_marks(recorder.tape(variant)) == births_before_marks(shipped.tapes[variant.name].read())
+    assert births_before_marks(recorder.tape(replace(variant, at=at))) == births_before_marks(
+        shipped.tapes[variant.name].read()
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
     """A decoder's layers add to the gradient of what the encoder made, the last two otherwise than those before."""
 
     def build() -> Any:
-        return torch.nn.Transformer(16, 2, 8, 8, 32, dropout=0.0, batch_first=True)
+        return torch.nn.Transformer(16, 2, 6, 6, 32, dropout=0.0, batch_first=True)
 
     def batch(b: int, t: int) -> dict[str, Any]:
         return {"src": torch.zeros(b, t, 16), "tgt": torch.zeros(b, t, 16)}
@@ -106,6 +106,5 @@ def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
 
     layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
     recorder = record_module(build, batch, loss, wrap=layers)
-    variant = TapeKey("plain", "fp32", "sdpa", "none", False)
-    assert not repeats_are_alike(recorder.profile, recorder._tape(variant, sums_in_place=True))
+    variant = TapeKey("plain", "fp32", "sdpa", "none", at=(2, 8))
     assert repeats_are_alike(recorder.profile, recorder.tape(variant))

@@ -170,7 +170,9 @@ def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_campaign_command_records_every_case_and_retries_failed_ones(model: str, tmp_path: Path) -> None:
+def test_campaign_command_records_every_case_and_retries_failed_ones(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torch")
     path, out = tmp_path / "c.jsonl", tmp_path / "r.jsonl"
     rows = [{"model": model, "strategy": s, "gpus": 4, "micro_batch_size": 2, "seq_len": 16} for s in ("ddp", "zero1")]
@@ -186,9 +188,8 @@ def test_campaign_command_records_every_case_and_retries_failed_ones(model: str,
     assert (
         "1/2 starting" in again.stderr and len(records.read(out)[0]) == 3
     )  # the case that could not run is tried again
-    summed = program("report", str(out), "--json")
-    data = json.loads(summed.stdout)
-    assert summed.returncode == 0 and data["outcomes"] == {"ok": 1, "error": 1}
+    assert main(["validate", "report", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcomes"] == {"ok": 1, "error": 1}
 
 
 @with_all_cases
@@ -204,9 +205,11 @@ def test_single_case_is_shown_as_its_record(model: str, tmp_path: Path) -> None:
 
 def test_rung_is_an_alias_of_mode(capsys: pytest.CaptureFixture[str]) -> None:
     """The refusal of what cannot be simulated is one line and a hint, like the others below."""
-    done = program("--model", "gpt2", "--gpus", "4", "--strategy", "zero1", "--rung", "simulate")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
-    assert done.returncode == 2 and "mode: simulate, as requested" in done.stderr and not done.stdout
+    job = ["--model", "gpt2", "--gpus", "4", "--strategy", "zero1"]
+    assert main(["validate", *job, "--rung", "simulate"]) == 2
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if not line.startswith("note:")]
+    assert "mode: simulate, as requested" in said.err and not said.out
     assert "deepspeed" in lines[0] and len(lines) <= 2
     assert main(["validate", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -225,7 +228,10 @@ def test_rung_is_an_alias_of_mode(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=str,
 )
-def test_refusals_are_one_line_and_a_hint(arguments: tuple[str, ...], status: int, said: str) -> None:
-    done = program(*arguments)
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
-    assert done.returncode == status and said in lines[0] and len(lines) <= 2 and not done.stdout
+def test_refusals_are_one_line_and_a_hint(
+    arguments: tuple[str, ...], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", *arguments]) == status
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if not line.startswith("note:")]
+    assert said in lines[0] and len(lines) <= 2 and not printed.out
