@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,19 @@ mode = "selective"
 """
 
 
-def rehearsed(python: Path, folder: Path, *command: str, gpus: int) -> dict[str, Any]:
-    """The JSON of a rehearsal of three steps, which must complete on every rank."""
-    words = ["rehearse", "--gpu", "A100-80GB", "--gpus", str(gpus), "--timeout", "500", "--json", "--"]
+def rehearsed(python: Path, folder: Path, *command: str, gpus: int, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """The JSON of a rehearsal of three steps, which must complete on every rank, or on these if they are named."""
+    words = ["rehearse", "--gpu", "A100-80GB", "--gpus", str(gpus), "--timeout", "500", "--json"]
+    if ranks:
+        words += ["--ranks", ",".join(map(str, ranks))]
     program, *rest = command
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp_advisor", *words, str(python.parent / program), *rest],
+        [sys.executable, "-m", "fsdp_advisor", *words, "--", str(python.parent / program), *rest],
         capture_output=True, text=True, cwd=folder, timeout=900, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert [rank["rank"] for rank in found["ranks"]] == list(range(gpus))
+    assert [rank["rank"] for rank in found["ranks"]] == list(ranks or range(gpus))
     assert all(rank["steps"] == 3 for rank in found["ranks"])
     return found
 
@@ -175,9 +178,9 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
 
 def test_the_line_of_the_readme_rehearses_a_peft_script_as_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PEFT)
-    line = re.search(r"^fsdp-advisor rehearse .* --gpus 4 -- (.*)$", README.read_text(), re.MULTILINE)
+    line = re.search(r"^fsdp-advisor rehearse .* --gpus 2 -- (.*)$", README.read_text(), re.MULTILINE)
     assert line is not None
-    found = rehearsed(rehearsal_python, tmp_path, *line[1].split(), gpus=4)
+    found = rehearsed(rehearsal_python, tmp_path, *line[1].split(), gpus=2)
     job = found["ranks"][0]["job"]
     adapters, base = job["trainable_parameters"], job["parameters"] - job["trainable_parameters"]
     assert job["framework"] == "accelerate" and job["engine"]["backend"] == "ddp"
@@ -191,10 +194,13 @@ def test_the_line_of_the_readme_rehearses_a_peft_script_as_predicted(rehearsal_p
     assert predicted["figures"]["peak_allocated_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=1e-3)
 
 
-def test_torchtitan_runs_with_tensor_parallelism_and_fsdp2(rehearsal_python: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", taken([(0,)], [()]), ids=taken(["one rank"], ["all ranks"]))
+def test_torchtitan_runs_with_tensor_parallelism_and_fsdp2(
+    rehearsal_python: Path, tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
     make_titan_assets(tmp_path)
     command = ("torchrun", "--nproc-per-node", "4", "-m", "torchtitan.train", "--job.config_file", "job.toml")
-    found = rehearsed(rehearsal_python, tmp_path, *command, gpus=4)
+    found = rehearsed(rehearsal_python, tmp_path, *command, gpus=4, ranks=ranks)
     first, last = (found["ranks"][0]["phases"][i] for i in (1, -1))
     assert first["phase"] == "forward" and last["phase"] == "optimizer"
     parameters = found["ranks"][0]["job"]["parameters"]  # DTensors count all of their elements
