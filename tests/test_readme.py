@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fsdp_advisor.cli import main
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -38,27 +37,38 @@ SMALL = {
 }
 
 
-def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    words = shlex.split(command, comments=True)
-    assert words[0] == "fsdp-advisor"
-    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "FSDP_ADVISOR_CACHE": str(folder / "cache")}
-    return subprocess.run(
-        [sys.executable, "-m", "fsdp_advisor", *words[1:]],
-        capture_output=True, text=True, cwd=folder, env=environment, encoding="utf-8",
-    )  # fmt: skip
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A function that runs a command in a folder with the files that the README names, and returns what it prints."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for name, value in (("COLUMNS", "120"), ("NO_COLOR", "1"), ("FSDP_ADVISOR_CACHE", str(tmp_path / "cache"))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    (tmp_path / "train.log").write_text(OUT_OF_MEMORY)
+
+    def ran(command: str) -> str:
+        program, *words = shlex.split(command, comments=True)
+        status = main(words)
+        printed = capsys.readouterr()
+        assert program == "fsdp-advisor" and status in (0, 1), printed.err
+        return printed.out
+
+    return ran
 
 
-def test_outputs_are_current(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_outputs_are_current(run: Callable[[str], str], request: pytest.FixtureRequest) -> None:
     text = README.read_text()
     shown = CONSOLE.findall(text)
     assert shown
     for command, output in shown:
-        run = _run(command, tmp_path)
-        assert run.returncode in (0, 1), run.stderr
+        printed = run(command)
         if request.config.getoption("--update-golden"):
-            text = text.replace(f"$ {command}\n{output}```", f"$ {command}\n{run.stdout}```")
+            text = text.replace(f"$ {command}\n{output}```", f"$ {command}\n{printed}```")
         else:
-            assert run.stdout == output
+            assert printed == output
     if request.config.getoption("--update-golden"):
         README.write_text(text)
 
@@ -68,14 +78,8 @@ COMMANDS = re.findall(r"^(fsdp-advisor (?!rehearse)[^\n]*)", README.read_text(),
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command: str, tmp_path: Path) -> None:
-    (tmp_path / "my-model").mkdir()
-    (tmp_path / "my-model" / "config.json").write_text(json.dumps(SMALL))
-    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
-    (tmp_path / "train.log").write_text(OUT_OF_MEMORY)
-    run = _run(command, tmp_path)
-    assert run.returncode in (0, 1), run.stderr
-    assert run.stdout
+def test_commands_run(command: str, run: Callable[[str], str]) -> None:
+    assert run(command)
 
 
 def test_python_examples_run() -> None:
