@@ -134,3 +134,11 @@ def test_trl_gathers_the_head_of_a_model_with_adapters_by_itself(model: str) -> 
     of_trl, of_trainer = (row(model, **options, framework=name, loss="auto") for name in ("trl", "trainer"))
     head = 4 * LLAMA["vocab_size"] * LLAMA["hidden_size"]
     assert of_trl.at_peak["unsharded_parameters"] >= head > of_trainer.at_peak["unsharded_parameters"]
+
+
+def test_zero3_gathers_for_the_forward_of_adapters_that_are_switched_off(model: str) -> None:
+    """The step gathers as without a reference, and the reference's forward gathers too."""
+    options = {"strategy": "zero3", "backend": "deepspeed", "gpus": 4, "use_peft": True}
+    adapted, precomputed = row(model, **options), row(model, **options, precompute_ref_log_probs=True)
+    assert adapted.phase_peaks["backward"] == pytest.approx(precomputed.phase_peaks["backward"], abs=ROUNDING)
+    assert adapted.step.communication_seconds > precomputed.step.communication_seconds > 0

@@ -172,9 +172,9 @@ class DeepspeedStep(StepHooks):
         self._gathering.begin_forward()
         self._in_backward = False
 
-    def begin_scoring(self) -> None:
-        """Gather for a forward without gradients, as if nothing were still gathered since the forward before."""
-        if self._stage == 3:
+    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
+        """Gather for a forward without gradients apart, as if nothing were still gathered since the forward before."""
+        if self._stage == 3 and not learns:
             self._scored_after = self._gathering
             self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, forward_only=True))
             self._gathering.begin_forward()
