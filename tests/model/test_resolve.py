@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from matrix import taken
 from tiny_llama import (
     CONFIG_HINT,
     LLAMA,
@@ -412,7 +413,7 @@ def test_cache_folder_follows_the_environment(
     assert cache.folder() == Path(expected)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other", "text"])
+@pytest.mark.parametrize("damage", taken(["flipped", "text"], ["cut", "empty", "other"]))
 def test_damaged_file_is_deleted_and_recorded_again(home: Path, recorded: Profile, damage: str) -> None:
     path = str(write(home / "mine.json", LLAMA))
     keep(recorded, SHIPPED)
