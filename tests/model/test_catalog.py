@@ -16,7 +16,8 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.resolve import lacks_tapes, resolve
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
-from fsdp_advisor.tapes import gpu_tape_key_of, select_tape
+from fsdp_advisor.rows import estimate_plan
+from fsdp_advisor.tapes import gpu_tape_key_of, select_step_tape, select_tape
 
 CHECKPOINTING: list[TapeCheckpointing] = ["none", "full"]
 """The policies that the catalog has tapes of; others are recorded on demand."""
@@ -215,6 +216,18 @@ def test_usual_tapes_answer_the_default_question(entry: catalog.Entry) -> None:
     for plan in plans(request, seq_len=default_seq_len(profile.max_seq_len)):
         key, _ = select_tape(model, profile, plan)
         assert gpu_tape_key_of(profile, key, plan, find_gpu("H100-80GB")).name in profile.tapes
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3-Next-80B-A3B-Instruct"])
+def test_linear_attention_is_answered_at_any_length_without_torch(model: str) -> None:
+    found = resolve(model, allow_recording=False)
+    assert found.profile is not None
+    options = {"model": model, "gpus": "16", "strategy": "zero3", "micro_batch_size": "3"}
+    (plan,) = plans(make_request(options), seq_len=5000)
+    key, _ = select_step_tape(found, found.profile, plan)
+    assert (key.device, key.at) == ("gpu", None)
+    row = estimate_plan(found, plan, find_gpu("H200"))
+    assert row.needed_bytes and row.step and row.simulated_peak_bytes is None
 
 
 @pytest.mark.parametrize("entry", [e for e in catalog.entries() if e.tapes == "all"], ids=lambda e: e.id)
