@@ -1,0 +1,106 @@
+"""Flagships of 2026 at full size: PyTorch's own FSDP2 step under fake tensors against the catalog's prediction: `flagships.py`.
+
+Every layer is built and wrapped. One sequence of 2,048 tokens trains on rank 0 of 64 in bf16-mixed. The simulated peak of each phase is
+kept in flagships.csv, which a test compares with today's prediction. A model takes one to three minutes. Without names, models that have no
+line yet are simulated; `flagships.py NAME...` simulates these again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model import catalog
+from fsdp_advisor.parallelism.mesh import Mesh
+
+RESULTS = Path(__file__).with_name("flagships.csv")
+MODELS = (
+    "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-235B-A22B",
+    "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "google/gemma-4-26B-A4B", "google/gemma-4-31B",
+    "meta-llama/Llama-4-Scout-17B-16E", "mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistralai/Ministral-3-14B-Base-2512",
+    "deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V4-Flash", "moonshotai/Kimi-K2-Instruct", "zai-org/GLM-4.5-Air", "zai-org/GLM-5",
+    "MiniMaxAI/MiniMax-M2", "openai/gpt-oss-120b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "ibm-granite/granite-4.0-h-small",
+    "allenai/Olmo-3-1125-32B", "HuggingFaceTB/SmolLM3-3B", "ByteDance-Seed/Seed-OSS-36B-Base",
+)  # fmt: skip
+PLAN = Plan(
+    strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=64), precision="bf16-mixed", micro_batch_size=1, seq_len=2048
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The simulated peaks of one model, in bytes; `attention` is what its code supports."""
+
+    model: str
+    attention: str
+    forward: int
+    backward: int
+    optimizer: int
+
+    @property
+    def phase_peaks(self) -> dict[str, int]:
+        return {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer}
+
+
+def read() -> list[Line]:
+    """The kept peaks."""
+    phases = ("forward", "backward", "optimizer")
+    with RESULTS.open(newline="") as file:
+        return [Line(**{k: int(v) if k in phases else v for k, v in row.items()}) for row in csv.DictReader(file)]
+
+
+def predicted(model: str) -> tuple[str, dict[str, int]]:
+    """The attention and the peak of each phase, from the catalog's tapes."""
+    from fsdp_advisor.model.resolve import resolve
+    from fsdp_advisor.rows import peak_of_step
+    from fsdp_advisor.tapes import select_tape
+
+    found = resolve(model, allow_recording=False)
+    assert found.profile is not None
+    key, tape = select_tape(found, found.profile, PLAN)
+    return key.attention, peak_of_step(found.profile, tape, PLAN).phase_peaks
+
+
+def simulated(model: str, attention: str) -> Line:
+    """The peaks of PyTorch's own step."""
+    from dataclasses import replace
+
+    from fsdp_advisor.recording.transformers_models import TransformersSource
+    from fsdp_advisor.validation.simulate import simulate
+
+    entry = catalog.find(model)
+    assert entry is not None
+    source = TransformersSource(catalog.profile(entry).config, name=model, task=entry.task)
+    peaks = simulate(source, replace(PLAN, attention=attention)).phase_peaks
+    return Line(model=model, attention=attention, **peaks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="models; all without a line if there are none")
+    names = parser.parse_args().names
+    lines = {line.model: line for line in (read() if RESULTS.exists() else [])}
+    for model in names or [model for model in MODELS if model not in lines]:
+        begin = time.process_time()
+        try:
+            attention, expected = predicted(model)
+            lines[model] = simulated(model, attention)
+        except Exception as error:  # the others go on
+            print(model, type(error).__name__, str(error)[:300], flush=True)
+            continue
+        off = {phase: n - lines[model].phase_peaks[phase] for phase, n in expected.items()}
+        print(model, off, f"{time.process_time() - begin:.0f} s", flush=True)
+        with RESULTS.open("w", newline="") as file:
+            rows = csv.DictWriter(file, [field.name for field in fields(Line)], lineterminator="\n")
+            rows.writeheader()
+            rows.writerows(asdict(lines[model]) for model in MODELS if model in lines)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
