@@ -191,6 +191,12 @@ print("child:", os.wait()[1] != 0)
     assert len(found["ranks"]) == 1
 
 
+def test_what_is_not_simulated_is_refused_with_what_to_disable(run: Run) -> None:
+    status, found, printed = run("import torch\ntorch.zeros(1, device='cuda').untyped_storage()._share_cuda_()")
+    assert status == 1 and "not supported in a rehearsal" in found["ranks"][0]["error"]
+    assert "calls cudaIpcGetMemHandle" in printed and "disable sharing of CUDA tensors between processes" in printed
+
+
 def test_functions_that_ask_for_a_workspace_run(run: Run) -> None:
     text = """
 import torch

@@ -435,6 +435,7 @@ int ncclMemAlloc(void **p, size_t bytes) { return cudaMalloc(p, bytes) ? failed(
 int ncclMemFree(void *p) { return cudaFree(p) ? failed(CUDA_ERROR, "not memory of ncclMemAlloc") : OK; }
 int ncclCommRegister(comm c, void *buffer, size_t bytes, void **handle) { *handle = buffer; return OK; }
 int ncclCommWindowRegister(comm c, void *buffer, size_t bytes, void **window, int flags) { *window = buffer; return OK; }
+int ncclWinGetUserPtr(comm c, void *window, void **p) { *p = window; return OK; }
 int ncclCommMemStats(comm c, int which, unsigned long long *value) { *value = which == 0 ? (u64)c->bytes : 0; return OK; }
 
 // Kernels that write into the memory of other GPUs cannot run.
@@ -444,6 +445,8 @@ static int unsupported(void) {
 int ncclDevCommCreate(comm c, const void *wanted, void *made) { return unsupported(); }
 int ncclGetLsaMultimemDevicePointer(void *window, size_t at, void **p) { return unsupported(); }
 int ncclGetPeerDevicePointer(void *window, size_t at, int peer, void **p) { return unsupported(); }
+int ncclCommGrow(void) { return failed(INVALID_USAGE, "a communicator cannot grow in a rehearsal: start all ranks at once"); }
+int ncclCommGetUniqueId(void) { return ncclCommGrow(); }
 int ncclPutSignal(void) { return unsupported(); }
 int ncclSignal(void) { return unsupported(); }
 int ncclWaitSignal(void) { return unsupported(); }

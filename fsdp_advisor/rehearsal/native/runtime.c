@@ -61,7 +61,11 @@ static struct block *block_of(u64 at, u64 size, struct block *next) {
 
 static void reserve_addresses(void) {
   void *room = mmap(0, (MOST_DEVICES + 1) * ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (room == MAP_FAILED) abort();
+  if (room == MAP_FAILED) {
+    fprintf(stderr, "rehearsal: %d TiB of addresses are not available; ulimit -v, vm.overcommit_memory=2 or a kernel with 39 bits of "
+                    "addresses prevents it\n", MOST_DEVICES + 1);
+    abort();
+  }
   arena = ((u64)room + PAGE - 1) / PAGE * PAGE;
   for (int i = 0; i < MOST_DEVICES; i++) devices[i].blocks = block_of(arena + i * ARENA, ARENA, 0);
 }
@@ -124,15 +128,32 @@ int rehearsal_take_library_bytes(int device, long long bytes) {
 
 static int on_device(const void *p) { return rehearsal_device_of(p) >= 0; }
 
+// What needs a function that is not simulated, by the beginning of the function's name.
+static const char *const features[][2] = {
+    {"cuMulticast", "symmetric memory (torch.distributed._symmetric_memory, asynchronous tensor parallelism)"},
+    {"cuMemExport", "symmetric memory, or sharing of CUDA tensors between processes"},
+    {"cuMemImport", "symmetric memory, or sharing of CUDA tensors between processes"},
+    {"cudaIpc", "sharing of CUDA tensors between processes (queues of torch.multiprocessing, workers that return CUDA tensors)"},
+    {"cuIpc", "sharing of CUDA tensors between processes"},
+    {"cuMemPool", "memory pools of the driver"},
+    {"cuGreenCtx", "green contexts (torch.cuda.green_contexts)"},
+    {"cuDevResource", "green contexts (torch.cuda.green_contexts)"},
+    {"cuTex", "textures"},
+    {"cuSurf", "textures"},
+};
+
 // The message goes to the log of the rank. A function that refuses is called where a feature needs it, so disabling that helps.
 int rehearsal_refuse(const char *function) {
   static char said[4096];
   char name[130];
+  const char *feature = "the feature that needs it";
+  for (int i = 0; i < sizeof features / sizeof *features; i++)
+    if (!strncmp(function, features[i][0], strlen(features[i][0]))) feature = features[i][1];
   snprintf(name, sizeof name, " %s ", function);
   pthread_mutex_lock(&lock);
   if (!strstr(said, name) && strlen(said) + sizeof name < sizeof said) {
     strcat(said, name);
-    fprintf(stderr, "rehearsal: the script calls %s, which a rehearsal does not support; disable the feature that needs it\n", function);
+    fprintf(stderr, "rehearsal: the script calls %s, which a rehearsal does not support; disable %s\n", function, feature);
   }
   pthread_mutex_unlock(&lock);
   return cudaErrorNotSupported;
@@ -176,6 +197,7 @@ cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
   *p = mmap(0, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return *p == MAP_FAILED ? failed(cudaErrorMemoryAllocation) : cudaSuccess;
 }
+cudaError_t cudaMallocHost(void **p, size_t size) { return cudaHostAlloc(p, size, 0); }
 // Managed memory starts on the host. Pages that a kernel would move to the GPU are not counted there.
 cudaError_t cudaMallocManaged(void **p, size_t size, unsigned flags) { return cudaHostAlloc(p, size, 0); }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
@@ -185,6 +207,11 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
   else a->hostPointer = (void *)p;
   return cudaSuccess;
 }
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *p) { return failed(rehearsal_refuse("cudaIpcGetMemHandle")); }
+cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t handle, unsigned flags) { return failed(rehearsal_refuse("cudaIpcOpenMemHandle")); }
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t e) { return failed(rehearsal_refuse("cudaIpcGetEventHandle")); }
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *e, cudaIpcEventHandle_t handle) { return failed(rehearsal_refuse("cudaIpcOpenEventHandle")); }
 
 // What the script reads back after a kernel that did not run, such as the number of elements that are not zero.
 static __thread struct { char value[16]; size_t bytes; } answer;
@@ -338,6 +365,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *n) { *n = 1; return cudaSuccess; }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) { *made = handle(); return cudaSuccess; }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) { *made = handle(); return cudaSuccess; }
+cudaError_t cudaDeviceGetGraphMemAttribute(int device, enum cudaGraphMemAttributeType which, void *value) { *(u64 *)value = 0; return cudaSuccess; }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t s) { return rehearsal_launched(); }
 
 // Time on the simulated GPU passes with each launch, so that measured times are positive, the same in every run, and an autotuner
@@ -380,6 +408,21 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
                                    .maxDynamicSharedSizeBytes = (int)setting("REHEARSAL_SHARED_BYTES", 227 << 10)};
   return cudaSuccess;
 }
+#if CUDART_VERSION >= 12080
+cudaError_t cudaLibraryLoadData(cudaLibrary_t *library, const void *code, enum cudaJitOption *jit, void **jv, unsigned nj, enum cudaLibraryOption *o, void **ov,
+                                unsigned n) { *library = (cudaLibrary_t)handle(); return cudaSuccess; }
+cudaError_t cudaLibraryLoadFromFile(cudaLibrary_t *library, const char *file, enum cudaJitOption *jit, void **jv, unsigned nj, enum cudaLibraryOption *o, void **ov,
+                                    unsigned n) { *library = (cudaLibrary_t)handle(); return cudaSuccess; }
+cudaError_t cudaLibraryUnload(cudaLibrary_t library) { free(library); return cudaSuccess; }
+cudaError_t cudaLibraryGetKernel(cudaKernel_t *kernel, cudaLibrary_t library, const char *name) { *kernel = (cudaKernel_t)library; return cudaSuccess; }
+cudaError_t cudaLibraryGetKernelCount(unsigned *n, cudaLibrary_t library) { *n = 0; return cudaSuccess; }
+cudaError_t cudaLibraryGetGlobal(void **p, size_t *bytes, cudaLibrary_t library, const char *name) {
+  if (bytes) *bytes = 1 << 20;
+  return cudaGetSymbolAddress(p, 0);
+}
+cudaError_t cudaLibraryGetManaged(void **p, size_t *bytes, cudaLibrary_t library, const char *name) { return cudaLibraryGetGlobal(p, bytes, library, name); }
+cudaError_t cudaLibraryGetUnifiedFunction(void **f, cudaLibrary_t library, const char *name) { return failed(rehearsal_refuse("cudaLibraryGetUnifiedFunction")); }
+#endif
 cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **p, size_t shared, cudaStream_t s) { return rehearsal_launched(); }
 cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 grid, dim3 block, void **p, size_t shared, cudaStream_t s) { return rehearsal_launched(); }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **p) { return rehearsal_launched(); }
