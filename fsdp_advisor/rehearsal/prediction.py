@@ -138,9 +138,28 @@ def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
 
 
 def _task(task: Mapping[str, Any]) -> dict[str, str]:
-    if task["name"] == "sft":
-        return {}
-    return {"task": task["name"], "precompute-ref-log-probs": str(task["precompute_ref_log_probs"]).lower()}
+    match task["name"]:
+        case "sft":
+            return {}
+        case "grpo":
+            return {"task": "grpo", **_generation(task["generation"])}
+        case name:
+            return {"task": name, "precompute-ref-log-probs": _word(task["precompute_ref_log_probs"])}
+
+
+def _generation(given: Mapping[str, Any]) -> dict[str, str]:
+    """The options for how GRPO generates: without those of vLLM if transformers does, or of its own GPUs if a server does."""
+    if not given["use_vllm"]:
+        kept = {name: value for name, value in given.items() if "vllm" not in name}
+    elif given["vllm_mode"] == "server":
+        kept = {name: value for name, value in given.items() if not name.startswith("vllm_") or name == "vllm_mode"}
+    else:
+        kept = dict(given)
+    return {name.replace("_", "-"): _word(value) for name, value in kept.items()}
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _precision(job: Mapping[str, Any]) -> dict[str, str]:

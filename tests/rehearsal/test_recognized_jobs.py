@@ -51,13 +51,34 @@ def test_ligers_kernels_are_recognized_with_the_loss(
 
 
 def test_a_trainer_of_trl_without_an_estimate_is_not_taken_for_supervised_training(tmp_path: Path) -> None:
-    with pytest.raises(NotRecognized, match="GRPOTrainer of TRL"):
-        options(tmp_path, task={"name": "GRPOTrainer", "precompute_ref_log_probs": False})
+    with pytest.raises(NotRecognized, match="RLOOTrainer of TRL"):
+        options(tmp_path, task={"name": "RLOOTrainer", "precompute_ref_log_probs": False})
+
+
+@pytest.mark.parametrize(
+    ("changed", "present", "absent"),
+    [
+        ({}, {"num-generations": "4", "beta": "0.1", "use-vllm": None}, "vllm-mode"),
+        ({"use_vllm": True}, {"use-vllm": "true", "vllm-gpu-memory-utilization": "0.3"}, "vllm-server"),
+        ({"use_vllm": True, "vllm_mode": "server"}, {"use-vllm": "true", "vllm-mode": "server"}, "vllm-gpu-memory-utilization"),
+    ],
+    ids=["transformers", "vLLM on the same GPUs", "a server"],
+)  # fmt: skip
+def test_how_grpo_generates_is_recognized(
+    changed: dict[str, Any], present: dict[str, str | None], absent: str, tmp_path: Path
+) -> None:
+    generation = {
+        "num_generations": 4, "beta": 0.1, "use_vllm": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
+    }  # fmt: skip
+    task = {"name": "grpo", "precompute_ref_log_probs": False, "generation": {**generation, **changed}}
+    found = options(tmp_path, task=task)
+    assert found["task"] == "grpo" and found["micro-batch-size"] == "4"
+    assert {name: found.get(name) for name in present} == present and absent not in found
 
 
 @pytest.mark.parametrize(
     ("name", "module", "task"),
-    [("SFTTrainer", "trl.trainer.sft_trainer", "sft"), ("GRPOTrainer", "trl.trainer.grpo_trainer", "GRPOTrainer")],
+    [("SFTTrainer", "trl.trainer.sft_trainer", "sft"), ("RLOOTrainer", "trl.trainer.rloo_trainer", "RLOOTrainer")],
 )
 def test_a_trainer_is_known_by_its_class_of_trl(
     name: str, module: str, task: str, monkeypatch: pytest.MonkeyPatch

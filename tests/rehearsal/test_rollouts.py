@@ -11,7 +11,11 @@ import pytest
 from matrix import taken
 from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
 
+from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
+
 pytestmark = pytest.mark.slow
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 OLD = {"beta": 0.1, "num_iterations": 2}
 ACCUMULATED = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
@@ -39,6 +43,29 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """The trainer's settings, and the same as options of an estimate."""
 
 
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+import torch
+from datasets import Dataset
+from training import tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+arguments = GRPOConfig(
+    max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none", save_strategy="no", bf16=True, num_generations=2,
+    per_device_train_batch_size=2, max_completion_length=64, beta=0.1, gradient_checkpointing=False, disable_tqdm=True,
+)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{CONFIG}), dtype=torch.float32)
+import trl.trainer.grpo_trainer
+trl.trainer.grpo_trainer.create_model_from_path = lambda *_, **__: AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+GRPOTrainer(
+    model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
+    train_dataset=Dataset.from_dict({{"prompt": ["a"] * 64}}), processing_class=tokenizer(),
+).train()
+"""
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_steps_and_phases_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
@@ -52,3 +79,13 @@ def test_steps_and_phases_need_what_is_predicted(
     libraries = row.peak_allocated_bytes - row.peak_tensor_bytes
     for phase in {"generate", "score"} & set(row.job.phases):
         assert row.job.phases[phase].gpu_bytes + libraries == pytest.approx(found[phase], rel=2e-3)
+
+
+def test_a_script_that_generates_is_recognized_and_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
+    """Its prompts, completions and rewards are the trainer's own: generation ends at the maximum length."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = rehearse([str(rehearsal_python), str(tmp_path / "train.py")], Settings(gpu="H100-80GB", gpus=1, quiet=True))
+    assert found.outcome == "completed" and found.prediction is not None and found.prediction.reason is None
+    assert found.prediction.options["task"] == "grpo" and found.prediction.options["seq-len"] == "65"
+    predicted, rehearsed = found.prediction.figures["peak_allocated_bytes"], found.ranks[0].peak("peak_allocated_bytes")
+    assert predicted == pytest.approx(rehearsed, rel=0.01)

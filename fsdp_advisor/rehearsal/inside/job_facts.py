@@ -8,8 +8,19 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-TASKS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "RewardTrainer": "reward"}
-"""The tasks of TRL's trainers whose estimate follows from one forward. GRPO's also depends on how it generates."""
+TASKS = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "dpo",
+    "KTOTrainer": "kto",
+    "RewardTrainer": "reward",
+    "GRPOTrainer": "grpo",
+}
+"""The tasks of TRL's trainers that `estimate` describes."""
+GENERATION = (
+    "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
+)  # fmt: skip
+"""The settings of TRL's GRPOConfig that are options of `estimate` with the same names."""
 
 
 def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
@@ -90,10 +101,15 @@ def framework_of() -> str:
 
 
 def task_of() -> dict[str, Any]:
-    """The task of the trainer of TRL that runs (`sft` without one), and whether its batches have the reference's log-probabilities."""
+    """The task of the trainer of TRL that runs (`sft` without one), whether its batches have the reference's log-probabilities, and
+    how it generates.
+    """
     trainer = running_trainer()
-    precomputes = getattr(trainer, "precompute_ref_logps", False)
-    return {"name": _task_of(trainer) or "sft", "precompute_ref_log_probs": bool(precomputes)}
+    name = _task_of(trainer) or "sft"
+    found = {"name": name, "precompute_ref_log_probs": bool(getattr(trainer, "precompute_ref_logps", False))}
+    if name == "grpo":
+        found["generation"] = {each: getattr(trainer.args, each) for each in GENERATION if hasattr(trainer.args, each)}
+    return found
 
 
 def is_padding_free() -> bool:
