@@ -91,24 +91,6 @@ for ids in batches():
 """
 )
 
-PEFT = (
-    HEAD
-    + """
-from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
-accelerator = Accelerator(mixed_precision="bf16")
-model = get_peft_model(LlamaForCausalLM(config).bfloat16(), LoraConfig(target_modules="all-linear"))
-optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-model, optimizer = accelerator.prepare(model, optimizer)
-model.train()
-for ids in batches():
-    accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-)
-
 TITAN = """
 [job]
 dump_folder = "outputs"
@@ -129,9 +111,11 @@ mode = "selective"
 """
 
 
-def rehearsed(python: Path, folder: Path, *command: str, gpus: int, ranks: Sequence[int] = ()) -> dict[str, Any]:
+def rehearsed(
+    python: Path, folder: Path, *command: str, gpus: int, ranks: Sequence[int] = (), options: Sequence[str] = ()
+) -> dict[str, Any]:
     """The JSON of a rehearsal of three steps, which must complete on every rank, or on these if they are named."""
-    words = ["rehearse", "--gpu", "A100-80GB", "--gpus", str(gpus), "--timeout", "500", "--json"]
+    words = ["rehearse", "--gpu", "A100-80GB", "--gpus", str(gpus), "--timeout", "500", "--json", *options]
     if ranks:
         words += ["--ranks", ",".join(map(str, ranks))]
     program, *rest = command
@@ -176,19 +160,16 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
     assert len(peaks) == 1, "all ranks do the same"
 
 
-def test_the_line_of_the_readme_rehearses_a_peft_script_as_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PEFT)
-    line = re.search(r"^fsdp-advisor rehearse .* --gpus 2 -- (.*)$", README.read_text(), re.MULTILINE)
+@pytest.mark.parametrize("ranks", taken([(0,)], [()]), ids=taken(["one rank"], ["all ranks"]))
+def test_the_line_of_the_readme_is_rehearsed_as_predicted(rehearsal_python: Path, ranks: tuple[int, ...]) -> None:
+    line = re.search(r"^fsdp-advisor rehearse .* --gpus 4 (.*)-- (.*)$", README.read_text(), re.MULTILINE)
     assert line is not None
-    found = rehearsed(rehearsal_python, tmp_path, *line[1].split(), gpus=2)
+    found = rehearsed(rehearsal_python, README.parent, *line[2].split(), gpus=4, ranks=ranks, options=line[1].split())
     job = found["ranks"][0]["job"]
     adapters, base = job["trainable_parameters"], job["parameters"] - job["trainable_parameters"]
     assert job["framework"] == "accelerate" and job["engine"]["backend"] == "ddp"
     kept = found["ranks"][0]["phases"][-1]["allocated_bytes_at_end"]
-    weights_and_state = 2 * base + (4 + 8) * adapters
-    assert weights_and_state <= kept <= weights_and_state + 4 * adapters + (64 << 20), (
-        "and DDP's bucket, the last logits"
-    )
+    assert kept > 2 * base + (4 + 8) * adapters, "the weights in bf16, the adapters and AdamW's state in fp32"
     predicted = found["prediction"]
     assert predicted["options"]["dtype"] == "bfloat16" and "peft-config" in predicted["options"]
     assert predicted["figures"]["peak_allocated_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=1e-3)
