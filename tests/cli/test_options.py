@@ -55,7 +55,20 @@ def valid_values(field: Field) -> st.SearchStrategy[Any]:
     if field.choices:
         return st.sampled_from(field.choices)
     if rule.word is not None:
-        words = ["layer", "none", "size:20000", "class:A,B_2", "every:3", "auto", "false", "8", ADAPTER]
+        words = [
+            "layer",
+            "none",
+            "size:20000",
+            "class:A,B_2",
+            "every:3",
+            "auto",
+            "false",
+            "8",
+            ADAPTER,
+            "rank=64",
+            "q_proj,v_proj",
+            "448x448",
+        ]
         return st.sampled_from([word for word in words if rule.word(word) == word])
     if field.kind is bool:
         return st.just(True)
