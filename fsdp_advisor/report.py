@@ -54,6 +54,7 @@ class StrategyEstimate:
     `states` are kept from step to step; `at_peak` is what is alive at the tensors' peak, by account.
     `paged_optimizer_bytes` is optimizer state in CUDA's managed memory, which is in neither: it takes what the GPU has left, and
     moves to the host when the GPU is full. `host_bytes_per_node` contains all of it.
+    `evaluation` is the allocator's result of steps with the Trainer's evaluation between them; None without one.
     `units` describes the FSDP units of a wrap policy other than `layer`.
     """
 
@@ -73,6 +74,7 @@ class StrategyEstimate:
     host_loading_bytes_per_node: dict[str, int] | None = None
     fused_loss_peak_bytes: int | None = None
     allocator: AllocatorResult | None = None
+    evaluation: AllocatorResult | None = None
     step: StepTime | None = None
     overhead: DeviceOverhead | None = None
     job: JobPeaks | None = None
@@ -131,7 +133,7 @@ class StrategyEstimate:
     def needed_breakdown(self) -> dict[str, int] | None:
         """The parts of `needed_bytes`: tensors alive at the peak by account, then NON_TENSOR_PARTS. None if no peak is known.
 
-        `loading_or_saving` is what loading or saving needs beyond the step. `vllm` is only there if vLLM runs on the same GPU; if it sleeps
+        `loading_or_saving` is what loading or saving needs beyond the step, `evaluation` what evaluation does. `vllm` is only there if vLLM runs on the same GPU; if it sleeps
         during the step, it is what the phase in which it generates needs beyond the step.
         """
         if self.at_peak is None or self.allocator is None or self.overhead is None or self.needed_bytes is None:
@@ -139,7 +141,7 @@ class StrategyEstimate:
         tensors = sum(self.at_peak.values())
         device = self.allocator.reserved_peak_bytes + self.overhead.middle_bytes
         beyond = self.needed_bytes - device
-        generates = self.job is not None and self.job.worst_outside_steps == "generate"
+        generates, evaluates = self.worst_outside_steps == "generate", self.worst_outside_steps == "evaluate"
         vllm = self.overhead.vllm_bytes + (beyond if generates else 0)
         return {
             **self.at_peak,
@@ -147,8 +149,17 @@ class StrategyEstimate:
             "fragmentation": self.allocator.reserved_peak_bytes - self.allocator.allocated_peak_bytes,
             "cuda_and_nccl": self.overhead.middle_bytes - self.overhead.vllm_bytes,
             **({"vllm": vllm} if vllm else {}),
-            "loading_or_saving": 0 if generates else beyond,
+            **({"evaluation": beyond} if evaluates else {}),
+            "loading_or_saving": 0 if generates or evaluates else beyond,
         }
+
+    @property
+    def worst_outside_steps(self) -> str | None:
+        """The phase outside the steps that needs most of the GPU; None if the phases are unknown."""
+        if self.job is None:
+            return None
+        evaluates = self.evaluation is not None and self.evaluation.reserved_peak_bytes >= self.job.bytes_outside_steps
+        return "evaluate" if evaluates else self.job.worst_outside_steps
 
     @property
     def kept_bytes(self) -> int:
@@ -192,6 +203,12 @@ class StrategyEstimate:
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
             **_speed(self.step, self.plan.tokens_per_sequence),
+            "evaluation": None
+            if self.evaluation is None
+            else {
+                "peak_allocated_bytes": self.evaluation.allocated_peak_bytes,
+                "peak_reserved_bytes": self.evaluation.reserved_peak_bytes,
+            },
             "job_peaks": None if self.job is None else self.job.as_dict(),
             "fails_in": self.fails_in,
             "warnings": list(self.warnings),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.engines.fsdp2.units import packed_warnings, unit_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import job_peaks
@@ -25,6 +26,7 @@ from fsdp_advisor.memory.allocator import (
     completes,
     simulate_allocator,
     step_operations,
+    with_evaluation,
 )
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
@@ -82,6 +84,27 @@ def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     return _peak_bytes(model.profile, tape, plan)
 
 
+def _evaluation_tape(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Plan, Tape] | None:
+    """The plan of the Trainer's evaluation and its tape; None if the job has none, or no tape of it exists."""
+    own, profile = plan.evaluation_plan, model.profile
+    if own is None or profile is None:
+        return None
+    try:
+        return own, gpu_tape(profile, select_tape(model, profile, own), own, gpu)
+    except AdvisorError:
+        return None
+
+
+def _evaluation_bytes(profile: Profile, plan: Plan, evaluation: tuple[Plan, Tape] | None) -> int | None:
+    """Peak tensor bytes of the evaluation; None if it is unknown."""
+    if evaluation is None:
+        return None
+    own, tape = evaluation
+    points = timeline_of_step(profile, tape, own)
+    highest = max(point.high_bytes for point in points)
+    return kept_logits(profile, plan).peak(forward=highest, left=points[-1].live_bytes)
+
+
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """By how much the peak of a plan's step falls without the loss's own tensors: at most what a loss without logits saves."""
     assert model.profile is not None
@@ -131,8 +154,11 @@ def _without_step(
     host_memory_bytes: int | None,
     tensors: StepPeak | None = None,
     tape: Tape | None = None,
+    evaluation_bytes: int | None = None,
 ) -> StrategyEstimate:
-    """The row of a plan without a tape: states, host memory, loading and saving. `tensors` and `tape`: the step's, if they are known."""
+    """The row of a plan without a tape: states, host memory, loading and saving. `tensors` and `tape`: the step's, if they are known.
+    `evaluation_bytes`: the peak of evaluation, if it is known.
+    """
     if tape is not None:
         profile = learned(profile, tape, plan)
     states = states_of(profile, plan)
@@ -151,6 +177,7 @@ def _without_step(
         overhead=overhead,
         phase_peaks=tensors.phase_peaks if tensors else None,
         tape_phase_peaks=tensors.tape_phase_peaks if tensors else None,
+        evaluation_bytes=evaluation_bytes,
         host_memory_bytes=host_memory_bytes,
     )
     kept = sum(s.rounded for s in (states.parameters, states.gradients, states.optimizer, states.communication))
@@ -203,7 +230,9 @@ def _with_step(
     assert profile is not None
     gpu_key, on_gpu = gpu_tape_key_of(profile, key, plan, gpu), gpu_tape(profile, selected, plan, gpu)
     tensors = peak_of_step(profile, on_gpu, plan)
-    base = _without_step(profile, plan, gpu, host_memory_bytes, tensors, on_gpu)
+    evaluation = _evaluation_tape(model, plan, gpu)
+    evaluated = _evaluation_bytes(profile, plan, evaluation)
+    base = _without_step(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
     overhead, job, unknown = base.overhead, base.job, list(base.not_modelled)
     assert overhead is not None and job is not None
     if key.engine != tape_key_of(plan, profile).engine:
@@ -214,12 +243,14 @@ def _with_step(
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
+    evaluating = None if evaluation is None else _evaluating(profile, on_gpu, plan, gpu, evaluation, base, conf)
     step = step_of(profile, on_gpu, plan, gpu)
     if step is not None:
         step = step.with_retries(allocator.retries_per_step)
         left = gpu.memory_bytes - overhead.middle_bytes - allocator.reserved_peak_bytes
         step = step.with_paging(base.paged_optimizer_bytes, left, gpu)
-    needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, job.bytes_outside_steps)
+    outside = max(job.bytes_outside_steps, evaluating.reserved_peak_bytes if evaluating else 0)
+    needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, outside)
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
     return replace(
         base,
@@ -233,6 +264,7 @@ def _with_step(
         at_peak=tensors.at_peak,
         fused_loss_peak_bytes=_peak_bytes(profile, on_gpu, plan, fused_loss=True) if explain else None,
         allocator=allocator,
+        evaluation=evaluating,
         step=step,
         warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
         not_modelled=tuple(unknown),
@@ -267,6 +299,39 @@ def allocator_result(
     )
 
 
+def _evaluating(
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    gpu: Gpu,
+    evaluation: tuple[Plan, Tape],
+    row: StrategyEstimate,
+    conf: AllocatorConf | None,
+) -> AllocatorResult:
+    """The result of the caching allocator for steps with an evaluation between two of them. `row`: of the plan's steps."""
+    assert row.overhead is not None and row.job is not None
+    return simulate_allocator(
+        _with_evaluation(profile, tape, plan, gpu, evaluation, row.job.load_method),
+        conf=conf,
+        limit_bytes=gpu.memory_bytes - row.overhead.middle_bytes,
+        device_bytes=gpu.memory_bytes,
+    )
+
+
+def _with_evaluation(
+    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, evaluation: tuple[Plan, Tape], loading: LoadMethod
+) -> StepOperations:
+    """The allocator's operations of a plan's steps and of its evaluation (a plan and its tape)."""
+    own, forward = evaluation
+    kept = kept_logits(profile, plan)
+    return with_evaluation(
+        _operations(profile, tape, plan, gpu, None, loading),
+        _operations(profile, forward, own, gpu, None, None),
+        before=kept.before,
+        after=kept.after,
+    )
+
+
 def runs_in(
     model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
 ) -> bool:
@@ -279,6 +344,8 @@ def runs_in(
         return False
     on_gpu = gpu_tape(profile, select_step_tape(model, profile, plan), plan, gpu)
     operations = _operations(profile, on_gpu, plan, gpu, None, job.load_method)
+    if (evaluation := _evaluation_tape(model, plan, gpu)) is not None:
+        operations = _with_evaluation(profile, on_gpu, plan, gpu, evaluation, job.load_method)
     return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
 
 

@@ -45,7 +45,9 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
     one = plan.tape_shape[0] * sequences_per_example(plan.task) == 1
     key = _key(engine, precision, plan.attention, plan.checkpointing, one, wrap)
     if plan.activation_offload:
-        key = replace(key, activation_offload=True)
+        key = replace(key, activation_offload=plan.offload_code)
+    if plan.evaluates:
+        key = replace(key, evaluates=True)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
     if plan.images is not None:

@@ -33,11 +33,11 @@ def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callab
 
 
 def _worst_phase(estimate: StrategyEstimate) -> str:
-    """`load `, `generate ` or `save ` if that phase needs more than the steps."""
+    """`load `, `generate `, `evaluate ` or `save ` if that phase needs more than the steps."""
     device = estimate.peak_device_bytes
     if estimate.job is None or device is None or estimate.needed_bytes is None or estimate.needed_bytes <= device:
         return ""
-    return f"{estimate.job.worst_outside_steps} "
+    return f"{estimate.worst_outside_steps} "
 
 
 def _retries(estimate: StrategyEstimate) -> str:

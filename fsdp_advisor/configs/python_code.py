@@ -145,6 +145,8 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
         every = f"every-{enabled['every_n_layers']}" if enabled.get("every_n_layers", 1) != 1 else "full"
         found.options["activation_checkpointing"] = "selective" if "'context_fn': selective" in source else every
         found.options["activation_offload"] = enabled.get("offload") is True or _OFFLOADS in source
+    elif "save_on_cpu" in calls:
+        found.options["activation_offload"] = True
     _optimizer(found, calls)
     if "fully_shard" in calls:
         _fsdp2(found, tree, source, constants)

@@ -17,6 +17,7 @@ from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.checkpointing import MAX_NUMBER
 from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.evaluation import OPTIONS as EVALUATION_OPTIONS
 from fsdp_advisor.job.generation import OF_COLOCATED
 from fsdp_advisor.job.generation import OPTIONS as GENERATION_OPTIONS
 
@@ -49,8 +50,6 @@ _TOPICS = {
     "preference and reinforcement learning": (
         "beta", "num_generations", "sync_ref_model", "ref_model_sync_steps", "reward_model_path",
     ),
-    "evaluation": ("do_eval", "eval_strategy"),
-    "activation offload": ("activation_offloading",),
     "tensor and other parallelism": ("parallelism_config", "distributed_config", "tp_size"),
 }  # fmt: skip
 
@@ -130,6 +129,7 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     if trl:
         found.default("seq_len", 1024, "1024 tokens, TRL's default of max_length")
     _batches(found)
+    _evaluation(found)
     _precision(found, trl)
     _loss(found, trl)
     read_trl(found)
@@ -141,6 +141,25 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     _sharding(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *(name for name in names if found.peek(name) not in ("no", "1")))
+
+
+def _evaluation(found: Collector) -> None:
+    """When and with which batches the Trainer evaluates. Whether it keeps logits is decided by a function in the script.
+
+    `bf16_full_eval` and `do_eval` change nothing while the Trainer trains. Source: transformers 5.23, trainer.py, `evaluation_loop`.
+    """
+    old = found.take("evaluation_strategy")
+    strategy = found.take("eval_strategy") or old or "no"
+    for key in ("do_eval", "bf16_full_eval", "fp16_full_eval", "eval_steps", "eval_delay"):
+        found.take(key)
+    values = {name: found.take(name) for name in EVALUATION_OPTIONS if name in found}
+    if strategy not in ("steps", "epoch"):
+        return
+    if found.options.get("task", "sft") != "sft":
+        found.omits(f"eval_strategy: {strategy} (evaluation)")
+        return
+    found.options["eval_strategy"] = strategy
+    found.options |= {name: value for name, value in values.items() if value is not None}
 
 
 def _batches(found: Collector) -> None:
@@ -198,6 +217,8 @@ def _checkpointing(found: Collector, trl: bool) -> None:
     asked = [found.flag(key) for key in ("gradient_checkpointing", "activation_checkpointing")]
     given = [found.take(f"{name}_checkpointing_kwargs") for name in ("gradient", "activation")]
     keywords = {name: value for each in given if isinstance(each, Mapping) for name, value in each.items()}
+    if trl and found.flag("activation_offloading"):
+        found.options["activation_offload"] = True
     if any(asked):
         every = keywords.get("every_n_layers")
         found.options["activation_checkpointing"] = (
@@ -205,8 +226,10 @@ def _checkpointing(found: Collector, trl: bool) -> None:
         )
         if trl and keywords.get("selective") is True:
             found.options["activation_checkpointing"] = "selective"
-        if keywords.get("offload") is True:
+        if keywords.get("offload") is True and not trl:
             found.options["activation_offload"] = True
+        elif keywords.get("offload") is True:
+            found.omits("gradient_checkpointing_kwargs.offload: transformers' offload under TRL, beside its own")
     elif False in asked:
         found.options["activation_checkpointing"] = "none"
     elif trl:

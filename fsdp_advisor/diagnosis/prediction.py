@@ -89,7 +89,7 @@ def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
     breakdown, profile = job.row.needed_breakdown, job.model.profile
     if breakdown is None or profile is None:
         return {}, "unknown"
-    outside = {name: n for name, n in breakdown.items() if name not in ACCOUNTS and name != "loading_or_saving"}
+    outside = {name: n for name, n in breakdown.items() if name not in (*ACCOUNTS, "loading_or_saving", "evaluation")}
     phase = _PHASES.get(moment.phase)
     if phase is None:
         return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"

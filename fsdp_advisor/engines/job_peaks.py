@@ -1,4 +1,5 @@
-"""Peaks of the phases of a job on a GPU and on a node's host: load, first step, steady step, save; GRPO's steps have phases of their own.
+"""Peaks of the phases of a job on a GPU and on a node's host: load, first step, steady step, evaluate, save; GRPO's steps have phases of
+their own.
 
 A job whose steps fit may still run out of memory before its first step or at its first checkpoint.
 """
@@ -26,7 +27,7 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.storages import States
 
 PHASES = ("load", "first_step", "steady_step", "save")
-OUTSIDE_STEPS = ("load", "generate", "save")
+OUTSIDE_STEPS = ("load", "generate", "evaluate", "save")
 """The phases whose peak is not, or not wholly, in the program of a step."""
 
 
@@ -112,12 +113,13 @@ def job_peaks(
     overhead: DeviceOverhead,
     phase_peaks: Mapping[str, int] | None,
     tape_phase_peaks: Mapping[str, int] | None = None,
+    evaluation_bytes: int | None = None,
     host_memory_bytes: int | None = None,
 ) -> JobPeaks:
     """Peaks of the phases of `plan` on `gpu`.
 
     `phase_peaks`: tensor bytes of forward, backward and optimizer in a steady step, None if unknown. `tape_phase_peaks`: the same by
-    phase of the tape. `host_memory_bytes`: memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
+    phase of the tape. `evaluation_bytes`: the peak of evaluation, None if it is unknown. `host_memory_bytes`: memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
     """
     available = gpu.memory_bytes - overhead.middle_bytes
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
@@ -141,6 +143,11 @@ def job_peaks(
             name: PhasePeak(gpu_bytes=n_bytes, host_bytes_per_node=host.steady)
             for name, n_bytes in rollouts.phase_bytes(profile, plan, gpu, kept, tape_phase_peaks).items()
         },
+        **(
+            {"evaluate": PhasePeak(gpu_bytes=evaluation_bytes, host_bytes_per_node=host.steady)}
+            if plan.evaluation is not None
+            else {}
+        ),
         "save": PhasePeak(gpu_bytes=kept + save.gpu_bytes, host_bytes_per_node=host.steady + save.host_bytes_per_node),
     }
     merge = merge_method(profile, plan)

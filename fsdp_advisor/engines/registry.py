@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.engines import reference, rollouts, wrapping
+from fsdp_advisor.engines import evaluation, reference, rollouts, wrapping
 from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
 from fsdp_advisor.engines.deepspeed import partitions
@@ -71,7 +71,9 @@ def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
     hooks = step_of_engine(profile, plan)
     once = frozenset(ROLLOUT_PHASES if plan.generates_once else ())
-    return build_program(profile, tape, hooks, plan.gradient_accumulation_steps, only_first=once)
+    return build_program(
+        profile, tape, hooks, plan.gradient_accumulation_steps, only_first=once, trains=not plan.evaluates
+    )
 
 
 def states_of(profile: Profile, plan: Plan) -> States:
@@ -121,4 +123,5 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         + wrapping.not_modelled(profile, plan)
         + reference.not_modelled(profile, plan)
         + rollouts.not_modelled(profile, plan)
+        + evaluation.not_modelled(profile, plan)
     )

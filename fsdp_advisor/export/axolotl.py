@@ -16,6 +16,7 @@ from fsdp_advisor.export.batches import axolotl_keys as batch_keys
 from fsdp_advisor.export.batches import axolotl_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import AXOLOTL_FILE, LEARNING_RATE, NVME_NOTE, WRAP_POLICY
+from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import axolotl_keys, loss_limit
@@ -51,6 +52,7 @@ def unsupported(job: Job) -> str | None:
         loss_limit(job, "liger", "cce")
         or axolotl_limit(job)
         or checkpointing_limit(job)
+        or evaluation_limit(job)
         or lora_limit(job)
         or accelerate.unsupported(job, "trainer")
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.job.checkpointing import CheckpointingCode, every_nth_layer
+from fsdp_advisor.job.checkpointing import CheckpointingCode, OffloadCode, every_nth_layer
 
 MAX_CALL = 116
 """Characters of a call in a script that fit in its line."""
@@ -16,14 +16,19 @@ _OFFLOAD = ", offload=torch.cuda.is_available()"
 """Without an accelerator PyTorch has no pinned memory."""
 
 
-def checkpointing_limit(job: Job, *possible: CheckpointingCode, offloads: bool = False) -> str | None:
+def checkpointing_limit(job: Job, *possible: CheckpointingCode, offloads: tuple[OffloadCode, ...] = ()) -> str | None:
     """Why a consumer that has only these policies, and checkpointing of all layers or none, cannot train the job.
 
-    `offloads`: whether it can keep the inputs of layers in host memory.
+    `offloads`: the code with which it can keep activations in host memory.
     """
     plan = job.plan
-    if plan.activation_offload and not offloads:
-        return "it has no activation offload as transformers has it"
+    if plan.offload_code not in ("none", *offloads):
+        whose = {
+            "inputs": "transformers' offload of inputs of layers",
+            "saved": "PyTorch's save_on_cpu",
+            "trl": "TRL's activation offload",
+        }
+        return f"it has not {whose[plan.offload_code]}"
     if plan.checkpointing in ("none", "full", *possible):
         return None
     if plan.checkpointing == "selective" and "every" in possible:
@@ -44,7 +49,7 @@ def is_of_model(job: Job) -> bool:
     have different metadata".
     """
     plan = job.plan
-    plain = plan.checkpointing == "full" and not plan.activation_offload
+    plain = plan.checkpointing == "full" and plan.offload_code != "inputs"
     by_plugin = plan.backend == "fsdp2" or (plan.backend == "fsdp1" and not job.adaptation.peft)
     return plan.checkpointing != "none" and not (plain and by_plugin)
 
@@ -56,7 +61,7 @@ def keywords(job: Job) -> dict[str, Any]:
     return {
         "use_reentrant": False,
         **({"every_n_layers": every} if every else {}),
-        **({"offload": True} if plan.activation_offload else {}),
+        **({"offload": True} if plan.offload_code == "inputs" else {}),
         **({"selective": True} if plan.checkpointing == "selective-trl" else {}),
     }
 
@@ -71,6 +76,11 @@ def checkpointing_call(job: Job) -> str:
         arguments |= {"early_stop": "False", "context_fn": "selective"}
     first = "{" + ", ".join(f'"{name}": {value}' for name, value in arguments.items()) + "}"
     every = every_nth_layer(plan.activation_checkpointing)
-    rest = (f", every_n_layers={every}" if every else "") + (_OFFLOAD if plan.activation_offload else "")
+    rest = (f", every_n_layers={every}" if every else "") + (_OFFLOAD if plan.offload_code == "inputs" else "")
     call = f"model.activation_checkpointing_enable({first}{rest})"
     return call if len(call) <= MAX_CALL else call.replace("(", "(\n        ", 1)[:-1] + "\n    )"
+
+
+def saves_on_host(job: Job) -> bool:
+    """Whether a script runs its forward under PyTorch's `save_on_cpu`."""
+    return job.plan.offload_code == "saved"

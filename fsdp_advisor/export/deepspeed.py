@@ -45,7 +45,7 @@ def unsupported(job: Job) -> str | None:
     return (
         script_loss_limit(job)
         or script_batch_limit(job)
-        or checkpointing_limit(job, "every", "selective", offloads=True)
+        or checkpointing_limit(job, "every", "selective", offloads=("inputs", "saved"))
         or host_optimizer_limit(plan)
     )
 

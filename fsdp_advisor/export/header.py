@@ -71,6 +71,8 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
             + (f", task {plan.task}, reference {plan.reference}" if plan.task != "sft" else ""),
         ),
     ]
+    if plan.evaluation is not None:
+        items.append(("Evaluation", plan.evaluation.text))
     if plan.generation is not None:
         items.append(("Completions", plan.generation.text))
     if plan.backend in ("fsdp1", "fsdp2"):

@@ -15,6 +15,7 @@ from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.batches import llamafactory_keys, llamafactory_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import LEARNING_RATE, LLAMAFACTORY_FILE, NVME_NOTE
+from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import loss_limit
@@ -53,6 +54,7 @@ def unsupported(job: Job) -> str | None:
         loss_limit(job, "liger")
         or llamafactory_limit(job)
         or checkpointing_limit(job)
+        or evaluation_limit(job)
         or lora_limit(job)
         or accelerate.unsupported(job, "trainer")
     )

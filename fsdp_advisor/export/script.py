@@ -8,7 +8,7 @@ from __future__ import annotations
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.batches import batch_limit
-from fsdp_advisor.export.checkpointing import checkpointing_call, checkpointing_limit
+from fsdp_advisor.export.checkpointing import checkpointing_call, checkpointing_limit, saves_on_host
 from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -39,7 +39,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
     return (
         loss_limit(job, "liger")
         or batch_limit(job)
-        or checkpointing_limit(job, "every", "selective", offloads=True)
+        or checkpointing_limit(job, "every", "selective", offloads=("inputs", "saved"))
         or fsdp2_optimizer_limit(job.plan)
     )
 
@@ -71,6 +71,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         scaled=plan.precision == "fp16-mixed",
         checkpointing=checkpointing_call(job),
         selective=plan.checkpointing == "selective",
+        saves_on_host=saves_on_host(job),
         **template_values(job),
         optimizer=optimizer.call(),
         bitsandbytes=optimizer.module.startswith("bitsandbytes"),

@@ -15,7 +15,7 @@ from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
-from fsdp_advisor.export.checkpointing import checkpointing_call, is_of_model
+from fsdp_advisor.export.checkpointing import checkpointing_call, is_of_model, saves_on_host
 from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FILE, SCRIPT, Consumer
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -73,6 +73,7 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "predicted": job.peaks.get(job.allocated or ""),
         "checkpointing": checkpointing_call(job) if is_of_model(job) or consumer != "accelerate" else "",
         "selective": plan.checkpointing == "selective",
+        "saves_on_host": saves_on_host(job),
         "optimizer": optimizer.call(),
         "bitsandbytes": optimizer.module.startswith("bitsandbytes"),
         "torchao": optimizer.module.startswith("torchao"),

@@ -21,6 +21,7 @@ from fsdp_advisor.export.constants import (
     NVME_NOTE,
     WRAP_POLICY,
 )
+from fsdp_advisor.export.evaluation import evaluation_arguments, evaluation_notes
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import loss_limit, trainer_arguments
@@ -36,7 +37,7 @@ def unsupported(job: Job) -> str | None:
     """Why the Trainer cannot train the job; None if it can."""
     if job.task is None:
         return "a bare parameter count is not a model"
-    limit = checkpointing_limit(job, "every", offloads=True) or batch_limit(job, padding_free=True, images=True)
+    limit = checkpointing_limit(job, "every", offloads=("inputs",)) or batch_limit(job, padding_free=True, images=True)
     return loss_limit(job, "liger") or limit or accelerate.unsupported(job, "trainer")
 
 
@@ -57,6 +58,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     notes = list(accelerate.behaviour(plan))
     if plan.padding_free:
         notes.append(FLATTENING_NOTE)
+    notes += evaluation_notes(job)
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
     return text, tuple(notes)
@@ -93,6 +95,7 @@ def arguments(job: Job) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "optim": optimizer.name,
         **trainer_arguments(job),
+        **evaluation_arguments(job),
     }
     if optimizer.options:
         arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in optimizer.options.items())

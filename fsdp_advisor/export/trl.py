@@ -52,7 +52,7 @@ def unsupported(job: Job) -> str | None:
         return "its configuration file has no mesh of replicas; use the target trainer"
     return (
         loss_limit(job, "trl")
-        or checkpointing_limit(job, "every", "selective-trl")
+        or checkpointing_limit(job, "every", "selective-trl", offloads=("trl",))
         or lora_limit(job)
         or accelerate.unsupported(job, "trl")
     )
@@ -73,6 +73,8 @@ def notes(job: Job) -> list[str]:
         found.append(UNTRUNCATED_NOTE.format(job.plan.seq_len))
     if job.offloads_to_nvme:
         found.append(NVME_NOTE)
+    if job.plan.evaluation is not None:
+        found.append("the data set needs a split named test, with which TRL's script evaluates")
     if (generation := job.plan.generation) is not None:
         found.append(
             f"reward_funcs is an example; TRL does not shorten prompts, so leave out those of more than "
@@ -100,6 +102,7 @@ def _config(job: Job) -> dict[str, Any]:
         **(
             {"gradient_checkpointing_kwargs": arguments.pop("activation_checkpointing_kwargs")} if checkpointing else {}
         ),
+        **({"activation_offloading": True} if plan.activation_offload else {}),
         **arguments,
         **_adapter(job),
     }

@@ -18,6 +18,12 @@ CheckpointingCode = Literal["none", "full", "every", "selective", "selective-trl
 """``selective``: torchtitan's policy; ``selective-trl``: TRL's own."""
 
 
+OffloadCode = Literal["none", "inputs", "saved", "trl"]
+"""The code that keeps activations in host memory. ``inputs``: transformers', the inputs of checkpointed layers; ``saved``: PyTorch's
+`save_on_cpu` around the forward, every tensor that is saved for backward; ``trl``: TRL's `OffloadActivations`, those too, but for weights
+and small tensors, on a stream of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointingPolicy:
     """The layers, and the operators in them, that are recomputed in backward.

@@ -7,6 +7,7 @@ from typing import Any
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
+from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.images import images_of
@@ -156,16 +157,11 @@ def _refuses(request: EstimateRequest, strategy: Strategy, backend: Backend) -> 
 
 
 def _refused_offload(framework: Framework, checkpointing: Checkpointing) -> UsageError | None:
-    """Why activations cannot be offloaded. None if they can."""
-    if framework == "trl":
+    """Why activations cannot be offloaded. None if they can. A script of one's own can use PyTorch's save_on_cpu without checkpointing."""
+    if framework == "trainer" and checkpointing == "none":
         return UsageError(
-            "TRL offloads activations with code of its own, which is not modelled yet",
-            hint="--framework trainer has transformers' activation offload",
-        )
-    if checkpointing == "none":
-        return UsageError(
-            "activation offload moves the inputs of checkpointed layers, and no layer is checkpointed",
-            hint="add --activation-checkpointing full",
+            "the Trainer offloads the inputs of checkpointed layers, and no layer is checkpointed",
+            hint="add --activation-checkpointing full, or use --framework trl",
         )
     return None
 
@@ -320,4 +316,5 @@ def shared_fields(request: EstimateRequest) -> dict[str, Any]:
         "reference": reference_of(request),
         "generation": generation_of(request),
         "images": images_of(request),
+        "evaluation": evaluation_of(request),
     }

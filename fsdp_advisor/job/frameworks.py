@@ -33,6 +33,8 @@ class FrameworkFacts:
     - `loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
     - `other_losses`: losses that its own options choose instead. Source: transformers 5.23, training_args.py, use_liger_kernel.
     - `takes_functions`: its checkpointing takes a function that says which outputs are kept. The Trainer's arguments are data.
+    - `offloads_saved_tensors`: its activation offload takes the tensors that are saved for backward. Source: trl 1.16,
+      models/activation_offloading.py.
     - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
       sft_trainer.py, `__init__`.
     - `keeps_attention_alone`: selective checkpointing keeps the outputs of attention and of no other operator. Source: trl 1.16,
@@ -67,6 +69,7 @@ class FrameworkFacts:
     takes_functions: bool = True
     checkpointing: Literal["none", "full", "selective"] = "none"
     keeps_attention_alone: bool = False
+    offloads_saved_tensors: bool = False
     keeps_quantized_dtypes: bool = False
     reduces_in_fp32: bool = False
     sums_gradients: bool = False
@@ -104,6 +107,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         loss="trl",
         other_losses=(),
         takes_functions=True,
+        offloads_saved_tensors=True,
         checkpointing="full",
         keeps_quantized_dtypes=True,
         keeps_attention_alone=True,

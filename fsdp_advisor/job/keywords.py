@@ -30,6 +30,7 @@ from fsdp_advisor.job.choices import (
     TrainingTask,
     Wrap,
 )
+from fsdp_advisor.job.evaluation_fields import EvalStrategy
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.generation_fields import VllmMode
 from fsdp_advisor.job.request import EstimateRequest
@@ -89,6 +90,12 @@ class _Options(TypedDict, total=False):
     vllm_gpu_memory_utilization: float
     vllm_enable_sleep_mode: bool
     vllm_tensor_parallel_size: int
+    eval_strategy: EvalStrategy
+    per_device_eval_batch_size: int
+    compute_metrics: bool
+    prediction_loss_only: bool
+    eval_accumulation_steps: int | None
+    eval_samples: int | None
     activation_offload: bool
     global_batch_size: int | None
     dtype: StoredDtype

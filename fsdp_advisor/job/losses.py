@@ -72,4 +72,12 @@ def needs_recording(request: EstimateRequest) -> bool:
     recomputes = request.activation_checkpointing == "selective" or request.activation_offload
     lays_out = request.padding_free or request.packing == "bfd" or request.padding_fraction > 0
     lays_out |= request.images_per_sample > 0
-    return may_adapt(request) or recomputes or lays_out or request.use_liger_kernel or loss_code(request) != "full"
+    evaluates = request.eval_strategy != "no"
+    return (
+        may_adapt(request)
+        or evaluates
+        or recomputes
+        or lays_out
+        or request.use_liger_kernel
+        or loss_code(request) != "full"
+    )

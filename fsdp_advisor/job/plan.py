@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_advisor.job.adapter_fields import StoredDtype
 from fsdp_advisor.job.batch_layout import BatchLayout, flattens
-from fsdp_advisor.job.checkpointing import CheckpointingCode, checkpointing_policy, every_nth_layer
+from fsdp_advisor.job.checkpointing import CheckpointingCode, OffloadCode, checkpointing_policy, every_nth_layer
 from fsdp_advisor.job.choices import (
     Attention,
     Backend,
@@ -23,6 +23,7 @@ from fsdp_advisor.job.choices import (
     TrainingTask,
     Wrap,
 )
+from fsdp_advisor.job.evaluation import Evaluation
 from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
 from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.images import Images
@@ -68,6 +69,9 @@ class Plan:
     task: TrainingTask = "sft"
     reference: Reference = "none"
     generation: Generation | None = None
+    evaluation: Evaluation | None = None
+    evaluates: bool = False
+    """Whether this is the plan of an evaluation's forward (`evaluation_plan`) instead of a training step's."""
     activation_offload: bool = False
     use_liger_kernel: bool = False
     images: Images | None = None
@@ -98,6 +102,27 @@ class Plan:
             activation_offload=False,
             use_liger_kernel=False,
             images=None,
+            evaluation=None,
+        )
+
+    @property
+    def evaluation_plan(self) -> Plan | None:
+        """The plan of the evaluation's forward: without gradients, so nothing is checkpointed. None if the job has no evaluation.
+
+        Liger's loss runs only if no logits are kept. Source: transformers 5.23, trainer.py, `prediction_step`, skip_logits.
+        """
+        if self.evaluation is None:
+            return None
+        keeps_liger = self.loss_code == "liger" and not self.evaluation.kept_batches
+        return replace(
+            self,
+            micro_batch_size=self.evaluation.batch_size,
+            gradient_accumulation_steps=1,
+            activation_checkpointing="none",
+            activation_offload=False,
+            loss_code=self.loss_code if self.loss_code != "liger" or keeps_liger else "full",
+            evaluation=None,
+            evaluates=True,
         )
 
     @property
@@ -179,6 +204,15 @@ class Plan:
         policy = checkpointing_policy(self.activation_checkpointing)
         assert policy is not None, self.activation_checkpointing
         return "selective-trl" if policy.kind == "selective" and self.facts.keeps_attention_alone else policy.kind
+
+    @property
+    def offload_code(self) -> OffloadCode:
+        """The code that keeps activations in host memory."""
+        if not self.activation_offload:
+            return "none"
+        if self.facts.offloads_saved_tensors:
+            return "trl"
+        return "inputs" if self.checkpointing != "none" else "saved"
 
     def checkpoints(self, layer: int) -> bool:
         """Whether a layer is recomputed in backward. `layer`: its number among all layers of the model, from 0.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from fsdp_advisor.job import adapter_fields as adapters
+from fsdp_advisor.job import evaluation_fields as evaluation
 from fsdp_advisor.job import generation_fields as generation
 from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, SYNONYMS, read_checkpointing
 from fsdp_advisor.job.choices import (
@@ -394,11 +395,17 @@ class EstimateRequest:
     vllm_gpu_memory_utilization: generation.VllmGpuMemoryUtilization = 0.3
     vllm_enable_sleep_mode: generation.VllmEnableSleepMode = False
     vllm_tensor_parallel_size: generation.VllmTensorParallelSize = 1
+    eval_strategy: evaluation.EvalStrategyOption = "no"
+    per_device_eval_batch_size: evaluation.PerDeviceEvalBatchSize = 8
+    compute_metrics: evaluation.ComputeMetrics = False
+    prediction_loss_only: evaluation.PredictionLossOnly = False
+    eval_accumulation_steps: evaluation.EvalAccumulationSteps = None
+    eval_samples: evaluation.EvalSamples = None
     activation_offload: Annotated[
         bool,
         Rule(
-            about="keep the inputs of checkpointed layers in pinned host memory between forward and backward, as transformers' "
-            "offload does",
+            about="keep activations in pinned host memory between forward and backward: the inputs of checkpointed layers, as with "
+            "transformers' offload; with trl what its activation_offloading takes; in a script without checkpointing all saved tensors",
             group="Training",
         ),
     ] = False

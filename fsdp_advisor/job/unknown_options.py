@@ -34,10 +34,6 @@ _TOPICS: dict[str, tuple[str, str]] = {
     ),
     "ORPO and PPO are": ("orpo ppo rlhf", "--task has dpo, kto, reward and grpo"),
     "inference is": ("inference generate kv_cache vllm", "the figures are those of training"),
-    "evaluation is": (
-        "eval evaluation do_eval eval_steps eval_batch_size per_device_eval_batch_size",
-        "the figures are those of training steps",
-    ),
     "gradient clipping apart from the framework's is": (
         "clip_grad gradient_clipping max_grad_norm clip_grad_norm",
         "--framework trainer, trl and torchtitan clip gradients, the others do not",

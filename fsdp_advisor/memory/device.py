@@ -219,6 +219,7 @@ NON_TENSOR_PARTS = {
     "fragmentation": "reserved by the caching allocator, in no tensor",
     "cuda_and_nccl": "CUDA context, kernels, NCCL's buffers",
     "vllm": "vLLM on the same GPU",
+    "evaluation": "what evaluation needs beyond the step",
     "loading_or_saving": "what loading or saving needs beyond the step",
 }
 """The parts of `needed_bytes` that are not tensors of the step."""

@@ -286,7 +286,7 @@ def _described(key: TapeKey) -> str:
     if key.at is not None:
         batch = f"micro-batch {key.at[0]} of {key.at[1]} tokens"
     loss = f", loss {key.loss}" if key.loss != "full" else ""
-    checkpointing += " with activation offload" if key.activation_offload else ""
+    checkpointing += " with activation offload" if key.activation_offload != "none" else ""
     batch += f", {key.batch} batch" if key.batch != "full" else ""
     kernels = ", Liger's kernels" if key.liger_kernels else ""
     return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}{kernels}, {batch}"

@@ -138,10 +138,11 @@ class MarkedUnit(IntEnum):
 
 Event = tuple[int, int, int]
 
-ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefill", "decode", "policy"]
+ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefill", "decode", "policy", "evaluate"]
 """The phase of a forward without gradients. ``mismatched``: the trained model's on KTO's mismatched completions; ``reference_mismatched``
 and ``reference``: the reference model's, on these and on the batch. Of GRPO: ``prefill``: the trained model's on prompts, with a cache
-of keys and values; ``decode``: that for the last token of completions; ``policy``: that which scores them."""
+of keys and values; ``decode``: that for the last token of completions; ``policy``: that which scores them.
+``evaluate``: the Trainer's evaluation."""
 GENERATION_PHASES: tuple[ScoringPhase, ...] = ("prefill", "decode")
 ROLLOUT_PHASES: tuple[ScoringPhase, ...] = (*GENERATION_PHASES, "policy", "reference")
 """The phases of GRPO's tape that make the batch on which the others train."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from fsdp_advisor.job.batch_layout import BatchLayout
+from fsdp_advisor.job.checkpointing import OffloadCode
 from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.job.training_task import Reference
@@ -53,8 +54,8 @@ class TapeKey:
     """The trainer of TRL whose batch and loss the step has; ``sft`` also stands for all other loops."""
     reference: Reference = "none"
     """The model whose log-probabilities the loss also reads. Its forward runs without gradients (`ScoringPhase`)."""
-    activation_offload: bool = False
-    """Checkpointed layers save their inputs in host memory."""
+    activation_offload: OffloadCode = "none"
+    """Whose code keeps activations in host memory."""
     gathered_head: str = ""
     """The dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does."""
     completion_length: int = 0
@@ -72,6 +73,8 @@ class TapeKey:
     """Whether the model has Liger's kernels, which exist only on a GPU: on a CPU the tape has transformers' own code."""
     images: tuple[int, int, int, int] | None = None
     """The images of each sample, as `job.images.Images`."""
+    evaluates: bool = False
+    """Whether the step is a forward without gradients of a model in evaluation mode, and nothing else."""
     at: tuple[int, int] | None = None
     """The (B, T) for which alone the tape is valid, of a model whose sizes are no polynomials; None: for every B and T."""
 
@@ -161,13 +164,14 @@ class TapeKey:
 _OPTIONS = {
     "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
     "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
-    "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels", "images": "images",
-    "at": "at",
+    "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
+    "images": "images", "evaluates": "evaluates", "at": "at",
 }  # fmt: skip
 """The fields that a name has only if they are not the default, by their words in it."""
 _ALLOWED = {
     "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": TapeAttention, "kernel": SdpaKernel,
     "checkpointing": TapeCheckpointing, "loss": LossCode, "task": TrainingTask, "reference": Reference, "batch": BatchLayout,
+    "activation_offload": OffloadCode,
 }  # fmt: skip
 
 

@@ -105,12 +105,18 @@ class StepHooks:
 
 
 def build_program(
-    profile: Profile, tape: Tape, hooks: StepHooks, accumulation: int, *, only_first: frozenset[str] = frozenset()
+    profile: Profile,
+    tape: Tape,
+    hooks: StepHooks,
+    accumulation: int,
+    *,
+    only_first: frozenset[str] = frozenset(),
+    trains: bool = True,
 ) -> StepProgram:
     """The program of one steady-state step of `accumulation` micro-batches.
 
     Walks the first, the last and one other micro-batch, which stands for all those between. `only_first`: the phases of the tape that
-    only the first micro-batch has.
+    only the first micro-batch has. Without `trains` the program ends after the forwards, as an evaluation does.
     """
     layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks, marked_units=hooks.marked_units)
     step = StepBuilder()
@@ -125,9 +131,11 @@ def build_program(
             if each is not None:
                 each.begin_micro_batch(is_first=is_first, is_last=is_last)
         left_out = frozenset() if is_first else only_first
-        visits = tuple(_MicroBatchWalk(profile, layout, hooks, step, left_out).visits(is_first))
+        walk = _MicroBatchWalk(profile, layout, hooks, step, left_out)
+        visits = tuple(walk.visits(is_first) if trains else walk.forwards())
         micro_batches.append(MicroBatch(accumulation - 2 if not (is_first or is_last) else 1, visits))
-    hooks.optimizer_step(step)
+    if trains:
+        hooks.optimizer_step(step)
     return StepProgram(
         layout=layout,
         states=states,
@@ -304,6 +312,11 @@ class _MicroBatchWalk:
         yield from self._direction("backward", self._layout.backward)
         self._hooks.end_backward(step)
         yield Visit("backward", AT_ROOT, "end of backward", step.take())
+
+    def forwards(self) -> Iterator[Visit]:
+        """The forwards of a micro-batch without a backward."""
+        self._step.begin_forward()
+        yield from self._direction("forward", self._layout.forward)
 
     def _direction(self, phase: Phase, parts: tuple[LayoutPart, ...]) -> Iterator[Visit]:
         played = tuple(part for part in parts if part.phase not in self._left_out)

@@ -1,18 +1,24 @@
-"""Inputs of checkpointed layers that a step keeps in host memory, as transformers' `offload` does.
+"""Activations that a step keeps in host memory: the inputs of checkpointed layers, as transformers' `offload` does, or the tensors that
+are saved for backward.
 
-Source: transformers 5.23, modeling_utils.py, `_activation_checkpointing_enable`; torch 2.13, autograd/graph.py, `save_on_cpu`.
+Source: transformers 5.23, modeling_utils.py, `_activation_checkpointing_enable`; torch 2.13, autograd/graph.py, `save_on_cpu`; trl 1.16,
+models/activation_offloading.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from fsdp_advisor.errors import assert_never
+from fsdp_advisor.job.checkpointing import OffloadCode
 
 
 class _Copies:
@@ -52,9 +58,153 @@ class RecordedOnHost(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
+_Key = tuple[int, int | torch.SymInt, torch.dtype]
+"""A tensor's storage, offset and dtype."""
+
+
+class RecordedOffload(saved_tensors_hooks):
+    """TRL's `OffloadActivations` as on a GPU. Forward keeps the last tensors until their copies have ended; backward keeps those that it
+    brings back until the node after their own has run. Its streams are left out.
+    """
+
+    least_bytes, kept_in_forward = 1024, 5
+    """The size from which tensors are offloaded, and how many of the last ones forward keeps. Source: `min_offload_size`,
+    `max_fwd_stash_size`."""
+
+    def __init__(self, own_weights: Iterable[torch.Tensor]) -> None:
+        """`own_weights`: the parameters whose storages it knows. Those that FSDP2 gathers are others."""
+        self._weights = {weight.untyped_storage()._cdata for weight in own_weights}
+        self._count = 0
+        self._packed: dict[int, torch.Tensor | _OnHost] = {}
+        self._numbers: dict[_Key, int] = {}  # of tensors that are copied, and of others of the same storage
+        self._keys: dict[int, _Key] = {}
+        self._leaving: dict[int, torch.Tensor] = {}
+        self._returned: dict[int, torch.Tensor] = {}
+        self._node: Any = None
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> int:
+        self._count += 1
+        number, storage = self._count, tensor.untyped_storage()._cdata
+        key = storage, tensor.storage_offset(), tensor.dtype
+        if key in self._numbers:
+            self._track(number, key)
+        elif (
+            tensor.numel() * tensor.element_size() >= self.least_bytes
+            and not isinstance(tensor, nn.Parameter)
+            and storage not in self._weights
+        ):
+            self._copy(number, tensor, key)
+            return number
+        self._packed[number] = tensor
+        return number
+
+    def _copy(self, number: int, tensor: torch.Tensor, key: _Key) -> None:
+        is_broadcast = 0 in tensor.stride()
+        if not is_broadcast and (not tensor.is_contiguous() or tensor.storage_offset()):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        for earlier in list(self._leaving):
+            if earlier > number - self.kept_in_forward:
+                break
+            self._forget(earlier)
+        shape = (tensor.untyped_storage().size() // tensor.element_size(),) if is_broadcast else tensor.size()
+        self._packed[number] = _OnHost(shape, tensor.dtype, tensor.size(), tensor.stride())
+        _copied_bytes(prod(shape) * tensor.element_size())
+        self._leaving[number] = tensor
+        self._track(number, key)
+
+    def _track(self, number: int, key: _Key) -> None:
+        self._numbers[key] = number
+        self._keys[number] = key
+
+    def _release(self, number: int) -> None:
+        key = self._keys.pop(number, None)
+        if key is not None and self._numbers.get(key) == number:
+            del self._numbers[key]
+
+    def _forget(self, number: int) -> None:
+        """Let go of a tensor whose copy has ended."""
+        del self._leaving[number]
+        self._release(number)
+
+    def _unpack(self, number: int) -> torch.Tensor:
+        packed = self._packed.pop(number)
+        if isinstance(packed, torch.Tensor):
+            self._release(number)
+            return packed
+        node: Any = torch._C._current_autograd_node()
+        if self._node is None:  # when backward ends
+            torch.autograd.Variable._execution_engine.queue_callback(self._returned.clear)
+        before = list(self._returned) if node != self._node else []
+        self._node = node
+        users = 0
+        if number in self._leaving:
+            tensor = self._leaving[number]
+        else:
+            tensor = packed.brought_back()
+            self._returned[number] = tensor
+            users = _users(tensor)
+
+        def node_ends(*_: object) -> None:
+            if number in self._returned and _users(self._returned[number]) > users:
+                del self._returned[number]  # a view of it lives on
+            for each in list(self._leaving):
+                self._forget(each)
+            for each in before:
+                self._returned.pop(each, None)
+
+        node.register_hook(node_ends)
+        self._release(number)
+        return tensor
+
+    def __exit__(self, *args: object) -> None:
+        self._leaving.clear()
+        self._returned.clear()
+        self._numbers.clear()
+        self._keys.clear()
+        self._packed.clear()
+        super().__exit__(*args)
+
+
+class _OnHost(NamedTuple):
+    """A tensor whose elements are in host memory, in a storage of this shape."""
+
+    storage: tuple[int, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def brought_back(self) -> torch.Tensor:
+        tensor = torch.empty(self.storage, dtype=self.dtype)
+        _copied(tensor)
+        return torch.as_strided(tensor, self.shape, self.stride, 0)
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """The number of tensors that share its storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def offloading(code: OffloadCode, own_weights: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The context of a step whose saved tensors are kept in host memory by this code."""
+    match code:
+        case "saved":
+            return RecordedOnHost()
+        case "trl":
+            return RecordedOffload(own_weights)
+        case "none" | "inputs":
+            return contextlib.nullcontext()
+        case _:
+            assert_never(code)
+
+
 def _copied(tensor: torch.Tensor) -> None:
+    _copied_bytes(tensor.numel() * tensor.element_size())
+
+
+def _copied_bytes(n_bytes: int) -> None:
     if _Copies.watcher is not None:
-        _Copies.watcher(tensor.numel() * tensor.element_size())
+        _Copies.watcher(n_bytes)
 
 
 def save_inputs_on_host(model: nn.Module, hooks: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:

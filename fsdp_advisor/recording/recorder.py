@@ -27,6 +27,7 @@ from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
+from fsdp_advisor.recording.evaluation import EvaluationSource
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.images import with_images, with_rows_of_images
@@ -102,7 +103,7 @@ class Recorder:
         return self._tape(key, sums_in_place=False)
 
     def _tape(self, key: TapeKey, *, sums_in_place: bool) -> Tape:
-        source = _training(self.source, key)
+        source = _stepping(self.source, key)
         least = source.min_seq_len - 1
         limit = min(source.max_seq_len or CHECK_T + least, source.alike_up_to or CHECK_T + least)
         ts = tuple(least + t for t in GRID_T)
@@ -248,7 +249,7 @@ class Recorder:
         """The model on fake tensors, ready to take steps of this key."""
         dtype = torch.bfloat16 if key.weights_in_half else torch.float32
         model = self._model(dtype)
-        by_plugin = key.wrap != "peft" and not key.activation_offload
+        by_plugin = key.wrap != "peft" and key.activation_offload == "none"
         by_accelerate = key.checkpointing == "full" and key.autocasts_fsdp1 and by_plugin
         units = units_to_record(self.source, self.profile, key)
         source.configure(
@@ -257,7 +258,7 @@ class Recorder:
             checkpointing="none" if by_accelerate else key.checkpointing,
             window_filled=key.window_filled if key.device == "gpu" and key.attention == "sdpa" else None,
         )
-        if key.activation_offload:
+        if key.activation_offload == "inputs":
             save_inputs_on_host(model, RecordedOnHost)
         if by_accelerate:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
@@ -279,6 +280,12 @@ class Recorder:
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
             yield Step(source, model, key, units, self._operators, sums_in_place=sums_in_place)
+
+
+def _stepping(source: Source, key: TapeKey) -> Source:
+    """The source with the step of the key's trainer: its batch and loss, in training or in evaluation."""
+    trained = _training(source, key)
+    return EvaluationSource(trained) if key.evaluates else trained
 
 
 def _training(source: Source, key: TapeKey) -> Source:

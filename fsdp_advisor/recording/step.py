@@ -19,7 +19,7 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.checkpointing import is_recomputing
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.flash import in_scratch
-from fsdp_advisor.recording.host import watched_copies
+from fsdp_advisor.recording.host import offloading, watched_copies
 from fsdp_advisor.recording.loss_chunks import LossChunks
 from fsdp_advisor.recording.operators import NONE, rows_and_columns
 from fsdp_advisor.recording.places import HookedModule, Leaf, hooked_modules
@@ -127,7 +127,7 @@ class Step:
         for tensor in tree_iter([self._leaves, list(self._model.buffers()), states]):
             watch.ignore(tensor)
         gc.collect()
-        with watch, watched_copies(self._copied):
+        with watch, watched_copies(self._copied), self._offloading():
             batch = self._source.batch(micro_batch_size, seq_len)
             if self._key.precision == "bf16":  # a trainer passes images and audio in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)
@@ -149,6 +149,11 @@ class Step:
                 self._chunks.forget()
             del loss, batch
         return take
+
+    def _offloading(self) -> contextlib.AbstractContextManager[None]:
+        """Context that keeps saved tensors in host memory, as the key says. TRL knows the weights before an engine gathers or casts them."""
+        known = self._model.parameters() if self._key.engine.startswith("plain") else ()
+        return offloading(self._key.activation_offload, known)
 
     # Storages
 

@@ -20,7 +20,7 @@ MEANINGS = ACCOUNTS | NON_TENSOR_PARTS
 _PART_OF: Mapping[str, MemoryPart] = {account: part for part in PARTS for account in part.accounts}
 _PHASE_NAMES = {
     "load": "load", "first_step": "first step", "steady_step": "steady step", "generate": "generate", "score": "score",
-    "train": "train", "save": "save",
+    "train": "train", "evaluate": "evaluate", "save": "save",
 }  # fmt: skip
 CAUSES: Mapping[str, str] = {
     "matmul": "matrix multiplications",

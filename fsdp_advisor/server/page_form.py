@@ -24,7 +24,7 @@ _HELP = {
     "backend": "The library that shards the model",
     "loss": "How the loss is computed",
     "use_liger_kernel": "Liger's kernels for norms, positions and feed-forward networks",
-    "activation_offload": "The inputs of checkpointed layers are in pinned host memory between forward and backward",
+    "activation_offload": "Activations are in pinned host memory between forward and backward",
     "backward_prefetch": "When FSDP1 gathers the parameters of the next layer in backward",
 }
 """Help where that of the command line does not suit a form."""

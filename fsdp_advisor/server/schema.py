@@ -76,6 +76,13 @@ class Allocator(BaseModel):
     steps_until_steady: int | None
 
 
+class AllocatedPeaks(BaseModel):
+    """Peaks of PyTorch's caching allocator."""
+
+    peak_allocated_bytes: Bytes
+    peak_reserved_bytes: Bytes
+
+
 class StrategyEstimate(BaseModel):
     """One strategy's figures on rank 0, which holds the largest shard. null: unknown; `not_modelled` says why."""
 
@@ -130,8 +137,12 @@ class StrategyEstimate(BaseModel):
     mfu_range: list[Seconds] | None
     exposed_communication_share_range: list[Seconds] | None
     step_breakdown: Annotated[dict[str, Seconds] | None, Field(description="Seconds by cause; they sum to the step")]
+    evaluation: Annotated[
+        AllocatedPeaks | None, Field(description="Steps with an evaluation between them; null without one")
+    ] = None
     job_peaks: Annotated[
-        dict[str, PhasePeak] | None, Field(description="Load, first step, steady step, save, and merging adapters")
+        dict[str, PhasePeak] | None,
+        Field(description="Load, first step, steady step, evaluate, save, and merging adapters"),
     ]
     fails_in: str | None
     warnings: list[str]

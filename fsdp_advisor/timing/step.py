@@ -190,6 +190,7 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, 
         sequences=b * sequences_per_example(plan.task),
         masked=plan.batch_layout != "full" and plan.attention != "flash_attention_2",
         host_bytes_per_s=host_bytes_per_s(gpu) if plan.activation_offload else inf,
+        overlaps_host=plan.offload_code == "trl",
         runs=_runs(plan),
     )
     return tape_work(profile, program.layout.tape, b, t, device, options)

@@ -57,8 +57,11 @@ class WorkOptions:
     masked: bool = False
     """Whether attention has a mask of the batch, under which its kernels skip nothing."""
     host_bytes_per_s: float = inf
-    """Of copies to and from the host, which run between the kernels. Source: torch 2.13, autograd/graph.py, save_on_cpu copies on the
-    current stream."""
+    """Of copies to and from the host."""
+    overlaps_host: bool = False
+    """Whether these copies run beside the kernels of their layer, as on TRL's own stream; if not, between them. Source: torch 2.13,
+    autograd/graph.py, save_on_cpu copies on the current stream; trl 1.16, models/activation_offloading.py: each copy has to end before
+    the fifth tensor after it, or in backward before the next node."""
     runs: tuple[tuple[str, float], ...] = ()
     """How often a step runs phases of the tape for each time that they are visited; once, if they are not in it."""
 
@@ -88,7 +91,9 @@ def tape_work(
             work = _split(work, forward[_unit_of(segment)])
         if segment.host_copies:
             copied = sum(evaluate(n_bytes, b, t) for n_bytes in segment.host_copies)
-            work = work._replace(copies=copied / options.host_bytes_per_s)
+            seconds = copied / options.host_bytes_per_s
+            hidden = work.gpu if options.overlaps_host else 0.0
+            work = work._replace(copies=max(seconds - hidden, 0.0))
         if segment.phase in times:
             work = Work(*(times[segment.phase] * seconds for seconds in work))
         by_segment.append(work)

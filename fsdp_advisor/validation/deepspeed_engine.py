@@ -99,7 +99,7 @@ def deepspeed_trainer(source: Source, plan: Plan, device: str, mode: Mode) -> De
     dtype = {"fp32": torch.float32, "fp16-mixed": torch.float16}.get(plan.precision, torch.bfloat16)
     model = source.build(torch.float32 if plan.mixed else dtype)
     source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
-    if plan.activation_offload:
+    if plan.offload_code == "inputs":
         save_inputs_on_host(model, functools.partial(save_on_cpu, pin_memory=device == "cuda"))
     weights.Materialiser("cpu").model(model)
     optimizer = optimizer_for(model, plan)

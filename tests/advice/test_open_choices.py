@@ -45,7 +45,7 @@ def with_tapes_of(model: Resolved, *, loss: bool = False, offload: bool = False)
         if loss:
             tapes[replace(key, loss="liger").name] = tapes[name]
         if offload and key.checkpointing == "full":
-            tapes[replace(key, activation_offload=True).name] = tapes[name]
+            tapes[replace(key, activation_offload="inputs").name] = tapes[name]
     return replace(model, profile=replace(model.profile, tapes=tapes), recording_allowed=False)
 
 
@@ -66,7 +66,7 @@ def advise(model: Resolved, **options: Any) -> Recommendation:
         ({"loss": "liger", "activation_offload": "false"}, {("liger", "none", False), ("liger", "full", False)}),
         ({"framework": "torch", "activation_offload": "false"}, {("full", p, False) for p in ("none", "selective", "full")}),
         ({"framework": "torchtitan"}, {("torchtitan", p, False) for p in ("none", "selective", "full")}),
-        ({"framework": "trl", "loss": "chunked"}, {("trl", p, False) for p in ("none", "selective", "full")}),
+        ({"framework": "trl", "loss": "chunked"}, {("trl", p, False) for p in ("none", "selective", "full")} | {("trl", "full", True)}),
     ],
 )  # fmt: skip
 def test_the_search_space_has_what_the_framework_has_and_the_request_leaves_open(

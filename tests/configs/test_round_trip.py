@@ -15,6 +15,7 @@ from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
 from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.job.adaptation import Adaptation, launched
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.evaluation import Evaluation
 from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
@@ -201,6 +202,40 @@ def test_an_exported_loss_of_liger_leaves_the_other_kernels_out() -> None:
     exported = export("trainer", job(plan("ddp", "ddp", framework="trainer", loss_code="liger")))
     read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp", seq_len=2048)
     assert not read.use_liger_kernel
+
+
+@pytest.mark.parametrize(("target", "loss"), [("trainer", "full"), ("trl", "trl")])
+def test_an_exported_evaluation_reads_back(target: str, loss: str) -> None:
+    evaluation = Evaluation(batch_size=4, strategy="epoch", accumulation_steps=2)
+    of = job(plan("ddp", "ddp", framework=target, loss_code=loss, evaluation=evaluation))
+    exported = export(target, of)
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp", seq_len=2048)
+    assert read.evaluation == evaluation
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
+def test_an_evaluation_that_a_consumer_s_file_does_not_set_is_refused(target: str) -> None:
+    of = job(plan("ddp", "ddp", framework="trainer", evaluation=Evaluation(batch_size=4)))
+    assert "evaluation is not written" in (TARGETS[target].unsupported(of) or "")
+
+
+@pytest.mark.parametrize(
+    ("target", "framework", "checkpointing"),
+    [
+        ("trl", "trl", "none"), ("trl", "trl", "full"), ("trainer", "trainer", "full"), ("fsdp2", "torch", "none"), ("fsdp2", "torch", "full"),
+        ("accelerate", "accelerate", "none"), ("deepspeed", "deepspeed", "none"),
+    ],
+)  # fmt: skip
+def test_exported_activation_offload_reads_back(
+    target: str, framework: str, checkpointing: str, tmp_path: Path
+) -> None:
+    backend = "deepspeed" if target == "deepspeed" else "fsdp2"
+    shape = plan("zero3", backend, framework=framework, loss_code="trl" if framework == "trl" else "full")
+    of = job(replace(shape, activation_checkpointing=checkpointing, activation_offload=True))
+    for file, text in files_of(target, of).items():
+        (tmp_path / file).write_text(text)
+    read = plan_of(from_paths([tmp_path]), seq_len=2048)
+    assert read.offload_code == of.plan.offload_code
 
 
 @pytest.mark.parametrize("task", ["dpo", "kto"])

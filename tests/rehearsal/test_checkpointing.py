@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matrix import taken
@@ -20,16 +21,32 @@ JOBS = dict(
     taken(
         [
             ("torchtitan", ("torchtitan", "bf16-mixed", "sdpa", 4, 2048)),
+            ("TRL's offload", ("trl:offload", "bf16-mixed", "sdpa", 4, 2048)),
             ("transformers, inputs on the host", ("transformers:offload", "bf16-mixed", "sdpa", 4, 2048)),
         ],
         [
             ("torchtitan in fp32", ("torchtitan", "fp32", "sdpa", 2, 1000)),
+            ("TRL's offload with checkpointing", ("trl:offload+full", "bf16-mixed", "sdpa", 4, 2048)),
+            ("TRL's offload in half precision", ("trl:offload", "bf16", "sdpa", 3, 2000)),
+            ("saved tensors on the host", ("torch:saved", "bf16", "sdpa", 4, 2048)),
+            ("saved tensors on the host, autocast", ("torch:saved", "bf16-mixed", "sdpa", 3, 1000)),
             ("trl", ("trl:selective", "bf16-mixed", "sdpa", 4, 2048)),
             ("transformers, every second layer", ("transformers:2", "bf16", "sdpa", 3, 2000)),
         ],
     )
 )
 """Policy, precision, attention, micro-batch, sequence length."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "torchtitan": {"activation_checkpointing": "selective"},
+    "trl:selective": {"activation_checkpointing": "selective"},
+    "transformers:2": {"activation_checkpointing": "every-2"},
+    "transformers:offload": {"activation_checkpointing": "full", "activation_offload": True},
+    "trl:offload": {"activation_offload": True},
+    "trl:offload+full": {"activation_checkpointing": "full", "activation_offload": True},
+    "torch:saved": {"activation_offload": True},
+}
+"""The options of an estimate, by policy."""
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +57,9 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_policy_of_the_library_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     policy, precision, attention, batch, length = JOBS[name]
-    by, _, option = policy.partition(":")
+    by = policy.partition(":")[0]
     row = row_of(
         tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]}, precision=precision, micro_batch_size=batch, seq_len=length,
-        attention=attention, framework="trl" if by == "trl" else "trainer",
-        activation_checkpointing={"2": "every-2", "offload": "full"}.get(option, "selective"), activation_offload=option == "offload",
+        attention=attention, framework={"trl": "trl", "torch": "torch"}.get(by, "trainer"), **OPTIONS[policy],
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

@@ -12,6 +12,7 @@ from export_jobs import job, plan
 
 from fsdp_advisor.export import export
 from fsdp_advisor.job.adaptation import Adaptation
+from fsdp_advisor.job.evaluation import Evaluation
 from fsdp_advisor.job.generation import Generation
 
 pytestmark = pytest.mark.slow
@@ -46,6 +47,16 @@ JOBS = {
                 generator="colocate",
                 sleeps=True,
             ),
+        )
+    ),
+    "evaluated": job(
+        plan(
+            "ddp",
+            "ddp",
+            framework="trl",
+            loss_code="trl",
+            activation_offload=True,
+            evaluation=Evaluation(batch_size=4, strategy="epoch"),
         )
     ),
     "whole": job(plan("ddp", "ddp", framework="trainer", precision="fp32", optim="sgd_momentum", micro_batch_size=2)),
@@ -92,3 +103,10 @@ def test_the_adapter_and_the_quantized_base_are_the_job_s(read: dict[str, dict[s
     assert {name: quantization.get(name) for name in NF4} == NF4
     assert [read[name]["precomputes"] for name in ("dpo", "precomputed", "kto", "whole")] == [False, True, False, None]
     assert read["lora"]["quantization"] is None and read["whole"]["quantization"] is None
+
+
+def test_evaluation_and_offload_are_the_plan_s(read: dict[str, dict[str, Any]]) -> None:
+    assert read["evaluated"]["evaluation"] == {
+        "eval_strategy": "epoch", "per_device_eval_batch_size": 4, "prediction_loss_only": True, "eval_accumulation_steps": None,
+    }  # fmt: skip
+    assert (read["evaluated"]["offloads"], read["whole"]["offloads"]) == (True, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
@@ -43,7 +43,8 @@ class StepOperations:
     """The allocator operations of a job, on numbered storages. `caching` defines their encoding.
 
     `setup` precedes the first step; `first` and `following` are steps. `carried_over` are the storages that one step leaves to
-    the next: (number at allocation, number in the next step). `visits` are (first operation, phase, name).
+    the next: (number at allocation, number in the next step). `visits` are (first operation, phase, name). `between` runs once after
+    the first steps, between two of them.
     """
 
     requests: tuple[int, ...]
@@ -52,6 +53,7 @@ class StepOperations:
     following: tuple[int, ...]
     carried_over: tuple[tuple[int, int], ...]
     visits: tuple[tuple[int, str, str], ...]
+    between: tuple[int, ...] = ()
 
 
 def step_operations(
@@ -74,6 +76,40 @@ def step_operations(
     reader = _Reader(program, storage_bytes(program.layout.tape, b, t, resident_threads), b, t, one_batch)
     reader.read()
     return _Assembly(program, reader, [round_up(n) for n in workspace_bytes], loaded).operations()
+
+
+def with_evaluation(
+    steps: StepOperations, forward: StepOperations, *, before: Sequence[int] = (), after: Sequence[int] = ()
+) -> StepOperations:
+    """The operations of steps with an evaluation between two of them. `forward`: the operations of its forwards as steps.
+
+    `before`: bytes of what is alive during the last forward. `after`: what follows it, in order: bytes to allocate, or those of an
+    earlier storage, negative, to free. Everything is freed in the end.
+    """
+    requests = [*steps.requests, *forward.requests]
+    own = {operation >> 2 for operation in forward.following if operation & 3 == MALLOC}
+    shift = 4 * len(steps.requests)
+    run = [op if op & 3 == WAIT else op + shift for op in forward.following if op & 3 == WAIT or op >> 2 in own]
+    between: list[int] = []
+    alive: list[int] = []
+
+    def change(n_bytes: int) -> None:
+        if n_bytes < 0:
+            number = next(each for each in alive if requests[each] == round_up(-n_bytes))
+            alive.remove(number)
+            between.append(number * 4 + FREE)
+            return
+        alive.append(len(requests))
+        between.append(len(requests) * 4 + MALLOC)
+        requests.append(round_up(n_bytes))
+
+    for n_bytes in before:
+        change(n_bytes)
+    between += run
+    for n_bytes in after:
+        change(n_bytes)
+    between += [number * 4 + FREE for number in alive]
+    return replace(steps, requests=tuple(requests), between=tuple(between))
 
 
 class _Reader:

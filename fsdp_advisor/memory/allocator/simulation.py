@@ -126,6 +126,13 @@ class _Run:
             self.completes = False
 
     def _simulate(self) -> None:
+        self._repeat_steps()
+        if self.operations.between:
+            self.allocator.run(self.operations.between)
+            self.allocator.begin_step(())
+            self.allocator.run(self.operations.following)
+
+    def _repeat_steps(self) -> None:
         operations, allocator, seen, retrying = self.operations, self.allocator, dict[tuple[int, ...], int](), 0
         allocator.run(operations.setup)
         allocator.allocated_peak, allocator.requested_peak = allocator.allocated, allocator.requested

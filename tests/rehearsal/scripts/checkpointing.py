@@ -43,7 +43,8 @@ def peak_of(model: Any, policy: str, precision: str, batch: int, length: int) ->
         arguments = SFTConfig(
             **usual,
             max_length=length,
-            gradient_checkpointing=bool(keywords),
+            activation_offloading=option.startswith("offload"),
+            gradient_checkpointing=bool(keywords) or option.endswith("full"),
             gradient_checkpointing_kwargs=keywords or None,
         )
         trainer: Trainer = SFTTrainer(
@@ -54,12 +55,29 @@ def peak_of(model: Any, policy: str, precision: str, batch: int, length: int) ->
         if by == "torchtitan":
             wrap_as_torchtitan(model.model)
         else:
-            keywords = {"offload": True} if option == "offload" else {"every_n_layers": int(option)}
+            known: dict[str, dict[str, Any]] = {"offload": {"offload": True}, "reentrant": {"use_reentrant": True}}
+            keywords = known.get(option) or {"every_n_layers": int(option)}
             usual |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": keywords}
         data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
         trainer = Trainer(model, args=TrainingArguments(**usual), train_dataset=data, callbacks=[found])
     trainer.train()
     return found.peak
+
+
+def loop_peak(model: Any, precision: str, batch: int, length: int) -> int:
+    """The peak of the second step of a plain loop whose forward runs under PyTorch's save_on_cpu."""
+    model.cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.ones((batch, length), dtype=torch.long, device="cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        autocast = torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed")
+        with torch.autograd.graph.save_on_cpu(pin_memory=True), autocast:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return int(torch.cuda.max_memory_allocated())
 
 
 def measured(config: dict[str, Any], job: tuple[str, str, str, int, int]) -> int:
@@ -69,6 +87,8 @@ def measured(config: dict[str, Any], job: tuple[str, str, str, int, int]) -> int
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         attn_implementation=attention,
     )
+    if policy == "torch:saved":
+        return loop_peak(model, precision, batch, length)
     return peak_of(model, policy, precision, batch, length)
 
 

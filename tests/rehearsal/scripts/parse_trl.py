@@ -23,6 +23,7 @@ OF_GRPO = (
     "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
     "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
 )  # fmt: skip
+OF_EVALUATION = ("per_device_eval_batch_size", "prediction_loss_only", "eval_accumulation_steps")
 
 
 def read(task, path):
@@ -47,6 +48,8 @@ def read(task, path):
         "alpha": adapter and adapter.lora_alpha,
         "modules": adapter and (sorted(adapter.target_modules) if not isinstance(adapter.target_modules, str) else adapter.target_modules),
         "quantization": quantization and quantization.to_diff_dict(),
+        "offloads": getattr(arguments, "activation_offloading", None),
+        "evaluation": {name: getattr(arguments, name) for name in OF_EVALUATION} | {"eval_strategy": str(arguments.eval_strategy.value)},
         "precomputes": getattr(arguments, "precompute_ref_log_probs", None),
     }  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""What the Trainer keeps on a GPU while it evaluates: the logits of batches.
+
+Source: transformers 5.23, trainer.py, `evaluation_loop`; trainer_pt_utils.py, `EvalLoopContainer`, `torch_pad_and_concatenate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fsdp_advisor.engines.wrapping import logits_per_batch
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import evaluate
+from fsdp_advisor.program.storages import round_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLogits:
+    """Storages of kept logits at the last batch, in bytes. `before`: alive during its forward; `after`: allocated after it, or freed,
+    negative, in order.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def peak(self, forward: int, left: int) -> int:
+        """The peak of the evaluation. `forward`: of a forward alone; `left`: what is alive when it has ended."""
+        return max(forward + sum(self.before), *accumulate(self.after, initial=left + sum(self.before)))
+
+
+def kept_logits(profile: Profile, plan: Plan) -> KeptLogits:
+    """What the evaluation keeps. Each batch's logits are appended to those before, which copies all of them;
+    the loop's variable holds the last batch's until the next ones are there.
+    """
+    assert plan.evaluation is not None
+    count = plan.evaluation.kept_batches
+    if not count:
+        return KeptLogits()
+    one = logits_bytes(profile, plan, 1)
+    kept = () if count == 1 else (logits_bytes(profile, plan, count - 1),)
+    of_loop = (one,) if count > 2 else ()  # the first batch's are what the container holds
+    appended = (logits_bytes(profile, plan, count),) if count > 1 else ()
+    return KeptLogits(before=(*kept, *of_loop), after=(*(-each for each in of_loop), one, *appended))
+
+
+def logits_bytes(profile: Profile, plan: Plan, batches: int) -> int:
+    """Bytes of the logits of so many batches of a rank. accelerate returns them in fp32 under mixed precision, but for DeepSpeed.
+
+    Source: accelerate 1.15, accelerator.py, `prepare_model`, convert_outputs_to_fp32.
+    """
+    assert plan.evaluation is not None
+    element = 4 if plan.mixed and plan.backend != "deepspeed" else plan.compute_bytes
+    logits = logits_per_batch(profile, element)
+    return round_up(evaluate(logits, plan.evaluation.batch_size * batches, plan.seq_len))
+
+
+def not_modelled(profile: Profile, plan: Plan) -> list[str]:
+    """Notes on what the peak of evaluation leaves out or assumes."""
+    if plan.evaluation is None:
+        return []
+    notes = ["evaluation: sequences of other lengths than those of training, and the time that it takes"]
+    if plan.evaluation.kept_batches:
+        if not any(logits_per_batch(profile, 1)):
+            notes.append("evaluation: the outputs that the Trainer keeps of a model without a vocabulary")
+        notes.append("evaluation: host memory of the logits, and what preprocess_logits_for_metrics leaves of them")
+    return notes

@@ -1,0 +1,32 @@
+"""A model's forward as the Trainer evaluates: in evaluation mode, without gradients, with the model's outputs until it ends.
+
+Source: transformers 5.23, trainer.py, `prediction_step`; trl 1.16, trainer/sft_trainer.py, `prediction_step`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_advisor.recording.scoring import scoring
+from fsdp_advisor.recording.source import Source, WrappedSource
+
+
+class EvaluationSource(WrappedSource):
+    """A model whose step is an evaluation's forward. The scalar that it returns has no gradient for the model."""
+
+    def __init__(self, base: Source) -> None:
+        super().__init__(base)
+
+    def configure(self, module: nn.Module, **code_path: Any) -> None:
+        self._base.configure(module, **code_path)
+        module.eval()
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with scoring("evaluate"):
+            loss = self._base.loss(module, batch)
+            torch.clear_autocast_cache()
+            del loss
+        return torch.zeros((), requires_grad=True)

@@ -1,0 +1,88 @@
+"""The Trainer's evaluation: its options, its phase and what it changes in an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_advisor import estimate
+from fsdp_advisor.engines.evaluation import kept_logits
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.verdict import verdict_text
+
+pytestmark = pytest.mark.slow
+
+JOB = {
+    "gpu": "H100-80GB",
+    "strategy": "ddp",
+    "framework": "trainer",
+    "precision": "bf16-mixed",
+    "seq_len": 256,
+    "micro_batch_size": 1,
+}
+
+
+def row(model: str, **options: Any) -> StrategyEstimate:
+    (found,) = estimate(**{"model": model, **JOB, "eval_strategy": "epoch", **options}).estimates
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"framework": "torch"}, "the evaluation of framework torch is not modelled"),
+        ({"framework": "trl", "task": "dpo"}, "task dpo is not modelled"),
+        ({"framework": "trl", "compute_metrics": True, "eval_samples": 8}, "a second forward with logits"),
+        ({"eval_strategy": "no", "compute_metrics": True}, "the job does not evaluate"),
+        ({"compute_metrics": True}, "whose size is unknown"),
+        ({"compute_metrics": True, "eval_samples": 8, "gpus": 2}, "logits that several GPUs gather"),
+    ],
+)
+def test_evaluations_that_are_not_modelled_are_refused(options: dict[str, Any], message: str, model: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        row(model, **options)
+
+
+def test_evaluation_is_a_phase_of_the_job(model: str) -> None:
+    found, without = row(model), row(model, eval_strategy="no")
+    assert found.job is not None and without.job is not None
+    assert list(found.job.phases) == ["load", "first_step", "steady_step", "evaluate", "save"]
+    assert "evaluate" not in without.job.phases and without.evaluation is None
+    assert found.peak_tensor_bytes == without.peak_tensor_bytes
+    assert found.as_dict()["job_peaks"]["evaluate"]["gpu_bytes"] == found.job.phases["evaluate"].gpu_bytes
+
+
+def test_a_large_evaluation_decides_what_is_needed(model: str) -> None:
+    small, large = row(model, per_device_eval_batch_size=1), row(model, per_device_eval_batch_size=2048)
+    assert small.needed_bytes is not None and large.needed_bytes is not None and large.needed_bytes > small.needed_bytes
+    assert large.worst_outside_steps == "evaluate"
+    assert large.needed_breakdown is not None and sum(large.needed_breakdown.values()) == large.needed_bytes
+    assert large.needed_breakdown["evaluation"] > 0
+    report = estimate(**{"model": model, **JOB, "eval_strategy": "steps", "per_device_eval_batch_size": 100_000})
+    assert verdict_text(report, report.estimates[0]).startswith("evaluate lacks")
+
+
+def test_losses_alone_need_no_more_than_a_forward(model: str) -> None:
+    kept = row(model, compute_metrics=True, eval_samples=64)
+    assert (
+        row(model, compute_metrics=True, eval_samples=64, prediction_loss_only=True).evaluation == row(model).evaluation
+    )
+    assert kept.evaluation is not None and row(model).evaluation is not None
+    assert kept.evaluation.allocated_peak_bytes > row(model).evaluation.allocated_peak_bytes  # type: ignore[union-attr]
+
+
+def test_logits_are_kept_in_fp32_and_copied_when_they_are_appended(model: str) -> None:
+    options = {"eval_strategy": "steps", "compute_metrics": True, "eval_samples": 24}
+    found = kept_logits(_profile(model), estimate(**{"model": model, **JOB, **options}).estimates[0].plan)
+    batch = 4 * 8 * 256 * 1000  # bytes of the logits of one batch
+    assert found.before == (2 * batch, batch)
+    assert found.after == (-batch, batch, 3 * batch)
+    assert found.peak(forward=0, left=0) == (2 + 1 + 3) * batch
+
+
+def _profile(model: str) -> Any:
+    from fsdp_advisor.model.resolve import resolve
+
+    return resolve(model).profile
