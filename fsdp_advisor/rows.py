@@ -371,7 +371,7 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
     if allocator.verdict == "fits_with_retries":
         times = "once" if allocator.retries_per_step == 1 else f"{allocator.retries_per_step} times"
         return (
-            f"the allocator frees its cache and asks the driver again {times} per step, which the step time includes{helps}",
+            f"the allocator frees its cache and allocates again {times} per step; the step time includes this{helps}",
         )
     return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
 

@@ -102,7 +102,9 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "wrap": {"layer": "each layer", "none": "the whole model"},
 }
 _LISTS = re.compile(r"`?fsdp-advisor (models|gpus)`?")
-_OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)|^([a-z_]+)(?= (?:must|is) )|\b([a-z]+(?:_[a-z]+)+|nnodes|optim)\b")
+_OPTION = re.compile(
+    r"--([a-z]+(?:-[a-z0-9]+)*)|^([a-z][a-z0-9_]+)(?= (?:must|is) )|\b([a-z]+(?:_[a-z0-9]+)+|nnodes|optim)\b"
+)
 
 
 def label(option: str) -> str:
@@ -128,6 +130,8 @@ def words(text: str) -> str:
 
     >>> words("gpus must be at least 1; give --host-memory"), words("seq_len 9 is past the maximum")
     ('“GPUs (total)” must be at least 1; give “Host memory per node”', '“Sequence length” 9 is past the maximum')
+    >>> words("use --load-in-4bit")
+    'use “Base in 4 bits”'
     """
 
     def labelled(match: re.Match[str]) -> str:
