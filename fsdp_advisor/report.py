@@ -113,7 +113,7 @@ class StrategyEstimate:
 
     @property
     def peak_device_bytes_range(self) -> tuple[int, int] | None:
-        """The same with the least and the most that CUDA and NCCL take."""
+        """`peak_device_bytes` with the low and the high estimate of CUDA and NCCL."""
         if self.allocator is None or self.overhead is None:
             return None
         reserved = self.allocator.reserved_peak_bytes

@@ -158,7 +158,7 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
 
 
 def _dividing_world(request: RecommendRequest, global_batch: int) -> int:
-    """A number of GPUs that divides the global batch; 1 if none is sure to."""
+    """The number of GPUs with which a search starts: global batch / (micro-batch x accumulation) if both are given, else 1."""
     fixed = (request.micro_batch_size or 1) * (request.gradient_accumulation_steps or 1)
     both = request.micro_batch_size is not None and request.gradient_accumulation_steps is not None
     return global_batch // fixed if both and global_batch >= fixed else 1

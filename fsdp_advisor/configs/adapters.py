@@ -175,7 +175,7 @@ def read_llamafactory(found: Collector) -> None:
 
 
 def read_torchtune(found: Collector, builder: str) -> None:
-    """The keys of a builder of torchtune whose name begins with lora_, qlora_, dora_ or qdora_."""
+    """Read the LoRA options of a torchtune model builder, such as `lora_llama3_8b` or `qlora_llama3_8b`."""
     modules = found.take("model.lora_attn_modules") or ["q_proj", "v_proj"]
     names = [_MODULES_OF_TORCHTUNE.get(str(name), str(name)) for name in modules]
     if truth(found.take("model.apply_lora_to_mlp") or False):

@@ -130,7 +130,7 @@ def _zero(found: Collector) -> None:
 
 
 def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
-    """Report sizes other than those that the estimate assumes: DeepSpeed's, or what transformers fills in for "auto"."""
+    """Report bucket sizes that the estimate does not use: it uses DeepSpeed's defaults, or transformers' values for "auto"."""
     reduce = section.get("zero_optimization.reduce_bucket_size")
     hidden = isqrt(int(float(reduce))) if reduce not in (None, "auto") else 0
     by_transformers = {

@@ -109,10 +109,10 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
 
 
 def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[str] = ()) -> Configuration:
-    """The options of a request: those that are given, and the files' for all others.
+    """Merge the given options with those of the files. Given options win.
 
-    `searched` are options that a search is to find: the files' values for them are left out, and their global batch size is
-    kept instead. Options that are given win; one that decides on the engine drops the files' other options of the engine.
+    A given strategy or backend drops the strategy and the backend of the files. Options in `searched` are not taken from the files,
+    because a search finds them; the files' global batch size is kept instead.
     """
     options = dict(found.options)
     if {"strategy", "backend"} & set(given):

@@ -68,7 +68,7 @@ def steps_of(trace: Trace, sites: Sequence[Site]) -> Steps:
 
 
 def _regions(trace: Trace, sites: Sequence[Site]) -> Iterator[Region]:
-    """Runs of one phase. Events that belong to no phase stay in the region before them."""
+    """Yield maximal runs of events with the same phase. An event of unknown phase belongs to the run before it."""
     phase: MomentPhase | None = None
     first, step = 0, 1
     for at, action in enumerate(trace.actions):

@@ -16,10 +16,10 @@ LossCode = Literal["full", "trl", "liger", "cce", "torchtitan"]
 
 
 def loss_code(request: EstimateRequest) -> LossCode:
-    """The code that the framework runs for the option. Raises UsageError for a loss that it refuses.
+    """The implementation of the loss that the framework runs. Raises UsageError for a loss that the framework refuses.
 
-    With Liger's kernels the Trainer's loss is Liger's too; TRL leaves that kernel out. A reward model has no logits of a vocabulary. Source: trl 1.16, sft_trainer.py: it raises ValueError for Liger's fused linear cross
-    entropy, and has no loss of whole logits.
+    With `use_liger_kernel` the Trainer uses Liger's loss; TRL keeps its own. A reward model has no logits of a vocabulary.
+    Source: trl 1.16, sft_trainer.py, which raises ValueError for Liger's fused linear cross entropy and has no loss of whole logits.
     """
     _check_kernels(request)
     loss, usual = request.loss, FRAMEWORKS[request.framework].loss

@@ -145,9 +145,10 @@ class Plan:
 
     @property
     def tape_shape(self) -> tuple[int, int]:
-        """The (B, T) at which the plan's tape is read.
+        """The (B, T) at which the tape is evaluated.
 
-        Of a batch that is one row, other kernels than those of flash_attention_2 see one sequence of all tokens, under a mask.
+        A flattened batch is one row of B x T tokens. flash_attention_2 sees its sequences separately; for other kernels this is
+        (1, B x T).
         """
         if self.batch_layout in ("flattened", "flattened-trl") and self.attention != "flash_attention_2":
             return 1, self.micro_batch_size * self.seq_len

@@ -164,7 +164,7 @@ def _trained_modules(parameters: Iterable[Parameter]) -> tuple[str, ...]:
 
 
 def _owner_outside(name: str, of_root: tuple[str, ...]) -> UnitId:
-    """The innermost unit around a parameter outside the layers, or around a stack."""
+    """The innermost unit of the root whose module contains `name`, a parameter or stack outside the layers; AT_ROOT if there is none."""
     around = [module for module in of_root if name.startswith(module + ".")]
     return (ROOT, FIRST_OF_ROOT + of_root.index(max(around, key=len))) if around else AT_ROOT
 

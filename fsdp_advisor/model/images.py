@@ -91,7 +91,7 @@ class _Values:
 
 @dataclass(frozen=True)
 class _Family:
-    """The types of models with one processor. `defaults`: of values that a configuration may leave out, from the type's class."""
+    """Model types that share one image processor. `defaults`: values of that class for keys that a configuration leaves out."""
 
     lay_out: Callable[[_Values, Images], Layout]
     defaults: Mapping[str, Any]

@@ -33,7 +33,7 @@ TapeCheckpointing = Literal["none", "full", "every", "selective", "selective-trl
 
 @dataclass(frozen=True, order=True)
 class TapeKey:
-    """The code path of one tape. Raises ValueError for flash_attention_2 on a CPU."""
+    """What decides which code a recorded step runs. Plans with equal keys share a tape. Raises ValueError for flash_attention_2 on a CPU."""
 
     engine: TapeEngine
     precision: TapePrecision

@@ -136,7 +136,7 @@ def record(row: dict[str, Any], before: Profile | None = None, *, retry: bool = 
 
 
 def _add_tape(recorder: Recorder, key: TapeKey) -> str | None:
-    """Record a tape, or keep why that is not possible and return it as a line."""
+    """Record a tape into the profile. If recording fails, store the error as a refusal and return one line about it."""
     try:
         recorder.profile.tapes[key.name] = recorder.tape(key)
     except AdvisorError as error:

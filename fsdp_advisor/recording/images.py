@@ -21,8 +21,8 @@ from fsdp_advisor.recording.source import Source, WrappedSource
 class ImageSource(WrappedSource):
     """A model with images in its samples.
 
-    Each image is a row of placeholders after one token of text, as between the tokens that begin and end an image. Labels are given for
-    all tokens. There is no attention mask, as in batches of text.
+    The placeholder tokens of each image follow one token of text; the rest of a sample is text. All tokens have labels. There is no
+    attention mask.
     """
 
     def __init__(self, base: Source, images: Images) -> None:

@@ -80,7 +80,8 @@ class _Experts(torch.autograd.Function):
 
 
 def _routing(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
-    """The tokens of each expert, and what backward keeps: where each expert begins, three permutations, and the tiles.
+    """The number of tokens of each expert, then what backward saves: the first row of each expert, three permutations, and the start and
+    the expert of each tile.
 
     Source: `compute_routing_metadata`.
     """

@@ -126,20 +126,20 @@ def prepare_for_training(model: nn.Module, *, gradient_checkpointing: bool) -> N
 
 
 def is_packed(parameter: torch.Tensor) -> bool:
-    """Whether a parameter contains a quantized weight, whose dtype is not that of its values and never changes."""
+    """Whether a parameter stores a packed quantized weight. Its dtype is a storage dtype, and casts do not change it."""
     return type(parameter).__name__ in PACKED
 
 
 def packed_shape(parameter: Any) -> tuple[int, ...] | None:
-    """The shape of the weight that a parameter contains in packed form; None if its own shape is that."""
+    """The shape of the weight before it was packed; None if the parameter is not packed."""
     state = getattr(parameter, "quant_state", None)
     return None if state is None else tuple(state.shape)
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of the scales and value tables of quantized layers, which are neither parameters nor registered buffers.
+    """Yield the name in a checkpoint and the tensor of each quantization constant: scales and value tables (`absmax`, `code`, `SCB`).
 
-    The names are those in a checkpoint.
+    They are neither parameters nor registered buffers.
     """
     layer: Any
     for path, layer in module.named_modules():

@@ -67,7 +67,7 @@ def quantities(work: Work) -> tuple[int, int, int]:
 
 
 def storages_of(take: Take) -> object:
-    """A take's allocations and frees in order, without sizes and marks, for comparison."""
+    """The order of allocations and frees as a comparable value, without sizes and without marks of modules."""
     return (
         take.categories,
         list(take.columns),

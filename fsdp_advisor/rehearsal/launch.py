@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.5  # each poll reads all of /proc
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the command ended. `timed_out` and `interrupted`: it was ended from here."""
+    """How the command ended. `timed_out`, `interrupted`: the rehearsal stopped it."""
 
     status: int
     seconds: float

@@ -20,7 +20,7 @@ DEFAULT_WIDTH = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screen:
-    """What text is laid out for."""
+    """The width, colour and character set of the output."""
 
     width: int = DEFAULT_WIDTH
     colour: bool = False

@@ -117,7 +117,7 @@ class StepTime:
 
     @property
     def exposed_communication_share_range(self) -> tuple[float, float]:
-        """The range of the share if only the exposed communication varies and all other parts are as estimated."""
+        """The range of the share when only the exposed communication time is uncertain."""
         exposed, unsure = self.breakdown["communication"], UNCERTAINTY["communication"]
         rest = self.seconds - exposed
         least, most = exposed * (1 - unsure), exposed * (1 + SLOWER * unsure)

@@ -159,7 +159,7 @@ def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMe
 
 
 def _fsdp2_units(model: nn.Module, layers: list[nn.Module], plan: Plan) -> list[Any]:
-    """The modules, or lists of modules, that are units. FSDP2 has no policies; PyTorch's own one selects modules by size."""
+    """The modules, or lists of modules, to pass to `fully_shard`, as the plan's policy selects them. FSDP2 itself has no wrap policy."""
     policy = plan.wrap_policy
     match policy.kind:
         case "none":

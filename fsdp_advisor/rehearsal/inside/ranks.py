@@ -80,9 +80,9 @@ def answer_rendezvous(module: ModuleType) -> None:
 
 
 def answer_process_groups(c10d: ModuleType) -> None:
-    """Replace the functions of torch.distributed.distributed_c10d that wait for other ranks or take objects from them.
+    """Replace the functions of torch.distributed.distributed_c10d that wait for other ranks or receive objects from them.
 
-    Communicators are never split off others: NCCL does not say how large a part is when only one rank asks.
+    Subgroups get new communicators, because a split needs a call of every rank.
     """
     # one unique id for all communicators of a group; with several, rank 128 would ask another rank for one
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(2**30)

@@ -162,7 +162,7 @@ def _catalogued(name: str) -> dict[str, Any] | None:
 
 
 def _answer_weights(modeling_utils: Any) -> None:
-    """A model whose weights are not on this machine is loaded from an empty checkpoint."""
+    """Patch `from_pretrained`: if the weights are not on this machine, it loads an empty checkpoint."""
     model = modeling_utils.PreTrainedModel
     original = model.from_pretrained.__func__
 

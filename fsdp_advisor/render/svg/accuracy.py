@@ -77,7 +77,7 @@ def _axes(xs: Scale, ys: Scale, low: float, high: float) -> list[str]:
 
 
 def _mark(group: int, x: float, y: float, colour: str, kind: str) -> str:
-    """Each group its own shape: disc, square, triangle, diamond."""
+    """Draw a point. Each group has its own marker: disc, square, triangle or diamond."""
     shapes = ("", "M-4 -4H4V4H-4Z", "M0 -5L5 4H-5Z", "M0 -5L5 0L0 5L-5 0Z")
     if group % 4 == 0:
         return element("circle", cx=x, cy=y, r=4, class_=f"f-{kind}", fill=colour, fill_opacity="0.75")
