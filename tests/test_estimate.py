@@ -155,7 +155,7 @@ def test_the_json_has_the_contracts_keys() -> None:
         assert row["fits"] is (row["headroom_bytes"] >= 0)
         assert row["step_seconds"] == pytest.approx(sum(row["step_breakdown"].values()), rel=1e-5)
         assert set(row["at_peak"]) == set(ACCOUNTS)
-        assert set(row["needed_breakdown"]) == {*ACCOUNTS, *NON_TENSOR_PARTS} - {"vllm"}
+        assert set(row["needed_breakdown"]) == {*ACCOUNTS, *NON_TENSOR_PARTS} - {"vllm", "evaluation"}
 
 
 @pytest.mark.parametrize(

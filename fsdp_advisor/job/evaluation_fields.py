@@ -16,7 +16,7 @@ EvalStrategy = Literal["no", "steps", "epoch"]
 EvalStrategyOption = Annotated[
     EvalStrategy,
     Rule(
-        about="when the Trainer evaluates: no, every eval_steps, or after each epoch; the job then has a phase evaluate",
+        about="when the Trainer evaluates: never, every eval_steps, or after each epoch",
         group=GROUP,
         synonyms={"none": "no", "false": "no"},
     ),
@@ -27,7 +27,7 @@ PerDeviceEvalBatchSize = Annotated[
 ComputeMetrics = Annotated[
     bool,
     Rule(
-        about="the Trainer gets a function compute_metrics, so it keeps the logits on the GPU; without it, losses alone",
+        about="keep the logits on the GPU, as the Trainer does with a function compute_metrics",
         group=GROUP,
     ),
 ]
@@ -45,7 +45,7 @@ EvalAccumulationSteps = Annotated[
 EvalSamples = Annotated[
     int | None,
     Rule(
-        about="the sequences of the evaluation set, of which kept logits are as many",
+        about="the sequences of the evaluation set, whose logits are kept",
         group=GROUP,
         default="unknown",
         ge=1,

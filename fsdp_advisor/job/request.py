@@ -63,7 +63,7 @@ ACCUMULATION = Rule(
     le=MAX_BATCH,
 )
 CHECKPOINTING = Rule(
-    about="the layers that are recomputed in backward: none, full (all), every-N (one of N), or selective (all, but the outputs of "
+    about="the layers that backward recomputes: none, full (all), every-N (one of N), or selective (all, but the outputs of "
     "matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
     group="Training",
     metavar="POLICY",
@@ -191,7 +191,7 @@ class EstimateRequest:
     optim_args: Annotated[
         str | None,
         Rule(
-            about="the settings of GaLore and APOLLO, as the Trainer has them: rank=128,update_proj_gap=200",
+            about="the settings of GaLore and APOLLO: rank=128,update_proj_gap=200",
             group="Training",
             metavar="ARGS",
             max_length=256,
@@ -202,7 +202,7 @@ class EstimateRequest:
     optim_target_modules: Annotated[
         str | None,
         Rule(
-            about="the linear layers that GaLore and APOLLO project: parts of their names separated by commas, or all-linear",
+            about="the linear layers that GaLore and APOLLO project: parts of names separated by commas, or all-linear",
             group="Training",
             metavar="NAMES",
             default="all-linear",
@@ -288,7 +288,7 @@ class EstimateRequest:
     loss: Annotated[
         Loss,
         Rule(
-            about="the way in which the loss is computed: auto, as the framework does; full, from all logits at once; chunked, in TRL's "
+            about="the loss: auto, as the framework computes it; full, from all logits at once; chunked, in TRL's "
             "tiles or torchtitan's chunks; liger, by Liger's fused linear cross entropy; cce, by cut cross entropy",
             group="Training",
             synonyms={
@@ -319,7 +319,7 @@ class EstimateRequest:
     packing: Annotated[
         Packing,
         Rule(
-            about="the way to fill rows without padding: bfd packs whole sequences, wrapped cuts sequences at the end of a row",
+            about="rows without padding: bfd packs whole sequences, wrapped cuts sequences at the end of a row",
             group="Training",
             synonyms={"bfd_split": "bfd", "bfd_requeue": "bfd", "true": "bfd", "false": "none", "no": "none"},
         ),
@@ -343,7 +343,7 @@ class EstimateRequest:
     images_per_sample: Annotated[
         int,
         Rule(
-            about="the number of images in each sample of a vision-language model; their tokens are part of the sequence length",
+            about="the number of images in each sample; their tokens are part of the sequence length",
             group="Training",
             ge=0,
             le=1024,
@@ -352,7 +352,7 @@ class EstimateRequest:
     image_size: Annotated[
         str | None,
         Rule(
-            about="the size of these images in pixels, as WIDTHxHEIGHT, before the model's processor resizes them or cuts them into tiles",
+            about="the size of the images in pixels, as WIDTHxHEIGHT, before the processor resizes or tiles them",
             group="Training",
             metavar="SIZE",
             max_length=16,
@@ -374,14 +374,14 @@ class EstimateRequest:
     task: Annotated[
         TrainingTask,
         Rule(
-            about="the trainer of --framework trl: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo",
+            about="the trainer of TRL: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo",
             group="Training",
         ),
     ] = "sft"
     precompute_ref_log_probs: Annotated[
         bool,
         Rule(
-            about="tasks dpo and kto: compute the reference model's log-probabilities before training, so that no step needs the model",
+            about="dpo and kto: compute the reference's log-probabilities before training, so that no step needs it",
             group="Training",
         ),
     ] = False
@@ -404,8 +404,8 @@ class EstimateRequest:
     activation_offload: Annotated[
         bool,
         Rule(
-            about="keep activations in pinned host memory between forward and backward: the inputs of checkpointed layers, as with "
-            "transformers' offload; with trl what its activation_offloading takes; in a script without checkpointing all saved tensors",
+            about="keep activations in pinned host memory until backward: the inputs of checkpointed layers; with trl what its "
+            "activation_offloading takes; without checkpointing all saved tensors",
             group="Training",
         ),
     ] = False
@@ -413,7 +413,7 @@ class EstimateRequest:
         int | None,
         Rule(
             about="the number of sequences per optimizer step over all ranks; accumulation, and in a search the micro-batch, "
-            "are chosen to match",
+            "match it",
             group="Training",
             ge=1,
             le=MAX_BATCH * MAX_GPUS,
