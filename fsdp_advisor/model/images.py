@@ -227,6 +227,30 @@ def _llava_tokens(values: _Values) -> int:
 # Tiles
 
 
+_CUTS = "the processor cuts an image into at most {most} tiles of {side} pixels, and adds it whole"
+
+
+def _tiled(
+    form: Literal["tiles", "nested-tiles"],
+    images: Images,
+    grid: tuple[int, int],
+    side: int,
+    tokens: int,
+    assumed: str,
+) -> Layout:
+    """An image cut into a grid of (rows, columns) square tiles, and added whole if there are several. `tokens`: of each tile;
+    `assumed`: what the processor does with an image of a given size.
+    """
+    tiles = grid[0] * grid[1] + (grid != (1, 1))
+    return Layout(
+        format=form,
+        tokens=tiles * tokens,
+        pixels=(tiles, 3, side, side),
+        grid=grid,
+        assumed=assumed if images.height else "",
+    )
+
+
 def _grids(least: int, most: int) -> Iterator[tuple[int, int]]:
     """(columns, rows) of tiles, fewest first. Source: got_ocr2/image_processing_got_ocr2.py, get_all_supported_aspect_ratios."""
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if least <= c * r <= most]
@@ -238,7 +262,7 @@ def _internvl_tiles(values: _Values, images: Images) -> Layout:
     get_optimal_tiled_canvas and the class's defaults.
     """
     side, tokens, most = values.size("vision_config.image_size"), values.size("image_seq_length"), 12
-    tiles, grid = 1, (1, 1)
+    grid = (1, 1)
     if images.height:
         aspect, area = images.width / images.height, images.width * images.height
         best = math.inf
@@ -246,16 +270,7 @@ def _internvl_tiles(values: _Values, images: Images) -> Layout:
             off = abs(aspect - columns / rows)
             if off < best or (off == best and area > 0.5 * side**2 * columns * rows):
                 best, grid = off, (rows, columns)
-        tiles = grid[0] * grid[1] + (grid != (1, 1))
-    return Layout(
-        format="tiles",
-        tokens=tiles * tokens,
-        pixels=(tiles, 3, side, side),
-        grid=grid,
-        assumed=f"the processor cuts an image into at most {most} tiles of {side} pixels, and adds it whole"
-        if images.height
-        else "",
-    )
+    return _tiled("tiles", images, grid, side, tokens, _CUTS.format(most=most, side=side))
 
 
 def _llama4_tiles(values: _Values, images: Images) -> Layout:
@@ -271,16 +286,7 @@ def _llama4_tiles(values: _Values, images: Images) -> Layout:
         larger = [value for value in scale.values() if value >= 1]
         chosen = min(larger) if larger else max(scale.values())
         grid = min((s for s in shapes if scale[s] == chosen), key=lambda s: s[0] * s[1])
-    tiles = grid[0] * grid[1] + (grid != (1, 1))
-    return Layout(
-        format="tiles",
-        tokens=tiles * tokens,
-        pixels=(tiles, 3, side, side),
-        grid=grid,
-        assumed=f"the processor cuts an image into at most {most} tiles of {side} pixels, and adds it whole"
-        if images.height
-        else "",
-    )
+    return _tiled("tiles", images, grid, side, tokens, _CUTS.format(most=most, side=side))
 
 
 def _idefics_tiles(values: _Values, images: Images) -> Layout:
@@ -296,16 +302,8 @@ def _idefics_tiles(values: _Values, images: Images) -> Layout:
         width, height = (longest, int(longest / ratio)) if ratio >= 1 else (int(longest * ratio), longest)
         width, height = (max(1, length + length % 2 if length < longest else length) for length in (width, height))
         grid = math.ceil(height / side), math.ceil(width / side)
-    tiles = grid[0] * grid[1] + 1 if grid != (1, 1) else 1
-    return Layout(
-        format="nested-tiles",
-        tokens=tiles * tokens,
-        pixels=(tiles, 3, side, side),
-        grid=grid,
-        assumed=f"the processor resizes an image to {4 * side} pixels, cuts it into tiles of {side} and adds it whole"
-        if images.height
-        else "",
-    )
+    assumed = f"the processor resizes an image to {4 * side} pixels, cuts it into tiles of {side} and adds it whole"
+    return _tiled("nested-tiles", images, grid, side, tokens, assumed)
 
 
 def _best_resolution(height: int, width: int, resolutions: list[list[int]]) -> tuple[int, int]:
