@@ -37,7 +37,7 @@ from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_step_tape, select_tape, tape_key_of
+from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_step_tape, select_tape, step_tape, tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
@@ -80,7 +80,7 @@ def estimate_plan(
 def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape."""
     assert model.profile is not None
-    tape = gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
+    tape = step_tape(model, plan, gpu)
     return _peak_bytes(model.profile, tape, plan)
 
 
@@ -108,7 +108,7 @@ def _evaluation_bytes(profile: Profile, plan: Plan, evaluation: tuple[Plan, Tape
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """By how much the peak of a plan's step falls without the loss's own tensors: at most what a loss without logits saves."""
     assert model.profile is not None
-    tape = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    tape = step_tape(model, plan, gpu)
     return _peak_bytes(model.profile, tape, plan) - _peak_bytes(model.profile, tape, plan, fused_loss=True)
 
 
@@ -142,7 +142,7 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """Seconds of a plan's step, without allocator retries; None if unknown."""
     if model.profile is None:
         return None
-    tape = gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
+    tape = step_tape(model, plan, gpu)
     step = step_of(model.profile, tape, plan, gpu)
     return None if step is None else step.seconds
 
@@ -342,10 +342,13 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    on_gpu = gpu_tape(profile, select_step_tape(model, profile, plan), plan, gpu)
-    operations = _operations(profile, on_gpu, plan, gpu, None, job.load_method)
-    if (evaluation := _evaluation_tape(model, plan, gpu)) is not None:
-        operations = _with_evaluation(profile, on_gpu, plan, gpu, evaluation, job.load_method)
+    on_gpu = step_tape(model, plan, gpu)
+    evaluation = _evaluation_tape(model, plan, gpu)
+    operations = (
+        _operations(profile, on_gpu, plan, gpu, None, job.load_method)
+        if evaluation is None
+        else _with_evaluation(profile, on_gpu, plan, gpu, evaluation, job.load_method)
+    )
     return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
 
 
@@ -385,7 +388,7 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
     if model.profile is None:
         return ()
-    tape = gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
+    tape = step_tape(model, plan, gpu)
     return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 

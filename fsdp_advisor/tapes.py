@@ -211,6 +211,12 @@ def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: 
     return profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
 
 
+def step_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
+    """The tape of a plan's step that a GPU runs. Raises AdvisorError if there is none."""
+    assert model.profile is not None
+    return gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
+
+
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """`gpu_tape`. Records it first if it is missing and can be recorded."""
     assert model.profile is not None

@@ -106,10 +106,7 @@ class Recommendation:
         if self.winner.numerics_gain > other.numerics_gain and own > best:
             return f"it is {own / best - 1:.0%} faster, in other numerics"
         if own > best:
-            if (other.plan.offload, other.plan.activation_offload) != (
-                self.winner.plan.offload,
-                self.winner.plan.activation_offload,
-            ):
+            if other.choice.host_level != self.winner.choice.host_level:
                 return f"it is {own / best - 1:.0%} faster, but it offloads, and the speed of hosts differs"
             return f"it is {own / best - 1:.0%} faster, but does not answer what --find asks"
         comparable = own * other.numerics_gain
