@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fsdp_advisor.job.batch_layout import check_batch
-from fsdp_advisor.job.choices import Backend, Checkpointing, Offload, OffloadDevice, OptimizerName, Strategy
+from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, OffloadDevice, OptimizerName, Strategy
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation
 from fsdp_advisor.job.losses import LossCode, loss_code
-from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
+from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -216,9 +216,9 @@ def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
     return ("cpu",) if request.host_memory is None else DEVICES
 
 
-def _automatic(optim: OptimizerName) -> frozenset[Backend]:
+def _automatic(optim: OptimizerName, framework: Framework) -> frozenset[Backend]:
     """The backends of `auto`: DDP, DeepSpeed, and FSDP2, or FSDP1 if FSDP2 cannot step the optimizer."""
-    unable = unable_backends(optim)
+    unable = unable_backends(optim, framework)
     backends: tuple[Backend, ...] = ("ddp", "fsdp1" if "fsdp2" in unable else "fsdp2", "deepspeed")
     return frozenset(backends) - unable
 
@@ -240,10 +240,10 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
         and request.offload in ("auto", choice.offload)
         and (
             request.backend == choice.backend
-            or (request.backend == "auto" and choice.backend in _automatic(request.optim))
+            or (request.backend == "auto" and choice.backend in _automatic(request.optim, request.framework))
         )
         and choice.backend in FRAMEWORKS[request.framework].backends
-        and backend_refusal(request.optim, choice.backend, choice.offload) is None
+        and optimizer_refusal(request.optim, choice.backend, choice.offload, request.framework) is None
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
         and refusal(
             choice.strategy,

@@ -18,6 +18,7 @@ from fsdp_advisor.engines.learned import learned
 from fsdp_advisor.engines.optimizer_work import model_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
+from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
@@ -110,11 +111,8 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what the models of the plan's engine and framework leave out or assume."""
     notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
     optimizer = optimizer_of(plan)
-    if plan.backend == "fsdp2":
-        if optimizer.fsdp2 is not None:
-            notes.append(optimizer.fsdp2.reason)
-        elif optimizer.fsdp2_step_failure and not plan.facts.uses_trainer:
-            notes.append(optimizer.fsdp2_step_failure)
+    if (limit := limit_of(plan.optim, plan.backend, plan.framework)) is not None:
+        notes.append(limit.reason)
     notes += optimizer.notes
     if optimizer.is_paged and plan.offload == "none":
         notes.append(PAGED)

@@ -28,7 +28,7 @@ from fsdp_advisor.export.constants import (
 )
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import framework_limit, fsdp2_optimizer_limit
+from fsdp_advisor.export.limits import framework_limit, optimizer_limit
 from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.choices import Framework
@@ -42,7 +42,7 @@ def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
     """Why `framework`, which trains through accelerate, cannot train the job; None if it can."""
     return (
         framework_limit(job, framework)
-        or fsdp2_optimizer_limit(job.plan)
+        or optimizer_limit(job.plan, framework)
         or _unsharded_replicas(job.plan)
         or deepspeed.host_optimizer_limit(job.plan)
     )

@@ -9,6 +9,7 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.compatibility import refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
@@ -32,7 +33,7 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
     return error.message if error is not None else None
 
 
-def fsdp2_optimizer_limit(plan: Plan) -> str | None:
-    """Why the optimizer cannot step FSDP2's parameters."""
-    limit = optimizer_of(plan).fsdp2
-    return limit.reason if limit is not None and plan.backend == "fsdp2" else None
+def optimizer_limit(plan: Plan, framework: Framework) -> str | None:
+    """Why the plan's engine cannot step the optimizer under `framework`."""
+    limit = limit_of(plan.optim, plan.backend, framework)
+    return f"{limit.reason} ({limit.hint})" if limit is not None else None

@@ -12,7 +12,7 @@ from fsdp_advisor.export.checkpointing import checkpointing_call, checkpointing_
 from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import fsdp2_optimizer_limit
+from fsdp_advisor.export.limits import optimizer_limit
 from fsdp_advisor.export.losses import loss_limit, script_call
 from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.rendering import render
@@ -40,7 +40,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
         loss_limit(job, "liger")
         or batch_limit(job)
         or checkpointing_limit(job, "every", "selective", offloads=("inputs", "saved"))
-        or fsdp2_optimizer_limit(job.plan)
+        or optimizer_limit(job.plan, "torch")
     )
 
 

@@ -12,7 +12,7 @@ from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.losses import loss_code
-from fsdp_advisor.job.optimizers import backend_refusal, unable_backends
+from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.request import EstimateRequest
@@ -91,8 +91,8 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
         possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
-        tried = (*known, *unable_backends(request.optim))
-        refused = (backend_refusal(request.optim, b, o) for b in tried for _, o in rows)
+        tried = (*known, *unable_backends(request.optim, request.framework))
+        refused = (optimizer_refusal(request.optim, b, o, request.framework) for b in tried for _, o in rows)
         if (error := next(filter(None, refused), None)) is not None:
             raise error
         raise UsageError(
@@ -104,14 +104,15 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
 
 def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:
     """Whether the backend has the strategy with the offload, and steps the optimizer."""
-    return backend in OFFLOADS[offload].get(strategy, ()) and backend_refusal(request.optim, backend, offload) is None
+    refused = optimizer_refusal(request.optim, backend, offload, request.framework)
+    return backend in OFFLOADS[offload].get(strategy, ()) and refused is None
 
 
 def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
     """The backends among which `auto` chooses: the framework's that can step the optimizer, and with NVMe only DeepSpeed, which
     alone offloads to it.
     """
-    unable = unable_backends(request.optim)
+    unable = unable_backends(request.optim, request.framework)
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
     if offload != "none" and request.offload_device == "nvme":
         return tuple(b for b in known if b == "deepspeed")
@@ -272,13 +273,17 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     if backend == "auto":
         open_ones = [b for b in able if b in known]
         usual = [b for b in open_ones if b in _backends(request, offload)]
-        if unable_backends(request.optim):  # the usual backend is not among these, and the next may have other limits
+        if unable_backends(
+            request.optim, request.framework
+        ):  # the usual backend is not among these, and the next may have other limits
             usual = [b for b in usual if not _refuses(request, strategy, b)]
         backend = next(iter(usual), open_ones[0])
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
-    refused = _refuses(request, strategy, backend) or backend_refusal(request.optim, backend, offload)
+    refused = _refuses(request, strategy, backend) or optimizer_refusal(
+        request.optim, backend, offload, request.framework
+    )
     if refused is not None:
         raise refused
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":

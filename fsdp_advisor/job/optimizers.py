@@ -1,112 +1,166 @@
-"""Which backends cannot step an optimizer, and why."""
+"""Which engine cannot step which optimizer, and why: the one table that planning, estimates, exports and measurements read.
+
+What a consumer calls an optimizer, or why it has no name for it, is in the optimizer's own file (`policies.optimizers`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Backend, Offload, OptimizerName
-
-_NOT_SHARDS: frozenset[OptimizerName] = frozenset(
-    {
-        "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit",
-        "paged_lion_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit",
-        "rmsprop_bnb_8bit",
-    }
-)  # fmt: skip
-"""bitsandbytes' kernels take no DTensor, which FSDP2's parameters are."""
+from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 
 
-def unable_backends(optim: OptimizerName) -> frozenset[Backend]:
-    """The backends that cannot step the optimizer. `auto` does not choose them.
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Why an engine cannot step an optimizer, and what to use instead.
 
-    >>> sorted(unable_backends("paged_adamw_8bit")), sorted(unable_backends("adamw_torch"))
-    (['fsdp2'], [])
+    `is_estimated`: its memory is known although the step fails, so a request that names the engine is answered, with the reason as a
+    note. `spares_trainer`: the Trainer steps an implementation of its own, which works.
     """
-    refused: frozenset[Backend] = frozenset(_REFUSED.get(optim, {}))
-    return refused | {"fsdp2"} if optim in _NOT_SHARDS else refused
+
+    reason: str
+    hint: str
+    is_estimated: bool = False
+    spares_trainer: bool = False
 
 
-_SCHEDULE_FREE: Mapping[Backend, tuple[str, str]] = {
-    "deepspeed": (
+_BITSANDBYTES: Mapping[Backend, Limit] = {
+    # its kernels have no strategy for DTensors: bitsandbytes issue 1633; axolotl refuses it too
+    "fsdp2": Limit(
+        "bitsandbytes' kernels take no DTensor, which FSDP2's parameters are",
+        "--backend fsdp1, or another --optim",
+        is_estimated=True,
+    ),
+}
+_SCHEDULE_FREE: Mapping[Backend, Limit] = {
+    # DeepSpeed 0.19.8, run through the order of calls that accelerate and the Trainer have
+    "deepspeed": Limit(
         "DeepSpeed steps the optimizer in initialize(), and schedule-free optimizers do not step before train() is called",
         "--backend fsdp2 or fsdp1",
     ),
 }
-"""Found by running DeepSpeed 0.19.8 through the order of calls that accelerate and the Trainer have."""
 
 
-_GALORE_FSDP2 = "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled"
-_APOLLO_FSDP2 = "APOLLO multiplies its random matrix, a plain tensor, with FSDP2's gradients, which are DTensors"
-
-
-def _low_rank(label: str, fsdp2: str) -> Mapping[Backend, tuple[str, str]]:
+def _low_rank(label: str, fsdp2: str) -> Mapping[Backend, Limit]:
+    """Source: galore-torch 1.0 and apollo-torch 1.0.3, run on torch 2.13."""
     hint = "--strategy ddp, or --optim adamw_torch_8bit, whose state is small too"
     return {
-        "fsdp2": (fsdp2, hint),
-        "fsdp1": (f"{label} projects matrices, and FSDP1 flattens them", hint),
-        "deepspeed": (f"{label} projects matrices, and DeepSpeed flattens them", hint),
+        "fsdp2": Limit(fsdp2, hint),
+        "fsdp1": Limit(f"{label} projects matrices, and FSDP1 flattens them", hint),
+        "deepspeed": Limit(f"{label} projects matrices, and DeepSpeed flattens them", hint),
     }
 
 
-def _lomo(label: str) -> Mapping[Backend, tuple[str, str]]:
+def _lomo(label: str) -> Mapping[Backend, Limit]:
     hint = "--gpus 1 --strategy ddp, or --optim adamw_torch_8bit"
-    sharded = "updates whole parameters in backward, before {} reduces their gradients"
+    sharded = f"{label} updates whole parameters in backward, before {{}} reduces their gradients"
+    replaced = f"accelerate calls DeepSpeed's backward in place of {label}'s, which updates the parameters"
     return {
-        "fsdp2": (f"{label} {sharded.format('FSDP2')}", hint),
-        "fsdp1": (f"{label} {sharded.format('FSDP1')}", hint),
-        "deepspeed": (
-            f"accelerate calls DeepSpeed's backward in place of {label}'s, which updates the parameters",
-            hint,
-        ),
+        "fsdp2": Limit(sharded.format("FSDP2"), hint),
+        "fsdp1": Limit(sharded.format("FSDP1"), hint),
+        "deepspeed": Limit(replaced, hint),
     }
 
 
-_REFUSED: Mapping[OptimizerName, Mapping[Backend, tuple[str, str]]] = {
-    "muon": {
-        "fsdp1": ("Muon steps matrices, and FSDP1 flattens them", "--backend fsdp2"),
-        "deepspeed": ("DeepSpeed's Muon is not modelled yet", "--backend fsdp2 has torch's"),
+_GALORE = _low_rank("GaLore", "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled")
+_GALORE_ADAFACTOR = _low_rank(
+    "GaLore", "GaLore's Adafactor mixes plain tensors with FSDP2's gradients, which are DTensors"
+)
+_APOLLO = _low_rank(
+    "APOLLO", "APOLLO multiplies its random matrix, a plain tensor, with FSDP2's gradients, which are DTensors"
+)
+
+LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
+    "adafactor": {
+        # torch 2.13 under fully_shard: no sharding strategy for `aten.pow_.Scalar` and `aten._foreach_mul_.List`
+        "fsdp2": Limit(
+            "torch.optim.Adafactor, as of torch 2.13, does not run on FSDP2's shards",
+            "--backend fsdp1, another --optim, or --framework trainer",
+            is_estimated=True,
+            spares_trainer=True,
+        ),
     },
     # deepspeed/runtime/engine.py (0.19.8), `basic_optimizer`: ZeRO makes a second Adagrad, and the first stays
     "adagrad": {
-        "deepspeed": (
+        "deepspeed": Limit(
             "DeepSpeed keeps the sums of whole parameters that Adagrad makes at its construction, which is not modelled",
             "--backend fsdp2 or fsdp1; rmsprop keeps as much state and runs with DeepSpeed",
         ),
     },
     "stable_adamw": {
-        "fsdp2": (
+        "fsdp2": Limit(
             "the kernels of StableAdamW take no DTensor, which FSDP2's parameters are",
             "--backend fsdp1, or --optim adamw_torch",
         ),
-        "deepspeed": (
+        "deepspeed": Limit(
             "StableAdamW under DeepSpeed has not been run, and is not modelled",
             "--backend fsdp1; adamw_torch runs with DeepSpeed",
         ),
     },
-    # run with galore-torch 1.0 and apollo-torch 1.0.3 on torch 2.13
-    "galore_adamw": _low_rank("GaLore", _GALORE_FSDP2),
-    "galore_adafactor": _low_rank(
-        "GaLore", "GaLore's Adafactor mixes plain tensors with FSDP2's gradients, which are DTensors"
-    ),
-    "apollo_adamw": _low_rank("APOLLO", _APOLLO_FSDP2),
-    "galore_adamw_layerwise": _low_rank("GaLore", _GALORE_FSDP2),
-    "apollo_adamw_layerwise": _low_rank("APOLLO", _APOLLO_FSDP2),
-    "lomo": _lomo("LOMO"),
-    "adalomo": _lomo("AdaLomo"),
+    "muon": {
+        "fsdp1": Limit("Muon steps matrices, and FSDP1 flattens them", "--backend fsdp2"),
+        "deepspeed": Limit("DeepSpeed's Muon is not modelled yet", "--backend fsdp2 has torch's"),
+    },
     "schedule_free_adamw": _SCHEDULE_FREE,
     "schedule_free_sgd": _SCHEDULE_FREE,
     "schedule_free_radam": _SCHEDULE_FREE,
+    "galore_adamw": _GALORE,
+    "galore_adamw_layerwise": _GALORE,
+    "galore_adafactor": _GALORE_ADAFACTOR,
+    "apollo_adamw": _APOLLO,
+    "apollo_adamw_layerwise": _APOLLO,
+    "lomo": _lomo("LOMO"),
+    "adalomo": _lomo("AdaLomo"),
+    "adamw_bnb_8bit": _BITSANDBYTES,
+    "paged_adamw_8bit": _BITSANDBYTES,
+    "paged_adamw_32bit": _BITSANDBYTES,
+    "lion_32bit": _BITSANDBYTES,
+    "lion_8bit": _BITSANDBYTES,
+    "paged_lion_32bit": _BITSANDBYTES,
+    "paged_lion_8bit": _BITSANDBYTES,
+    "ademamix": _BITSANDBYTES,
+    "ademamix_8bit": _BITSANDBYTES,
+    "paged_ademamix_32bit": _BITSANDBYTES,
+    "paged_ademamix_8bit": _BITSANDBYTES,
+    "rmsprop_bnb_32bit": _BITSANDBYTES,
+    "rmsprop_bnb_8bit": _BITSANDBYTES,
 }
-"""The reason and a hint."""
+"""The limits of each optimizer by engine. An engine that is not listed steps the optimizer."""
+
+OFFLOAD_LIMITS: Mapping[OptimizerName, Limit] = {
+    "muon": Limit("Muon needs collectives on the GPU, so its states cannot be offloaded", "use --offload none"),
+}
+"""Why the states of an optimizer cannot be offloaded. Those of the others can."""
 
 
-def backend_refusal(optim: OptimizerName, backend: Backend, offload: Offload) -> UsageError | None:
-    """Why an optimizer is not modelled with a backend; None if it is."""
-    if (refused := _REFUSED.get(optim, {}).get(backend)) is not None:
-        return UsageError(refused[0], hint=refused[1])
-    if optim == "muon" and offload != "none":
-        return UsageError(
-            "Muon needs collectives on the GPU, so its states cannot be offloaded", hint="use --offload none"
-        )
-    return None
+def limit_of(optim: OptimizerName, backend: Backend, framework: Framework) -> Limit | None:
+    """Why the engine cannot step the optimizer under the framework; None if it can.
+
+    >>> limit_of("adafactor", "fsdp2", "torch").hint, limit_of("adafactor", "fsdp2", "trainer")
+    ('--backend fsdp1, another --optim, or --framework trainer', None)
+    """
+    limit = LIMITS.get(optim, {}).get(backend)
+    is_spared = limit is not None and limit.spares_trainer and FRAMEWORKS[framework].uses_trainer
+    return None if is_spared else limit
+
+
+def unable_backends(optim: OptimizerName, framework: Framework) -> frozenset[Backend]:
+    """The backends that cannot step the optimizer under the framework. `auto` does not choose them.
+
+    >>> sorted(unable_backends("paged_adamw_8bit", "torch")), sorted(unable_backends("adamw_torch", "torch"))
+    (['fsdp2'], [])
+    """
+    return frozenset(b for b in LIMITS.get(optim, {}) if limit_of(optim, b, framework) is not None)
+
+
+def optimizer_refusal(
+    optim: OptimizerName, backend: Backend, offload: Offload, framework: Framework
+) -> UsageError | None:
+    """Why a plan of the optimizer, backend and offload has no estimate; None if it has one."""
+    limit = limit_of(optim, backend, framework)
+    if (limit is None or limit.is_estimated) and offload != "none":
+        limit = OFFLOAD_LIMITS.get(optim)
+    return None if limit is None or limit.is_estimated else UsageError(limit.reason, hint=limit.hint)

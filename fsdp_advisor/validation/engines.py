@@ -35,6 +35,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
+from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Constructor, Refusal
@@ -245,13 +246,11 @@ def optimizer_for(model: nn.Module, plan: Plan, *, training: bool = True) -> tor
     moment, which keep them alive if accelerate shards them afterwards.
     """
     optimizer = optimizer_of(plan)
-    if plan.backend == "fsdp2" and optimizer.fsdp2_step_failure:
-        raise ModeUnavailable(optimizer.fsdp2_step_failure, hint="--backend fsdp1, or another --optim")
+    if (limit := limit_of(plan.optim, plan.backend, "torch")) is not None:
+        raise ModeUnavailable(limit.reason, hint=limit.hint)
     constructor = optimizer.measured
     if optimizer.measured_on_cpu is not None and not any(p.is_cuda for p in model.parameters()):
         raise ModeUnavailable(optimizer.measured_on_cpu.reason, hint="--mode rehearse, or a GPU")
-    if plan.backend == "fsdp2" and optimizer.fsdp2 is not None:
-        raise ModeUnavailable(optimizer.fsdp2.reason, hint="--backend fsdp1, or another --optim")
     if isinstance(constructor, Refusal):
         raise MeasurementError(constructor.reason, hint="try another --optim")
     made: torch.optim.Optimizer = optimizer_class(constructor)(

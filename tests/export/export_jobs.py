@@ -11,7 +11,7 @@ from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.job.choices import OptimizerName, Precision
 from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.optimizers import backend_refusal
+from fsdp_advisor.job.optimizers import optimizer_refusal
 from fsdp_advisor.job.plan import Plan
 
 RANKS = 8
@@ -60,7 +60,8 @@ def plans() -> Iterator[Plan]:
                         backward_prefetch=next(prefetches),
                     )
                     yield replace(
-                        base, optim=next(o for o in optimizers if backend_refusal(o, backend, offload) is None)
+                        base,
+                        optim=next(o for o in optimizers if optimizer_refusal(o, backend, offload, "torch") is None),
                     )
 
 

@@ -22,6 +22,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.choice import NothingFits, report_for
 from fsdp_advisor.export.constants import VERSIONS
+from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
@@ -129,7 +130,8 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
         p = each.plan
         able = {name for name, target in TARGETS.items() if target.unsupported(each) is None}
         optimizer = optimizer_named(p.optim)
-        refused = p.backend == "fsdp2" and optimizer.fsdp2 is not None
+        limited = {f for f in ("torch", "trainer") if limit_of(p.optim, p.backend, f) is not None}
+        refused = "trainer" in limited
         bf16_on_the_host = p.backend == "deepspeed" and p.precision == "bf16" and p.offload != "none"
         refused = refused or p.optim == "muon"
         runs = not refused and not (bf16_on_the_host and not optimizer.is_cpu_adam)
@@ -146,6 +148,8 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
             expected |= {"llamafactory"}
         if isinstance(optimizer.transformers, Refusal):
             expected -= {"trainer", "trl", "axolotl", "llamafactory"}
+        if "torch" in limited:
+            expected -= {"fsdp2", "accelerate", "accelerate-launch"}
         assert able == expected, p
 
 
@@ -173,7 +177,7 @@ def test_exported_python_passes_ruff(target: str, tmp_path: Path) -> None:
         ("axolotl", plan("zero3", "fsdp1"), "axolotl cannot do ZeRO-3 (fsdp1): it no longer supports FSDP1"),
         ("axolotl", plan("zero3", "fsdp2", precision="bf16"), "it always treats bf16 as mixed precision"),
         ("accelerate", plan("hsdp", "fsdp2", 8), "accelerate cannot do HSDP (fsdp2): replicas of one GPU each are DDP"),
-        ("trainer", plan("zero3", "fsdp2", optim="adamw_bnb_8bit"), "bitsandbytes' AdamW8bit cannot step FSDP2's"),
+        ("trainer", plan("zero3", "fsdp2", optim="adamw_bnb_8bit"), "bitsandbytes' kernels take no DTensor"),
     ],
 )  # fmt: skip
 def test_unsupported_plan_names_targets_that_support_it(target: str, of: object, message: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate
-from fsdp_advisor.job.choices import OptimizerName
+from fsdp_advisor.job.choices import Framework, OptimizerName
 from fsdp_advisor.job.compatibility import plans
-from fsdp_advisor.job.optimizers import unable_backends
+from fsdp_advisor.job.optimizers import LIMITS, limit_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import optimizer_named, optimizer_of
@@ -37,9 +37,25 @@ def test_every_name_has_an_optimizer_of_that_name(name: OptimizerName) -> None:
     assert optimizer_named(name).name == name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_auto_does_not_mean_fsdp2_if_it_cannot_step_the_optimizer(name: OptimizerName) -> None:
-    assert ("fsdp2" in unable_backends(name)) == (optimizer_named(name).fsdp2 is not None)
+@pytest.mark.parametrize("framework", ["torch", "accelerate", "trainer"])
+@pytest.mark.parametrize("name", [name for name, limits in LIMITS.items() if "fsdp1" not in limits])
+def test_auto_chooses_an_engine_that_steps_the_optimizer(name: OptimizerName, framework: Framework) -> None:
+    options = {"model": "gpt2", "gpus": 8, "strategy": "zero3", "optim": name, "framework": framework}
+    (plan,) = plans(make_request(options), seq_len=8)
+    assert limit_of(name, plan.backend, framework) is None
+
+
+def test_the_trainer_steps_its_own_adafactor_under_fsdp2_and_torchs_fails() -> None:
+    options = {"model": "gpt2", "gpus": 8, "strategy": "zero3", "optim": "adafactor"}
+    backends = [plans(make_request(options | {"framework": f}), seq_len=8)[0].backend for f in ("torch", "trainer")]
+    assert backends == ["fsdp1", "fsdp2"]
+
+
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adafactor"])
+def test_an_engine_that_is_asked_for_is_estimated_with_the_reason_why_its_step_fails(name: OptimizerName) -> None:
+    (row,) = estimate(model="gpt2", gpus=8, strategy="zero3", backend="fsdp2", optim=name).estimates
+    limit = limit_of(name, "fsdp2", "torch")
+    assert limit is not None and limit.reason in row.not_modelled
 
 
 def test_a_name_without_an_optimizer_is_refused() -> None:

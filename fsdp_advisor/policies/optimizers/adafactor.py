@@ -76,8 +76,6 @@ ADAFACTOR = Adafactor(
     deepspeed_offloaded=NamedOptimizer(name="Adafactor"),
     measured=_CONSTRUCTOR,
     measured_zero1=Refusal("ZeroRedundancyOptimizer is not measured around adafactor"),
-    fsdp2=None,
-    fsdp2_step_failure="torch.optim.Adafactor, as of torch 2.13, does not run on FSDP2's shards",
     host_kernel="many_passes",
     deepspeed_host_kernel="one_pass",
     is_cpu_adam=False,

@@ -80,7 +80,6 @@ def _torch_adamw(
         deepspeed_offloaded=NamedOptimizer(name="AdamW"),
         measured=constructor,
         measured_zero1=constructor,
-        fsdp2=None,
         host_kernel=host_kernel,
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=True,

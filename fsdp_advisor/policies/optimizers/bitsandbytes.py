@@ -102,8 +102,6 @@ def _bitsandbytes(
     """`cls`: the class in bitsandbytes.optim. `deepspeed`: the name of DeepSpeed's own optimizer on the host."""
     constructor = Constructor(module="bitsandbytes.optim", name=cls)
     refusal = Refusal(f"DeepSpeed cannot make this optimizer: pass bitsandbytes.optim.{cls} to initialize()")
-    # its kernels have no strategy for DTensors: bitsandbytes issue 1633; axolotl refuses it too
-    fsdp2 = Refusal(f"bitsandbytes' {cls} cannot step FSDP2's parameters (try another --optim, or --backend fsdp1)")
     return Bitsandbytes(
         name=name,
         script=constructor,
@@ -113,7 +111,6 @@ def _bitsandbytes(
         measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer is not measured around {name}"),
         measured_on_cpu=Refusal(f"bitsandbytes' {cls} allocates more on the CPU than on a GPU"),
-        fsdp2=fsdp2,
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass" if deepspeed else "many_passes",
         is_cpu_adam=is_adam,

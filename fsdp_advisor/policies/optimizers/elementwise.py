@@ -65,7 +65,6 @@ def with_one_moment(
         deepspeed_offloaded=deepspeed,
         measured=constructor,
         measured_zero1=constructor,
-        fsdp2=None,
         host_kernel="many_passes",
         deepspeed_host_kernel="many_passes",
         is_cpu_adam=False,

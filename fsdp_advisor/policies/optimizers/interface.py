@@ -13,7 +13,8 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from fsdp_advisor.job.choices import OptimizerName
+from fsdp_advisor.job.choices import Backend, OptimizerName
+from fsdp_advisor.job.optimizers import LIMITS
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.variables import Variables
 from fsdp_advisor.program.instructions import HostKernel
@@ -143,8 +144,6 @@ class Optimizer(ABC):
     """The optimizer that a measurement builds."""
     measured_zero1: Constructor | Refusal
     """The optimizer that a measurement builds inside torch's ZeroRedundancyOptimizer."""
-    fsdp2: Refusal | None
-    """Why the optimizer does not run under FSDP2. None: it does."""
 
     # The step on the host
 
@@ -171,8 +170,6 @@ class Optimizer(ABC):
     """Notes on the assumptions of every estimate."""
     deepspeed_notes: tuple[str, ...] = ()
     """Notes on the assumptions of an estimate for DeepSpeed."""
-    fsdp2_step_failure: str | None = None
-    """Why PyTorch's implementation cannot step FSDP2's shards. None: it can."""
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
         """Why the optimizer cannot step the parameter under FSDP2 on so many ranks. None: it can."""
@@ -262,8 +259,14 @@ class Optimizer(ABC):
         return Collectives()
 
 
-def only_in_transformers(*, script: Refusal, deepspeed: Refusal) -> dict[str, Any]:
-    """The fields of an optimizer that runs only under transformers' Trainer: why scripts and measurements, and why DeepSpeed, have none."""
+def engine_refusal(name: OptimizerName, backend: Backend) -> Refusal:
+    """The reason in `job.optimizers.LIMITS` why the engine cannot step the optimizer."""
+    return Refusal(LIMITS[name][backend].reason)
+
+
+def only_in_transformers(name: OptimizerName, *, script: Refusal) -> dict[str, Any]:
+    """The fields of an optimizer that runs only under transformers' Trainer. `script`: why scripts and measurements cannot make it."""
+    deepspeed = engine_refusal(name, "deepspeed")
     return {
         "script": script,
         "deepspeed": deepspeed,

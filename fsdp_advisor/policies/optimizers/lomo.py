@@ -83,13 +83,11 @@ class AdaLomo(Lomo):
 
 
 def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str) -> Lomo:
-    deepspeed = Refusal(f"accelerate calls DeepSpeed's backward in place of {label}'s, which updates the parameters")
     script = Refusal(f"{label} needs its own backward, which exported scripts do not have")
     return cls(
         name=name,
         transformers=NamedOptimizer(name=name),
-        fsdp2=Refusal(f"{label} updates whole parameters in backward, before FSDP2 reduces their gradients"),
-        **only_in_transformers(script=script, deepspeed=deepspeed),
+        **only_in_transformers(name, script=script),
         notes=(f"{label} {_ACCUMULATION}", *notes),
         backward_update="at the next",
     )

@@ -306,7 +306,6 @@ class Apollo(LowRank):
         return 1
 
 
-_FLAT = "{} projects matrices, and {} flattens them"
 _SCRIPT = "{} needs a group of parameters with its own options, which exported scripts do not have"
 
 
@@ -324,14 +323,12 @@ def _notes(label: str, projection: Projection) -> tuple[str, ...]:
 
 
 def _low_rank(cls: type[LowRank], name: OptimizerName, label: str) -> LowRank:
-    deepspeed, script = Refusal(_FLAT.format(label, "DeepSpeed")), Refusal(_SCRIPT.format(label))
     layerwise = name.endswith("_layerwise")
     return cls(
         name=name,
         label=label,
         transformers=NamedOptimizer(name=name, target_modules=ALL_LINEAR),
-        fsdp2=Refusal(f"{label} with FSDP2 is not modelled"),
-        **only_in_transformers(script=script, deepspeed=deepspeed),
+        **only_in_transformers(name, script=Refusal(_SCRIPT.format(label))),
         backward_update="at once" if layerwise else None,
         notes=_notes(label, DEFAULT),
     )

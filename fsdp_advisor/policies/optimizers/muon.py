@@ -19,6 +19,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     Refusal,
     Shape,
     Shards,
+    engine_refusal,
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
@@ -60,7 +61,7 @@ class Muon(Optimizer):
         return Storages.of(elements * element_bytes) if elements else NO_STORAGES
 
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: `unable_backends` has DeepSpeed."""
+        """Not used: `job.optimizers` refuses DeepSpeed."""
         return Storages.of(elements * element_bytes)
 
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
@@ -178,7 +179,7 @@ def _gather_us(n_bytes: float, shards: Shards) -> float:
     return START_US + hops * (HOP_ACROSS_US if across else HOP_US) + moved / rate * 1e6
 
 
-_NOT_DEEPSPEED = Refusal("DeepSpeed's Muon is not modelled yet")
+_NOT_DEEPSPEED = engine_refusal("muon", "deepspeed")
 _SCRIPT = Refusal("Muon needs a second optimizer for embeddings, norms and head, which exported scripts do not have")
 
 MUON = Muon(
@@ -189,7 +190,6 @@ MUON = Muon(
     deepspeed_offloaded=_NOT_DEEPSPEED,
     measured=_SCRIPT,
     measured_zero1=_SCRIPT,
-    fsdp2=None,
     host_kernel="many_passes",
     deepspeed_host_kernel="many_passes",
     is_cpu_adam=False,

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.policies.optimizers.elementwise import Elementwise
-from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal
-
-_NOT_DEEPSPEED = Refusal("DeepSpeed steps the optimizer in initialize(), before anyone has called its train()")
+from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal, engine_refusal
 
 
 def _schedule_free(name: OptimizerName, cls: str, *, moments: int, temporaries: int, passes: int) -> Elementwise:
@@ -22,11 +20,10 @@ def _schedule_free(name: OptimizerName, cls: str, *, moments: int, temporaries: 
         name=name,
         script=constructor,
         transformers=NamedOptimizer(name=name),
-        deepspeed=_NOT_DEEPSPEED,
-        deepspeed_offloaded=_NOT_DEEPSPEED,
+        deepspeed=engine_refusal(name, "deepspeed"),
+        deepspeed_offloaded=engine_refusal(name, "deepspeed"),
         measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer has no train(), without which {name} does not step"),
-        fsdp2=None,
         host_kernel="many_passes",
         deepspeed_host_kernel="many_passes",
         is_cpu_adam=False,

@@ -60,7 +60,6 @@ def _torch_sgd(name: OptimizerName, options: Mapping[str, Option]) -> Sgd:
         deepspeed_offloaded=by_deepspeed,
         measured=constructor,
         measured_zero1=constructor,
-        fsdp2=None,
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=False,

@@ -9,12 +9,12 @@ Source: torch-optimi 0.3.3, optimi/stableadamw.py (`_init_state`, `_triton_stabl
 from __future__ import annotations
 
 from fsdp_advisor.policies.optimizers.elementwise import Elementwise
-from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal
+from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal, engine_refusal
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 HALF_BYTES, FP32_BYTES = 2, 4
 _CONSTRUCTOR = Constructor(module="optimi", name="StableAdamW")
-_NOT_DEEPSPEED = Refusal("StableAdamW under DeepSpeed has not been run, and is not modelled")
+_NOT_DEEPSPEED = engine_refusal("stable_adamw", "deepspeed")
 
 
 class StableAdamW(Elementwise):
@@ -40,7 +40,6 @@ STABLE_ADAMW = StableAdamW(
     measured=_CONSTRUCTOR,
     measured_zero1=_CONSTRUCTOR,
     measured_on_cpu=Refusal("the kernels of StableAdamW run on a GPU; on the CPU it allocates more"),
-    fsdp2=Refusal("the kernels of StableAdamW take no DTensor, which FSDP2's parameters are"),
     host_kernel="many_passes",
     deepspeed_host_kernel="many_passes",
     is_cpu_adam=False,

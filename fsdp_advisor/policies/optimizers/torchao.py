@@ -106,7 +106,6 @@ def _torchao(name: OptimizerName, cls: str, bits: int, *, fp8: bool = False) -> 
         measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer is not measured around {name}"),
         measured_on_cpu=Refusal(f"torchao's {cls} is compiled, and allocates less on the CPU than on a GPU"),
-        fsdp2=None,
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=True,
