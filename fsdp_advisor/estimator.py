@@ -27,7 +27,8 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.model.kernels import kernel_notes, liger_notes
+from fsdp_advisor.model.gpu_tape_key import FLASH_FROM
+from fsdp_advisor.model.kernels import compile_notes, kernel_notes, liger_notes
 from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
@@ -76,6 +77,10 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
     request = divided(request)
     model = model.adapted(adaptation_of(request))
     gpu, notes = gpu_of(request)
+    if request.compile != "none" and gpu.compute_capability is not None and gpu.compute_capability < FLASH_FROM:
+        raise UsageError(
+            f"compiled layers are not modelled on {gpu.name}", hint="leave --compile out, or name a GPU from Ampere on"
+        )
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = sequence_length(request, model.profile)
     profile = model.profile
@@ -109,6 +114,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
             *memory_notes(gpu),
             *kernel_notes(profile),
             *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
+            *compile_notes(request.compile),
             *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),
             *length_notes,
             *batch_notes(request),

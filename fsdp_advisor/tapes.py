@@ -48,6 +48,9 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
         key = replace(key, activation_offload=plan.offload_code)
     if plan.evaluates:
         key = replace(key, evaluates=True)
+    if plan.compile == "layer":
+        in_ddp = plan.backend == "ddp" and plan.world_size > 1
+        key = replace(key, compile="layer-ddp" if in_ddp else "layer", at=plan.tape_shape)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
     if plan.images is not None:
@@ -185,13 +188,14 @@ def _lacks_sdpa(profile: Profile) -> bool:
 
 @lru_cache(maxsize=64)  # a failed recording is not tried again
 def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
-    """Record a GPU tape if possible. Raises NotPolynomial."""
+    """Record a GPU tape if possible. Raises NotPolynomial, and any error about compiled code."""
     try:
         model.tape(key)
     except NotPolynomial:
         raise
     except AdvisorError:
-        pass
+        if key.compiles:
+            raise
 
 
 def _needs_window(profile: Profile, key: TapeKey, plan: Plan) -> bool:

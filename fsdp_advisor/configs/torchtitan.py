@@ -23,7 +23,6 @@ _TOPICS = {
     "pipeline parallelism": ("parallelism.pipeline_parallel_degree",),
     "context and sequence parallelism": ("parallelism.context_parallel_degree",),
     "expert parallelism": ("parallelism.expert_parallel_degree",),
-    "torch.compile": ("compile.enable", "training.compile"),
     "FP8 and lower precisions": (
         "model.converters",
         "quantize.linear.float8.recipe_name",
@@ -60,6 +59,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     if found.flag("training.enable_cpu_offload"):
         options["offload"] = "parameters"
     _checkpointing(found)
+    _compile(found)
     _optimizer(found)
     _parallelism(found)
     for topic, names in _TOPICS.items():
@@ -98,6 +98,20 @@ def _checkpointing(found: Collector) -> None:
         found.options["activation_checkpointing"] = "full"
     else:
         found.take(key)
+
+
+def _compile(found: Collector) -> None:
+    """torch.compile of each layer, and of the loss. Source: torchtitan 0.3.0, distributed/compile.py; config/configs.py, CompileConfig."""
+    if found.flag("training.compile") or found.flag("compile.enable"):
+        components = found.take("compile.components") or ["model", "loss"]
+        if "model" in components and found.options.get("activation_checkpointing", "none") not in ("none", "full"):
+            found.omits(
+                "compile.enable: torch.compile with selective checkpointing; the estimate has layers as they are"
+            )
+        elif "model" in components:
+            found.options["compile"] = "layer"
+        if "loss" in components:
+            found.omits("compile.components: torch.compile of the loss; the estimate has the loss as it is")
 
 
 def _selective(found: Collector) -> str:

@@ -68,6 +68,7 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
             f"activation checkpointing {plan.activation_checkpointing}{offloaded}, {plan.attention} attention, {plan.optim}"
             + (f", loss {plan.loss_code}" if plan.loss_code != "full" else "")
             + (", Liger's kernels" if plan.use_liger_kernel else "")
+            + (", layers compiled" if plan.compile == "layer" else "")
             + (f", task {plan.task}, reference {plan.reference}" if plan.task != "sft" else ""),
         ),
     ]

@@ -59,6 +59,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         auto=AUTO_CLASSES[job.task],
         task=job.task,
         layers=list(job.wrapped_classes),
+        compiled=list(job.layer_classes),
         group_size=plan.wrap_policy.number if plan.wrap_policy.kind == "every" else 1,
         least=plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
         predicted=job.peaks.get(job.allocated or ""),
@@ -104,6 +105,7 @@ def _target(name: str, description: str, *, backend: str | None = None) -> Targe
         write=lambda job: _write(job, packages),
         usage=torchrun_line,
         backend=backend,
+        compiles=True,
     )
 
 

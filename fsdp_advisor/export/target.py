@@ -36,6 +36,7 @@ class Target:
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
+    - `compiles`: whether the file compiles each layer, or leaves that to the user's script.
     - `framework`: the framework whose behaviour is estimated for this consumer.
     """
 
@@ -49,6 +50,7 @@ class Target:
     usage: Callable[[Job, str], str]
     backend: str | None = None
     framework: Framework = "torch"
+    compiles: bool = False
     command: bool = True
 
     def limit(self, job: Job) -> str | None:
@@ -57,6 +59,8 @@ class Target:
             return (
                 f"no exported file loads a {job.adaptation.packed_by} checkpoint with gptqmodel's kernels for training"
             )
+        if job.plan.compile != "none" and not self.compiles:
+            return "its file does not compile each layer by itself; use the target fsdp2 or ddp"
         return self.unsupported(job)
 
     def line(self, job: Job, file: str) -> str:

@@ -23,6 +23,7 @@ Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "torch
 Loss = Literal["auto", "full", "chunked", "liger", "cce"]
 TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
 Packing = Literal["none", "bfd", "wrapped"]
+Compile = Literal["none", "layer"]
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str

@@ -17,6 +17,7 @@ from fsdp_advisor.job.choices import (
     Backend,
     BackwardPrefetch,
     Checkpointing,
+    Compile,
     Find,
     Framework,
     Loss,
@@ -71,6 +72,7 @@ class _Options(TypedDict, total=False):
     save_only_model: bool
     loss: Loss
     use_liger_kernel: bool
+    compile: Compile
     ignored_labels: float
     packing: Packing
     padding_free: bool

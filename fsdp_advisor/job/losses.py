@@ -79,5 +79,6 @@ def needs_recording(request: EstimateRequest) -> bool:
         or recomputes
         or lays_out
         or request.use_liger_kernel
+        or request.compile != "none"
         or loss_code(request) != "full"
     )

@@ -12,6 +12,7 @@ from fsdp_advisor.job.choices import (
     Backend,
     BackwardPrefetch,
     Checkpointing,
+    Compile,
     Framework,
     Loss,
     Offload,
@@ -75,6 +76,7 @@ class Plan:
     activation_offload: bool = False
     use_liger_kernel: bool = False
     images: Images | None = None
+    compile: Compile = "none"
 
     @property
     def without_batch(self) -> Plan:
@@ -103,6 +105,7 @@ class Plan:
             use_liger_kernel=False,
             images=None,
             evaluation=None,
+            compile="none",
         )
 
     @property

@@ -23,6 +23,7 @@ from fsdp_advisor.job.choices import (
     Backend,
     BackwardPrefetch,
     Checkpointing,
+    Compile,
     Framework,
     Loss,
     Offload,
@@ -307,6 +308,15 @@ class EstimateRequest:
             group="Training",
         ),
     ] = False
+    compile: Annotated[
+        Compile,
+        Rule(
+            about="part of the model that torch.compile compiles: layer is each layer by itself, as in torchtitan",
+            group="Training",
+            synonyms={"layers": "layer", "block": "layer", "blocks": "layer", "regional": "layer", "regions": "layer"},
+            not_modelled=("model", "whole", "true", "reduce-overhead", "max-autotune"),
+        ),
+    ] = "none"
     ignored_labels: Annotated[
         float,
         Rule(

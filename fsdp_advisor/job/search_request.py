@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, read_searched_checkpointing
 from fsdp_advisor.job.choices import Checkpointing, Find, Offload, OffloadDevice, TrainingMethod
 from fsdp_advisor.job.fields import Rule, fields_of
@@ -104,8 +105,13 @@ class RecommendRequest(EstimateRequest):
     @property
     def as_estimate(self) -> EstimateRequest:
         """The job as `estimate` takes it: open fields get their defaults. `global_batch_size` is left out, because only a search
-        divides it.
+        divides it. Raises UsageError for compiled steps, which a search would compile for each micro-batch and length.
         """
+        if self.compile != "none":
+            raise UsageError(
+                "a search over compiled steps is not modelled: each micro-batch and length is compiled by itself",
+                hint="leave --compile out, then run estimate with it for the plan that is recommended",
+            )
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
         closed = {name: v for name, v in values.items() if v not in (None, "auto")}
         given = self.given.intersection(closed)

@@ -27,7 +27,6 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
         _DATA_PARALLEL,
     ),
-    "torch.compile is": ("compile torch_compile", "without it, the figures are those of eager PyTorch"),
     "FP8 and lower precisions are": (
         "fp8 fp4 mxfp8 nvfp4 float8",
         "possible are fp32, bf16, bf16-mixed and fp16-mixed",
@@ -83,6 +82,7 @@ _VALUES: dict[str, tuple[str, str]] = {
 _MEANT: dict[str, str] = {
     name: option
     for option, names in {
+        "compile": "torch_compile regional_compilation use_regional_compilation",
         "use_liger_kernel": "liger use_liger enable_liger_kernel liger_kernel liger_kernels",
         "model": "model_name model_id model_name_or_path model_path pretrained",
         "gpus": "num_gpus n_gpus ngpus gpu_count world_size nproc num_processes ranks",

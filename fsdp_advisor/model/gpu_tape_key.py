@@ -41,17 +41,19 @@ def gpu_tape_key(
     by_cudnn = _on_gpu(key, kernel="cudnn", window_filled=window_filled)
     if by_cudnn.name in recorded and (compute_capability is None or compute_capability[0] in CUDNN_ON):
         return by_cudnn
-    if on_gpu.name in recorded or key.masks:
+    if on_gpu.name in recorded or key.masks or key.compile != "none":
         return on_gpu
     return _on_gpu(key, attention="flash_attention_2", batch_is_one=False)
 
 
 def gpu_tape_keys(key: TapeKey, *, window_filled: bool) -> tuple[TapeKey, ...]:
-    """The keys that `gpu_tape_key` may return for a model outside the catalog. With a mask, cuDNN's kernel has a separate key."""
+    """The keys that `gpu_tape_key` may return for a model outside the catalog. With a mask, and in compiled code, cuDNN's kernel has a
+    separate key.
+    """
     if key.attention != "sdpa":
         return (gpu_tape_key(key),)
     on_gpu = _on_gpu(key, window_filled=window_filled)
-    if not (window_filled or key.masks) or key.precision == "fp32":
+    if not (window_filled or key.masks or key.compile != "none") or key.precision == "fp32":
         return (on_gpu,)
     return on_gpu, _on_gpu(key, kernel="cudnn", window_filled=window_filled)
 

@@ -33,6 +33,17 @@ def kernel_notes(profile: Profile | None) -> list[str]:
     ]
 
 
+def compile_notes(compile: str) -> list[str]:
+    """Notes on figures of compiled layers."""
+    if compile == "none":
+        return []
+    return [
+        "compiled layers: simulated_peak_bytes is of the code as it is, on a CPU; all other figures are of what Inductor makes of it",
+        "Inductor chooses the number of partial sums for a GPU with the 132 multiprocessors of an H100; the first step, which compiles, is"
+        " not included",
+    ]
+
+
 def liger_notes(*, has_kernels: bool) -> list[str]:
     """A note on the figures that have Liger's kernels."""
     if not has_kernels:

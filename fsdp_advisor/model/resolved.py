@@ -289,6 +289,7 @@ def _described(key: TapeKey) -> str:
     checkpointing += " with activation offload" if key.activation_offload != "none" else ""
     batch += f", {key.batch} batch" if key.batch != "full" else ""
     kernels = ", Liger's kernels" if key.liger_kernels else ""
+    kernels += ", layers compiled" if key.compile != "none" else ""
     return f"a step of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}{kernels}, {batch}"
 
 

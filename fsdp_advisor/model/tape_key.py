@@ -30,6 +30,9 @@ half precision on Hopper and Blackwell."""
 TapeCheckpointing = Literal["none", "full", "every", "selective", "selective-trl"]
 """``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
+TapeCompile = Literal["none", "layer", "layer-ddp"]
+"""``layer``: the code of each layer is compiled, in the forward of DDP ``layer-ddp``, which divides it at the bounds of its buckets."""
+
 
 @dataclass(frozen=True, order=True)
 class TapeKey:
@@ -75,12 +78,19 @@ class TapeKey:
     """The images of each sample, as `job.images.Images`."""
     evaluates: bool = False
     """Whether the step is a forward without gradients of a model in evaluation mode, and nothing else."""
+    compile: TapeCompile = "none"
+    """What `torch.compile` compiles, on a GPU: on a CPU the tape has the code as it is."""
     at: tuple[int, int] | None = None
     """The (B, T) for which alone the tape is valid, of a model whose sizes are no polynomials; None: for every B and T."""
 
     def __post_init__(self) -> None:
         if self.attention == "flash_attention_2" and self.device == "cpu":
             raise ValueError("flash_attention_2 runs only on GPUs")
+
+    @property
+    def compiles(self) -> bool:
+        """Whether compiled code is recorded."""
+        return self.compile != "none" and self.device == "gpu"
 
     @property
     def mixed(self) -> bool:
@@ -165,13 +175,13 @@ _OPTIONS = {
     "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
     "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
-    "images": "images", "evaluates": "evaluates", "at": "at",
+    "images": "images", "evaluates": "evaluates", "compile": "compile", "at": "at",
 }  # fmt: skip
 """The fields that a name has only if they are not the default, by their words in it."""
 _ALLOWED = {
     "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": TapeAttention, "kernel": SdpaKernel,
     "checkpointing": TapeCheckpointing, "loss": LossCode, "task": TrainingTask, "reference": Reference, "batch": BatchLayout,
-    "activation_offload": OffloadCode,
+    "activation_offload": OffloadCode, "compile": TapeCompile,
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ class _FlashAttention(torch.autograd.Function):
         out: torch.Tensor
         out, lse = flash_forward(q, k, v)
         ctx.save_for_backward(q, k, v, bias, out, lse)
-        ctx.scratch = _cudnn_scratch if cudnn else _flash_scratch
+        ctx.scratch = cudnn_scratch if cudnn else flash_scratch
         return out
 
     @staticmethod
@@ -99,7 +99,7 @@ class _FlashAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+def flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
     b, t, h, d = q.shape
     rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
     taken = [q.new_empty((b, t, h, rounded), dtype=torch.float32), q.new_empty((b, h, t), dtype=torch.float32)]
@@ -108,7 +108,7 @@ def _flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
     return taken
 
 
-def _cudnn_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+def cudnn_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
     b, t, h, d = q.shape
     return [q.new_empty((b, t, h, d + 1), dtype=torch.float32)]
 

@@ -83,14 +83,14 @@ def attention(
     with torch.autocast("cpu", enabled=False):
         # cuDNN needs to know how heads are grouped
         known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]
-        if by_cudnn and known and _cudnn_takes(query, key, value, attn_mask, dropout_p):
-            bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
+        if by_cudnn and known and cudnn_takes(query, key, value, attn_mask, dropout_p):
+            bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return cudnn(q, k, v, bias).transpose(1, 2)
         if known and flash_takes(query, key, value, attn_mask):
             return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
         fused = efficient_takes(query, key, value, attn_mask)
-        bias = _additive(attn_mask, query.dtype) if attn_mask is not None else None
+        bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
         if not fused:
             return _math(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
         if bias is not None:
@@ -116,7 +116,7 @@ def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
     return mask
 
 
-def _cudnn_takes(
+def cudnn_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
 ) -> bool:
     """`check_prefer_cudnn_attention` and `can_use_cudnn_attention` on compute capability 9.0; on 10.0 heads are at most 128."""
@@ -153,7 +153,7 @@ def efficient_takes(
     )
 
 
-def _additive(attn_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(attn_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`convert_boolean_attn_mask` of attention.cpp."""
     if attn_mask.dtype != torch.bool:
         return attn_mask
@@ -181,7 +181,7 @@ def _math(
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = full[0] * root, full[1], full[2]
     if is_causal:
-        bias = _additive(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), query.dtype)
+        bias = additive(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), query.dtype)
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -226,12 +226,12 @@ def rms_norm(
     Source: ATen/native/layer_norm.cpp, rms_norm_symint, and cuda/layer_norm_kernel.cu (torch 2.13).
     """
     if weight is None or tensor.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
-        return _composite_rms_norm(tensor, normalized_shape, weight, eps)
+        return composite_rms_norm(tensor, normalized_shape, weight, eps)
     out: torch.Tensor = _FusedRmsNorm.apply(tensor, weight)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
-_composite_rms_norm = F.rms_norm
+composite_rms_norm = F.rms_norm
 
 
 @torch.library.custom_op("fsdp_advisor::rms_norm", mutates_args=())
@@ -344,19 +344,24 @@ class _EfficientAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, bias, out, lse = ctx.saved_tensors
-        b, h, t, d = q.shape
         asked = bias if ctx.needs_input_grad[3] else None
         grad = grads[0].transpose(1, 2).contiguous()
         dq, dk, dv, *db = efficient_backward(grad, q, k, v, asked, out, lse)
         with scratch():
-            if q.dtype == torch.float32:
-                delta = (grad * out.transpose(1, 2)).sum(-1).transpose(1, 2).contiguous()
-            else:
-                delta = q.new_empty((b, h, t), dtype=torch.float32)
-            columns = _dq_columns(d, q.dtype)
-            workspace = q.new_empty((b, h, t, -(-d // columns) * columns), dtype=torch.float32)
-        del delta, workspace
+            taken = efficient_scratch(q, grad, out.transpose(1, 2))
+        del taken
         return dq, dk, dv, db[0] if db else None
+
+
+def efficient_scratch(q: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+    """The scratch of the memory-efficient kernel's backward. q has shape (B, H, T, D), the gradient and the output (B, T, H, D)."""
+    b, h, t, d = q.shape
+    if q.dtype == torch.float32:
+        delta = (grad * out).sum(-1).transpose(1, 2).contiguous()
+    else:
+        delta = q.new_empty((b, h, t), dtype=torch.float32)
+    columns = _dq_columns(d, q.dtype)
+    return [delta, q.new_empty((b, h, t, -(-d // columns) * columns), dtype=torch.float32)]
 
 
 def _dq_columns(head: int, dtype: torch.dtype) -> int:

@@ -118,7 +118,7 @@ class Recorder:
         try:
             with self._step(source, key, sums_in_place=sums_in_place) as step:
                 # a first step creates the tensors that torch and transformers create once (adaptive ropes: once per model)
-                if not self._warm or self.source.alike_up_to:
+                if not self._warm or self.source.alike_up_to or key.compiles:
                     step.run(*(key.at or points[0]))
                     self._warm = True
                 if key.at is not None:
@@ -265,9 +265,13 @@ class Recorder:
         packed = key.batch in ("flattened", "flattened-trl")
         if key.liger_kernels:
             check_kernels(model, self.source.name)
+        if key.compiles:  # Inductor takes a second to import
+            from fsdp_advisor.recording.compiled import compile_layers, compiler, functions_of_graphs
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
+            if key.compiles:
+                contexts.enter_context(compiler())
             if key.device == "gpu":
                 contexts.enter_context(as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed))
                 contexts.enter_context(with_kernels(model))
@@ -275,10 +279,15 @@ class Recorder:
                     contexts.enter_context(with_rows_of_images(model))
                 if key.liger_kernels:
                     contexts.enter_context(with_liger_kernels(model, self.source.name))
+            if key.compiles:
+                contexts.enter_context(functions_of_graphs(by_cudnn=key.kernel == "cudnn"))
             contexts.enter_context(fake_tensors(values=source.needs_values))
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
+            if key.compiles:
+                layers = (layer for stack in source.stacks(model) for layer in stack.layers)
+                compile_layers(layers, in_ddp=key.compile == "layer-ddp")
             yield Step(source, model, key, units, self._operators, sums_in_place=sums_in_place)
 
 

@@ -53,6 +53,11 @@ class StorageWatch(TorchDispatchMode):
         """False: nothing is compiled under this mode, and a call of each operator would cost more."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let `torch.compile` compile in this mode, which does not watch the compiler."""
+        return True
+
     def ignore(self, tensor: torch.Tensor) -> None:
         storage = local_tensor(tensor).untyped_storage()
         key = storage._cdata

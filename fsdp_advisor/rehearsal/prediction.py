@@ -58,6 +58,8 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         raise NotRecognized("some parameters are frozen, without adapters")
     if task["name"] not in get_args(TrainingTask):
         raise NotRecognized(f"{task['name']} of TRL is not recognized; estimate --task describes its job")
+    if model.get("compile", "none") == "model":
+        raise NotRecognized("torch.compile of more than each layer is not modelled")
     path = folder / "config.json"
     path.write_text(json.dumps(model["config"] | {"architectures": [model["class"]]}))
     return {
@@ -71,6 +73,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "activation-checkpointing": "full" if model["checkpointing"] else "none",
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
+        **({"compile": "layer"} if model.get("compile", "none") == "layer" else {}),
         **_loss(model, job["framework"], task["name"]),
         **_task(task),
         **({"padding-free": "true"} if job.get("padding_free") else {}),

@@ -219,6 +219,7 @@ def job_items(report: Report) -> tuple[str, ...]:
         items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
     items += ["Liger's kernels"] if request.use_liger_kernel else []
     items += ["activations on the host"] if request.activation_offload else []
+    items += ["layers compiled"] if request.compile == "layer" else []
     items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []
     if request.dtype != "auto":
         items.append(f"weights in {request.dtype}")

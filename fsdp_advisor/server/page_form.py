@@ -23,6 +23,7 @@ _HELP = {
     "gpu": "The name of a GPU (H100, rtx4090), or a memory size such as 24GiB; default: H100-80GB",
     "backend": "The library that shards the model",
     "loss": "How the loss is computed",
+    "compile": "What torch.compile compiles",
     "use_liger_kernel": "Liger's kernels for norms, positions and feed-forward networks",
     "activation_offload": "Activations are in pinned host memory between forward and backward",
     "backward_prefetch": "When FSDP1 gathers the parameters of the next layer in backward",

@@ -48,6 +48,7 @@ _LABELS = {
     "eval_accumulation_steps": "Batches kept on the GPU",
     "eval_samples": "Sequences to evaluate",
     "activation_offload": "Activations on the host",
+    "compile": "torch.compile",
     "use_liger_kernel": "Liger's kernels",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",

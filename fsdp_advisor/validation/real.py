@@ -133,6 +133,9 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
         model.set_attn_implementation(plan.attention)  # type: ignore[operator]  # a method of every PreTrainedModel
     else:
         source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
+    if plan.compile == "layer":
+        for layer in layers_of(source.stacks(model)):
+            layer.compile()
     if plan.offload_code == "inputs":
         save_inputs_on_host(model, functools.partial(save_on_cpu, pin_memory=device == "cuda"))
     with warnings.catch_warnings():

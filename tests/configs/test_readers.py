@@ -354,6 +354,24 @@ def test_torchtitan() -> None:
         assert words in said(found, "not_modelled")
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "components", "options", "said_of"),
+    [
+        ("none", '["model"]', {"compile": "layer"}, ""),
+        ("full", '["model", "loss"]', {"compile": "layer"}, "torch.compile of the loss"),
+        ("selective", '["model"]', {}, "torch.compile with selective checkpointing"),
+        ("none", '["loss"]', {}, "torch.compile of the loss"),
+    ],
+)
+def test_torchtitan_compiles_each_layer(
+    checkpointing: str, components: str, options: dict[str, str], said_of: str
+) -> None:
+    text = TITAN_TOML.replace('"selective"', f'"{checkpointing}"')
+    found = read("llama3_8b.toml", text + f"    components = {components}\n")
+    assert {name: value for name, value in found.options.items() if name == "compile"} == options
+    assert said_of in said(found, "not_modelled")
+
+
 def test_torchtitan_functions() -> None:
     text = dedent(TITAN_PYTHON)
     found = from_texts({"config_registry.py:llama3_8b": text})

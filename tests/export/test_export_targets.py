@@ -312,3 +312,23 @@ def test_bare_parameter_count_is_supported_only_by_targets_without_a_model() -> 
     text = export("accelerate", made).text
     assert "Predicted peak per GPU: unknown." in text and "Predicted speed: unknown." in text
     assert "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(text)["fsdp_config"]
+
+
+@pytest.mark.parametrize(("target", "of"), [("fsdp2", ZERO3), ("ddp", DDP)])
+def test_scripts_compile_each_layer_before_it_is_wrapped(target: str, of: Job) -> None:
+    compiled = replace(of, plan=replace(of.plan, compile="layer"))
+    text = export(target, compiled).text
+    built = text[text.index("def build(") :]
+    assert built.index("layer.compile()") < min(
+        built.index(word) for word in ("shard(model, device)", "return DistributedDataParallel") if word in built
+    )
+    assert 'if type(layer).__name__ in ["LlamaDecoderLayer"]:' in built
+    assert "layers compiled" in text
+    assert ".compile()" not in export(target, of).text
+    ast.parse(text)
+
+
+def test_other_targets_do_not_take_compiled_layers() -> None:
+    for name, target in TARGETS.items():
+        compiled = replace(example(name), plan=replace(example(name).plan, compile="layer"))
+        assert (target.limit(compiled) is None) == (name in ("fsdp2", "ddp"))

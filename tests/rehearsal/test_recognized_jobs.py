@@ -50,6 +50,13 @@ def test_ligers_kernels_are_recognized_with_the_loss(
     assert (found["loss"], found.get("use-liger-kernel")) == expected
 
 
+def test_compiled_layers_are_recognized_and_compiled_models_are_not_taken_for_them(tmp_path: Path) -> None:
+    assert options(tmp_path, model=JOB["model"] | {"compile": "layer"})["compile"] == "layer"
+    assert "compile" not in options(tmp_path, model=JOB["model"] | {"compile": "none"})
+    with pytest.raises(NotRecognized, match="more than each layer"):
+        options(tmp_path, model=JOB["model"] | {"compile": "model"})
+
+
 def test_a_trainer_of_trl_without_an_estimate_is_not_taken_for_supervised_training(tmp_path: Path) -> None:
     with pytest.raises(NotRecognized, match="RLOOTrainer of TRL"):
         options(tmp_path, task={"name": "RLOOTrainer", "precompute_ref_log_probs": False})

@@ -159,11 +159,21 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
                 "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
+                "compile": _compiled(module, each),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None
+
+
+def _compiled(module: Any, model: Any) -> str:
+    """What is compiled: each layer by itself, more, or nothing. Layers are the modules of lists."""
+    found = {each for each in module.modules() if hasattr(each, "_orig_mod") or each._compiled_call_impl is not None}
+    layers = {layer for each in model.modules() if type(each).__name__ == "ModuleList" for layer in each}
+    if not found:
+        return "none"
+    return "layer" if found <= layers else "model"
 
 
 def _by_liger(module: Any) -> bool:

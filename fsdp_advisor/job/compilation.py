@@ -1,0 +1,40 @@
+"""Which jobs are modelled with compiled layers (`--compile`)."""
+
+from __future__ import annotations
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adaptation import may_adapt
+from fsdp_advisor.job.choices import Backend
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
+
+COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
+"""The backends whose compiled steps were compared with PyTorch's own."""
+
+
+def check_compile(request: EstimateRequest) -> None:
+    """Raises UsageError for a job that is not modelled with compiled layers, whatever its strategy."""
+    if request.compile == "none":
+        return
+    lacking = {
+        f"--framework {request.framework}": request.framework != "torch",
+        f"--attention {request.attention}": request.attention != "sdpa",
+        f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in ("none", "full"),
+        "--activation-offload": request.activation_offload,
+        "--use-liger-kernel": request.use_liger_kernel,
+        f"--wrap {request.wrap}": request.wrap != "layer",
+        "packed or padded batches": request.padding_free or request.packing == "bfd" or request.padding_fraction > 0,
+        "adapters, quantized or frozen weights": may_adapt(request),
+    }  # fmt: skip
+    if found := [what for what, is_asked in lacking.items() if is_asked]:
+        raise UsageError(f"compiled layers are not modelled with {found[0]}", hint="leave one of the two out")
+
+
+def refused_compile(plan: Plan) -> UsageError | None:
+    """Why the plan's backend is not modelled with compiled layers. None if it is."""
+    if plan.compile == "none" or plan.backend in COMPILING:
+        return None
+    return UsageError(
+        f"compiled layers are not modelled with backend {plan.backend}",
+        hint=f"use --backend {' or '.join(COMPILING)}, or leave --compile out",
+    )

@@ -1,0 +1,359 @@
+"""Layers that `torch.compile` compiles for a GPU, for recording on a machine without one.
+
+Dynamo, AOTAutograd with its partitioner, and Inductor are PyTorch's own and run as in training. What differs is the device: graphs are
+traced on fake CPU tensors and moved to a GPU that does not exist before Inductor sees them. The Python code that Inductor generates, with
+its allocations, reuses and frees, then runs on fake tensors; its Triton kernels only count their work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.compile_fx as inductor
+from torch import nn
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import config as inductor_config
+from torch._inductor import scheduler
+from torch._inductor.graph import GraphLowering
+from torch._inductor.kernel import mm_grouped
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fsdp_advisor.recording.flash import cudnn_scratch, flash_scratch, scratch
+from fsdp_advisor.recording.fused_kernels import kernel
+from fsdp_advisor.recording.on_gpu import (
+    additive,
+    composite_rms_norm,
+    cudnn_takes,
+    efficient_scratch,
+    efficient_takes,
+    flash_takes,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=52428800,
+    total_memory=85028765696, gcnArchName="",
+)  # fmt: skip
+"""What Inductor asks of the GPU. Its heuristics read the number of multiprocessors, such as how it splits a sum over many rows."""
+BUCKET_BYTES = 25 * 2**20
+"""The size of DDP's buckets. Source: torch/nn/parallel/distributed.py (torch 2.13), bucket_cap_mb."""
+CAPABILITY = (PROPERTIES.major, PROPERTIES.minor)
+
+
+def compile_layers(layers: Iterable[nn.Module], *, in_ddp: bool) -> None:
+    """Compile the forward of each layer. Hooks run outside of it, as do those of FSDP2.
+
+    `in_ddp`: whether layers run in the forward of DDP. There Dynamo divides graphs at the bounds of DDP's buckets.
+    Source: torch/_dynamo/convert_frame.py, CatchErrorsWrapper (torch 2.13).
+    """
+    backend = DDPOptimizer(BUCKET_BYTES, _backend).compile_fn if in_ddp else _backend
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+@contextlib.contextmanager
+def compiler() -> Iterator[None]:
+    """Context in which `compile_layers` compiles for a GPU, and the compiled layers run."""
+    torch.overrides.get_overridable_functions()  # Dynamo asks for them, and PyTorch keeps what it finds
+    with contextlib.ExitStack() as contexts:
+        for owner, changes in _changes().items():
+            for name, value in changes.items():
+                contexts.enter_context(mock.patch.object(owner, name, value, create=True))
+        contexts.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the compiler's, about its own settings and about code of transformers
+        contexts.enter_context(_device_guard())
+        contexts.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+@contextlib.contextmanager
+def _device_guard() -> Iterator[None]:
+    """Context in which fake tensors on the GPU can be written. That needs a guard of the current device, which a build without CUDA
+    lacks: the guard of meta tensors, which does nothing, stands for it. A build with CUDA has a guard, and without a GPU
+    PyTorch itself replaces it by one that does nothing.
+
+    Source: c10/core/DeviceType.h; c10/core/impl/DeviceGuardImplInterface.cpp, `ensureCUDADeviceGuardSet` (torch 2.13).
+    """
+    torch._C._ensureCUDADeviceGuardSet()
+    library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[_CUDA]
+    guards[_CUDA] = before or guards[_META]
+    try:
+        yield
+    finally:
+        guards[_CUDA] = before
+
+
+_CUDA, _META = 1, 14
+"""Numbers of types of devices."""
+
+
+@contextlib.contextmanager
+def functions_of_graphs(*, by_cudnn: bool) -> Iterator[None]:
+    """Context in which functions call the operators that a graph for a GPU has. `by_cudnn`: whether sdpa prefers cuDNN's kernel."""
+    attention = _attention_by_cudnn if by_cudnn else _attention
+    with (
+        mock.patch.object(nn.functional, "scaled_dot_product_attention", attention),
+        mock.patch.object(nn.functional, "rms_norm", composite_rms_norm),
+    ):
+        yield
+
+
+def _forget() -> None:
+    """Forget compiled code and the GPU's properties."""
+    torch._dynamo.reset()
+    DeviceProperties.create.cache_clear()
+
+
+# The compiler
+
+
+def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Inductor as a backend of `torch.compile`, for graphs on the GPU."""
+    return inductor.compile_fx(graph, inputs, inner_compile=_compile)
+
+
+def _compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """`compile_fx_inner` of a forward or a backward that AOTAutograd made."""
+    _move(graph, GPU)
+    with _disable_current_modes():
+        moved = [_moved(tensor, GPU) for tensor in inputs]
+    return inductor.compile_fx_inner(graph, moved, **options)
+
+
+def _partition(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Forward and backward out of a graph of both. AOTAutograd finds them on the device of the inputs."""
+    parts = _partition_of_inductor(*args, **kwargs)
+    for graph in parts:
+        _move(graph, CPU)
+    return parts
+
+
+def _joint_passes(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
+    """Inductor's passes over forward and backward before they are partitioned. They compute constants, for which no GPU is there."""
+    changed = _passes(graph, *args, **kwargs)
+    _move(changed, GPU)
+    return changed
+
+
+_passes: Callable[..., torch.fx.GraphModule] = inductor._recursive_joint_graph_passes
+_partition_of_inductor: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]] = inductor.partition_fn
+
+
+def _move(graph: torch.fx.GraphModule, to: torch.device) -> None:
+    """Move a graph to a device."""
+
+    def moved(value: Any) -> Any:
+        return _moved(value, to)
+
+    with _disable_current_modes():
+        for node in graph.graph.nodes:
+            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+            if "val" in node.meta:
+                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+
+
+def _moved(value: Any, to: torch.device) -> Any:
+    """A fake tensor, or a device, moved. Other values stay as they are."""
+    if isinstance(value, torch.device):
+        return to
+    if isinstance(value, FakeTensor) and value.device != to:
+        meta = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(value.fake_mode, meta, to)
+    return value
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    by_cudnn: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` as the operator that it calls on CUDA, which a graph keeps."""
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(half), key.to(half), value.to(half)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(half)
+    known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]
+    operators: Any = torch.ops.aten
+    out: torch.Tensor
+    if by_cudnn and known and cudnn_takes(query, key, value, attn_mask, dropout_p):
+        bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
+        out = operators._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
+        )[0]
+    elif known and flash_takes(query, key, value, attn_mask):
+        out = operators._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    else:
+        bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
+        if efficient_takes(query, key, value, attn_mask):
+            bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+            out = operators._scaled_dot_product_efficient_attention(
+                query, key, value, bias, True, dropout_p, is_causal, scale=scale
+            )[0]
+        else:
+            out = operators._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )[0]
+    return out
+
+
+def _attention_by_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _attention(*args, **kwargs, by_cudnn=True)
+
+
+# The generated code
+
+
+_OF_TRITON = re.compile(
+    r"^(?:import triton.*|from (?:triton|torch\._inductor\.runtime\.triton_heuristics) .*)$", re.MULTILINE
+)
+"""Lines that import what only real kernels need."""
+
+
+def _load(_: GraphLowering, code: Any) -> ModuleType:
+    """The module of generated code, with kernels that only count their work."""
+    module = ModuleType("generated")
+    module.__file__ = "generated"
+    source = _OF_TRITON.sub("", code.value)
+    source = source.replace("torch.ops.aten._scaled_dot_product", "attention_kernels._scaled_dot_product")
+    source = source.replace("torch.ops.higher_order.graphsafe_run_with_rng_state", "run_with_seed")
+    source = source.replace("from torch._inductor.async_compile import AsyncCompile", "")
+    module.__dict__.update(AsyncCompile=_Kernels, attention_kernels=_AttentionKernels(), run_with_seed=_run_with_seed)
+    exec(compile(source, "generated", "exec"), module.__dict__)  # Inductor's code is the recording
+    return module
+
+
+class _Kernels:
+    """Stands for Inductor's `AsyncCompile`: makes kernels of Triton's source."""
+
+    def triton(self, name: str, source: str, **_: Any) -> _Kernel:
+        found = re.search(rf"def {name}\(([^)]*)\)", source)
+        assert found is not None, "Inductor names a kernel's function as the kernel"
+        return _Kernel([word.split(":")[0].strip() for word in found[1].split(",")])
+
+    def wait(self, _: Any) -> None:
+        """Do nothing: no kernel is compiled."""
+
+
+class _Kernel:
+    """A kernel of Triton. `arguments`: the names of its arguments, which say whether it reads or writes them."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+
+    def run(self, *values: Any, **_: Any) -> None:
+        tensors = [(name, v) for name, v in zip(self._arguments, values, strict=False) if isinstance(v, torch.Tensor)]
+        reads = [tensor for name, tensor in tensors if name.startswith("in_")]
+        writes = [tensor for name, tensor in tensors if "out_ptr" in name or name.startswith("ws_ptr")]
+        kernel(reads, writes)
+
+
+class _AttentionKernels:
+    """The kernels of sdpa with the scratch of their backward, which no fake tensor has."""
+
+    def __getattr__(self, name: str) -> Any:
+        operator = getattr(torch.ops.aten, name).default
+        if not name.endswith("_backward"):
+            return SimpleNamespace(default=operator)
+
+        def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with scratch():
+                if "efficient" in name:
+                    taken = efficient_scratch(q, grad.transpose(1, 2), args[2].transpose(1, 2))
+                else:
+                    needs = cudnn_scratch if "cudnn" in name else flash_scratch
+                    taken = needs(q.transpose(1, 2), k.transpose(1, 2))
+            gradients = operator(grad, q, k, *args, **kwargs)
+            del taken
+            return gradients
+
+        return SimpleNamespace(default=backward)
+
+
+def _run_with_seed(operator: Callable[..., Any], *args: Any, rng_state: Any, **kwargs: Any) -> Any:
+    """Run an operator that recomputation repeats with the random numbers of forward."""
+    return operator(*args, **kwargs)
+
+
+def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
+def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+class _Generator(torch.Generator):
+    """A generator of random numbers on the GPU."""
+
+    device = GPU
+
+    def clone_state(self) -> _Generator:
+        return self
+
+
+class _OnDevice(contextlib.nullcontext[None]):
+    """Context in which the GPU is the current one."""
+
+
+def _changes() -> dict[Any, dict[str, Any]]:
+    """By object, the attributes that have other values while layers are compiled and run."""
+    of_gpu: dict[str, Callable[..., Any]] = {
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda *_: PROPERTIES,
+        "is_bf16_supported": lambda *_, **__: True,
+    }
+    interface: dict[str, Callable[..., Any]] = {
+        **of_gpu, "is_available": lambda: True, "synchronize": lambda *_: None, "raise_if_triton_unavailable": lambda *_: None,
+        "get_compute_capability": lambda *_: 10 * PROPERTIES.major + PROPERTIES.minor,
+    }  # fmt: skip
+    return {
+        torch.cuda: {
+            **of_gpu, "get_device_capability": lambda *_: CAPABILITY, "set_device": lambda _: None, "device": _OnDevice,
+            "_DeviceGuard": _OnDevice, "_get_generator": lambda _: _Generator(),
+            "default_generators": (_Generator(),),
+        },
+        torch.version: {"cuda": "13.0"},
+        torch._C: {"_cuda_getCurrentRawStream": lambda _: 0},
+        torch._C._dynamo.guards: {"_empty_strided_cuda": _empty_strided, "_reinterpret_tensor": _reinterpret},
+        CudaInterface: {name: staticmethod(value) for name, value in interface.items()},
+        CudaInterface.Worker: {
+            name: staticmethod(of_gpu[name]) for name in ("current_device", "get_device_properties")
+        },
+        inductor: {"_recursive_joint_graph_passes": _joint_passes, "partition_fn": _partition, "get_input_idxs_to_check": lambda *_: []},
+        GraphLowering: {"_compile_to_module_lines": _load},
+        torch.utils._triton: {"triton_hash_with_backend": lambda: ""},
+        scheduler: {"has_triton": lambda: True},
+        mm_grouped: {"has_triton": lambda: True},
+    }  # fmt: skip

@@ -1,0 +1,61 @@
+"""Layers that torch.compile compiles: what they change, and which jobs are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_advisor import estimate, recommend
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.report import StrategyEstimate
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 100,
+}  # fmt: skip
+
+
+def _row(folder: Path, **options: Any) -> StrategyEstimate:
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    usual = {"gpu": "H100-80GB", "strategy": "ddp", "micro_batch_size": 4, "seq_len": 1000, "precision": "bf16"}
+    (row,) = estimate(model=str(path), **(usual | options)).estimates  # type: ignore[arg-type]  # several types
+    return row
+
+
+@pytest.mark.slow
+def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    eager, compiled = _row(tmp_path), _row(tmp_path, compile="layer")
+    assert eager.peak_allocated_bytes is not None and compiled.peak_allocated_bytes is not None
+    assert compiled.peak_allocated_bytes < 0.9 * eager.peak_allocated_bytes
+    assert eager.step is not None and compiled.step is not None
+    assert compiled.step.seconds < 0.9 * eager.step.seconds
+    assert compiled.simulated_peak_bytes == eager.simulated_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"framework": "trainer"}, "--framework trainer"),
+        ({"attention": "eager"}, "--attention eager"),
+        ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),
+        ({"use_liger_kernel": True}, "--use-liger-kernel"),
+        ({"use_peft": True}, "adapters"),
+        ({"padding_free": True}, "packed or padded"),
+        ({"wrap": "none"}, "--wrap none"),
+        ({"backend": "deepspeed", "strategy": "zero3"}, "backend deepspeed"),
+        ({"gpu": "V100-32GB", "precision": "fp32"}, "V100"),
+    ],
+)
+def test_jobs_that_are_not_modelled_with_compiled_layers_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        estimate(**({"model": "gpt2", "gpu": "H100-80GB", "strategy": "ddp", "compile": "layer"} | options))
+
+
+def test_compiled_layers_are_not_searched() -> None:
+    with pytest.raises(UsageError, match="search over compiled steps"):
+        recommend(model="gpt2", gpu="H100-80GB", compile="layer")

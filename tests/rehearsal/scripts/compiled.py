@@ -1,0 +1,76 @@
+"""Peaks of training steps whose layers `torch.compile` compiles, one after the other, as torchtitan does.
+
+Argument: for each job the model's configuration, the engine, the precision, the checkpointing, the micro-batch and the length, as JSON.
+Inductor generates the whole step's code; the compilation of its kernels, whose launches do nothing here, is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import print_peaks
+from transformers import AutoConfig, AutoModelForCausalLM
+
+RANKS = 2
+
+
+def reduced(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
+    """A bucket that needs no reduction: the fake process group has no results."""
+    found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    found.set_result(bucket.buffer())
+    return found
+
+
+def prepared(model: Any, engine: str, precision: str) -> Any:
+    """The model under an engine on the first of two ranks, or on one GPU."""
+    if engine == "single":
+        return model
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    if engine == "ddp":
+        wrapped = DistributedDataParallel(model, device_ids=[0], init_sync=False)
+        wrapped.register_comm_hook(None, reduced)
+        return wrapped
+    halves = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if precision == "bf16-mixed" else {}
+    for layer in model.model.layers:
+        fully_shard(layer, **halves)
+    return fully_shard(model, **halves)
+
+
+def peak_of(config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int) -> int:
+    for name in ("precompile", "run"):
+        setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).cuda().train()
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.compile()
+    trained = prepared(model, engine, precision)
+    optimizer = torch.optim.AdamW(trained.parameters(), fused=True)
+    tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
+    autocasts = precision == "bf16-mixed" and engine != "fsdp2"
+    peak = 0
+    for step in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
+            loss = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        peak = max(peak, torch.cuda.max_memory_allocated()) if step > 1 else 0
+    return peak
+
+
+def measured(job: list[Any]) -> int:
+    return peak_of(*job)
+
+
+if __name__ == "__main__":
+    print_peaks(measured)

@@ -1,0 +1,61 @@
+"""Steps whose layers torch.compile compiles on a simulated GPU, compared with the prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import taken
+from rehearsed_jobs import row_of
+
+pytestmark = pytest.mark.slow
+
+SHAPES: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "vocab_size": 100, "max_position_embeddings": 4096, "tie_word_embeddings": False, "pad_token_id": 0,
+}  # fmt: skip
+"""The vocabulary is small, so that the peak is in a layer. Sequences are long, so that what the allocator adds to a block is little."""
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+ENGINES: dict[str, dict[str, Any]] = {
+    "single": {"strategy": "ddp"},
+    "ddp": {"strategy": "ddp", "gpus": 2},
+    "fsdp2": {"strategy": "zero3", "backend": "fsdp2", "gpus": 2},
+}
+Job = tuple[dict[str, Any], str, str, str, int, int]
+
+
+def _job(
+    model: str, engine: str, precision: str, checkpointing: str = "none", batch: int = 4, length: int = 4000
+) -> Job:
+    experts = EXPERTS if model in ("mixtral", "qwen3_moe") else {}
+    return {"model_type": model, **SHAPES, **experts}, engine, precision, checkpointing, batch, length
+
+
+JOBS = {"qwen3_moe, one GPU": _job("qwen3_moe", "single", "bf16")}
+MORE = {
+    " ".join(words): _job(*words)
+    for words in product(
+        ("llama", "qwen2", "qwen3", "qwen3_moe"), ENGINES, ("bf16", "bf16-mixed"), ("none", "full")
+    )
+} | {"llama, another batch": _job("llama", "single", "bf16-mixed", batch=1, length=2048)}  # fmt: skip
+CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
+"""Configuration, engine, precision, checkpointing, micro-batch, sequence length."""
+
+
+@pytest.fixture(scope="module")
+def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
+    return run("compiled.py", json.dumps(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_layers_need_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
+    config, engine, precision, checkpointing, batch, length = CASES[name]
+    row = row_of(
+        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, activation_checkpointing=checkpointing,
+        compile="layer", **ENGINES[engine],
+    )  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)
