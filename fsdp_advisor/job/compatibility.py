@@ -7,8 +7,8 @@ from typing import Any
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
-from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.compilation import COMPILING, check_compile, refused_compile
+from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.images import images_of

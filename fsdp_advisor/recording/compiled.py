@@ -287,13 +287,13 @@ class _AttentionKernels:
             return SimpleNamespace(default=operator)
 
         def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            gradients = operator(grad, q, k, *args, **kwargs)
             with scratch():
                 if "efficient" in name:
                     taken = efficient_scratch(q, grad.transpose(1, 2), args[2].transpose(1, 2))
                 else:
                     needs = cudnn_scratch if "cudnn" in name else flash_scratch
                     taken = needs(q.transpose(1, 2), k.transpose(1, 2))
-            gradients = operator(grad, q, k, *args, **kwargs)
             del taken
             return gradients
 

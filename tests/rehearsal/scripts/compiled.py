@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,25 +27,27 @@ def reduced(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotatio
 
 
 def prepared(model: Any, engine: str, precision: str) -> Any:
-    """The model under an engine on the first of two ranks, or on one GPU."""
+    """The model under an engine on the first of two ranks, or on one GPU. FSDP2 moves one unit at a time to the GPU."""
     if engine == "single":
-        return model
+        return model.cuda()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     if engine == "ddp":
-        wrapped = DistributedDataParallel(model, device_ids=[0], init_sync=False)
+        wrapped = DistributedDataParallel(model.cuda(), device_ids=[0], init_sync=False)
         wrapped.register_comm_hook(None, reduced)
         return wrapped
     halves = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if precision == "bf16-mixed" else {}
     for layer in model.model.layers:
-        fully_shard(layer, **halves)
-    return fully_shard(model, **halves)
+        fully_shard(layer, reshard_after_forward=True, **halves)
+    return fully_shard(model, reshard_after_forward=True, **halves)
 
 
 def peak_of(config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int) -> int:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # it asks CUDA about its GPUs
+
     for name in ("precompile", "run"):
         setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).cuda().train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.model.layers:
