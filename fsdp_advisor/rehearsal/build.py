@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,19 +51,29 @@ _WORKSPACE_ARGUMENTS = {
 the element type. Source: the manuals of cuSOLVER, cuSPARSE and cuFFT (CUDA 13)."""
 HEADERS = ("cuda_runtime_api.h", "cuda.h")
 ARCHITECTURES = ("x86_64", "aarch64")
+_QUERY = """
+import importlib.util, json, os, sys
+torch = importlib.util.find_spec("torch")
+folders = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages") and os.path.isdir(path)]
+print(json.dumps([torch and torch.origin, folders]))
+"""
+"""What an interpreter is asked: where torch is, and the folders of installed packages."""
 _INCLUDES = "#include <stdio.h>\n#include <stdlib.h>\n"
 
 
 @dataclass(frozen=True)
 class Installation:
-    """The Python environment in which the script runs: its interpreter and the folder of its torch package."""
+    """The Python environment in which the script runs: its interpreter, the folder of its torch package, and the folders in which the
+    interpreter looks for installed packages: several with --system-site-packages.
+    """
 
     python: Path
     torch: Path
+    folders: tuple[Path, ...] = ()
 
-    @property
-    def site_packages(self) -> Path:
-        return self.torch.parent
+    def __post_init__(self) -> None:
+        if self.torch.parent not in self.folders:
+            object.__setattr__(self, "folders", (self.torch.parent, *self.folders))
 
     @property
     def torch_version(self) -> str:
@@ -87,12 +98,12 @@ def find_installation(python: Path) -> Installation:
             f"rehearsals run on Linux on x86-64 or aarch64, not on {sys.platform} on {platform.machine()}",
             hint="use a Linux machine, a container or WSL; `estimate` works everywhere",
         )
-    query = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
     try:
-        found = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True, timeout=60).stdout
+        found = subprocess.run([python, "-c", _QUERY], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise RehearsalError(f"{python} does not start: {error}", hint="activate the script's environment") from None
-    torch = Path(found.strip().splitlines()[-1]).parent if found.strip() else None
+    origin, folders = json.loads(found.splitlines()[-1])
+    torch = Path(origin).parent if origin else None
     if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
         what = "no torch" if torch is None else "a build of torch without CUDA"
         raise RehearsalError(
@@ -100,7 +111,7 @@ def find_installation(python: Path) -> Installation:
             hint="install the CUDA build, which is pip's default on Linux (CUDA's own libraries are not needed): "
             "pip install --no-deps 'torch>=2.10' triton nvidia-cuda-runtime",
         )
-    return Installation(Path(python), torch)
+    return Installation(Path(python), torch, tuple(map(Path, folders)))
 
 
 def libraries_for(installation: Installation) -> Path:
@@ -124,15 +135,16 @@ def libraries_for(installation: Installation) -> Path:
 
 def _key(installation: Installation) -> str:
     """A name for everything that the libraries depend on."""
-    packages = sorted(path.name for path in installation.site_packages.glob("*.dist-info"))
+    packages = sorted(path.name for folder in installation.folders for path in folder.glob("*.dist-info"))
     sources = [path.read_bytes() for path in sorted(NATIVE.rglob("*.[ch]"))]
     digest = hashlib.sha256(b"\0".join([*sources, *map(str.encode, packages), Path(__file__).read_bytes()]))
     return f"{installation.torch_version}-{platform.machine()}-{digest.hexdigest()[:12]}"
 
 
 def _build(installation: Installation, into: Path) -> None:
-    imports = _imports(installation.site_packages)
-    include = [f"-I{NATIVE}", f"-I{_headers(installation.site_packages)}"]
+    imports = _imports(installation.folders)
+    headers = _headers(installation.folders)
+    include = [f"-I{NATIVE}", f"-I{headers}"]
     sections = dict(
         re.findall(r"(?ms)^// library (\w+)\n(.*?)(?=^// library |\Z)", (NATIVE / "libraries.c").read_text())
     )
@@ -143,7 +155,10 @@ def _build(installation: Installation, into: Path) -> None:
         own = (NATIVE / WRITTEN[base]).read_text() if base in WRITTEN else _INCLUDES + sections.get(base, "")
         version = _symbol_version(library, imports)
         defined = set(re.findall(r"\b(\w+)\(", own))
-        generated = [_stub(name) for name in sorted(_wanted(base, version, imports) - defined)]
+        wanted = _wanted(base, version, imports)
+        generated = [_stub(name) for name in sorted(wanted - defined)]
+        if base == "libcudart":
+            generated += [_refusal(name) for name in sorted(_runtime_functions(headers) - wanted - defined)]
         sources, script = [into / f"{base}.c", into / f"{base}-generated.c"], into / f"{base}.map"
         sources[0].write_text(own)
         sources[1].write_text(_INCLUDES + "\n".join(generated))
@@ -152,16 +167,13 @@ def _build(installation: Installation, into: Path) -> None:
     (into / "libcuda.so").symlink_to("libcuda.so.1")  # Triton links its launchers with -lcuda
 
 
-def _imports(site_packages: Path) -> Imports:
+def _imports(folders: Sequence[Path]) -> Imports:
     """What PyTorch, and every other package with libraries for the same CUDA version, imports.
 
     A file for another version (bitsandbytes has one per version) is left out: two runtimes would count memory separately.
     """
     found = Imports()
-    files = [path for path in site_packages.rglob("*.so*") if not path.is_symlink()]
-    for path in sorted(files, key=lambda path: site_packages / "torch" not in path.parents):  # PyTorch's come first
-        if "nvidia" in path.relative_to(site_packages).parts[0]:
-            continue
+    for path in _shared_objects(folders):
         needed, names = _dynamic_symbols(path)
         libraries = {name for name in needed if name.partition(".so")[0] in PREFIXES}
         known = {name.partition(".so")[0]: name for name in found.libraries}
@@ -175,6 +187,16 @@ def _imports(site_packages: Path) -> Imports:
             else:
                 found.plain.add(name)
     return found
+
+
+def _shared_objects(folders: Sequence[Path]) -> Iterator[Path]:
+    """The shared objects of all packages but NVIDIA's, PyTorch's first. A package hides those of the same name in later folders."""
+    packages = {
+        path.name: path for folder in reversed(folders) for path in folder.iterdir() if "nvidia" not in path.name
+    }
+    for _, package in sorted(packages.items(), key=lambda item: (item[0] != "torch", item[0])):
+        files = package.rglob("*.so*") if package.is_dir() else [package] if ".so" in package.name else []
+        yield from sorted(path for path in files if not path.is_symlink())
 
 
 def _dynamic_symbols(path: Path) -> tuple[list[str], Iterator[tuple[str, str]]]:
@@ -234,9 +256,22 @@ def _stub(name: str) -> str:
     return f"int {name}(void) {{ return 0; }}"
 
 
-def _headers(site_packages: Path) -> Path:
+def _runtime_functions(headers: Path) -> set[str]:
+    """The functions of CUDA's runtime. Libraries from outside of the environment, such as kernels of the hub, can call any."""
+    return set(re.findall(r"\bCUDARTAPI +(cuda\w+)\(", (headers / HEADERS[0]).read_text()))
+
+
+def _refusal(name: str) -> str:
+    return f'int {name}(void) {{ int rehearsal_refuse(const char *); return rehearsal_refuse("{name}"); }}'
+
+
+def _headers(folders: Sequence[Path]) -> Path:
     """The folder of CUDA's headers: of the package nvidia-cuda-runtime, or of a toolkit."""
-    packages = [*site_packages.glob("nvidia/cu*/include"), site_packages / "nvidia" / "cuda_runtime" / "include"]
+    packages = [
+        path
+        for folder in folders
+        for path in (*folder.glob("nvidia/cu*/include"), folder / "nvidia/cuda_runtime/include")
+    ]
     for folder in (*packages, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")):
         if all((folder / name).exists() for name in HEADERS):
             return folder

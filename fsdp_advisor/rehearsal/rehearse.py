@@ -16,6 +16,7 @@ from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
 from fsdp_advisor.rehearsal.launch import interpreter_of, run
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of, predict
 from fsdp_advisor.rehearsal.report import OutOfMemory, Prediction, RankResult, Rehearsal, read_ranks
+from fsdp_advisor.validation.process_tree import ended_like_ctrl_c
 
 STEPS = 3
 TIMEOUT_S = 1800.0
@@ -44,7 +45,7 @@ class Settings:
 
 
 def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
-    """Run a command on simulated GPUs and return what each rank used.
+    """Run a command on simulated GPUs and return what each rank used. SIGTERM and SIGHUP end it like Ctrl-C.
 
     Raises UsageError for impossible settings and RehearsalError if the rehearsal cannot start. A command that fails is a result.
     """
@@ -54,6 +55,11 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
         raise UsageError(f"there is no rank {max(settings.ranks)} of {settings.gpus}", hint="ranks count from 0")
     if settings.gpus % settings.nnodes:
         raise UsageError(f"{settings.gpus} GPUs cannot be divided among {settings.nnodes} nodes", hint="change --gpus")
+    with ended_like_ctrl_c():
+        return _rehearsed(command, settings)
+
+
+def _rehearsed(command: Sequence[str], settings: Settings) -> Rehearsal:
     gpu = find_gpu(settings.gpu)
     variables = environment(interpreter_of(command), gpu, settings.gpus // settings.nnodes, settings.nnodes)
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
@@ -64,13 +70,12 @@ def rehearse(command: Sequence[str], settings: Settings) -> Rehearsal:
         prediction = None
         if settings.predict and ranks and not ended.interrupted:
             prediction = _prediction(ranks[0], settings, folder, variables)
-        found = Rehearsal(
+        return Rehearsal(
             command=tuple(command), gpu=gpu.name, gpus=settings.gpus, nnodes=settings.nnodes,
             ranks=_with_kept_snapshots(ranks, folder, settings.snapshot), ended=ended, prediction=prediction,
         )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return found
 
 
 def _variables_of(settings: Settings, folder: Path) -> dict[str, str]:

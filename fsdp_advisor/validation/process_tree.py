@@ -71,6 +71,24 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt meanwhile when the process is asked to end (SIGTERM) or its terminal closes (SIGHUP).
+
+    Without it Python ends at once, and the processes that it started go on. A signal that is ignored, as under nohup, stays so.
+    """
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(ValueError):  # signal handlers can be set only in the main thread
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def interrupts_ignored() -> Iterator[None]:
     """Ignore Ctrl-C meanwhile, so that a second one does not interrupt the clean-up after the first."""
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,14 @@ for step in range(3):
         own.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
 print(json.dumps(own), flush=True)
 """
+
+EXHAUST = """
+import resource
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
+bytearray(1 << 30)
+"""
+"""The script asks for more host memory than is left."""
 
 
 @pytest.fixture
@@ -141,6 +151,7 @@ def test_a_caught_out_of_memory_error_is_no_failure(run: Run) -> None:
         [
             pytest.param("raise ValueError('bad data')", 1, "ValueError: bad data", id="exception"),
             pytest.param("raise SystemExit(7)", 7, None, id="exit status"),
+            pytest.param(EXHAUST, 1, "MemoryError", id="host memory"),
         ],
     ),
 )
@@ -165,6 +176,24 @@ time.sleep(1000)
     status, found, _ = run(text, "--timeout", "15")
     assert (status, found["outcome"]) == (2, "timed out")
     assert still_running("child-of-rehearsal") == []
+
+
+def test_an_ended_rehearsal_leaves_no_process_and_no_folder(rehearsal_python: Path, tmp_path: Path) -> None:
+    text = (
+        "import pathlib, time, torch; torch.zeros(1, device='cuda'); pathlib.Path('started').touch(); time.sleep(1000)"
+    )
+    (tmp_path / "train.py").write_text(text)
+    words = [sys.executable, "-m", "fsdp_advisor", "rehearse", "--json", "--no-predict", "--", str(rehearsal_python)]
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = subprocess.Popen(
+        [*words, str(tmp_path / "train.py")], env=variables, cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    while started.poll() is None and not (tmp_path / "started").exists():
+        time.sleep(0.2)
+    started.terminate()
+    printed, _ = started.communicate(timeout=60)
+    assert (started.returncode, json.loads(printed)["outcome"]) == (130, "interrupted")
+    assert still_running(str(tmp_path / "train.py")) == [] and list(tmp_path.glob("rehearsal-*")) == []
 
 
 def test_processes_that_outlive_the_command_are_ended(run: Run) -> None:
@@ -192,7 +221,13 @@ print("child:", os.wait()[1] != 0)
 
 
 def test_what_is_not_simulated_is_refused_with_what_to_disable(run: Run) -> None:
-    status, found, printed = run("import torch\ntorch.zeros(1, device='cuda').untyped_storage()._share_cuda_()")
+    text = """
+import ctypes, torch
+assert ctypes.CDLL(None).cudaGraphKernelNodeCopyAttributes(0, 0) == 801  # PyTorch does not call it, a kernel of the hub may
+torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
+"""
+    status, found, printed = run(text)
+    assert "calls cudaGraphKernelNodeCopyAttributes" in printed
     assert status == 1 and "not supported in a rehearsal" in found["ranks"][0]["error"]
     assert "calls cudaIpcGetMemHandle" in printed and "disable sharing of CUDA tensors between processes" in printed
 
