@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.adapters import read_axolotl
-from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, strip_prefix
@@ -59,7 +59,13 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         options["activation_checkpointing"] = "full"
     elif found.flag("gradient_checkpointing"):
         options["activation_checkpointing"] = "full"
-    found.take("gradient_checkpointing_kwargs")
+    keywords = found.take("gradient_checkpointing_kwargs")
+    if (
+        isinstance(keywords, Mapping)
+        and keywords.get("use_reentrant") is True
+        and "activation_checkpointing" in options
+    ):
+        found.omits(REENTRANT)
     _batches(found)
     _images(found)
     _sharding(found)

@@ -13,6 +13,11 @@ from fsdp_advisor.job.unknown_options import topic_of
 INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "auto", "default", 0, 1, [], {})
 """Values with which a key switches nothing on. 1 is the degree of a parallelism that is not used."""
 
+REENTRANT = (
+    "use_reentrant: recomputation that keeps one more hidden state while a layer's backward runs, and under FSDP gathers the layer"
+    " once more; the estimate has use_reentrant: false"
+)
+
 
 class Collector:
     """The settings of one file, by key, as a reader takes them.

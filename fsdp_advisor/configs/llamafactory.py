@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.adapters import read_llamafactory
-from fsdp_advisor.configs.collect import Collector, truth
+from fsdp_advisor.configs.collect import REENTRANT, Collector, truth
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
 from fsdp_advisor.job.images import square_of
@@ -51,6 +51,8 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     set_attention(found, "flash_attn")
     checkpointing = "none" if found.flag("disable_gradient_checkpointing") else "full"
     found.default("activation_checkpointing", checkpointing, "gradient checkpointing, which LLaMA-Factory switches on")
+    if found.flag("use_reentrant_gc") is not False and checkpointing == "full":  # its default
+        found.omits(REENTRANT)
     if truth(found.peek("pure_bf16") or False):
         found.take("pure_bf16")
         found.options["precision"] = "bf16"

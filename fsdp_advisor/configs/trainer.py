@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from fsdp_advisor.configs import deepspeed
 from fsdp_advisor.configs.adapters import read_trl
-from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.errors import UsageError
@@ -230,6 +230,8 @@ def _checkpointing(found: Collector, trl: bool) -> None:
             found.options["activation_offload"] = True
         elif keywords.get("offload") is True:
             found.omits("gradient_checkpointing_kwargs.offload: transformers' offload under TRL, beside its own")
+        if keywords.get("use_reentrant") is True:
+            found.omits(REENTRANT)
     elif False in asked:
         found.options["activation_checkpointing"] = "none"
     elif trl:

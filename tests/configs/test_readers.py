@@ -163,6 +163,21 @@ def test_llama_factory_with_its_deepspeed_file(tmp_path: Path) -> None:
     assert "gradient checkpointing, which LLaMA-Factory switches on" in said(found, "assumed")
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("args.yaml", "per_device_train_batch_size: 1\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: VALUE}"),
+        ("args.yaml", "per_device_train_batch_size: 1\nactivation_checkpointing: true\nactivation_checkpointing_kwargs: {use_reentrant: VALUE}"),
+        ("axolotl.yaml", "base_model: a/b\nmicro_batch_size: 1\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: VALUE}"),
+        ("factory.yaml", "stage: sft\nfinetuning_type: full\ncutoff_len: 512\nuse_reentrant_gc: VALUE"),
+    ],
+)  # fmt: skip
+def test_reentrant_checkpoints_are_reported(name: str, text: str, value: str) -> None:
+    found = read(name, text.replace("VALUE", value))
+    assert ("use_reentrant: recomputation" in said(found, "not_modelled")) is (value == "true")
+
+
 def test_a_named_file_that_is_missing_is_reported() -> None:
     found = read("args.json", '{"per_device_train_batch_size": 4, "deepspeed": "ds.json"}')
     assert found.readings[0].missing == ("ds.json",)
