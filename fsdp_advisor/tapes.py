@@ -152,12 +152,17 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) 
     own tape, and the next one with another micro-batch or length the tape for any. If sizes are no polynomials, there is none for any.
     """
     own = replace(key, at=plan.tape_shape)
-    not_polynomial = any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values())
-    if not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key))):
+    if _is_first_question(model, profile, key, own):
         return _with_attention(model, profile, plan, own)
     with contextlib.suppress(NotPolynomial):
         return _with_attention(model, profile, plan, key)
     return _with_attention(model, profile, plan, own)
+
+
+def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
+    """Whether the plan's own tape answers, because it is the first of its code path or there can be none for any batch."""
+    not_polynomial = any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values())
+    return not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key)))
 
 
 def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
@@ -216,9 +221,31 @@ def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: 
 
 
 def step_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """The tape of a plan's step that a GPU runs. Raises AdvisorError if there is none."""
+    """The tape of a plan's step that a GPU runs. Raises AdvisorError if there is none.
+
+    Of a model without a catalog no other tape is recorded: a search reads nothing of the CPU's.
+    """
     assert model.profile is not None
+    if not model.from_catalog and model.recording_allowed:
+        with contextlib.suppress(AdvisorError):  # then the CPU's tape, or its error
+            return _recorded_for(model, model.profile, plan, gpu)
     return gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
+
+
+def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
+    """The GPU's own tape. Of a micro-batch above 1 it is for any batch, because a search asks for many."""
+    cpu_key = tape_key_of(plan, profile)
+    filled = _needs_window(profile, cpu_key, plan)
+    names = [key.name for key in gpu_tape_keys(cpu_key, window_filled=filled)]
+    key = gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=names)
+    if key.device == "cpu":
+        raise NotRecordable(f"the kernels of {gpu.name} are not modelled", hint="the step on a CPU stands for it")
+    own = replace(key, at=plan.tape_shape)
+    if (key.batch_is_one or own.name in profile.tapes) and _is_first_question(model, profile, key, own):
+        return model.tape(own)
+    with contextlib.suppress(NotPolynomial):
+        return model.tape(key)
+    return model.tape(own)
 
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:

@@ -22,7 +22,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import estimate_plan, runs_in, step_seconds, tensor_bytes
-from fsdp_advisor.tapes import select_step_tape
+from fsdp_advisor.tapes import step_tape
 from fsdp_advisor.units import format_gib, format_speed
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
@@ -311,6 +311,10 @@ class Evaluator:
         parts = (states.parameters, states.gradients, states.optimizer, states.communication, states.buffers)
         return sum(part.exact for part in parts)
 
+    def exceeds(self, plan: Plan) -> bool:
+        """Whether the plan's lower bound is too much. Raises AdvisorError without a tape."""
+        return self.lower_bound(plan) > self.available_bytes
+
     def why_not_recorded(self, plan: Plan) -> str | None:
         """Why the plan's engine refuses the model, or why no tape of the plan exists; None if one does."""
         if self.model.profile is None:
@@ -318,7 +322,7 @@ class Evaluator:
         if (refused := refusal(self.model.profile, plan)) is not None:
             return refused.message
         try:
-            select_step_tape(self.model, self.model.profile, plan)
+            step_tape(self.model, plan, self.gpu)
         except AdvisorError as error:
             if isinstance(error, MissingExtra) and not self.model.is_catalogued:
                 raise

@@ -152,9 +152,14 @@ class Search:
         return self.evaluator.max_micro_batch(smallest, sizes[: sizes.index(once) + 1])
 
     def why_not_recorded(self, choice: StrategyChoice) -> str | None:
-        """Why the choice has no tape; None if it has those that its micro-batches need: one for 1, one for more."""
-        reasons = (self.evaluator.why_not_recorded(choice.plan(self.base, size)) for size in self.batches.sizes[:2])
-        return next((reason for reason in reasons if reason is not None), None)
+        """Why the choice has no tape; None if it has those that its micro-batches need: one for 1 and, if 1 fits, one for more."""
+        for size in self.batches.sizes[:2]:
+            plan = choice.plan(self.base, size)
+            if (reason := self.evaluator.why_not_recorded(plan)) is not None:
+                return reason
+            if self.evaluator.model.profile is None or self.evaluator.exceeds(plan):
+                return None
+        return None
 
     def host_lacks(self, plan: Plan) -> bool:
         """Whether a node's memory is too small for the plan's steps: the known memory, or the usual one."""

@@ -6,7 +6,7 @@ A constant is published (with its source), assumed, or chosen on the fitted part
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, Link, LinkKind
@@ -19,7 +19,7 @@ class Achieved:
 
     `matmul`: large matrix products in a training loop, at the clocks under the power limit, not the best product of a
     benchmark. `attention_forward`, `attention_backward`: flash attention with heads of 128. `memory`: a streaming kernel.
-    `seen`: whether the fitted runs contain a published training run on this generation.
+    `seen`: whether there is a published training run on such boards (`fsdp_advisor/validation/published.csv`, `tests/published`).
     """
 
     matmul: float
@@ -151,7 +151,32 @@ HOST_LINK: dict[str, Link] = {
 
 def achieved_by(gpu: Gpu) -> Achieved | None:
     """The shares that this GPU achieves; None if its generation is unknown."""
-    return None if gpu.architecture is None else _ACHIEVED[gpu.architecture]
+    if gpu.architecture is None:
+        return None
+    found = _ACHIEVED[gpu.architecture]
+    return _not_limited_by_power(found) if _accumulates_at_half_rate(gpu) else found
+
+
+def _not_limited_by_power(found: Achieved) -> Achieved:
+    """What boards of Ampere and Ada achieve whose tensor cores accumulate in fp32 at half rate.
+
+    Products: 0.96 of the peak in a benchmark times Ampere's ratio of training to benchmark (0.72 to 0.87), which is assumed. Source: RTX
+    4090 in bf16 at 2048 to 10240, 151 to 165 of 165.2 TFLOP/s (zzc0721/torch-performance-test-data issue 78), RTX 3060 24 to 25 of 25.4
+    (issue 131), A10G 61 to 69 of 70 (issue 126). Boards at full rate reach less: A40 95 to 122 of 149.7 (issue 185). Attention:
+    FlashAttention-2 with heads of 128 on RTX 4090 at 2048 tokens, 151 TFLOP/s forward and 99 backward, causal, and 169 and 125 without a
+    mask (apache/tvm, tl_doc/flash_perf.md). With HALF_RATE_TOKENS the causal ones are 1.03, as its clock exceeds the datasheet's, and 0.68.
+    """
+    return replace(found, matmul=0.79, attention_forward=1.0, attention_backward=0.68, seen=True)
+
+
+def _accumulates_at_half_rate(gpu: Gpu) -> bool:
+    """Whether tensor cores add up in fp32 at half of their rate, as on the GeForce boards of Ampere and Ada.
+
+    Their rate in bf16 then is twice, not four times, that of the plain cores in fp32.
+    """
+    if gpu.architecture not in ("ampere", "ada") or gpu.bf16_flops is None or gpu.fp32_flops is None:
+        return False
+    return gpu.bf16_flops < 3 * gpu.fp32_flops
 
 
 def host_bytes_per_s(gpu: Gpu) -> float:

@@ -43,7 +43,7 @@ def unlike_published(profile: Profile, plan: Plan, gpu: Gpu) -> list[str]:
     achieved = achieved_by(gpu)
     found = []
     if achieved is None or not achieved.seen:
-        found.append(f"on {gpu.name}'s generation")
+        found.append(f"on boards like {gpu.name}")
     if plan.strategy == "hsdp":
         found.append("under HSDP")
     if plan.world_size > MAX_GPUS:

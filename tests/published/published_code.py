@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -37,12 +38,29 @@ class VariantSource(WrappedSource):
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         older = partial(shifted_loss, upcasts=not self._variant.logits_stay_half)
         functions = {"ForCausalLM": older} if self._variant.shifts_logits else {}
-        with mock.patch.dict(loss_utils.LOSS_MAPPING, functions), self._head_as_it_was(module):
+        with (
+            mock.patch.dict(loss_utils.LOSS_MAPPING, functions),
+            self._head_as_it_was(module),
+            self._keys_and_values_kept(module),
+        ):
             outputs = module(**batch)
         loss: torch.Tensor = outputs.loss
         if self._variant.keeps_outputs:
             loss.outputs = outputs.logits  # type: ignore[attr-defined]  # they live as long as the loss
         return loss
+
+    @contextlib.contextmanager
+    def _keys_and_values_kept(self, module: nn.Module) -> Iterator[None]:
+        kept: list[torch.Tensor] = []
+        names = ("c_attn",) if self._variant.keeps_keys_and_values else ()
+        layers = [layer for name, layer in module.named_modules() if name.endswith(names)] if names else []
+        with contextlib.ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(
+                    layer.register_forward_hook(lambda _module, _inputs, output: kept.append(output.detach()))
+                )
+            yield
+        kept.clear()
 
     def _head_as_it_was(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
         head = self.root_modules(module).head

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from fsdp_advisor.errors import NotPolynomial
+from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
@@ -22,7 +23,7 @@ from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
 from fsdp_advisor.rows import peak_of_step
-from fsdp_advisor.tapes import select_step_tape, select_tape
+from fsdp_advisor.tapes import gpu_tape, select_step_tape, select_tape, step_tape
 from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
@@ -102,3 +103,18 @@ def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
     assert asked(100) == (own, peak)
     assert asked(101)[0] is None
     assert asked(100) == (None, peak)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_search_records_only_the_tape_of_the_gpu(home: Path, batch: int) -> None:
+    """It answers for any micro-batch above 1, with the bytes of the tape that an estimate records for one."""
+    model, gpu = replace(resolve("tiny"), recorded_locally=True), find_gpu("A100-80GB")
+    assert model.profile is not None
+    plan = replace(PLAN, strategy="ddp", backend="ddp", precision="bf16", attention="eager", micro_batch_size=batch)
+    before = set(model.profile.tapes)
+    tape = step_tape(model, plan, gpu)
+    [name] = set(model.profile.tapes) - before
+    assert TapeKey.from_name(name).device == "gpu"
+    assert TapeKey.from_name(name).at == ((1, 100) if batch == 1 else None)
+    own = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    assert peak_of_step(model.profile, tape, plan) == peak_of_step(model.profile, own, plan)
