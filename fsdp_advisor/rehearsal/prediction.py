@@ -50,6 +50,8 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
     job = rank.job
     model, batch = job.get("model"), job.get("batch")
     task = job.get("task", {"name": "sft"})
+    if "unreadable" in job:
+        raise NotRecognized(f"the job could not be read off the script's objects ({job['unreadable']})")
     if not batch:
         raise NotRecognized("no forward was seen")
     if not model:

@@ -33,6 +33,11 @@ def test_a_micro_batch_of_dpo_counts_pairs(tmp_path: Path) -> None:
     assert (found["task"], found["framework"], found["micro-batch-size"]) == ("dpo", "trl", "2")
 
 
+def test_a_job_of_an_unknown_version_is_not_recognized(tmp_path: Path) -> None:
+    with pytest.raises(NotRecognized, match="could not be read .*no attribute 'mp_policy'"):
+        options(tmp_path, unreadable="AttributeError: no attribute 'mp_policy'")
+
+
 @pytest.mark.parametrize(
     ("model_type", "loss", "framework", "expected"),
     [

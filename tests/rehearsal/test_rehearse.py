@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import taken, with_all_cases
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import AdvisorError
@@ -119,6 +119,18 @@ def test_the_script_is_ended_after_the_wanted_steps(run: Run) -> None:
     status, found, printed = run(TRAIN, "--steps", "1")
     assert status == 0 and found["ranks"][0]["steps"] == 1
     assert "[[" not in printed, "the script did not reach its end"
+
+
+@with_all_cases
+def test_a_model_that_cannot_be_read_trains_to_its_end(run: Run) -> None:
+    model = """
+class FSDPModule(torch.nn.Linear):
+    def _get_fsdp_state(self):
+        raise AttributeError("another version")
+model = FSDPModule("""
+    status, found, _ = run(TRAIN.replace("\nmodel = torch.nn.Linear(", model))
+    assert (status, found["ranks"][0]["steps"]) == (0, 3)
+    assert found["ranks"][0]["job"]["unreadable"] == "AttributeError: another version"
 
 
 def test_out_of_memory_says_what_was_requested_where(run: Run, tmp_path: Path) -> None:

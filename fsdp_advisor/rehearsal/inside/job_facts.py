@@ -76,12 +76,13 @@ def engine_of(module: Any, torch: ModuleType) -> dict[str, Any]:
         if "FullyShardedDataParallel" in names:
             return {"backend": "fsdp1", "sharding": str(each.sharding_strategy), "precision": str(each.mixed_precision)}
         if "FSDPModule" in names:
-            group = next((m._get_fsdp_state()._fsdp_param_group for m in each.modules() if _has_group(m)), None)
-            if group is None:
+            state = next((m._get_fsdp_state() for m in each.modules() if _has_group(m)), None)
+            if state is None:
                 continue
+            group = state._fsdp_param_group
             return {
                 "backend": "fsdp2",
-                "precision": str(group.mp_policy),
+                "precision": str(state._mp_policy),
                 "mesh_dimensions": group.mesh_info.mesh.ndim,
                 "reshard_after_forward": group._reshard_after_forward,
             }

@@ -114,8 +114,16 @@ class Meter:
                 self.finish()
             self.enter("forward", self.completed + 1)
             self.forwards += 1
-        if job_facts.collect(self.facts, module, self.torch):
+        if self._knows_job(module):
             self.forward_hook.remove()
+
+    def _knows_job(self, module: Any) -> bool:
+        """Whether all facts about the job are known, or cannot be read. The script goes on either way."""
+        try:
+            return job_facts.collect(self.facts, module, self.torch)
+        except Exception as error:  # of a wrapper or model that is unlike those of the versions that are known
+            self.facts["unreadable"] = f"{type(error).__name__}: {error}"
+            return True
 
     def before_backward(self) -> None:
         self.backward_depth += 1
