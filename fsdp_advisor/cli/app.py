@@ -51,7 +51,13 @@ class Command:
         if self.wraps and "--" in arguments:
             end = list(arguments).index("--")
             arguments, wrapped = arguments[:end], tuple(arguments[end + 1 :])
-        given = parser.parse(arguments)
+        try:
+            given = parser.parse(arguments)
+        except UsageError as error:
+            if self.wraps and not wrapped:
+                hint = "the command to run comes after --, such as: -- torchrun train.py"
+                raise UsageError(error.message, hint=hint) from None
+            raise
         if given is None:
             Destination().write(parser.help())
             return 0

@@ -113,6 +113,11 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("estimate", *MODEL, "more"), "unexpected argument more", SEE),
     (
+        ("rehearse", "--gpus", "2", "torchrun", "train.py"),
+        "unexpected argument torchrun",
+        "the command to run comes after --, such as: -- torchrun train.py",
+    ),
+    (
         ("estimate", *MODEL, "--format", "xml"),
         "format must be text, json or markdown, not xml",
         "it is the format of the answer",
