@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from torch._functorch.partitioners import get_default_op_list
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_advisor.model.tape_key import TapeCheckpointing
@@ -66,6 +65,8 @@ def _torchtitan_operators(attention: str) -> frozenset[str]:
 
     Source: torchtitan 0.3.0, distributed/activation_checkpoint.py, _get_default_save_ops.
     """
+    from torch._functorch.partitioners import get_default_op_list  # imports PyTorch's compiler, which takes a second
+
     operators: Any = get_default_op_list().compute_intensive_ops
     intensive = {str(operator.default._schema.name) for operator in operators}
     recorded = _RECORDED_ATTENTION if attention == "sdpa" else ()
