@@ -16,15 +16,14 @@ from small_models import Case, name_of, options_of, small_models
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from compared_peaks import predicted_and_simulated
+
 from fsdp_advisor.engines.registry import refusal
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import source_of
-from fsdp_advisor.rows import peak_of_step  # after the checks
-from fsdp_advisor.tapes import tape_key_of
-from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -121,14 +120,8 @@ MORE: list[Case] = [
 
 @pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_an_adapted_model(case: Case, tmp_path: Path) -> None:
-    request = make_request(options_of(CONFIGS, case, tmp_path))
-    (plan,) = plans(request, seq_len=128)
-    model = resolve(request.model).adapted(adaptation_of(request))
-    profile = model.profile
-    assert profile is not None
-    step = peak_of_step(profile, model.tape(tape_key_of(plan, profile)), plan)  # a tape for GPUs is not needed
-    source = source_of(profile.config, name=request.model, task=profile.task)
-    assert step.phase_peaks == simulate(source, plan).phase_peaks
+    predicted, simulated = predicted_and_simulated(make_request(options_of(CONFIGS, case, tmp_path)))
+    assert predicted == simulated
 
 
 def test_matrices_that_layers_share_count_once(tmp_path: Path) -> None:

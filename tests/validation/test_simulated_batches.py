@@ -15,10 +15,12 @@ from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
 
+from compared_peaks import predicted_and_simulated
+
 from fsdp_advisor.errors import NotRecordable  # after the check
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.validation.predict import Prediction, predict
-from fsdp_advisor.validation.simulate import simulate
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.validation.predict import predict
 
 pytestmark = pytest.mark.slow
 
@@ -55,16 +57,16 @@ MORE: list[Case] = [
 ]  # fmt: skip
 
 
-def predicted(case: Case, folder: Path) -> Prediction:
-    return predict(make_request(options_of(CONFIGS, {"micro_batch_size": "3", **case}, folder)))
+def asked(case: Case, folder: Path) -> EstimateRequest:
+    return make_request(options_of(CONFIGS, {"micro_batch_size": "3", **case}, folder))
 
 
 @pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_other_batches(case: Case, tmp_path: Path) -> None:
-    prediction = predicted(case, tmp_path)
-    assert prediction.predicted["phase_peaks"] == simulate(prediction.source(), prediction.plan).phase_peaks
+    predicted, simulated = predicted_and_simulated(asked(case, tmp_path))
+    assert predicted == simulated
 
 
 def test_a_masked_model_has_no_sequences_in_one_row(tmp_path: Path) -> None:
     with pytest.raises(NotRecordable, match="causal"):
-        predicted({"model": "bert", **ENGINES[0], "padding_free": "true"}, tmp_path)
+        predict(asked({"model": "bert", **ENGINES[0], "padding_free": "true"}, tmp_path))

@@ -15,6 +15,8 @@ from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
 
+from compared_peaks import predicted_and_simulated
+
 from fsdp_advisor.engines.host import host_memory  # after the check
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.adaptation import adaptation_of
@@ -24,10 +26,7 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import ROOT, evaluate
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.recording import source_of
-from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
-from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -79,14 +78,10 @@ def _request(case: Case, folder: Path) -> EstimateRequest:
 @pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_partial_checkpointing(case: Case, tmp_path: Path) -> None:
     request = _request(case, tmp_path)
-    model = resolve(request.model).adapted(adaptation_of(request))
-    assert model.profile is not None
-    (plan,) = plans(request, seq_len=128)
-    step = peak_of_step(model.profile, model.tape(tape_key_of(plan, model.profile)), plan)
-    source = source_of(model.profile.config, name="checkpointed", task=model.profile.task)
-    scalars = SCALARS_BYTES if plan.uses_accelerate else 0
-    for phase, n_bytes in simulate(source, plan).phase_peaks.items():
-        assert 0 <= n_bytes - step.phase_peaks[phase] <= scalars, (phase, n_bytes, step.phase_peaks[phase])
+    predicted, simulated = predicted_and_simulated(request)
+    scalars = 0 if request.framework == "torch" else SCALARS_BYTES
+    for phase, n_bytes in simulated.items():
+        assert 0 <= n_bytes - predicted[phase] <= scalars, (phase, n_bytes, predicted[phase])
 
 
 def test_a_model_that_changes_a_kept_tensor_is_refused(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from compared_peaks import predicted_and_simulated
+
 from fsdp_advisor.job.parsing import make_request  # after the check
-from fsdp_advisor.validation.predict import predict
-from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -33,5 +33,5 @@ def test_grouped_products_of_fp32_weights_are_predicted(options: dict[str, str],
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTRAL))
     request = {"seq_len": "128", "micro_batch_size": "2", **options, "model": str(path)}
-    prediction = predict(make_request(request))
-    assert prediction.predicted["phase_peaks"] == simulate(prediction.source(), prediction.plan).phase_peaks
+    predicted, simulated = predicted_and_simulated(make_request(request))
+    assert predicted == simulated

@@ -17,7 +17,8 @@ from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, C
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from torch.distributed.fsdp._fully_shard import _fsdp_init  # after the checks
+from compared_peaks import tape_for  # after the checks
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_advisor.engines.registry import not_modelled
@@ -86,18 +87,20 @@ def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tm
     model = resolve(request.model).adapted(adaptation_of(request))
     profile = model.profile
     assert profile is not None
-    key = tape_key_of(plan, profile)
-    assert key.wrap == "peft"
-    step = peak_of_step(profile, model.tape(key), plan)
+    assert tape_key_of(plan, profile).wrap == "peft"
+    step = peak_of_step(profile, tape_for(model, plan), plan)
     found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
 
 
 @pytest.mark.parametrize(
-    ("trainer", "framework"), [("AccelerateTrainer", "accelerate"), ("TransformersTrainer", "trainer")]
+    ("trainer", "framework", "tied"),
+    taken(
+        [("AccelerateTrainer", "accelerate", True), ("TransformersTrainer", "trainer", False)],
+        [("AccelerateTrainer", "accelerate", False), ("TransformersTrainer", "trainer", True)],
+    ),
 )
-@pytest.mark.parametrize("tied", [True, False])
 def test_fsdp2_frees_unsharded_parameters_before_the_first_step(
     trainer: str, framework: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +129,7 @@ def test_fsdp2_frees_unsharded_parameters_before_the_first_step(
     assert alive and set(alive) == {"buffer"}
 
 
-@pytest.mark.parametrize("name", [BERT, "FacebookAI/roberta-base", T5])
+@pytest.mark.parametrize("name", taken([BERT], ["FacebookAI/roberta-base", T5]))
 def test_models_that_accelerate_cannot_wrap_have_a_note(name: str) -> None:
     plan = plan_of(Case(name, "fsdp2", "zero3", 8, 2, 128, framework="accelerate"))
     profile = resolve(name).profile

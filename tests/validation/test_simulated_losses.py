@@ -15,10 +15,12 @@ from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
 
+from compared_peaks import predicted_and_simulated
+
 from fsdp_advisor.errors import NotRecordable  # after the check
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.validation.predict import Prediction, predict
-from fsdp_advisor.validation.simulate import simulate
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.validation.predict import predict
 
 pytestmark = pytest.mark.slow
 
@@ -69,14 +71,14 @@ MORE: list[Case] = [
 ]
 
 
-def predicted(case: Case, folder: Path) -> Prediction:
-    return predict(make_request(options_of(CONFIGS, case, folder)))
+def asked(case: Case, folder: Path) -> EstimateRequest:
+    return make_request(options_of(CONFIGS, case, folder))
 
 
 @pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_a_loss_in_tiles(case: Case, tmp_path: Path) -> None:
-    prediction = predicted(case, tmp_path)
-    assert prediction.predicted["phase_peaks"] == simulate(prediction.source(), prediction.plan).phase_peaks
+    predicted, simulated = predicted_and_simulated(asked(case, tmp_path))
+    assert predicted == simulated
 
 
 def test_no_loss_in_tiles_holds_the_logits(tmp_path: Path) -> None:
@@ -88,10 +90,10 @@ def test_no_loss_in_tiles_holds_the_logits(tmp_path: Path) -> None:
         "activation_checkpointing": "full",
     }
     logits = 20 * 500 * VOCABULARY * 2
-    assert predicted({**case, "loss": "cce"}, tmp_path).predicted["phase_peaks"]["backward"] < logits
+    assert predict(asked({**case, "loss": "cce"}, tmp_path)).predicted["phase_peaks"]["backward"] < logits
 
 
 @pytest.mark.parametrize(("model", "loss"), [("bert", "cce"), ("gpt2", "liger")])
 def test_a_model_that_the_loss_is_not_made_for_is_refused(model: str, loss: str, tmp_path: Path) -> None:
     with pytest.raises(NotRecordable, match="loss"):
-        predicted({"model": model, "loss": loss, **ENGINES[0]}, tmp_path)
+        predict(asked({"model": model, "loss": loss, **ENGINES[0]}, tmp_path))

@@ -16,11 +16,12 @@ from matrix import taken
 pytest.importorskip("torch")
 pytest.importorskip("torchtitan")
 
+from compared_peaks import predicted_and_simulated
+
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.validation.predict import predict
-from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +71,8 @@ def asked(case: dict[str, str], folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", taken(FEW, MORE), ids=lambda case: " ".join(case.values()))
 def test_predicted_peaks_equal_torchtitans_step(case: dict[str, str], tmp_path: Path) -> None:
-    prediction = predict(make_request(asked(case, tmp_path)))
-    assert prediction.predicted["phase_peaks"] == simulate(prediction.source(), prediction.plan).phase_peaks
+    predicted, simulated = predicted_and_simulated(make_request(asked(case, tmp_path)))
+    assert predicted == simulated
 
 
 def test_the_default_loss_holds_an_eighth_of_the_logits(tmp_path: Path) -> None:
