@@ -1,6 +1,6 @@
 """One rank of real loading and saving over gloo: ``checkpoint_worker.py FOLDER CASE...``. Each rank writes its measurements.
 
-A second process samples the private memory in /proc/PID/status while a case runs. Memory from before the case is subtracted.
+A second process samples the private memory in /proc/PID/status while a case loads. Memory from before the case is subtracted.
 Each case runs first on a tiny model, so that imports and caches do not count.
 """
 
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+from ranks import as_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
@@ -61,6 +62,8 @@ LOADINGS = 3
 """Runs of each load case, of which the highest counts: on a busy machine the sampler may miss a peak, but never adds one."""
 DEVICE: dict[str, int] = {}
 """Peak of the bytes that would be on a GPU, as a case measured it."""
+ON_DEVICE = ("fsdp1_rank0", "fsdp2_every_rank", "fsdp2_scattered")
+"""Cases that measure it. It is the same in each run, and memory of the process is not measured then."""
 POLICY = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
 
 
@@ -90,10 +93,7 @@ print(high)
 
 
 class Host:
-    """Private memory added since the context was entered: its peak and what is left at exit.
-
-    `mark_bytes` is the kernel's high-water mark, which misses no peak but also counts mapped pages of files.
-    """
+    """Private memory added since the context was entered: its peak and what is left at exit."""
 
     def __enter__(self) -> Host:
         gc.collect()
@@ -101,17 +101,28 @@ class Host:
         self._sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._sampler.stdout is not None
         self._sampler.stdout.readline()
-        self._start, self._file, self._resident = status("RssAnon"), status("RssFile"), status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        self._start, self._file = status("RssAnon"), status("RssFile")
         return self
 
     def __exit__(self, *_: object) -> None:
         end = status("RssAnon")
-        self.mark_bytes = status("VmHWM") - self._resident
         high = int(self._sampler.communicate()[0]) * 1024
         self.high_bytes = max(high, end) - self._start
         self.left_bytes = end - self._start
         self.file_bytes = status("RssFile") - self._file
+
+
+class HighWaterMark:
+    """Memory added since the context was entered, at its peak. The kernel keeps it and misses none, but counts mapped pages of files."""
+
+    def __enter__(self) -> HighWaterMark:
+        gc.collect()
+        self._start = status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the mark
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.high_bytes = status("VmHWM") - self._start
 
 
 def config(folder: Path) -> LlamaConfig:
@@ -121,6 +132,14 @@ def config(folder: Path) -> LlamaConfig:
 def meta(folder: Path) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config(folder))
+    return model
+
+
+def empty(folder: Path) -> nn.Module:
+    """The model with zeros as its weights, which takes less time than random ones."""
+    model = meta(folder).to_empty(device="cpu")
+    for p in model.parameters():
+        p.data.zero_()
     return model
 
 
@@ -351,18 +370,20 @@ def tensor_bytes(path: Path) -> dict[str, int]:
 
 
 def load(name: str, folder: Path) -> dict[str, Any]:
+    if name in ON_DEVICE:
+        dist.barrier()
+        LOADING[name](folder)
+        return {"device_bytes": DEVICE.pop("high_bytes")}
     LOADING[name](folder.parent / "tiny")
     runs = []
     for _ in range(LOADINGS):
-        DEVICE.clear()
         dist.barrier()
         with Host() as host:
             model = LOADING[name](folder)
         del model
         runs.append(host)
     host = max(runs, key=lambda run: run.high_bytes)
-    device = {"device_bytes": DEVICE.pop("high_bytes")} if DEVICE else {}
-    return device | {"high_bytes": host.high_bytes, "left_bytes": host.left_bytes, "file_bytes": host.file_bytes}
+    return {"high_bytes": host.high_bytes, "left_bytes": host.left_bytes, "file_bytes": host.file_bytes}
 
 
 def stepped_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -378,7 +399,7 @@ def stepped_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def save(name: str, folder: Path) -> dict[str, Any]:
     """Save the weights, and, if the name ends in `_resumable`, the optimizer's state."""
     for place in (folder.parent / "tiny", folder):
-        model: nn.Module = AutoModelForCausalLM.from_config(config(place))
+        model = empty(place)
         if name.startswith("save_fsdp1"):
             model = fsdp1(model)
         elif name.startswith("save_fsdp2"):
@@ -389,14 +410,14 @@ def save(name: str, folder: Path) -> dict[str, Any]:
             out.mkdir()
         dist.barrier()
         optimizer = stepped_optimizer(model) if name.endswith("_resumable") else None
-        with Host() as host:
+        with HighWaterMark() as host:
             SAVING[name.removesuffix("_resumable")](model, optimizer, out)
         del model, optimizer
         dist.barrier()
     files = tensor_bytes(out) if dist.get_rank() == 0 else {}
     if dist.get_rank() == 0:
         shutil.rmtree(out)
-    return {"high_bytes": host.mark_bytes, "files": files}  # no file is mapped
+    return {"high_bytes": host.high_bytes, "files": files}  # no file is mapped
 
 
 def main() -> None:
@@ -423,4 +444,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_ranks(main)

@@ -21,6 +21,7 @@ import deepspeed  # type: ignore[import-untyped]  # ships no types
 import torch
 import torch.distributed as dist
 from checkpoint_worker import TINY
+from ranks import as_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
@@ -87,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_ranks(main)

@@ -1,11 +1,15 @@
-"""Two real processes over gloo on this machine, and the models that their workers build."""
+"""Real processes over gloo on this machine, and the models that their workers build."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
@@ -58,24 +62,60 @@ def llama(
     return Profile("llama", "causal-lm", root, (stack,), (1,), None, config or {}, {})
 
 
-def run_ranks(worker: Path, *arguments: str, timeout_s: int = 280) -> None:
-    """Run `worker` as two ranks; an error shows the first rank's."""
+def run_ranks(worker: Path, *arguments: str, ranks: int = RANKS, timeout_s: int = 1200) -> str:
+    """Run a script whose `main` is called by `as_ranks`. Returns what the ranks print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {
-        "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": MMAP, "HF_HUB_OFFLINE": "1",
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": MMAP, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), *arguments],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(e[-2000:] for e in errors)
+    process = subprocess.Popen(
+        [sys.executable, str(worker), *arguments],
+        env=os.environ | shared,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, errors[-4000:]
+    return printed
+
+
+def as_ranks(main: Callable[[], None]) -> None:
+    """Run `main` in forks of this process, one for each rank, and end with status 1 if one fails.
+
+    So the ranks share the imports, which take longer than what most of them do.
+    """
+    children = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        status = 1
+        try:
+            main()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    for _ in children:
+        ended, status = os.wait()
+        if status:
+            for other in children:
+                if other != ended:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other, signal.SIGKILL)
+            sys.exit(1)

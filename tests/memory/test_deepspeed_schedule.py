@@ -9,8 +9,6 @@ import gc
 import itertools
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 from matrix import ALL, taken
+from ranks import as_ranks, run_ranks
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -221,23 +220,7 @@ def test_against_deepspeed(tmp_path: Path) -> None:
 def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     questions, answers = folder / "cases.json", folder / "results.json"
     questions.write_text(json.dumps(cases))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    shared |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "DS_ACCELERATOR": "cpu"}
-    logs = [folder / f"{rank}.log" for rank in range(ranks)]
-    workers = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as file:
-            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, __file__, str(questions), str(answers)]
-            workers.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-    try:
-        assert all(worker.wait(timeout=1200) == 0 for worker in workers), logs[0].read_text()[-3000:]
-    finally:
-        for worker in workers:
-            worker.kill()
+    run_ranks(Path(__file__), str(questions), str(answers), ranks=ranks)
     results: list[dict[str, Any]] = json.loads(answers.read_text())
     return results
 
@@ -318,16 +301,12 @@ def run(case: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> None:
-    import logging
-
     import deepspeed
     import torch
 
-    logging.disable(logging.WARNING)
     cases = json.loads(Path(sys.argv[1]).read_text())
     skip_shm_operator()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    torch.compile(len)  # imports the compiler, as DeepSpeed's first engine would
     results = [run(case) for case in cases]
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
@@ -337,4 +316,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import logging
+
+    import deepspeed  # noqa: F401  # so that the ranks share what it imports
+    import torch
+
+    logging.disable(logging.WARNING)
+    torch.compile(len)  # imports the compiler, as DeepSpeed's first engine would
+    as_ranks(main)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from ranks import as_ranks
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.parallelism.mesh import Mesh
@@ -73,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_ranks(main)

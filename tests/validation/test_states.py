@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from matrix import ALL, taken
+from ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -52,23 +51,9 @@ def test_predicted_states_equal_a_real_run(world: int) -> None:
     plans = plans_of(world)
     if world == 3 and not ALL:
         plans = [plan for n, plan in enumerate(plans) if (n // 9 + n // 3 + n) % 3 == 0]
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={world}",
-            str(WORKER),
-            json.dumps([asdict(p) for p in plans]),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(plans), run.stderr[:3000]
+    printed = run_ranks(WORKER, json.dumps([asdict(p) for p in plans]), ranks=world)
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    assert len(lines) == len(plans), printed[:3000]
     profile = Recorder(TransformersSource(CONFIG, name="odd")).profile
     for plan, line in zip(plans, lines, strict=True):
         states = states_of(profile, plan)
