@@ -57,11 +57,10 @@ def rehearsed(
     return found
 
 
-def torchrun(python: Path, folder: Path, text: str, *, gpus: int = 2) -> dict[str, Any]:
-    (folder / "train.py").write_text(text)
-    return rehearsed(python, folder, "torchrun", "--nproc-per-node", str(gpus), "train.py", gpus=gpus)
+ONE_OR_ALL = pytest.mark.parametrize("ranks", taken([(0,)], [()]), ids=taken(["one rank"], ["all ranks"]))
 
 
+@ONE_OR_ALL
 @pytest.mark.parametrize(
     ("text", "options", "tolerance"),
     taken(
@@ -74,9 +73,11 @@ def torchrun(python: Path, folder: Path, text: str, *, gpus: int = 2) -> dict[st
     ids=taken(["fsdp2", "deepspeed"], ["ddp"]),
 )
 def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
-    rehearsal_python: Path, tmp_path: Path, text: str, options: dict[str, str], tolerance: float
+    rehearsal_python: Path, tmp_path: Path, text: str, options: dict[str, str], tolerance: float, ranks: tuple[int, ...]
 ) -> None:
-    found = torchrun(rehearsal_python, tmp_path, text)
+    (tmp_path / "train.py").write_text(text)
+    command = ("torchrun", "--nproc-per-node", "2", "train.py")
+    found = rehearsed(rehearsal_python, tmp_path, *command, gpus=2, ranks=ranks)
     prediction = found["prediction"]
     assert prediction["reason"] is None
     assert options.items() <= prediction["options"].items()
@@ -87,7 +88,7 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
     assert len(peaks) == 1, "all ranks do the same"
 
 
-@pytest.mark.parametrize("ranks", taken([(0,)], [()]), ids=taken(["one rank"], ["all ranks"]))
+@ONE_OR_ALL
 def test_the_line_of_the_readme_is_rehearsed_as_predicted(rehearsal_python: Path, ranks: tuple[int, ...]) -> None:
     line = re.search(r"^fsdp-advisor rehearse .* --gpus 4 (.*)-- (.*)$", README.read_text(), re.MULTILINE)
     assert line is not None
@@ -102,7 +103,7 @@ def test_the_line_of_the_readme_is_rehearsed_as_predicted(rehearsal_python: Path
     assert predicted["figures"]["peak_allocated_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=1e-3)
 
 
-@pytest.mark.parametrize("ranks", taken([(0,)], [()]), ids=taken(["one rank"], ["all ranks"]))
+@ONE_OR_ALL
 def test_torchtitan_runs_with_tensor_parallelism_and_fsdp2(
     rehearsal_python: Path, tmp_path: Path, ranks: tuple[int, ...]
 ) -> None:

@@ -184,9 +184,8 @@ def test_killed_rank_ends_both_nodes(cluster: Cluster) -> None:
     assert cluster.only_record().outcome == "crash"
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), taken([(signal.SIGINT, 130)], [(signal.SIGKILL, -9), (signal.SIGTERM, -15)])
-)
+@with_all_cases  # test_measure.py interrupts ranks on one node
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9), (signal.SIGTERM, -15)])
 def test_ended_command_leaves_no_process_behind(cluster: Cluster, number: int, status: int) -> None:
     """It is ended while it waits for the other node."""
     one = cluster.start([sys.executable, *cluster.job("zero3", 2, 2), "--rdzv-endpoint", cluster.endpoint])
