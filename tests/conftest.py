@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from matrix import ALL
+from matrix import ALL, examples
 from tiny_llama import LLAMA, OTHER, PARAMETERS, SHIPPED, with_tapes
 
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import dump
 
-settings.register_profile("any speed", settings(), deadline=None)  # on a busy machine an example may take any time
+settings.register_profile("any speed", settings(), deadline=None, max_examples=examples(100))  # a busy machine is slow
 settings.load_profile("any speed")
 
 

@@ -15,6 +15,11 @@ with_all_cases = pytest.mark.with_all_cases
 """Marks a long test whose subject another test covers in part. It runs only with `CASES=all`."""
 
 
+def examples(count: int) -> int:
+    """How many examples hypothesis tries of so many: a third, or all with `CASES=all`."""
+    return count if ALL else count // 3
+
+
 def taken(part: Sequence[T], more: Sequence[T]) -> list[T]:
     """The part, followed by the other cases if all are asked for."""
     return [*part, *(more if ALL else ())]

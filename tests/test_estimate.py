@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import examples
 from refusing import MIXTRAL, refusing_autocast
 
 from fsdp_advisor import estimate
@@ -32,7 +33,7 @@ def one(**options: object) -> StrategyEstimate:
     return result
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     model=MODELS,
     strategy=STRATEGIES,
@@ -74,7 +75,7 @@ def test_the_live_set_sums_to_the_peak(
     assert lowest >= result.states["parameters"] + result.states["optimizer"]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(model=MODELS, strategy=STRATEGIES, precision=PRECISIONS, gpus=st.integers(1, 300), more=st.integers(1, 50))
 def test_more_shards_never_cost_more_state(
     model: str, strategy: tuple[str, str], precision: str, gpus: int, more: int
@@ -89,7 +90,7 @@ def test_more_shards_never_cost_more_state(
         assert many[what] <= few[what]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     model=MODELS,
     strategy=STRATEGIES,

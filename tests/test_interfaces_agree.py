@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from matrix import ALL
 from random_jobs import random_jobs
 
 from fsdp_advisor import estimate
@@ -16,7 +17,7 @@ from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.render.view import report_view
 from fsdp_advisor.server import Settings, create_app
 
-JOBS = list(random_jobs(100, seed=2024))
+JOBS = list(random_jobs(100 if ALL else 40, seed=2024))
 BATCHES = [JOBS[i : i + 10] for i in range(0, len(JOBS), 10)]
 FIGURES = ("needed_bytes", "headroom_bytes", "fits", "states", "tokens_per_second_per_gpu", "host_bytes_per_node")
 

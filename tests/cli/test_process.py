@@ -15,7 +15,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 CLI = [sys.executable, "-m", "fsdp_advisor"]
-JOB = ["estimate", "--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "H100"]
+ALL_ROWS = ["estimate", "--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "H100"]
+JOB = [*ALL_ROWS, "--strategy", "zero3"]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -41,7 +42,7 @@ def on_a_terminal(command: list[str], **extra: str) -> str:
 
 
 def test_a_pipe_gets_everything_uncoloured() -> None:
-    ran = subprocess.run([*CLI, *JOB], capture_output=True, env=environment(), check=True)
+    ran = subprocess.run([*CLI, *ALL_ROWS], capture_output=True, env=environment(), check=True)
     text = ran.stdout.decode()
     assert "\x1b" not in text
     assert "…" not in text

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import examples
 
 import fsdp_advisor.configs
 from fsdp_advisor.configs import from_texts
@@ -28,7 +29,7 @@ ANCHORS = st.sampled_from(
 FILES = st.dictionaries(st.one_of(st.sampled_from(KEYS), ANCHORS), VALUES, min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(FILES)
 def test_any_values_are_read_or_refused_and_every_key_is_accounted_for(keys: dict[str, object]) -> None:
     try:
@@ -43,7 +44,7 @@ def test_any_values_are_read_or_refused_and_every_key_is_accounted_for(keys: dic
     assert all(isinstance(keys.get(key), dict) for key in missing), "only a section's own name may be left out"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.sampled_from(["torchrun", "accelerate", "launch", "train.py", "-m", "--nnodes", "$X", "${Y:-2}", "2", "'", "\\\n", "--fsdp", "trl", "sft", "=", "deepspeed", "\n", "A=1", "#"]), max_size=12))  # fmt: skip
 def test_any_command_line_is_read_or_refused(words: list[str]) -> None:
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import examples
 from tiny_llama import CONFIG_HINT, LLAMA, PARAMETERS, SHIPPED, write, written
 
 from fsdp_advisor.errors import UnreadableConfig
@@ -209,7 +210,7 @@ def test_json_depth_equals_the_depth_of_the_parsed_value(text: str, limit: int) 
     assert json_depth_exceeds(text.encode(), limit) == (depth(json.loads(text)) > limit)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.dictionaries(KEYS, JSON, max_size=8) | JSON)
 def test_any_json_is_a_configuration_or_raises(value: object) -> None:
     try:
@@ -221,7 +222,7 @@ def test_any_json_is_a_configuration_or_raises(value: object) -> None:
         assert isinstance(config["model_type"], str)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.binary(max_size=64) | st.text(alphabet='{}[]":,\\0e-ntf \n', max_size=64).map(str.encode))
 def test_any_bytes_are_a_configuration_or_raise(data: bytes) -> None:
     try:

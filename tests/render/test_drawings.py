@@ -15,6 +15,7 @@ from chart_samples import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import examples
 
 from fsdp_advisor.render.svg import (
     accuracy,
@@ -73,7 +74,7 @@ def test_markup_in_a_name_is_escaped(draw: Draw, width: int) -> None:
     assert any("<script>" in (e.text or "") or "<scrip" in (e.text or "") for e in root.iter())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(words=st.text(max_size=80), width=st.integers(200, 1400), chart=st.sampled_from(sorted(CHARTS)))
 def test_any_text_at_any_width_is_well_formed(words: str, width: int, chart: str) -> None:
     ET.fromstring(CHARTS[chart](words, width))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import examples
 
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate
@@ -96,7 +97,7 @@ def test_streams_do_one_thing_at_a_time(strategy: str, backend: str, offload: st
     assert len(layers) == 2 * 32
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.sampled_from(STRATEGIES), st.floats(8, 11.7), st.sampled_from(["pre", "post", "none"]))
 def test_timeline_ends_with_the_step_at_every_bandwidth(
     how: tuple[str, str, str], exponent: float, prefetch: str
@@ -111,7 +112,7 @@ def test_timeline_ends_with_the_step_at_every_bandwidth(
     assert end == pytest.approx(found.seconds - found.breakdown["contention"], rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.sampled_from(STRATEGIES),
     st.sampled_from([1, 2, 16]),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import examples
 
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, allocation_size, round_size
@@ -309,7 +310,7 @@ CONFS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(conf=CONFS, steps=st.lists(st.tuples(SIZES, st.integers(0, 2), st.integers(0, 3)), max_size=60), data=st.data())
 def test_blocks_tile_segments(conf: str, steps: Sequence[tuple[int, int, int]], data: st.DataObject) -> None:
     device = Device(conf)
@@ -340,7 +341,7 @@ def test_blocks_tile_segments(conf: str, steps: Sequence[tuple[int, int, int]], 
     assert device.reserved == 0 and not list(device.allocator.segments())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     conf=CONFS,
     limit=st.integers(40, 200),

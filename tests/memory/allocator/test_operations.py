@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from jobs import ENGINES, MODELS, NotCatalogued, job, operations_of, peak_of, program_of
+from matrix import examples
 
 from fsdp_advisor.engines.ddp.step import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
@@ -47,7 +48,7 @@ def simulated(steps: StepOperations, conf: AllocatorConf | None = None) -> tuple
     return allocator, after
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     model=st.sampled_from(MODELS),
     strategy=st.sampled_from(ENGINES),
