@@ -12,7 +12,7 @@ from fsdp_advisor.advice.decision_tree import decision_tree
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, Timer
 from fsdp_advisor.advice.methods import advice_of_methods
 from fsdp_advisor.advice.open_choices import open_choices
-from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed
+from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed, runners_up
 from fsdp_advisor.advice.remedies import remedies
 from fsdp_advisor.advice.result import Advice, Recommendation
 from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
@@ -107,7 +107,7 @@ def recommend_resolved(
         runners_up=result.runners_up,
         rejected=(*result.rejected, *unrecorded),
         tree=decision_tree(search, winner, found, [change.because for change in changes]),
-        rules=rules_of_thumb(search, winner, () if request.find in ("batch", "sequence") else result.runners_up),
+        rules=rules_of_thumb(search, winner, () if request.find in ("batch", "sequence") else result.feasible),
         gpu_memory_bytes=search.evaluator.gpu.memory_bytes,
         available_bytes=search.evaluator.available_bytes,
         configurations=search.configurations,
@@ -205,12 +205,12 @@ def _around(found: SweepResult, search: Search) -> SearchResult:
     if found.what in ("gpus", "gpu-type"):
         others = tuple(c for c in search.result.feasible if c.choice != winner.choice)
         rejected = tuple(r for r in search.result.rejected if r.choice != winner.choice)
-        return SearchResult(winner=winner, runners_up=others, rejected=rejected)
+        return SearchResult(winner=winner, runners_up=runners_up(winner, others), rejected=rejected)
     others = tuple(c for c in found.rows if c.fits and c.choice != winner.choice)
     tried = {winner.choice, *(c.choice for c in others)}
     reason = f"it fits no {'larger micro-batch' if found.what == 'batch' else 'longer sequence'}"
     rest = (Rejection(choice=c, micro_batch_size=None, reason=reason) for c in search.choices if c not in tried)
-    return SearchResult(winner=winner, runners_up=others, rejected=tuple(rest))
+    return SearchResult(winner=winner, runners_up=runners_up(winner, others), rejected=tuple(rest))
 
 
 def _warnings(winner: Candidate | None) -> Iterator[str]:
@@ -235,7 +235,7 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
         if winner.plan.offload != "none" and not winner.host_unusual and request.host_memory is None:
             host = format_gib(winner.host_bytes_per_node)
             yield f"it takes {host} of host memory per node: give --host-memory to check it"
-        yield from _numerics(winner, result.runners_up)
+        yield from _numerics(winner, [other.candidate for other in result.runners_up])
     if gpu.lacks_bf16 and request.precision.startswith("bf16"):
         yield f"{gpu.name} does not compute in bf16: --precision fp16-mixed or fp32"
 
@@ -256,9 +256,9 @@ def _fixed_options(request: RecommendRequest) -> str:
     return ", ".join(f"{dashed(name)} {value}" for name, value in request.changed.items() if name in _SEARCHED)
 
 
-def _numerics(winner: Candidate, runners_up: Sequence[Candidate]) -> Iterator[str]:
+def _numerics(winner: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
     """Say so if the winner is slower than another plan because of its numerics alone."""
-    on_gpu = (c for c in runners_up if c.plan.offload == winner.plan.offload)
+    on_gpu = (c for c in others if c.plan.offload == winner.plan.offload)
     other = max(on_gpu, key=actual_speed, default=None)
     if winner.numerics_gain == 1 or other is None or other.numerics_gain > 1:
         return

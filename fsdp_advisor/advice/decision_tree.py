@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_advisor.advice.evaluator import Candidate
-from fsdp_advisor.advice.ranking import actual_speed
+from fsdp_advisor.advice.ranking import actual_speed, faster
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
@@ -388,14 +388,10 @@ def _fastest(search: Search, winner: Candidate) -> Node:
 
 
 def _compared(search: Search, winner: Candidate) -> str:
-    """How the fastest other plan compares with the winner; empty if there is none."""
-    other = max(search.result.runners_up, key=actual_speed, default=None)
+    """The fastest other plan, and why it was not chosen; empty if there is none."""
+    others = search.result.runners_up
+    other = faster(winner, others) or next(iter(others), None)
     if other is None:
         return ""
-    text = f"{other.label} with {search.evaluator.speed_text(actual_speed(other), winner.plan.seq_len)}"
-    if other.plan.offload != winner.plan.offload:
-        return f"; next {text}"
-    if actual_speed(other) > actual_speed(winner):
-        why = "in other numerics" if winner.numerics_gain > 1 else "but the difference is below the model's resolution"
-        return f"; {text} is faster, {why}, and it is less simple"
-    return f"; next {text}"
+    rate = search.evaluator.speed_text(actual_speed(other.candidate), winner.plan.seq_len)
+    return f"; next {other.candidate.label} with {rate}: {other.why_not}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.search_space import StrategyChoice
@@ -18,11 +19,44 @@ OFFLOAD_RESOLUTION = 0.5
 differs. So a plan that offloads is preferred only if it is predicted to be faster by more."""
 
 
-def choose(found: Sequence[Candidate]) -> Candidate:
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """A plan that fits and was not chosen. `why_not` begins with "it"."""
+
+    candidate: Candidate
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The plan to recommend, and the others of those that fit, the fastest first."""
+
+    winner: Candidate
+    runners_up: tuple[RunnerUp, ...]
+
+
+def choose(found: Sequence[Candidate]) -> Ranking:
+    """Rank plans that fit. ValueError if there is none."""
+    winner = best(found)
+    return Ranking(winner=winner, runners_up=runners_up(winner, [c for c in found if c is not winner]))
+
+
+def best(found: Sequence[Candidate]) -> Candidate:
     """The plan to recommend. Plans are compared by their speed in equal numerics (`Candidate.comparable_speed`)."""
     pool = _with_least_offload(found)
     fastest = max(map(speed, pool))
     return min((c for c in pool if _is_near(speed(c), fastest)), key=lambda c: (c.simplicity, c.order))
+
+
+def runners_up(winner: Candidate, others: Iterable[Candidate]) -> tuple[RunnerUp, ...]:
+    """The other plans that fit, the fastest first, each with the reason why it is not the winner."""
+    return tuple(RunnerUp(other, _why_not(other, winner)) for other in sorted(others, key=lambda c: c.order))
+
+
+def faster(winner: Candidate, others: Iterable[RunnerUp]) -> RunnerUp | None:
+    """The fastest of the runners-up that are faster than the winner in their own numerics; None if there is none."""
+    fast = (other for other in others if actual_speed(other.candidate) > actual_speed(winner))
+    return max(fast, key=lambda other: actual_speed(other.candidate), default=None)
 
 
 def speed(candidate: Candidate) -> float:
@@ -62,6 +96,33 @@ def next_simpler(winner: StrategyChoice, choices: Iterable[StrategyChoice]) -> S
         return None
     nearest = kind(max(simpler, key=lambda c: c.simplicity_rank))
     return min((c for c in simpler if kind(c) == nearest), key=lambda c: c.simplicity_rank)
+
+
+def _why_not(other: Candidate, winner: Candidate) -> str:
+    """Why a plan that fits is not the winner."""
+    if other.fits is None:
+        return "its states fit too, but it is less simple"
+    own, chosen = other.tokens_per_second_per_gpu, winner.tokens_per_second_per_gpu
+    if own is None or chosen is None:
+        return "it fits, but is less simple" if chosen is None else "it fits, but its time is unknown"
+    gain = f"it is {own / chosen - 1:.0%} faster"
+    if are_equal(own, chosen) and winner.simplicity <= other.simplicity:
+        is_visible = own / chosen - 1 >= 0.005
+        return (
+            f"{gain}, which is within the model's error, and less simple"
+            if is_visible
+            else "it is as fast, but less simple"
+        )
+    if winner.numerics_gain > other.numerics_gain and own > chosen:
+        return f"{gain}, in other numerics"
+    if own > chosen and other.choice.host_level != winner.choice.host_level:
+        return f"{gain}, but it offloads, and the speed of hosts differs"
+    if own > chosen:
+        return f"{gain}, but does not answer what --find asks"
+    comparable = own * other.numerics_gain
+    if other.numerics_gain > winner.numerics_gain and comparable < chosen:
+        return f"it fits, but is {1 - own / chosen:.0%} slower ({1 - comparable / chosen:.0%} without autocast)"
+    return f"it fits, but is {1 - own / chosen:.0%} slower"
 
 
 def _with_least_offload(found: Sequence[Candidate]) -> Sequence[Candidate]:

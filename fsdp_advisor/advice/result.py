@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import Tree
 from fsdp_advisor.advice.evaluator import Candidate
-from fsdp_advisor.advice.ranking import are_equal, next_simpler
+from fsdp_advisor.advice.ranking import RunnerUp, faster, next_simpler
 from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
 from fsdp_advisor.advice.savings import Saving
 from fsdp_advisor.advice.search import Rejection
@@ -43,7 +43,7 @@ class Recommendation:
 
     request: RecommendRequest
     winner: Candidate | None
-    runners_up: tuple[Candidate, ...]
+    runners_up: tuple[RunnerUp, ...]
     rejected: tuple[Rejection, ...]
     tree: Tree
     rules: tuple[RuleOfThumb, ...]
@@ -90,36 +90,17 @@ class Recommendation:
         w = self.winner
         return options_of(w.plan, self.request, gpu=w.gpu, allocator_conf=w.allocator_conf) if w else ()
 
-    def why_not(self, other: Candidate) -> str:
-        """Why another plan is not the winner."""
-        if other.fits is False:
-            return f"{other.memory_text}, at micro-batch {other.plan.micro_batch_size}"
-        if self.winner is None:
-            return "it fits a job other than the requested one"
-        if other.fits is None:
-            return "its states fit too, but it is less simple"
-        own, best = other.tokens_per_second_per_gpu, self.winner.tokens_per_second_per_gpu
-        if own is None or best is None:
-            return "it fits, but is less simple" if best is None else "it fits, but its time is unknown"
-        if are_equal(own, best) and self.winner.simplicity <= other.simplicity:
-            return "it is as fast, but less simple"
-        if self.winner.numerics_gain > other.numerics_gain and own > best:
-            return f"it is {own / best - 1:.0%} faster, in other numerics"
-        if own > best:
-            if other.choice.host_level != self.winner.choice.host_level:
-                return f"it is {own / best - 1:.0%} faster, but it offloads, and the speed of hosts differs"
-            return f"it is {own / best - 1:.0%} faster, but does not answer what --find asks"
-        comparable = own * other.numerics_gain
-        if other.numerics_gain > self.winner.numerics_gain and comparable < best:
-            return f"it fits, but is {1 - own / best:.0%} slower ({1 - comparable / best:.0%} without autocast)"
-        return f"it fits, but is {1 - own / best:.0%} slower"
+    @property
+    def faster(self) -> RunnerUp | None:
+        """The fastest plan, if it is faster than the winner and was not chosen."""
+        return faster(self.winner, self.runners_up) if self.winner else None
 
     @property
     def why_not_simpler(self) -> str | None:
         """Why the next simpler strategy was not chosen, in one sentence; None if there is none, or after a sweep."""
         if self.winner is None or self.sweep is not None:
             return None
-        reasons = {c.choice: self.why_not(c) for c in self.runners_up} | {r.choice: r.reason for r in self.rejected}
+        reasons = {r.candidate.choice: r.why_not for r in self.runners_up} | {r.choice: r.reason for r in self.rejected}
         simpler = next_simpler(self.winner.choice, reasons)
         return None if simpler is None else f"{simpler.label} was not chosen: {reasons[simpler]}"
 
@@ -142,7 +123,7 @@ class Recommendation:
             ],
             "tree": self.tree.as_dict(),
             "rejected": [
-                *({**c.as_dict(), "because": self.why_not(c)} for c in self.runners_up),
+                *({**r.candidate.as_dict(), "because": r.why_not} for r in self.runners_up),
                 *(_rejected(rejection) for rejection in self.rejected),
             ],
             "rules_of_thumb": [rule.as_dict() for rule in self.rules],

@@ -74,18 +74,16 @@ RULES: dict[str, Callable[[int, bool], tuple[Strategy, Offload] | None]] = {
 }
 
 
-def rules_of_thumb(
-    search: Search, winner: Candidate | None, runners_up: Sequence[Candidate]
-) -> tuple[RuleOfThumb, ...]:
+def rules_of_thumb(search: Search, winner: Candidate | None, feasible: Sequence[Candidate]) -> tuple[RuleOfThumb, ...]:
     """What each rule gives for the search's model. A rule knows no margin: its choice runs if it fits the whole memory.
 
-    `runners_up` are compared with the winner by their speed, each at its best micro-batch.
+    `feasible` are the plans that fit, each at its best micro-batch: they are compared with the winner by their speed.
     """
     parameters = search.evaluator.model.parameters
     ddp = _plain(search, "ddp", "none")
     ddp_runs = ddp is not None and _runs(ddp) is True
     return tuple(
-        _checked(search, source, rule(parameters, ddp_runs), winner, runners_up) for source, rule in RULES.items()
+        _checked(search, source, rule(parameters, ddp_runs), winner, feasible) for source, rule in RULES.items()
     )
 
 
@@ -94,7 +92,7 @@ def _checked(
     source: str,
     given: tuple[Strategy, Offload] | None,
     winner: Candidate | None,
-    runners_up: Sequence[Candidate],
+    feasible: Sequence[Candidate],
 ) -> RuleOfThumb:
     """A rule's choice with its estimate."""
     if given is None:
@@ -106,7 +104,7 @@ def _checked(
         strategy=given[0],
         offload=given[1],
         would_run=None if candidate is None else _runs(candidate),
-        because="its memory is unknown" if candidate is None else _because(search, candidate, winner, runners_up),
+        because="its memory is unknown" if candidate is None else _because(search, candidate, winner, feasible),
     )
 
 
@@ -132,7 +130,7 @@ def _runs(candidate: Candidate) -> bool | None:
     return candidate.estimate.fits
 
 
-def _because(search: Search, candidate: Candidate, winner: Candidate | None, runners_up: Sequence[Candidate]) -> str:
+def _because(search: Search, candidate: Candidate, winner: Candidate | None, feasible: Sequence[Candidate]) -> str:
     """The memory of a rule's choice, and how its speed compares with the winner's."""
     memory = candidate.estimate.needed_bytes
     if memory is None:
@@ -146,7 +144,7 @@ def _because(search: Search, candidate: Candidate, winner: Candidate | None, run
         return f"{text}: the same strategy as recommended"
     if not candidate.fits:
         return f"{text}, which leaves less than the margin"
-    best = next((c for c in runners_up if c.choice == candidate.choice), None)
+    best = next((c for c in feasible if c.choice == candidate.choice), None)
     own = best.tokens_per_second_per_gpu if best else None
     here = winner.tokens_per_second_per_gpu
     if best is None or not own or not here:

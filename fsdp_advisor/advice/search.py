@@ -16,7 +16,7 @@ from functools import cached_property
 from fsdp_advisor.advice.batches import Batches
 from fsdp_advisor.advice.curves import interpolate_convex, log_spaced, pareto_front
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, is_round
-from fsdp_advisor.advice.ranking import are_equal, choose, may_win
+from fsdp_advisor.advice.ranking import RunnerUp, are_equal, best, choose, may_win
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.units import format_gib
@@ -79,15 +79,15 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plan that fits (`winner`), the best of other choices that fit (`runners_up`, fastest first), and the rest."""
+    """The best plan that fits (`winner`), the best of other choices that fit (`runners_up`), and the rest."""
 
     winner: Candidate | None
-    runners_up: tuple[Candidate, ...]
+    runners_up: tuple[RunnerUp, ...]
     rejected: tuple[Rejection, ...]
 
     @property
     def feasible(self) -> tuple[Candidate, ...]:
-        return (*((self.winner,) if self.winner else ()), *self.runners_up)
+        return (*((self.winner,) if self.winner else ()), *(other.candidate for other in self.runners_up))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class Search:
         feasible: list[Candidate] = []
         rejected: list[Rejection] = []
         for i, prospect in enumerate(self.prospects):
-            promising = not feasible or may_win(prospect.choice, prospect.best_rate, choose(feasible))
+            promising = not feasible or may_win(prospect.choice, prospect.best_rate, best(feasible))
             if i >= evaluated_choices and not promising:
                 rejected.append(self._not_evaluated(prospect))
                 continue
@@ -235,10 +235,10 @@ class Search:
             else:
                 feasible.append(found)
         rejected += [self._too_large_by_lower_bound(c) for c in self.choices if c not in self.max_micro_batches]
-        winner = choose(feasible) if feasible else None
+        ranking = choose(feasible) if feasible else None
         return SearchResult(
-            winner=winner,
-            runners_up=tuple(sorted((c for c in feasible if c is not winner), key=lambda c: c.order)),
+            winner=ranking.winner if ranking else None,
+            runners_up=ranking.runners_up if ranking else (),
             rejected=tuple(rejected),
         )
 
@@ -267,7 +267,7 @@ class Search:
                 at = prospect.best_index(low + 1, self._reach(fitting[-1], failing, sizes[:high]) + 1)
             else:
                 break
-        return choose(fitting) if fitting else self.candidate(choice, sizes[0])
+        return best(fitting) if fitting else self.candidate(choice, sizes[0])
 
     def _first_guess(self, prospect: Prospect) -> int:
         """Index of the best micro-batch whose lower bound leaves room for usual fragmentation."""

@@ -116,7 +116,8 @@ class FindView:
 class AdviceView:
     """A recommendation as every interface shows it.
 
-    `winner` None: nothing fits, and `remedies` say what would. `estimate` is the winner's row. `report` is the job as asked.
+    `winner` None: nothing fits, and `remedies` say what would. `faster`: a faster plan and why it was not
+    chosen; empty if the winner is the fastest. `estimate` is the winner's row. `report` is the job as asked.
     """
 
     report: Report
@@ -130,6 +131,7 @@ class AdviceView:
     heading: str
     figures: str
     why_not_simpler: str
+    faster: str
     parts: PartBytes
     training: str
     warnings: tuple[str, ...]
@@ -169,6 +171,7 @@ def advice_view(advice: Advice) -> AdviceView:
         heading=_heading(r),
         figures=_figures(r, task),
         why_not_simpler=r.why_not_simpler or "",
+        faster=f"{r.faster.candidate.label}: {r.faster.why_not}" if r.faster else "",
         parts=bar_parts(r.estimate) if r.estimate is not None else (),
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
@@ -186,7 +189,7 @@ def advice_view(advice: Advice) -> AdviceView:
         path=tuple(node for node in decisions if node.taken and not node.outcome),
         tree=decisions,
         found=_found(r, task),
-        runners_up=tuple(_candidate(r, task, c) for c in r.runners_up),
+        runners_up=tuple(_candidate(r, task, other.candidate, other.why_not) for other in r.runners_up),
         rejected=tuple(map(_rejection, r.rejected)),
         configurations=r.configurations,
         margin=f"{100 * r.request.margin:g} %",
@@ -232,7 +235,7 @@ def _checkpointing(plan: Plan) -> str:
     return " + ".join(filter(None, parts)) or NONE
 
 
-def _candidate(r: Recommendation, task: Task, c: Candidate) -> CandidateView:
+def _candidate(r: Recommendation, task: Task, c: Candidate, why_not: str = "") -> CandidateView:
     plan, rate = c.plan, _throughput(c, task)
     chosen = r.winner is not None and c.plan == r.winner.plan and c.gpu == r.winner.gpu
     return CandidateView(
@@ -251,7 +254,7 @@ def _candidate(r: Recommendation, task: Task, c: Candidate) -> CandidateView:
         needed_text=_bare(c.known_bytes),
         available_text=_bare(c.available_bytes),
         throughput_text=format_rate(rate) if rate else UNKNOWN,
-        why_not="" if chosen else r.why_not(c),
+        why_not=why_not,
     )
 
 

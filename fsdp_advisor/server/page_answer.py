@@ -181,8 +181,9 @@ def reason(advice: AdviceView) -> str:
     if advice.found is not None:
         text = advice.found.answer[:1].upper() + advice.found.answer[1:]
     else:
+        kinds = f"{1 + len(advice.runners_up)} kinds of configuration that leave {free}"
         best = "simplest" if advice.winner.throughput is None else "fastest"
-        text = f"The {best} of {1 + len(advice.runners_up)} kinds of configuration that leave {free}"
+        text = f"One of {kinds}. {advice.faster}" if advice.faster else f"The {best} of {kinds}"
     return f"{text}."
 
 

@@ -53,7 +53,7 @@ Advised = tuple[dict[str, Any], Recommendation]
 def test_winner_and_runners_up_have_the_figures_of_estimate(advised: Advised) -> None:
     job, recommendation = advised
     assert recommendation.winner is not None
-    found = [recommendation.winner, *recommendation.runners_up, *recommendation.frontier]
+    found = [recommendation.winner, *(other.candidate for other in recommendation.runners_up), *recommendation.frontier]
     for candidate in found:
         row = estimate_of(candidate, job["model"])
         assert row.fits

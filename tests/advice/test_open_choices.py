@@ -87,7 +87,11 @@ def test_ways_to_save_memory_are_ordered_by_their_cost() -> None:
 
 def test_steps_that_the_catalog_lacks_are_left_out_and_named() -> None:
     advice = advise(catalogued())
-    choices = {c.choice.activations for c in (advice.winner, *advice.runners_up) if c is not None}
+    choices = {
+        c.choice.activations
+        for c in (advice.winner, *(other.candidate for other in advice.runners_up))
+        if c is not None
+    }
     assert choices <= {ActivationChoice(), FULL}
     assert any(
         "not searched" in note and "Liger's loss, activation offload; --thorough" in note for note in advice.notes
@@ -134,10 +138,10 @@ def test_offloaded_activations_come_before_offloaded_states() -> None:
     evaluator = Evaluator(model=model, gpu=find_gpu("H100"), margin=0.08, timer=clock)
     search = Search(evaluator=evaluator, base=base, batches=Batches(sizes=(1,)), choices=found.choices)
     by_level = {c.host_level: search.candidate(c, 1) for c in found.choices if c.strategy == "zero3"}
-    assert choose([by_level[2], by_level[1]]) is by_level[1]
-    assert choose([by_level[1], by_level[0]]) is by_level[0]
+    assert choose([by_level[2], by_level[1]]).winner is by_level[1]
+    assert choose([by_level[1], by_level[0]]).winner is by_level[0]
     fast = replace(by_level[2], step_seconds=(by_level[1].step_seconds or 0) / 2)
-    assert choose([fast, by_level[1]]) is fast
+    assert choose([fast, by_level[1]]).winner is fast
 
 
 def test_the_recommended_loss_is_an_option_of_the_plan() -> None:

@@ -8,7 +8,7 @@ import pytest
 from searches import LLAMA, advise, search_of
 
 from fsdp_advisor.advice.evaluator import Candidate, is_round
-from fsdp_advisor.advice.ranking import OFFLOAD_RESOLUTION, SPEED_RESOLUTION, choose, may_win, next_simpler
+from fsdp_advisor.advice.ranking import OFFLOAD_RESOLUTION, SPEED_RESOLUTION, choose, faster, may_win, next_simpler
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.resolved import Resolved
@@ -32,13 +32,13 @@ def candidates(seconds: Seconds, **options: object) -> dict[str, Candidate]:
 def test_engines_are_preferred_from_ddp_to_deepspeed() -> None:
     found = candidates(lambda plan: 1.0, offload="none")
     for n, label in enumerate(LABELS):
-        assert choose([found[other] for other in LABELS[n:]]).label == label
+        assert choose([found[other] for other in LABELS[n:]]).winner.label == label
 
 
 def test_a_faster_plan_wins_only_beyond_the_resolution() -> None:
     for gain, label in ((0.9 * SPEED_RESOLUTION, "ZeRO-2 (fsdp2)"), (1.2 * SPEED_RESOLUTION, "ZeRO-3 (fsdp2)")):
         found = candidates(lambda plan, gain=gain: 1 - gain if plan.strategy == "zero3" else 1.0, offload="none")  # type: ignore[misc]
-        assert choose([found["ZeRO-2 (fsdp2)"], found["ZeRO-3 (fsdp2)"]]).label == label
+        assert choose([found["ZeRO-2 (fsdp2)"], found["ZeRO-3 (fsdp2)"]]).winner.label == label
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,22 @@ def test_a_faster_plan_wins_only_beyond_the_resolution() -> None:
 )
 def test_offload_wins_only_if_it_is_clearly_faster(speedup: float, offloads: bool) -> None:
     found = candidates(lambda plan: 1.0 if plan.offload == "none" else 1 / speedup)
-    winner = choose(list(found.values()))
+    winner = choose(list(found.values())).winner
     assert (winner.plan.offload != "none") == offloads
     offloaded = next(c for c in found.values() if c.plan.offload != "none")
     assert may_win(offloaded.choice, offloaded.comparable_speed or 0, found["DDP (ddp)"]) == offloads
+
+
+def test_each_runner_up_has_the_reason_why_it_was_not_chosen() -> None:
+    seconds = {"ddp": 1.5, "zero2": 1.0, "zero3": 0.96, "zero1": 1.25}
+    found = candidates(lambda plan: seconds[plan.strategy], offload="none", precision="bf16", backend="deepspeed")
+    ranking = choose([c for c in found.values() if c.plan.strategy != "ddp"])
+    assert ranking.winner.label == "ZeRO-2 (deepspeed)"
+    assert {other.candidate.label: other.why_not for other in ranking.runners_up} == {
+        "ZeRO-3 (deepspeed)": "it is 4% faster, which is within the model's error, and less simple",
+        "ZeRO-1 (deepspeed)": "it fits, but is 20% slower",
+    }
+    assert faster(ranking.winner, ranking.runners_up) is ranking.runners_up[0]
 
 
 def test_ddp_is_compared_in_the_numerics_of_the_others() -> None:
@@ -57,7 +69,7 @@ def test_ddp_is_compared_in_the_numerics_of_the_others() -> None:
     found = candidates(lambda plan: 1.4 if plan.strategy == "ddp" else 1.0, offload="none")
     assert found["DDP (ddp)"].numerics_gain == pytest.approx(1.4)
     assert found["ZeRO-2 (fsdp2)"].numerics_gain == 1
-    assert choose(list(found.values())).label == "DDP (ddp)"
+    assert choose(list(found.values())).winner.label == "DDP (ddp)"
 
 
 def test_gpt2_on_8_gpus_trains_under_ddp_and_the_note_names_the_numerics() -> None:
@@ -65,6 +77,7 @@ def test_gpt2_on_8_gpus_trains_under_ddp_and_the_note_names_the_numerics() -> No
     assert advice.winner is not None and advice.winner.plan.strategy == "ddp"
     assert any("autocast" in note and "bf16" in note for note in advice.notes)
     assert advice.why_not_simpler is None
+    assert advice.faster is not None and advice.faster.why_not.endswith("faster, in other numerics")
 
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA, "google-bert/bert-base-uncased"])

@@ -126,7 +126,7 @@ def test_a_rule_of_thumb_is_compared_at_its_best_micro_batch() -> None:
     rule = recommendation.rules[0]
     assert (rule.says, rule.would_run) == ("ZeRO-2", True)
     assert recommendation.winner is not None and recommendation.winner.tokens_per_second_per_gpu is not None
-    [best] = (c for c in recommendation.runners_up if c.label == "ZeRO-2 (fsdp2)")
+    [best] = (r.candidate for r in recommendation.runners_up if r.candidate.label == "ZeRO-2 (fsdp2)")
     assert best.plan.micro_batch_size > 1
     assert best.tokens_per_second_per_gpu is not None
     own, here = (format_speed(c.tokens_per_second_per_gpu or 0) for c in (best, recommendation.winner))
@@ -171,7 +171,7 @@ def test_plans_with_an_unusual_host_do_not_fit_unless_asked() -> None:
     assert usual is not None and advice[None].winner is not None and advice["4TiB"].winner is not None
     assert advice["4TiB"].winner.plan.backend == "deepspeed"
     assert advice[None].winner.host_bytes_per_node <= usual
-    assert not [c for c in advice[None].runners_up if c.host_bytes_per_node > usual]
+    assert not [r for r in advice[None].runners_up if r.candidate.host_bytes_per_node > usual]
     assert any("of host memory per node, which usually has" in r.reason for r in advice[None].rejected)
 
 

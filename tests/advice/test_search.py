@@ -73,9 +73,9 @@ def test_no_feasible_plan_is_clearly_faster_than_the_winner(name: str) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_runners_up_fit_and_are_ordered(name: str) -> None:
     result = search_of(**JOBS[name]).result
-    assert all(candidate.fits for candidate in result.runners_up)
-    assert [c.order for c in result.runners_up] == sorted(c.order for c in result.runners_up)
-    assert result.winner not in result.runners_up
+    assert all(other.candidate.fits for other in result.runners_up)
+    assert (orders := [other.candidate.order for other in result.runners_up]) == sorted(orders)
+    assert result.winner not in [other.candidate for other in result.runners_up]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -110,7 +110,7 @@ def test_without_times_the_simplest_choice_wins() -> None:
 
 def test_of_equal_speeds_the_simplest_wins() -> None:
     search = search_of(lambda model, plan, gpu: 1.0, **JOBS["free batch"], micro_batch_size=1)
-    winner = choose(search.result.feasible)
+    winner = choose(search.result.feasible).winner
     assert winner.choice == min((c.choice for c in search.result.feasible), key=lambda c: c.simplicity_rank)
 
 

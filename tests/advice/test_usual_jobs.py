@@ -90,7 +90,9 @@ def advised(job: str) -> Recommendation:
 @pytest.mark.parametrize("job", TAKEN)
 def test_winner_and_runners_up_fit_by_estimate(job: str) -> None:
     recommendation = advised(job)
-    found = [c for c in (recommendation.winner, *recommendation.runners_up) if c is not None]
+    found = [
+        c for c in (recommendation.winner, *(other.candidate for other in recommendation.runners_up)) if c is not None
+    ]
     for candidate in found:
         row = estimate_of(candidate, recommendation.request.model)
         assert row.fits is True
@@ -102,7 +104,7 @@ def test_winner_and_runners_up_fit_by_estimate(job: str) -> None:
 def test_offload_is_recommended_only_if_it_is_clearly_faster(job: str) -> None:
     winner, others = advised(job).winner, advised(job).runners_up
     if winner is not None and winner.plan.offload != "none":
-        on_gpu = [c for c in others if c.plan.offload == "none"]
+        on_gpu = [other.candidate for other in others if other.candidate.plan.offload == "none"]
         assert all(speed(winner) > (1 + OFFLOAD_RESOLUTION) * speed(c) for c in on_gpu)
 
 

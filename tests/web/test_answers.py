@@ -38,6 +38,17 @@ def test_an_answer_for_every_kind_of_job(client: TestClient, name: str) -> None:
         assert heading in words
 
 
+def test_the_page_does_not_call_a_plan_the_fastest_if_a_faster_one_was_not_chosen(client: TestClient) -> None:
+    job = {"model": "openai-community/gpt2", "gpus": "8", "gpu": "H100-80GB"}
+    advice = client.get("/.json", params=job).json()["recommendation"]
+    words = " ".join("".join(read(client.get("/", params=job).text).text).split())
+    fastest = max(advice["rejected"], key=lambda row: row["tokens_per_second_per_gpu"] or 0)
+    assert advice["why_not_simpler"] is None
+    assert fastest["tokens_per_second_per_gpu"] > advice["tokens_per_second_per_gpu"]
+    assert "The fastest of" not in words
+    assert f"free. ZeRO-2 (fsdp2): {fastest['because']}." in words
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_the_page_says_what_the_advice_says(client: TestClient, name: str) -> None:
     job = JOBS[name]
