@@ -7,6 +7,8 @@ from typing import Literal
 
 from fsdp_advisor.job.choices import Backend, Framework
 
+ReduceDtype = Literal["masters", "compute", "fp32"]
+"""The dtype of the masters, which is fp32 under mixed precision; the dtype that computes; or fp32, also in pure bf16."""
 TORCHTITAN_CHUNKS = 8
 """Chunks into which torchtitan divides each sequence for the loss. Source: torchtitan 0.3.0, components/loss.py, num_chunks."""
 
@@ -15,8 +17,9 @@ TORCHTITAN_CHUNKS = 8
 class FrameworkFacts:
     """The differences between a framework and the engine by itself. `backends` are those that it trains with.
 
-    - `reduces_in_compute_dtype`: FSDP reduces gradients in the dtype that computes, not in that of the masters. Source:
-      accelerate/utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype = param_dtype.
+    - `reduce_dtype`: the dtype in which FSDP reduces gradients (`ReduceDtype`). Source: accelerate/utils/dataclasses.py,
+      FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype = param_dtype; torchtitan 0.3.0, config/configs.py,
+      mixed_precision_reduce.
     - `defers_reduction`: gradients stay whole until the last micro-batch (`no_sync`). Source: accelerate/accelerator.py,
       `accumulate`.
     - `splits_root_unit`: FSDP2's root unit is split: embedding, final norm and head are units. Source:
@@ -41,8 +44,6 @@ class FrameworkFacts:
       models/selective_activation_checkpointing.py.
     - `checkpointing`: the activation checkpointing if nothing else is said. Source: trl 1.16, sft_config.py, gradient_checkpointing;
       torchtitan 0.3.0, trainer.py, activation_checkpoint.
-    - `reduces_in_fp32`: FSDP reduces gradients in fp32 also in pure bf16. Source: torchtitan 0.3.0, config/configs.py,
-      mixed_precision_reduce.
     - `sums_gradients`: FSDP does not divide gradients, because the loss is divided by the tokens of all ranks. Source: torchtitan
       0.3.0, distributed/fsdp.py, disable_fsdp_gradient_division.
     - `threads`: threads that run matrix products, each with a workspace of cuBLAS: backward has one of its own, unless autograd's
@@ -54,7 +55,7 @@ class FrameworkFacts:
 
     backends: tuple[Backend, ...] = ("ddp", "fsdp2", "fsdp1", "deepspeed")
     uses_accelerate: bool = False
-    reduces_in_compute_dtype: bool = False
+    reduce_dtype: ReduceDtype = "masters"
     defers_reduction: bool = False
     splits_root_unit: bool = False
     autocasts_fsdp1: bool = False
@@ -71,7 +72,6 @@ class FrameworkFacts:
     keeps_attention_alone: bool = False
     offloads_saved_tensors: bool = False
     keeps_quantized_dtypes: bool = False
-    reduces_in_fp32: bool = False
     sums_gradients: bool = False
     threads: int = 2
     own_models: bool = False
@@ -80,7 +80,7 @@ class FrameworkFacts:
 
 _ACCELERATE = FrameworkFacts(
     uses_accelerate=True,
-    reduces_in_compute_dtype=True,
+    reduce_dtype="compute",
     defers_reduction=True,
     splits_root_unit=True,
     autocasts_fsdp1=True,
@@ -118,7 +118,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         backends=("fsdp2",),
         splits_root_unit=True,
         clips_gradients=True,
-        reduces_in_fp32=True,
+        reduce_dtype="fp32",
         sums_gradients=True,
         threads=1,
         loss="torchtitan",

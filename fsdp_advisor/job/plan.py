@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.adapter_fields import StoredDtype
 from fsdp_advisor.job.batch_layout import BatchLayout, flattens
 from fsdp_advisor.job.checkpointing import CheckpointingCode, OffloadCode, checkpointing_policy, every_nth_layer
@@ -270,9 +271,15 @@ class Plan:
     @property
     def reduce_bytes(self) -> int:
         """Bytes per element in which FSDP reduces gradients."""
-        if self.facts.reduces_in_fp32:
-            return 4
-        return self.compute_bytes if self.facts.reduces_in_compute_dtype or not self.mixed else 4
+        match self.facts.reduce_dtype:
+            case "masters":
+                return 4 if self.mixed else self.compute_bytes
+            case "compute":
+                return self.compute_bytes
+            case "fp32":
+                return 4
+            case _:
+                assert_never(self.facts.reduce_dtype)
 
     @property
     def defers_reduction(self) -> bool:

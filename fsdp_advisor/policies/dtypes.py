@@ -70,6 +70,6 @@ def cast_bytes(plan: Plan, parameter: Parameter) -> int:
 
 def gradient_bytes(plan: Plan, parameter: Parameter) -> int:
     """Bytes per element in which FSDP reduces the parameter's gradient."""
-    if plan.facts.reduces_in_fp32:
-        return FP32_BYTES
-    return plan.reduce_bytes if plan.mixed else compute_bytes(plan, parameter)
+    if plan.mixed or plan.facts.reduce_dtype == "fp32":
+        return plan.reduce_bytes
+    return compute_bytes(plan, parameter)

@@ -54,7 +54,7 @@ def reductions_per_step(found: Job) -> int:
     )
 
 
-IN_BF16 = [name for name, facts in FRAMEWORKS.items() if facts.reduces_in_compute_dtype and facts.loss == "full"]
+IN_BF16 = [name for name, facts in FRAMEWORKS.items() if facts.reduce_dtype == "compute" and facts.loss == "full"]
 """Frameworks whose steps the catalog has."""
 
 
@@ -83,7 +83,7 @@ def test_deferred_reduction_happens_once_per_step(framework: Any) -> None:
     four = two_nodes("zero2", framework=framework, gradient_accumulation_steps=MICRO_BATCHES)
     reductions = 1 if FRAMEWORKS[framework].defers_reduction else MICRO_BATCHES
     assert reductions_per_step(four) == reductions * reductions_per_step(one) > 0
-    reduced = BF16 if FRAMEWORKS[framework].reduces_in_compute_dtype else FP32
+    reduced = BF16 if FRAMEWORKS[framework].reduce_dtype == "compute" else FP32
     ratio = (MICRO_BATCHES * BF16 + reductions * reduced) / (BF16 + reduced)
     seconds = time_of(one).communication_seconds
     assert time_of(four).communication_seconds == pytest.approx(ratio * seconds, rel=LATENCIES)
