@@ -61,7 +61,7 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
             key = replace(key, padding=plan.padding_fraction, at=plan.tape_shape)
     if plan.loss_code == "full":
         return replace(key, task=plan.task) if plan.task != "sft" else key
-    rounds = plan.unscored_labels > 0  # a rounded number of tokens; GRPO's does not grow with the sequence
+    rounds = plan.unscored_labels > 0  # a rounded number of tokens
     generation, accumulation = plan.generation, plan.gradient_accumulation_steps
     if generation is not None:
         key = replace(
@@ -78,7 +78,7 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
         task=plan.task,
         reference=plan.reference,
         gathered_head=_gathered_head(plan, profile),
-        at=plan.tape_shape if rounds or generation is not None else key.at,
+        at=plan.tape_shape if rounds else key.at,
     )
 
 

@@ -78,21 +78,22 @@ class Staging(NamedTuple):
 class Tiled(NamedTuple):
     """The size of a storage with one row for each token of a tile, into which a loss divides the tokens that it scores.
 
-    All tokens are scored but `unscored` of each sequence. A tile has at most `most` of them; if that is 0, a `parts`-th of them,
-    rounded up to a power of two.
+    Each sequence has `scored` tokens with a score; if that is 0, all of them but `unscored`. A tile has at most `most` of the scored
+    tokens; if that is 0, a `parts`-th of them, rounded up to a power of two.
     """
 
     bytes_per_token: int
     unscored: int
+    scored: int
     most: int
     parts: int
 
     def bytes_at(self, b: int, t: int) -> int:
         """
-        >>> Tiled(10, unscored=1, most=4096, parts=0).bytes_at(2, 101), Tiled(10, 0, 0, parts=63).bytes_at(2, 4096)
+        >>> Tiled(10, unscored=1, scored=0, most=4096, parts=0).bytes_at(2, 101), Tiled(10, 0, 0, 0, parts=63).bytes_at(2, 4096)
         (2000, 2560)
         """
-        tokens = b * (t - self.unscored)
+        tokens = b * (self.scored or t - self.unscored)
         tile = self.most or 1 << (-(-tokens // self.parts) - 1).bit_length()
         return self.bytes_per_token * min(tile, tokens)
 

@@ -55,6 +55,8 @@ class PreferenceSource(FusedLossSource):
         self._reference = key.reference
         self._sequences = sequences_per_example(key.task)
         self._autocasts_copy = autocasts_copy
+        if key.completion_length:  # a prompt has at least one token
+            self.min_seq_len = max(self.min_seq_len, key.completion_length + 1)
 
     def fuse(self, model: PreTrainedModel) -> None:
         key = self.key
@@ -100,8 +102,9 @@ class PreferenceSource(FusedLossSource):
     def _scored(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
         is_copy = self._reference == "copy" and (scoring_phase() or "").startswith("reference")
         outputs = ("log_probs",) if is_copy else ASKED[self.key.task]
-        unscored = inputs.labels.shape[1] - self.key.completion_length if self.key.completion_length else 1
-        return trl.log_probs(inputs, outputs=outputs, sequences=self._sequences, unscored=unscored)
+        return trl.log_probs(
+            inputs, outputs=outputs, sequences=self._sequences, completion_length=self.key.completion_length
+        )
 
 
 def disable_dropout(module: nn.Module) -> None:

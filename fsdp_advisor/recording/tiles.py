@@ -17,6 +17,7 @@ class Tile:
     """
 
     unscored: int
+    scored: int
     most: int
     parts: int
     tokens: int
@@ -24,15 +25,25 @@ class Tile:
 
     @classmethod
     def of(
-        cls, labels_shape: tuple[int, ...], *, unscored: int = 0, most: int = 0, parts: int = 0, sequences: int = 1
+        cls,
+        labels_shape: tuple[int, ...],
+        *,
+        unscored: int = 0,
+        scored: int = 0,
+        most: int = 0,
+        parts: int = 0,
+        sequences: int = 1,
     ) -> Tile:
         """The tile of a step with labels of this shape: (`sequences` * B, T)."""
-        return cls(unscored, most, parts, Tiled(1, unscored, most, parts).bytes_at(*labels_shape), sequences)
+        tokens = Tiled(1, unscored, scored, most, parts).bytes_at(*labels_shape)
+        return cls(unscored, scored, most, parts, tokens, sequences)
 
     def size_of(self, n_bytes: int) -> Tiled:
         """The size of a storage that has `n_bytes` in the current step."""
         per_token = n_bytes // self.tokens
-        return Tiled(per_token * self.sequences, self.unscored, self.most // self.sequences, self.parts)
+        return Tiled(
+            per_token * self.sequences, self.unscored, self.scored, self.most // self.sequences, self.parts
+        )
 
 
 class _Current:

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny_llama import LLAMA
 
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording.adapted import source_of
 from fsdp_advisor.recording.recorder import Recorder
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("options", [{"loss": "trl"}, {"loss": "trl", "task": "dpo"}, {"loss": "liger"}], ids=str)
-def test_sizes_and_work_are_polynomials(options: dict[str, Any]) -> None:
+GRPO: dict[str, Any] = {"loss": "trl", "task": "grpo", "completion_length": 512, "generated": 2, "generates": True}
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
     config = {**LLAMA, "max_position_embeddings": 8192}  # so that more tokens than a tile has are recorded too
-    recorder = Recorder(source_of(config, name="tiny"))
+    return Recorder(source_of(config, name="tiny"))
+
+
+@pytest.mark.parametrize("options", [{"loss": "trl"}, {"loss": "trl", "task": "dpo"}, {"loss": "liger"}, GRPO], ids=str)
+def test_sizes_and_work_are_polynomials(recorder: Recorder, options: dict[str, Any]) -> None:
     assert recorder.tape(TapeKey("plain", "bf16", "sdpa", "none", **options)).segments
+
+
+@pytest.mark.parametrize("shape", [(2, 600), (9, 2048)], ids=["within one tile", "more than one tile"])
+def test_completions_of_grpo_are_scored_in_tiles_of_any_batch(recorder: Recorder, shape: tuple[int, int]) -> None:
+    key = TapeKey("plain", "bf16", "sdpa", "none", **GRPO)
+    tapes = recorder.tape(key), recorder.tape(replace(key, at=shape))
+    of_any, own = (storages(tape, *shape) for tape in tapes)
+    assert of_any == own
+
+
+def storages(tape: Tape, b: int, t: int) -> list[tuple[int, int]]:
+    """The bytes and the category of each storage, in the order of allocation."""
+    sizes = storage_bytes(tape, b, t)
+    return [(sizes[size], category) for births in tape.births for size, category in births]

@@ -24,13 +24,14 @@ def log_probs(
     *,
     outputs: tuple[str, ...],
     sequences: int = 1,
-    unscored: int = 1,
+    completion_length: int = 0,
 ) -> dict[str, torch.Tensor]:
     """The outputs of a model with TRL's head, by name. Source: trl 1.16, trainer/utils.py, `add_fused_lm_head`.
 
-    `sequences`: how many the batch has for each of its B examples. `unscored`: the tokens of a sequence without scores.
+    `sequences`: how many the batch has for each of its B examples. `completion_length`: how many of a sequence's last tokens are scored;
+    0: all but the first.
     """
-    tile = Tile.of(inputs.examples, unscored=unscored, most=TILE_TOKENS, sequences=sequences)
+    tile = Tile.of(inputs.examples, unscored=1, scored=completion_length, most=TILE_TOKENS, sequences=sequences)
     hidden, labels = inputs.hidden[:, :-1], inputs.labels[:, 1:]
     mask = labels != -100
     rows, columns = _indices(mask, inputs.scored)
