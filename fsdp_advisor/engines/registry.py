@@ -109,7 +109,7 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what the models of the plan's engine and framework leave out or assume."""
-    notes = deepspeed_host.not_modelled(plan) if plan.backend == "deepspeed" else []
+    notes = deepspeed_host.not_modelled(profile, plan) if plan.backend == "deepspeed" else []
     optimizer = optimizer_of(plan)
     if (limit := limit_of(plan.optim, plan.backend, plan.framework)) is not None:
         notes.append(limit.reason)

@@ -41,9 +41,7 @@ class Tile:
     def size_of(self, n_bytes: int) -> Tiled:
         """The size of a storage that has `n_bytes` in the current step."""
         per_token = n_bytes // self.tokens
-        return Tiled(
-            per_token * self.sequences, self.unscored, self.scored, self.most // self.sequences, self.parts
-        )
+        return Tiled(per_token * self.sequences, self.unscored, self.scored, self.most // self.sequences, self.parts)
 
 
 class _Current:

@@ -14,8 +14,9 @@ def advice_blocks(view: AdviceView) -> list[Block]:
     """The whole answer."""
     found = view.found
     blocks: list[Block] = [Paragraph(view.job), Heading(view.heading)]
-    blocks += [Paragraph(line) for line in (view.figures, view.training) if line]
+    blocks += [Paragraph(line) for line in (view.figures, view.why_not_simpler, view.training) if line]
     blocks += [Paragraph(f"Warning: {warning}") for warning in view.warnings]
+    blocks += [Paragraph(view.not_modelled)] if view.not_modelled else []
     if view.remedies:
         blocks.append(Items(tuple(f"{remedy.reason}: {remedy.command}" for remedy in view.remedies)))
     if view.methods:

@@ -53,7 +53,8 @@ def _winner(view: AdviceView, screen: Screen) -> str:
     style = "bold green" if view.winner.peak_known else "bold yellow"
     narrow, wide = BAR_WIDTHS
     drawn = bar(view.parts, view.gpu_memory_bytes, max(narrow, min(wide, screen.width - 2)), screen)
-    lines = [view.why_not_simpler, view.training, *(f"warning: {warning}" for warning in view.warnings)]
+    warnings = (f"warning: {warning}" for warning in view.warnings)
+    lines = [view.why_not_simpler, view.training, *warnings, view.not_modelled]
     return "\n".join(
         [
             paint(Text(wrap(view.heading, screen), style=style), screen),

@@ -20,7 +20,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import Task, task_of
 from fsdp_advisor.render.parts import PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, format_rate
-from fsdp_advisor.render.view import model_text
+from fsdp_advisor.render.view import model_text, omitted_effects
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_count, format_gib
 
@@ -135,6 +135,7 @@ class AdviceView:
     parts: PartBytes
     training: str
     warnings: tuple[str, ...]
+    not_modelled: str
     methods: tuple[str, ...]
     savings: tuple[str, ...]
     savings_title: str
@@ -175,6 +176,7 @@ def advice_view(advice: Advice) -> AdviceView:
         parts=bar_parts(r.estimate) if r.estimate is not None else (),
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
+        not_modelled=_not_modelled(r.estimate),
         methods=tuple(_method(method, task) for method in r.methods),
         savings=tuple(map(_saving, r.savings)),
         savings_title=f"What saves memory at micro-batch {winner.plan.micro_batch_size}" if winner else "",
@@ -202,6 +204,12 @@ def advice_view(advice: Advice) -> AdviceView:
         other_targets=targets,
         notes=r.notes,
     )
+
+
+def _not_modelled(estimate: StrategyEstimate | None) -> str:
+    """The effects that the figures of the recommended plan lack; empty if there are none."""
+    effects = omitted_effects(estimate) if estimate is not None else []
+    return f"Not modelled: {'; '.join(effects)}." if effects else ""
 
 
 def _decision(node: Node) -> DecisionView:

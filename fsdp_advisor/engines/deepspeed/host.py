@@ -20,6 +20,7 @@ from fsdp_advisor.engines.deepspeed.settings import (
 )
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory, page_locked
+from fsdp_advisor.model.fp32_modules import keeps_modules_in_fp32
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_of
 
@@ -85,9 +86,11 @@ def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
     return HostTensors(pinned=tuple(pinned), pageable=(*(m * elements for elements in groups), *states))
 
 
-def not_modelled(plan: Plan) -> list[str]:
+def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what a DeepSpeed estimate leaves out or assumes, one sentence each."""
-    notes = ["modules that the model keeps in fp32 under DeepSpeed (keep_in_fp32_modules) count as bf16"]
+    notes = []
+    if keeps_modules_in_fp32(profile):
+        notes.append("modules that transformers keeps in fp32 under DeepSpeed (_keep_in_fp32_modules) count as bf16")
     optimizer = optimizer_of(plan)
     notes += optimizer.deepspeed_notes
     if stage(plan) == 2:
