@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_advisor.rehearsal.report import PEAKS, PhasePeak, RankResult, Rehearsal
 from fsdp_advisor.render.sizes import format_seconds
-from fsdp_advisor.render.terminal import Column, Screen, draw, wrap
+from fsdp_advisor.render.terminal import Column, Screen, draw, fitting, wrap
 from fsdp_advisor.units import GIB, format_bytes, format_gib
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -22,6 +22,8 @@ _HEADERS = {
     "peak_reserved_bytes": "reserved",
     "peak_device_bytes": "device memory",
 }
+_RANKS = {"peak_allocated_bytes": None, "peak_reserved_bytes": 2, "peak_device_bytes": 3}
+"""Which columns a narrow screen lacks; see `Column`."""
 
 
 def rehearsal_text(found: Rehearsal, screen: Screen) -> str:
@@ -79,11 +81,11 @@ def _ranks(found: Rehearsal, screen: Screen) -> str:
         retries.append("")
     columns = [
         Column("rank", names),
-        *(Column(f"{_HEADERS[name]}, GiB", cells[name], right=True) for name in PEAKS),
-        Column("retries", retries, right=True, rank=1),
-        Column("status", status, rank=2),
+        *(Column(f"{_HEADERS[name]}, GiB", cells[name], right=True, rank=_RANKS[name]) for name in PEAKS),
+        Column("retries", retries, right=True, rank=4),
+        Column("status", status, rank=5),
     ]
-    text = draw(columns, screen)
+    text = draw(fitting(columns, screen.width), screen)
     left_out = len(found.ranks) - len(ranks)
     return text + (f"\n{left_out} more ranks need less." if left_out else "")
 
@@ -95,10 +97,13 @@ def _phases(rank: RankResult, screen: Screen) -> str:
         Column("step", [str(phase.step) if phase.step else "" for phase in phases], right=True),
         Column(f"phase of rank {rank.rank}", [phase.phase for phase in phases]),
         *([Column("GPU", [str(phase.device) for phase in phases], right=True)] if several else []),
-        *(Column(f"{_HEADERS[n]}, GiB", [_size(getattr(p, n)) for p in phases], right=True) for n in PEAKS),
-        Column("at its end", [_size(phase.allocated_bytes_at_end) for phase in phases], right=True, rank=1),
+        *(
+            Column(f"{_HEADERS[n]}, GiB", [_size(getattr(p, n)) for p in phases], right=True, rank=_RANKS[n])
+            for n in PEAKS
+        ),
+        Column("at its end", [_size(phase.allocated_bytes_at_end) for phase in phases], right=True, rank=4),
     ]
-    return draw(columns, screen)
+    return draw(fitting(columns, screen.width), screen)
 
 
 def _timeline(rank: RankResult, screen: Screen) -> str:
@@ -148,8 +153,9 @@ def _notes(found: Rehearsal) -> Iterator[str]:
         if prediction.reason:
             yield f"No prediction: {prediction.reason}."
         else:
-            words = " ".join(f"--{name} {value}" for name, value in prediction.options.items() if name != "model")
-            yield f"Predicted by: estimate --model <its config.json> {words}"
+            files = {"model": "<its config.json>", "peft-config": "<its adapter_config.json>"}
+            words = " ".join(f"--{name} {files.get(name, value)}" for name, value in prediction.options.items())
+            yield f"Predicted by: estimate {words}"
     killed = ended.status == 128 + 9
     for rank in found.ranks:
         if rank.error and not rank.out_of_memory:

@@ -22,17 +22,29 @@ def rank(number: int, status: str) -> RankResult:
     )  # fmt: skip
 
 
+def rehearsal(status: int, statuses: tuple[str, ...]) -> Rehearsal:
+    return Rehearsal(
+        command=("torchrun", "train.py"), gpu="A100-80GB", gpus=2, nnodes=1,
+        ranks=tuple(rank(i, each) for i, each in enumerate(statuses)),
+        ended=Ended(status=status, seconds=5.0, peak_host_bytes=20 << 30),
+    )  # fmt: skip
+
+
+def test_a_narrow_screen_keeps_ranks_and_phases_whole() -> None:
+    lines = rehearsal_text(rehearsal(0, ("completed", "completed")), Screen(width=40)).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert [line.split() for line in lines if "GiB" in line and ", GiB" in line] == [
+        ["rank", "allocated,", "GiB", "reserved,", "GiB"],
+        ["step", "phase", "of", "rank", "0", "allocated,", "GiB"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("status", "statuses"),
     [(137, ("completed", "completed")), (1, ("completed", "running"))],
     ids=["the command", "a rank of a launcher"],
 )
 def test_a_killed_process_is_reported_with_the_memory_of_the_host(status: int, statuses: tuple[str, str]) -> None:
-    found = Rehearsal(
-        command=("torchrun", "train.py"), gpu="A100-80GB", gpus=2, nnodes=1,
-        ranks=tuple(rank(i, each) for i, each in enumerate(statuses)),
-        ended=Ended(status=status, seconds=5.0, peak_host_bytes=20 << 30),
-    )  # fmt: skip
-    text = rehearsal_text(found, Screen(width=200))
+    text = rehearsal_text(rehearsal(status, statuses), Screen(width=200))
     assert "The host's memory may be exhausted: the processes used 20.00 GiB" in text
     assert ("Rank 1 was ended from outside after 3 steps" in text) == ("running" in statuses)
