@@ -1,7 +1,8 @@
 """Rehearses published runs and compares allocated bytes: `PYTHONPATH=. python tests/published/rehearsed_campaign.py [ID ...]`.
 
-It writes `rehearsed.csv` beside it. FMS_PYTHON and LITGPT_PYTHON name the Pythons of the environments in README.md. A job whose
-environment is not given keeps its result. On two cores a job takes 10 to 60 seconds.
+It writes `rehearsed.csv` beside it after each run, and without IDs it rehearses those that have no result there: a campaign that was
+interrupted goes on. FMS_PYTHON and LITGPT_PYTHON name the Pythons of the environments in README.md. A job whose environment is not
+given keeps its result. On two cores a job takes 10 to 60 seconds.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ def main(wanted: list[str]) -> None:
     kept = {result.id: result for result in read_results()}
     runs = [*fms_runs(), *litgpt_runs()]
     for run in runs:
-        if run.python is None or (wanted and run.id not in wanted):
+        done = run.id in kept and kept[run.id].rehearsed_bytes is not None
+        if run.python is None or (run.id not in wanted if wanted else done):
             continue
         kept[run.id] = result_of(run, kept[run.id].note if run.id in kept else "")
         print(kept[run.id].line(), flush=True)
