@@ -114,10 +114,14 @@ def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) ->
     ('paged_adamw_8bit', 'sgd_momentum', None)
     >>> optimizer_of("torch.optim.RMSprop"), optimizer_of("bitsandbytes.optim.RMSprop"), optimizer_of("RMSprop", {"centered": True})
     ('rmsprop', 'rmsprop_bnb_32bit', None)
+    >>> optimizer_of("CPUOffloadOptimizer"), optimizer_of("CPUOffloadOptimizer", {"optimizer_class": "torch.optim.SGD"})
+    ('adamw_cpu_offload', None)
     """
     plain = name.rsplit(".", 1)[-1].lower()
     if plain in _OF_TORCHAO and ("torchao" in name or (isinstance(arguments, Mapping) and "block_size" in arguments)):
         return _OF_TORCHAO[plain]
+    if plain == "cpuoffloadoptimizer":
+        return "adamw_cpu_offload" if _offloads_adamw(arguments) else None
     if "bitsandbytes" in name:
         plain = _OF_BITSANDBYTES.get(plain, plain)
     optim = _OPTIMIZERS.get(plain)
@@ -128,6 +132,12 @@ def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) ->
     if plain == "adamw" and isinstance(arguments, Mapping) and arguments.get("fused") in (True, "True"):
         return "adamw_torch_fused"
     return optim
+
+
+def _offloads_adamw(arguments: Mapping[str, Any] | str | None) -> bool:
+    """Whether torchao's CPUOffloadOptimizer has AdamW inside, and leaves gradients on the GPU."""
+    given = _read(arguments)
+    return str(given.get("optimizer_class", "AdamW")).endswith("AdamW") and not given.get("offload_gradients")
 
 
 def _has_momentum(arguments: Mapping[str, Any] | str | None) -> bool:

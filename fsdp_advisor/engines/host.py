@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdp_advisor.engines.ddp import host as ddp
 from fsdp_advisor.engines.deepspeed import host as deepspeed
 from fsdp_advisor.engines.fsdp2 import host as fsdp2
 from fsdp_advisor.engines.registry import states_of
@@ -44,7 +45,7 @@ def _activation_bytes(profile: Profile, tape: Tape, plan: Plan) -> int:
 def _offloaded(profile: Profile, plan: Plan) -> HostMemory:
     match plan.backend:
         case "ddp":
-            return HostMemory()  # DDP has no offload
+            return ddp.host_memory(profile, plan)
         case "fsdp1" | "fsdp2":
             return fsdp2.host_memory(profile, plan)
         case "deepspeed":

@@ -52,11 +52,32 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             f"{plan.optim} does not support gradient accumulation: it steps in every backward",
             hint="--gradient-accumulation-steps 1, or another --optim",
         )
+    if plan.world_size > 1 and _updates_on_host(profile, plan):
+        return UsageError(
+            f"{plan.optim} copies gradients to the host in backward, before DDP reduces those of {plan.world_size} GPUs",
+            hint="--gpus 1, or --offload optimizer",
+        )
     for unit, _ in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable and (failure := optimizer.shard_failure(parameter, shards)) is not None:
                 return UsageError(failure, hint="fewer ranks per shard (hsdp), or another --optim")
     return None
+
+
+def _updates_on_host(profile: Profile, plan: Plan) -> bool:
+    return host_elements(profile, plan) > 0
+
+
+@lru_cache(maxsize=64)
+def host_elements(profile: Profile, plan: Plan) -> int:
+    """Elements of the parameters that the optimizer updates on the host although they are on the GPU."""
+    optimizer = optimizer_of(plan)
+    return sum(
+        p.elements * count
+        for unit, count in profile.counted_units()
+        for p in unit.parameters
+        if p.trainable and optimizer.on_host(p.elements)
+    )
 
 
 def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHOLE) -> OptimizerStep:
@@ -69,6 +90,8 @@ def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHO
                 collectives += optimizer.step_collectives(parameter, shards) * count
     return OptimizerStep(
         optimizer_bytes(profile, plan, elements),
+        host_elements=host_elements(profile, plan) * plan.ranks_per_node,
+        host_kernel=optimizer.host_kernel,
         flops=flops,
         gathered_bytes=collectives.gathered_bytes,
         gathers=collectives.gathers,

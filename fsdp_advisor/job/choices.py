@@ -14,7 +14,7 @@ OptimizerName = Literal[
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
     "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
     "schedule_free_radam", "adamw_torch_fp8", "stable_adamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo", "galore_adafactor",
-    "galore_adamw_layerwise", "apollo_adamw_layerwise",
+    "galore_adamw_layerwise", "apollo_adamw_layerwise", "adamw_cpu_offload",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Checkpointing = str
@@ -101,6 +101,7 @@ NEAREST_OPTIMIZERS = {
     "galore_adamw_8bit_layerwise": "galore_adamw_layerwise",
     "galore_adafactor_layerwise": "galore_adamw_layerwise, because transformers 5.23 fails to make the layerwise Adafactor",
     "adam_mini": "sgd_momentum, which keeps one state per element too",
-    "grokadamw": "adamw_torch",
+    "adamw_anyprecision": "adamw_torch",
+    "grokadamw": "adamw_torch, or adamw_cpu_offload, which keeps its state on the host too",
 }
 """What to use instead of some of them."""

@@ -65,6 +65,17 @@ def _lomo(label: str) -> Mapping[Backend, Limit]:
     }
 
 
+def _cpu_offload() -> Mapping[Backend, Limit]:
+    """Source: torchao 0.18, optim/cpu_offload.py: hooks of `register_post_accumulate_grad_hook`, "for single-GPU training"."""
+    hint = "--gpus 1 --strategy ddp, or --offload optimizer"
+    own = "{} sets the gradients of its shards itself, and CPUOffloadOptimizer sees only those that autograd sets"
+    return {
+        "fsdp2": Limit(own.format("FSDP2"), hint),
+        "fsdp1": Limit(own.format("FSDP1"), hint),
+        "deepspeed": Limit("DeepSpeed steps flat partitions, which CPUOffloadOptimizer does not know", hint),
+    }
+
+
 _GALORE = _low_rank("GaLore", "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled")
 _GALORE_ADAFACTOR = _low_rank(
     "GaLore", "GaLore's Adafactor mixes plain tensors with FSDP2's gradients, which are DTensors"
@@ -112,6 +123,7 @@ LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
     "galore_adafactor": _GALORE_ADAFACTOR,
     "apollo_adamw": _APOLLO,
     "apollo_adamw_layerwise": _APOLLO,
+    "adamw_cpu_offload": _cpu_offload(),
     "lomo": _lomo("LOMO"),
     "adalomo": _lomo("AdaLomo"),
     "adamw_bnb_8bit": _BITSANDBYTES,

@@ -21,7 +21,7 @@ _OPTIMIZERS = {
     "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "FusedAdam": "adamw_torch_fused",
     "RMSprop": "rmsprop", "Adagrad": "adagrad", "AdamWScheduleFree": "schedule_free_adamw",
     "SGDScheduleFree": "schedule_free_sgd", "RAdamScheduleFree": "schedule_free_radam",
-    "StableAdamW": "stable_adamw",
+    "StableAdamW": "stable_adamw", "CPUOffloadOptimizer": "adamw_cpu_offload",
 }  # fmt: skip
 _OF_BITSANDBYTES = {
     ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",

@@ -12,7 +12,9 @@ from fsdp_advisor.job.choices import Framework, OptimizerName
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.optimizers import LIMITS, limit_of
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.memory.host import page_locked
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.policies.optimizers import optimizer_named, optimizer_of
 from fsdp_advisor.policies.optimizers.interface import (
     Collectives,
@@ -110,6 +112,7 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("schedule_free_sgd", 24000, 4000),
         ("stable_adamw", 48000 + 9, 8000 + 9),
         ("lomo", 0, 0),
+        ("adamw_cpu_offload", 0, 8004),
         ("adalomo", 4 * 160, 4000),
         ("galore_adamw", 2 * 24000 + 4 * 60 * 60, 8000),
         ("galore_adafactor", 4 * (60 * 60 + 100 + 60 + 1), 4004),
@@ -365,3 +368,28 @@ def test_settings_of_a_projection_are_refused_for_other_optimizers(options: dict
     request = make_request({"model": "7e9", "gpus": 1, "strategy": "ddp", **options})
     with pytest.raises(UsageError, match="projection, which adamw_torch_fused does not have"):
         plans(request, seq_len=64)
+
+
+def test_cpu_offload_keeps_parameters_gradients_and_moments_on_the_host() -> None:
+    """GPT-2's 39 matrices of 4,096 elements and more: pinned tensors are rounded to powers of two, states are not."""
+    options = {"model": "gpt2", "gpus": 1, "strategy": "ddp", "precision": "fp32", "gpu": "A100"}
+    (offloaded,) = estimate(**options, optim="adamw_cpu_offload").estimates
+    (plain,) = estimate(**options, optim="adamw_torch_fused").estimates
+    model = resolve("gpt2").profile
+    assert model is not None
+    large = [
+        p.elements for unit, n in model.counted_units() for p in unit.parameters if p.elements >= 4096 for _ in range(n)
+    ]
+    pinned = sum(2 * page_locked(4 * elements) for elements in large)
+    assert offloaded.host_bytes_per_node == pinned + sum(8 * elements + 4 for elements in large)
+    assert plain.states["optimizer"] - offloaded.states["optimizer"] == sum(8 * elements + 4 for elements in large)
+    assert offloaded.step is not None and plain.step is not None
+    assert offloaded.step.breakdown["host"] > sum(large) / 4e9
+    assert any("before it can be clipped" in note for note in offloaded.not_modelled)
+
+
+def test_cpu_offload_is_for_one_gpu() -> None:
+    with pytest.raises(UsageError, match="before DDP reduces"):
+        estimate(model="gpt2", gpus=2, strategy="ddp", optim="adamw_cpu_offload")
+    with pytest.raises(UsageError, match="FSDP2 sets the gradients"):
+        estimate(model="gpt2", gpus=2, strategy="zero3", backend="fsdp2", optim="adamw_cpu_offload")

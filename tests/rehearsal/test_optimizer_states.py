@@ -11,7 +11,7 @@ from matrix import taken, with_all_cases
 
 from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers import bitsandbytes, muon, stable_adamw, torchao
+from fsdp_advisor.policies.optimizers import bitsandbytes, cpu_offload, muon, stable_adamw, torchao
 from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer, Shards
 from fsdp_advisor.program.storages import NO_STORAGES
 
@@ -83,6 +83,16 @@ def test_bitsandbytes_allocates_what_is_predicted(optimizer: Optimizer, of_bitsa
 def test_stable_adamw_allocates_what_is_predicted(run: Run) -> None:
     found = stepped(run, [stable_adamw.STABLE_ADAMW], SHAPES)
     assert found == {"stable_adamw": predicted(stable_adamw.STABLE_ADAMW, SHAPES)}
+
+
+def test_cpu_offload_allocates_what_is_predicted_on_both_sides(run: Run) -> None:
+    optimizer = cpu_offload.ADAMW_CPU_OFFLOAD
+    found = stepped(run, [optimizer], SHAPES)
+    moved = [shape for shape in SHAPES if optimizer.on_host(prod(shape))]
+    states = sum(optimizer.all_state_storages(Parameter("p", shape), shape, 4).exact for shape in moved)
+    pinned = 2 * 4 * sum(map(prod, moved))
+    assert 0 < len(moved) < len(SHAPES)
+    assert found == {optimizer.name: predicted(optimizer, SHAPES) | {"pinned": pinned, "states on the host": states}}
 
 
 @with_all_cases

@@ -26,7 +26,7 @@ from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
-from fsdp_advisor.program.instructions import NO_BUFFER, AllReduce, Buffer, Copy, UnitId
+from fsdp_advisor.program.instructions import NO_BUFFER, AllReduce, Buffer, Copy, HostTransfer, UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20
@@ -162,7 +162,14 @@ class DdpStep(StepHooks):
             self._reduce_tail(step)
 
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
+        self._to_host(step, unit)
         self._reduce(step, unit, self._unit(unit))
+
+    def _to_host(self, step: StepBuilder, unit: UnitId) -> None:
+        """Copy the unit's gradients to the host if the optimizer updates them there."""
+        trained = (p for p in self._unit(unit).parameters if p.trainable and self._optimizer.on_host(p.elements))
+        if n_bytes := sum(p.elements * stored_bytes(self._plan, p) for p in trained):
+            step.add(HostTransfer(unit, n_bytes, "gradients"))
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and freed."""
@@ -179,6 +186,7 @@ class DdpStep(StepHooks):
 
     def end_backward(self, step: StepBuilder) -> None:
         self._update(step)
+        self._to_host(step, AT_ROOT)
         self._reduce_tail(step)
         self._reduce(step, AT_ROOT, self._profile.root, 1 - self._tail_share())
         step.reclassify(Account.GRADIENTS, *step.whole_gradients())

@@ -181,6 +181,12 @@ class Optimizer(ABC):
 
     # State
 
+    def on_host(self, elements: int) -> bool:
+        """Whether a tensor of so many elements, which is on the GPU, is updated on the host. `all_state_storages` is then there, and pinned
+        copies of the tensor and its gradient, which backward copies.
+        """
+        return False
+
     @abstractmethod
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """The state of one trainable parameter. `shape`: the tensor that this rank steps. Nothing for an empty tensor."""

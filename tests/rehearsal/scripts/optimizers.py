@@ -1,7 +1,8 @@
 """What optimizers allocate for tensors of the given shapes. Prints one JSON object.
 
 Arguments: JSON of {name: [module, class, options, shapes]}, and the number of ranks over which FSDP2 shards the tensors. Result by name:
-bytes of the state that PyTorch allocates, bytes of the paged state, and the most bytes that the second step allocates in addition.
+bytes of the state that PyTorch allocates, bytes of the paged state, and the most bytes that the second step allocates in addition. Of
+torchao's CPUOffloadOptimizer also the bytes of pinned tensors and of states on the host.
 """
 
 import gc
@@ -39,16 +40,36 @@ def stepped(module: str, name: str, options: dict[str, object], shapes: list[lis
     gc.collect()
     before = requested("current")
     optimizer = getattr(importlib.import_module(module), name)(parameters, lr=1e-3, **options)
+    offloads = name == "CPUOffloadOptimizer"
+    copy_gradients(parameters, offloads=offloads)
     optimizer.step()
     kept = requested("current")
+    copy_gradients(parameters, offloads=offloads)
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
-    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return {
+    tensors = [] if offloads else tensors_of(optimizer)
+    on_gpu = {
         "state": kept - before,
         "paged": sum(t.nbytes for t in tensors if getattr(t, "is_paged", False)),
         "temporaries": requested("peak") - kept,
     }
+    return on_gpu | (on_host(optimizer) if offloads else {})
+
+
+def copy_gradients(parameters: list[torch.nn.Parameter], *, offloads: bool) -> None:
+    """Let backward add to the gradients, which CPUOffloadOptimizer then copies to the host."""
+    if offloads:
+        torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def on_host(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    copies = [tensor for p in optimizer.param_d2h_map.values() for tensor in (p, p.grad)]
+    states = [tensor for each in optimizer.optim_dict.values() for tensor in tensors_of(each)]
+    return {"pinned": sum(t.nbytes for t in copies), "states on the host": sum(t.nbytes for t in states)}
 
 
 print("FOUND " + json.dumps({name: stepped(*each) for name, each in json.loads(sys.argv[1]).items()}))

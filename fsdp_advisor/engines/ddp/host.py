@@ -1,0 +1,21 @@
+"""Host memory of an optimizer that updates on the host what is on the GPU."""
+
+from __future__ import annotations
+
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.host import HostMemory, page_locked
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.policies.optimizers import optimizer_of
+
+
+def host_memory(profile: Profile, plan: Plan) -> HostMemory:
+    """Host memory of one node: pinned copies of the parameters and gradients that are updated there, and pageable states."""
+    optimizer, pinned, pageable = optimizer_of(plan), 0, 0
+    for unit, count in profile.counted_units():
+        for p in unit.parameters:
+            if p.trainable and optimizer.on_host(p.elements):
+                element = stored_bytes(plan, p)
+                pinned += 2 * page_locked(p.elements * element) * count
+                pageable += optimizer.all_state_storages(p, p.shape, element).exact * count
+    return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)
