@@ -97,23 +97,26 @@ def _short(name: str) -> str:
     return re.sub(r"[\s_-]", "", re.sub(r"([\s_-](hf|pt|it|chat|instruct))+$", "", tail))
 
 
-def by_words(name: str) -> Entry | None:
-    """The only model whose name has all words and numbers of `name` in this order; None if there is none, or more than one.
+def by_words(name: str) -> list[Entry]:
+    """The models whose names begin as `name` and have its other words and numbers in this order; next to each other if there is no number.
 
-    >>> [entry and entry.id for entry in map(by_words, ("llama 4 scout", "llama 4"))]
-    ['meta-llama/Llama-4-Scout-17B-16E', None]
+    >>> [entry.id for entry in by_words("llama 4 scout")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
+    (['meta-llama/Llama-4-Scout-17B-16E'], True, [])
     """
     wanted = _tokens(name)
-    if "/" in name or not re.search(r"\d", name) or not re.search(r"[^\W\d_]", name):
-        return None
-    found = {e.id: e for e in entries() for one in (e.id, *e.aliases) if _in_order(wanted, one)}
-    return next(iter(found.values())) if len(found) == 1 else None
+    if "/" in name or not wanted or not wanted[0].isalpha():
+        return []
+    named = [(e, _tokens(_VENDORS.sub("", one.rpartition("/")[2]))) for e in entries() for one in (e.id, *e.aliases)]
+    whole = {e.id: e for e, tokens in named if tokens == wanted}
+    return list((whole or {e.id: e for e, tokens in named if _is_meant(wanted, tokens)}).values())
 
 
-def _in_order(wanted: list[str], name: str) -> bool:
-    """Whether the name without its owner has all the wanted words and numbers in this order."""
-    rest = iter(_tokens(name.rpartition("/")[2]))
-    return all(word in rest for word in wanted)
+def _is_meant(wanted: list[str], tokens: list[str]) -> bool:
+    """Whether somebody who types the wanted words and numbers may mean the model whose name has `tokens`."""
+    if all(word.isalpha() for word in wanted):
+        return tokens[: len(wanted)] == wanted
+    rest = iter(tokens[1:])
+    return tokens[:1] == wanted[:1] and all(word in rest for word in wanted[1:])
 
 
 def _tokens(name: str) -> list[str]:
@@ -153,6 +156,8 @@ def _has_words_of(candidate: str, wanted: str) -> bool:
 
 _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
 _TOKENS = f"{_NUMBERS}|{_WORDS}"
+_VENDORS = re.compile(r"^(nvidia|c4ai|meta)-", re.IGNORECASE)
+"""Beginnings of names that say who made a model, besides its owner."""
 _SIMILAR = 0.75
 """The ratio of difflib from which a word counts as a misspelling of another: lama and llama have 0.89."""
 

@@ -50,18 +50,25 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
         return configured(read_config(path, wanted), wanted, "config")
     if _count_shaped(wanted):
         return _counted(wanted)
-    if short := catalog.by_short_name(wanted):
-        if len(short) > 1:
-            raise UnknownModel(wanted, hint=f"several models are named so: {', '.join(entry.id for entry in short)}")
-        return _catalogued(short[0], wanted, allow_recording)
-    if not (allow_paths and _PATH_SHAPED.match(wanted)) and (entry := catalog.by_words(wanted)) is not None:
-        return _catalogued(entry, wanted, allow_recording)
-    if allow_paths and _PATH_SHAPED.match(wanted):
+    named = catalog.by_short_name(wanted)
+    is_path = allow_paths and _PATH_SHAPED.match(wanted) is not None
+    if named or (not is_path and (named := catalog.by_words(wanted))):
+        if len(named) > 1:
+            raise UnknownModel(wanted[:200], hint=_which(named))
+        return _catalogued(named[0], wanted, allow_recording)
+    if is_path:
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
         raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or names_hint)
     data, notes = hub.download(wanted)
     return configured(data, wanted, "hub", notes)
+
+
+def _which(named: list[catalog.Entry]) -> str:
+    """A hint about several models of one name."""
+    most = 6
+    more = f" and {len(named) - most} more, which `fsdp-advisor models` lists" if len(named) > most else ""
+    return f"several models are named so: {', '.join(entry.id for entry in named[:most])}{more}"
 
 
 def is_count(name: str) -> bool:
@@ -111,8 +118,9 @@ def _about_recording(entry: catalog.Entry) -> tuple[str, ...]:
 
 def lacks_tapes(name: str) -> bool:
     """Whether this is a model of the catalog without tapes, whose steps have to be recorded."""
-    entry = catalog.find(name) or next(iter(catalog.by_short_name(name)), None) or catalog.by_words(name)
-    return entry is not None and not entry.has_tapes
+    entry = catalog.find(name)
+    named = [entry] if entry else catalog.by_short_name(name) or catalog.by_words(name)
+    return len(named) == 1 and not named[0].has_tapes
 
 
 def _counted(wanted: str) -> Resolved:

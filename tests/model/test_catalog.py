@@ -148,6 +148,11 @@ AS_TYPED = {
     "exaone 4 32b": "LGAI-EXAONE/EXAONE-4.0-32B",
     "nemotron 3 super": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
     "kimi k2.6": "moonshotai/Kimi-K2.5",
+    "granite 4 micro": "ibm-granite/granite-4.0-micro",
+    "command a": "CohereLabs/c4ai-command-a-03-2025",
+    "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
+    "hunyuan 7b": "tencent/Hunyuan-7B-Instruct",
+    "ernie 4.5 21b": "baidu/ERNIE-4.5-21B-A3B-PT",
 }
 
 
@@ -163,8 +168,13 @@ def test_models_without_tapes_are_those_that_the_table_says() -> None:
 
 @pytest.mark.parametrize("typed", ["qwen3.5", "deepseek", "gemma 4", "llama 4", "kimi", "nemotron 3"])
 def test_name_of_a_family_is_no_model(typed: str) -> None:
-    with pytest.raises(UnknownModel):
+    with pytest.raises(UnknownModel, match="several models are named so"):
         resolve(typed, allow_hub=False, allow_recording=False)
+
+
+@pytest.mark.parametrize("typed", ["step 3", "bert cased", "roberta large v3", "model 7b", "3b"])
+def test_some_words_of_a_name_are_not_its_model(typed: str) -> None:
+    assert catalog.by_words(typed) == []
 
 
 @pytest.mark.parametrize("entry", catalog.entries(), ids=lambda e: e.id)
