@@ -27,6 +27,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
+from fsdp_advisor.model.experts import expert_notes
 from fsdp_advisor.model.gpu_tape_key import FLASH_FROM
 from fsdp_advisor.model.kernels import compile_notes, kernel_notes, liger_notes
 from fsdp_advisor.model.multimodal import trained_on_text
@@ -113,6 +114,7 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
             *notes,
             *memory_notes(gpu),
             *kernel_notes(profile),
+            *expert_notes(request, profile),
             *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
             *compile_notes(request.compile),
             *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),

@@ -11,6 +11,7 @@ from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, Not
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
@@ -53,6 +54,10 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
         key = replace(key, compile="layer-ddp" if in_ddp else "layer", at=plan.tape_shape)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
+    if profile is not None and (code := experts_code(profile, plan.experts_implementation)) is not None:
+        key = replace(key, experts=code)
+        if code == "eager":  # sizes depend on the tokens of each expert
+            key = replace(key, imbalance=plan.expert_imbalance, at=plan.tape_shape)
     if plan.images is not None:
         key = replace(key, images=plan.images)
     if plan.batch_layout != "full":

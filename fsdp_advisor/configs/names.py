@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from fsdp_advisor.configs.collect import Collector
-from fsdp_advisor.job.choices import Attention, OptimizerName
+from fsdp_advisor.job.choices import Attention, ExpertsImplementation, OptimizerName
 from fsdp_advisor.job.projection import PROJECTING, read_optim_args, read_target_modules, unknown_setting
 
 _OPTIMIZERS: dict[str, OptimizerName] = {
@@ -152,6 +152,15 @@ def _read(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         return dict(part.strip().partition("=")[::2] for part in arguments.split(",")) if arguments else {}
     return arguments or {}
+
+
+def set_experts(found: Collector) -> None:
+    """Set `experts_implementation` from transformers' argument of this name."""
+    name = found.peek("experts_implementation")
+    if name in get_args(ExpertsImplementation):
+        found.options["experts_implementation"] = found.take("experts_implementation")
+    elif isinstance(name, str):
+        found.lacks("experts_implementation", "the code for experts is not modelled; the estimate assumes grouped_mm")
 
 
 def set_attention(found: Collector, key: str) -> None:

@@ -104,7 +104,7 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
                 continue
     constants = _constants(tree)
     loaded = constants.get("MODEL_ARGUMENTS") or calls.get("from_pretrained") or {}
-    keys |= {key: value for key, value in loaded.items() if key in ("dtype", "torch_dtype", "attn_implementation")}
+    keys |= {key: value for key, value in loaded.items() if key in _LOADING}
     if isinstance(constants.get("MODEL"), str):
         keys["model_name_or_path"] = constants["MODEL"]
     found = trainer.read(file, keys, trl=name in _OF_TRL, task=_OF_TRL.get(name))
@@ -115,6 +115,10 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     if "ParallelismConfig" in calls:
         trainer.mesh(found, calls["ParallelismConfig"])
     return found
+
+
+_LOADING = ("dtype", "torch_dtype", "attn_implementation", "experts_implementation")
+"""Arguments of `from_pretrained` that a reader of the Trainer's arguments knows."""
 
 
 def _computed(tree: ast.Module, name: str) -> list[str]:
@@ -138,6 +142,8 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     loaded = loaded or calls.get("from_config", {})
     found.options["dtype"] = str(loaded.get("dtype", "float32")).removeprefix("torch.")
     found.options["attention"] = loaded.get("attn_implementation", "sdpa")
+    if "experts_implementation" in loaded:
+        found.options["experts_implementation"] = loaded["experts_implementation"]
     read_constants(found, constants)
     source = ast.unparse(tree)
     enabled = calls.get("activation_checkpointing_enable", calls.get("gradient_checkpointing_enable"))

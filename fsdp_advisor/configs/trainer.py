@@ -13,7 +13,7 @@ from fsdp_advisor.configs import deepspeed
 from fsdp_advisor.configs.adapters import read_trl
 from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
-from fsdp_advisor.configs.names import set_attention, set_optimizer
+from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.checkpointing import MAX_NUMBER
 from fsdp_advisor.job.choices import TrainingTask
@@ -134,6 +134,7 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     _loss(found, trl)
     read_trl(found)
     set_attention(found, "attn_implementation")
+    set_experts(found)
     arguments = found.peek("optim_args")
     set_optimizer(found, "optim", arguments)
     found.take("optim_args")

@@ -20,6 +20,7 @@ from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import axolotl_keys, loss_limit
+from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
@@ -50,6 +51,7 @@ def unsupported(job: Job) -> str | None:
         return "it needs the modules that get adapters: use --lora-target-modules"
     return (
         loss_limit(job, "liger", "cce")
+        or experts_limit(job)
         or axolotl_limit(job)
         or checkpointing_limit(job)
         or evaluation_limit(job)

@@ -19,6 +19,7 @@ from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import loss_limit
+from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 
@@ -52,6 +53,7 @@ def unsupported(job: Job) -> str | None:
         return "it runs Liger's kernels with Liger's loss; use --loss auto"
     return (
         loss_limit(job, "liger")
+        or experts_limit(job)
         or llamafactory_limit(job)
         or checkpointing_limit(job)
         or evaluation_limit(job)

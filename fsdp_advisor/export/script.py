@@ -15,6 +15,7 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import optimizer_limit
 from fsdp_advisor.export.losses import loss_limit, script_call
 from fsdp_advisor.export.losses import packages as loss_packages
+from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
 from fsdp_advisor.policies.optimizers import optimizer_of
@@ -47,7 +48,6 @@ def _unsupported(job: Job, backend: str) -> str | None:
 def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
     optimizer = optimizer_of(plan).script
-    attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(
         "train.py.jinja",
@@ -67,7 +67,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         reshard=plan.post_forward_ranks or plan.reshards,
         offload=plan.offload == "parameters",
         weights=weights(job),
-        model_arguments={"dtype": weights(job), **attention},
+        model_arguments=model_arguments(job),
         compute=COMPUTE.get(plan.precision),
         scaled=plan.precision == "fp16-mixed",
         checkpointing=checkpointing_call(job),

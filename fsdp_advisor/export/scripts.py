@@ -21,6 +21,7 @@ from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.losses import script_call
+from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import COMPUTE
 from fsdp_advisor.job.plan import Plan
@@ -60,12 +61,11 @@ def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str
 def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
     plan, optimizer = job.plan, optimizer_of(job.plan).script
     assert job.task is not None and isinstance(optimizer, Constructor)
-    attention = {} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}
     return {
         "header": header(job, *PACKAGES[consumer], *adapting_packages(job), *loss_packages(job)),
         "plan": plan,
         "model": job.model_name,
-        "model_arguments": {"dtype": weights(job), **attention},
+        "model_arguments": model_arguments(job),
         "auto": AUTO_CLASSES[job.task],
         "task": job.task,
         "weights": weights(job),

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
-from fsdp_advisor.export.adapters import template_values, weights
+from fsdp_advisor.export.adapters import template_values
 from fsdp_advisor.export.batches import FLATTENING_NOTE, batch_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit, is_of_model, keywords
 from fsdp_advisor.export.constants import (
@@ -26,6 +26,7 @@ from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import loss_limit, trainer_arguments
 from fsdp_advisor.export.losses import packages as loss_packages
+from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
@@ -49,7 +50,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
         header=header(job, *TARGET.checked, *adapting_packages(job), *loss_packages(job)),
         model=job.model_name,
         auto=AUTO_CLASSES[job.task or ""],
-        model_arguments=_model_arguments(job),
+        model_arguments=model_arguments(job),
         **template_values(job),
         arguments=arguments(job),
         replicas=plan.replica_degree if replicated(plan) else None,
@@ -75,15 +76,6 @@ def named_optimizer(plan: Plan) -> NamedOptimizer:
 def replicated(plan: Plan) -> bool:
     """Whether the plan needs a mesh of replicas."""
     return plan.backend == "fsdp2" and plan.strategy == "hsdp" and plan.replica_degree > 1
-
-
-def _model_arguments(job: Job) -> dict[str, Any]:
-    """The arguments of `from_pretrained`.
-
-    sdpa is not named: it is transformers' default, which falls back to eager if a model has no sdpa.
-    """
-    attention = {} if job.plan.attention == "sdpa" else {"attn_implementation": job.plan.attention}
-    return {"dtype": weights(job), **attention}
 
 
 def arguments(job: Job) -> dict[str, Any]:

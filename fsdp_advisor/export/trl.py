@@ -18,6 +18,7 @@ from fsdp_advisor.export.constants import NVME_NOTE, TRL_FILE
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import loss_limit
+from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS, TASK_TYPES
@@ -52,6 +53,7 @@ def unsupported(job: Job) -> str | None:
         return "its configuration file has no mesh of replicas; use the target trainer"
     return (
         loss_limit(job, "trl")
+        or experts_limit(job)
         or checkpointing_limit(job, "every", "selective-trl", offloads=("trl",))
         or lora_limit(job)
         or accelerate.unsupported(job, "trl")

@@ -17,6 +17,7 @@ OptimizerName = Literal[
     "galore_adamw_layerwise", "apollo_adamw_layerwise", "adamw_cpu_offload",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
+ExpertsImplementation = Literal["grouped_mm", "batched_mm", "eager"]
 Checkpointing = str
 """The text of a `CheckpointingPolicy`; in a search also `auto`."""
 Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "torchtitan"]

@@ -314,7 +314,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
 _OF_THE_REQUEST = (
     "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap", "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
-    "use_liger_kernel", "compile",
+    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""
 

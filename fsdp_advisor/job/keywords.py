@@ -18,6 +18,7 @@ from fsdp_advisor.job.choices import (
     BackwardPrefetch,
     Checkpointing,
     Compile,
+    ExpertsImplementation,
     Find,
     Framework,
     Loss,
@@ -73,6 +74,8 @@ class _Options(TypedDict, total=False):
     loss: Loss
     use_liger_kernel: bool
     compile: Compile
+    experts_implementation: ExpertsImplementation
+    expert_imbalance: float
     ignored_labels: float
     packing: Packing
     padding_free: bool

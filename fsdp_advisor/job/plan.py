@@ -14,6 +14,7 @@ from fsdp_advisor.job.choices import (
     BackwardPrefetch,
     Checkpointing,
     Compile,
+    ExpertsImplementation,
     Framework,
     Loss,
     Offload,
@@ -76,6 +77,8 @@ class Plan:
     """Whether this is the plan of an evaluation's forward (`evaluation_plan`) instead of a training step's."""
     activation_offload: bool = False
     use_liger_kernel: bool = False
+    experts_implementation: ExpertsImplementation = "grouped_mm"
+    expert_imbalance: float = 1.0
     images: Images | None = None
     compile: Compile = "none"
 
@@ -104,6 +107,8 @@ class Plan:
             generation=None if self.generation is None else replace(self.generation, completion_length=1),
             activation_offload=False,
             use_liger_kernel=False,
+            experts_implementation="grouped_mm",
+            expert_imbalance=1.0,
             images=None,
             evaluation=None,
             compile="none",

@@ -24,6 +24,7 @@ from fsdp_advisor.job.choices import (
     BackwardPrefetch,
     Checkpointing,
     Compile,
+    ExpertsImplementation,
     Framework,
     Loss,
     Offload,
@@ -317,6 +318,23 @@ class EstimateRequest:
             not_modelled=("model", "whole", "true", "reduce-overhead", "max-autotune"),
         ),
     ] = "none"
+    experts_implementation: Annotated[
+        ExpertsImplementation,
+        Rule(
+            about="the code for a mixture of experts: grouped_mm, one kernel for all experts; batched_mm, a copy of the weights for each "
+            "token and expert; eager, a loop over the experts",
+            group="Training",
+        ),
+    ] = "grouped_mm"
+    expert_imbalance: Annotated[
+        float,
+        Rule(
+            about="the tokens of the busiest expert as a multiple of the mean; the memory of eager alone depends on it",
+            group="Training",
+            ge=1,
+            le=1000,
+        ),
+    ] = 1.0
     ignored_labels: Annotated[
         float,
         Rule(

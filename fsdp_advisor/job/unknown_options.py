@@ -83,6 +83,8 @@ _MEANT: dict[str, str] = {
     name: option
     for option, names in {
         "compile": "torch_compile regional_compilation use_regional_compilation",
+        "experts_implementation": "experts moe_implementation expert_implementation",
+        "expert_imbalance": "imbalance load_imbalance moe_imbalance router_imbalance",
         "use_liger_kernel": "liger use_liger enable_liger_kernel liger_kernel liger_kernels",
         "model": "model_name model_id model_name_or_path model_path pretrained",
         "gpus": "num_gpus n_gpus ngpus gpu_count world_size nproc num_processes ranks",

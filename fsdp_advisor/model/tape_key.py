@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from fsdp_advisor.job.batch_layout import BatchLayout
 from fsdp_advisor.job.checkpointing import OffloadCode
-from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.choices import ExpertsImplementation, TrainingTask
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.job.training_task import Reference
 
@@ -74,6 +74,10 @@ class TapeKey:
     """The part of a padded batch that flash_attention_2 leaves out."""
     liger_kernels: bool = False
     """Whether the model has Liger's kernels, which exist only on a GPU: on a CPU the tape has transformers' own code."""
+    experts: ExpertsImplementation = "grouped_mm"
+    """The code for routed experts. A loop (``eager``) depends on the tokens of each expert, so it is recorded for one (B, T)."""
+    imbalance: float = 1.0
+    """The tokens of the busiest expert as a multiple of the mean, on which a loop depends."""
     images: tuple[int, int, int, int] | None = None
     """The images of each sample, as `job.images.Images`."""
     evaluates: bool = False
@@ -175,13 +179,13 @@ _OPTIONS = {
     "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
     "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
-    "images": "images", "evaluates": "evaluates", "compile": "compile", "at": "at",
+    "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile", "at": "at",
 }  # fmt: skip
 """The fields that a name has only if they are not the default, by their words in it."""
 _ALLOWED = {
     "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": TapeAttention, "kernel": SdpaKernel,
     "checkpointing": TapeCheckpointing, "loss": LossCode, "task": TrainingTask, "reference": Reference, "batch": BatchLayout,
-    "activation_offload": OffloadCode, "compile": TapeCompile,
+    "activation_offload": OffloadCode, "experts": ExpertsImplementation, "compile": TapeCompile,
 }  # fmt: skip
 
 

@@ -31,10 +31,11 @@ def steady() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_tensors(*, values: bool = False) -> Iterator[None]:
+def fake_tensors(*, values: bool = False, expert_imbalance: float | None = None) -> Iterator[None]:
     """Context of fake tensors: nothing is computed and no memory is used. LayerDrop drops no layer: it decides by a
     random number, and a fake tensor has no value. Grouped products of experts take every dtype, as on a GPU. DoRA reads packed
-    weights. `values`: small tensors have the values that follow from known numbers.
+    weights. `values`: small tensors have the values that follow from known numbers, and, with an `expert_imbalance`, from the choices of a
+    router (`experts.chosen_experts`).
     """
     rand = torch.rand
     grouped_product = torch._meta_registrations._meta_grouped_mm_common
@@ -54,7 +55,7 @@ def fake_tensors(*, values: bool = False) -> Iterator[None]:
         mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", multiplied),
         readable_weights(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        KnownValues() if values else contextlib.nullcontext(),
+        KnownValues(expert_imbalance) if values else contextlib.nullcontext(),
     ):
         yield
 

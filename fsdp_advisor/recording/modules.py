@@ -19,6 +19,7 @@ class ModuleSource:
     max_seq_len: int | None = None
     min_seq_len: int = 1
     needs_values: bool = False
+    expert_imbalance: float | None = None
     alike_up_to: int | None = None
     inventory_dtype = torch.float32
 

@@ -28,6 +28,7 @@ from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.evaluation import EvaluationSource
+from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.images import with_images, with_rows_of_images
@@ -281,7 +282,7 @@ class Recorder:
                     contexts.enter_context(with_liger_kernels(model, self.source.name))
             if key.compiles:
                 contexts.enter_context(functions_of_graphs(by_cudnn=key.kernel == "cudnn"))
-            contexts.enter_context(fake_tensors(values=source.needs_values))
+            contexts.enter_context(fake_tensors(values=source.needs_values, expert_imbalance=source.expert_imbalance))
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
@@ -299,6 +300,7 @@ def _stepping(source: Source, key: TapeKey) -> Source:
 
 def _training(source: Source, key: TapeKey) -> Source:
     """The source with the batch and the loss of the key's trainer."""
+    source = with_experts(source, key.experts, key.imbalance)
     source = with_images(source, Images(*key.images) if key.images else None)
     if key.task == "sft":
         source = with_batch(source, key.batch, key.padding)

@@ -42,6 +42,8 @@ class Source(Protocol):
     """The tokens that a sequence has at least, such as those of its images."""
     needs_values: bool
     """Whether a step depends on the values of small tensors, such as the grids of images."""
+    expert_imbalance: float | None
+    """The tokens of the busiest expert as a multiple of the mean; None if no step depends on which experts tokens choose."""
     alike_up_to: int | None
     """The number of tokens above which the model runs slightly different code. Recordings use fewer tokens."""
     inventory_dtype: torch.dtype
@@ -91,6 +93,7 @@ class WrappedSource:
         self.max_seq_len = base.max_seq_len
         self.min_seq_len = base.min_seq_len
         self.needs_values = base.needs_values
+        self.expert_imbalance = base.expert_imbalance
         self.alike_up_to = base.alike_up_to
         self.inventory_dtype = base.inventory_dtype
 

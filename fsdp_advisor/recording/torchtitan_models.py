@@ -42,6 +42,7 @@ class TorchtitanSource:
     alike_up_to: int | None = None
     min_seq_len: int = 1
     needs_values: bool = False
+    expert_imbalance: float | None = None
     task = "causal-lm"
 
     def __init__(self, base: TransformersSource, adaptation: Mapping[str, Any]) -> None:

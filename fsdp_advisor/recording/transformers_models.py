@@ -44,6 +44,7 @@ class TransformersSource:
 
     inventory_dtype = torch.float32
     min_seq_len = 1
+    expert_imbalance: float | None = None
 
     def __init__(self, config: Mapping[str, Any], *, name: str, task: str | None = None) -> None:
         """Check the configuration. `config` is as in config.json: `model_type` and the values that differ from its defaults.

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from fsdp_advisor.recording.experts import chosen_experts
 from fsdp_advisor.recording.storages import tensors_in
 
 LARGEST = 256 << 20
@@ -35,14 +36,20 @@ _SIZED_BY_VALUES = (
     _aten.unique_consecutive.default, _aten.unique_dim.default, _aten.bincount.default,
 )  # fmt: skip
 """Operators whose results have as many elements as the values say."""
+_CHOICE = _aten.topk.default
+"""By which routers choose experts."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class KnownValues(TorchDispatchMode):
     """Keeps the values of small tensors. Enter it within a FakeTensorMode."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert_imbalance: float | None = None) -> None:
+        """`expert_imbalance`: the tokens of the busiest expert as a multiple of the mean, where a router chooses by numbers that are not
+        known; None: its choices are not known either.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._expert_imbalance = expert_imbalance
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -66,6 +73,8 @@ class KnownValues(TorchDispatchMode):
                 self._forget(tensor)
             if func is _EQUALS and _are_few([result]):
                 self._learn(result, None)
+            elif func is _CHOICE and self.answers(func):
+                self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
             return result
         if func is _ITEM:
             (value,) = values.values()
@@ -131,6 +140,19 @@ class KnownValues(TorchDispatchMode):
                 held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
         self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), held)
 
+    def answers(self, func: Any) -> bool:
+        """Whether results of the operator are known although its arguments are not."""
+        return func is _EQUALS or (func is _CHOICE and self._expert_imbalance is not None)
+
+    def _choose(self, indices: torch.Tensor, scores: torch.Size, dim: int) -> None:
+        """Keep the choices of a router in the dimension `dim` of its scores."""
+        assert self._expert_imbalance is not None
+        chosen = indices.shape[dim]
+        rows = indices.movedim(dim, -1).shape
+        with _on_host():
+            picked = chosen_experts(indices.numel() // chosen, chosen, scores[dim], self._expert_imbalance)
+            self._learn(indices, picked.view(rows).movedim(-1, dim))
+
     def _forget(self, tensor: torch.Tensor) -> None:
         self._known.pop(tensor.untyped_storage()._cdata, None)
 
@@ -157,7 +179,7 @@ class _Current:
 def depends(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether an operator on these tensors makes or changes known values now."""
     values = _Current.values
-    return values is not None and (not tensors or func is _EQUALS or any(map(values.knows, tensors)))
+    return values is not None and (not tensors or values.answers(func) or any(map(values.knows, tensors)))
 
 
 _make_tensor = torch.tensor

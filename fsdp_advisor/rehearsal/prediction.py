@@ -76,6 +76,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
         **({"compile": "layer"} if model.get("compile", "none") == "layer" else {}),
+        **({"experts-implementation": model["experts"]} if model.get("experts") else {}),
         **_loss(model, job["framework"], task["name"]),
         **_task(task),
         **({"padding-free": "true"} if job.get("padding_free") else {}),

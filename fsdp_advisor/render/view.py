@@ -218,6 +218,10 @@ def job_items(report: Report) -> tuple[str, ...]:
             items.append(f"accumulation {request.gradient_accumulation_steps}")
         items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
     items += ["Liger's kernels"] if request.use_liger_kernel else []
+    if request.experts_implementation != "grouped_mm":
+        items.append(f"experts {request.experts_implementation}")
+    if request.expert_imbalance != 1.0:
+        items.append(f"busiest expert {request.expert_imbalance:g} times the mean")
     items += ["activations on the host"] if request.activation_offload else []
     items += ["layers compiled"] if request.compile == "layer" else []
     items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []

@@ -30,6 +30,14 @@ _HELP = {
     "use_liger_kernel": "Liger's kernels for norms, positions and feed-forward networks",
     "activation_offload": "Activations are in pinned host memory between forward and backward",
     "backward_prefetch": "When FSDP1 gathers the parameters of the next layer in backward",
+    "forward_prefetch": "All-gather the next layer before a layer's forward",
+    "experts_implementation": "How the experts of a mixture are computed",
+    "expert_imbalance": "The memory of a loop over the experts depends on it",
+    "offload": "The states that are kept in host memory",
+    "thorough": "Also search losses, selective checkpointing and activation offload; the first time takes longer",
+    "find": "The largest micro-batch or sequence that fits, the fewest GPUs, or the smallest GPU",
+    "method": "As the other options say, or the first of full fine-tuning, LoRA and QLoRA that fits",
+    "precompute_ref_log_probs": "Compute the reference's log-probabilities before training",
 }
 """Help where that of the command line does not suit a form."""
 _SUGGESTED = {"model": "known-models", "gpu": "known-gpus"}

@@ -50,6 +50,8 @@ _LABELS = {
     "activation_offload": "Activations on the host",
     "compile": "torch.compile",
     "use_liger_kernel": "Liger's kernels",
+    "experts_implementation": "Code for experts",
+    "expert_imbalance": "Busiest expert, times the mean",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
     "thorough": "Thorough search",

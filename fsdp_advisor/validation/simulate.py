@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fake import fake_tensors, materialise
 from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
@@ -82,6 +83,7 @@ def check(plan: Plan) -> None:
 def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated:
     """One steady-state step of the plan, as PyTorch runs it on rank 0. Raises ModeUnavailable for plans that `check` refuses."""
     check(plan)
+    source = with_experts(source, plan.experts_implementation, plan.expert_imbalance)
     source = with_images(source, plan.images)
     source = with_batch(source, plan.batch_layout, plan.padding_fraction)
     source = with_loss(source, plan.loss_code, plan.unscored_labels)
@@ -102,7 +104,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         with (
             launched as parallel,
             smaller,
-            fake_tensors(values=source.needs_values),
+            fake_tensors(values=source.needs_values, expert_imbalance=source.expert_imbalance),
             meter,
             as_on_cuda() if flash else nullcontext(),
             kernels,

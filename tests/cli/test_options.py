@@ -132,7 +132,10 @@ def test_command_line_keywords_and_query_agree(kind: type[EstimateRequest], data
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_reaches_its_field(kind: type[EstimateRequest]) -> None:
     for name, field in fields_of(kind).items():
-        values: list[Any] = list(field.choices) or {int: [2**30], float: [0.5], bool: [True], str: ["text"]}[field.kind]
+        values: list[Any] = (
+            list(field.choices)
+            or {int: [2**30], float: [float(field.rule.ge or 0.5)], bool: [True], str: ["text"]}[field.kind]
+        )
         if field.rule.word is not None:
             values = [word for word in ("none", "every:3", "false", "8") if field.rule.word(word) == word]
         if field.kind is int and (field.rule.le or 0) < 2**30:

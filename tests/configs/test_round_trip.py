@@ -12,6 +12,7 @@ from export_jobs import RANKS, job, jobs, plan
 from test_bundle import CASES, JOBS, files_of
 
 from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.job.adaptation import Adaptation, launched
 from fsdp_advisor.job.compatibility import plans
@@ -396,3 +397,19 @@ def test_checkpointing_that_a_consumer_lacks_is_refused(target: str, checkpointi
     )
     reason = TARGETS[target].unsupported(of) or ""
     assert "checkpointing" in reason or "offload" in reason
+
+
+@pytest.mark.parametrize("target", ["fsdp2", "trainer", "torchrun", "accelerate-launch"])
+def test_the_code_for_experts_is_in_scripts(target: str, tmp_path: Path) -> None:
+    of = job(plan("zero3", "fsdp2", framework=TARGETS[target].framework, experts_implementation="eager"))
+    for file, text in files_of(target, of).items():
+        (tmp_path / file).write_text(text)
+    assert plan_of(from_paths([tmp_path])).experts_implementation == "eager"
+
+
+@pytest.mark.parametrize("target", ["axolotl", "trl", "llamafactory"])
+def test_configurations_without_a_choice_of_the_code_for_experts_are_refused(target: str) -> None:
+    backend = "deepspeed" if target == "llamafactory" else "fsdp2"
+    of = job(plan("zero3", backend, framework=TARGETS[target].framework, experts_implementation="eager"))
+    with pytest.raises(UsageError, match="code for experts"):
+        export(target, of)

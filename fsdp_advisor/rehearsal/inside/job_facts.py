@@ -159,6 +159,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "class": type(each).__name__,
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
+                "experts": _experts_of(each, config),
                 "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
                 "compile": _compiled(module, each),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
@@ -175,6 +176,12 @@ def _compiled(module: Any, model: Any) -> str:
     if not found:
         return "none"
     return "layer" if found <= layers else "model"
+
+
+def _experts_of(model: Any, config: Any) -> str | None:
+    """The code for routed experts; None for a model whose code transformers does not choose."""
+    can_set = getattr(model, "_can_set_experts_implementation", None)
+    return getattr(config, "_experts_implementation", None) if can_set is not None and can_set() else None
 
 
 def _by_liger(module: Any) -> bool:

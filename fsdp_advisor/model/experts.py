@@ -1,0 +1,41 @@
+"""Which code computes the routed experts of a model."""
+
+from __future__ import annotations
+
+from fsdp_advisor.job.choices import ExpertsImplementation
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.model.profile import Profile
+
+LOOPS = frozenset({"dbrx", "jetmoe", "longcat_flash", "step3p7"})
+"""Types of models whose only code for experts is a loop over those that tokens choose. Source: transformers 5.23, their modeling files, which do
+not use integrations/moe.py."""
+
+
+def code_of(model_type: object, wanted: ExpertsImplementation) -> ExpertsImplementation:
+    """The code that runs in models of a type if `wanted` is asked for. `grouped_mm`, the default, falls back to a loop."""
+    return "eager" if wanted == "grouped_mm" and model_type in LOOPS else wanted
+
+
+def experts_code(profile: Profile, wanted: ExpertsImplementation) -> ExpertsImplementation | None:
+    """`code_of` a model; None if it has no routed experts."""
+    return None if profile.experts is None else code_of(profile.config.get("model_type"), wanted)
+
+
+def expert_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
+    """Notes on what the code for experts assumes, and on options about it that change nothing."""
+    code = experts_code(profile, request.experts_implementation) if profile else None
+    if code is None:
+        given = [name for name in ("experts_implementation", "expert_imbalance") if name in request.given]
+        return [f"{name} is ignored: the model is not known to have routed experts" for name in given]
+    if code != "eager":
+        if request.expert_imbalance == 1.0:
+            return []
+        return [
+            f"expert_imbalance changes no figure: the tensors of {code} have a row for each pair of a token and an expert, whichever experts"
+            " tokens choose"
+        ]
+    if request.expert_imbalance == 1.0:
+        return [
+            "tokens are assumed to choose all experts equally often; with expert_imbalance the busiest one has more"
+        ]
+    return []

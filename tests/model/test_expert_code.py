@@ -1,0 +1,64 @@
+"""Which code computes the experts of a model, and what is said about it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.experts import LOOPS, expert_notes
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.tapes import tape_key_of
+
+MIXTURE, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
+
+
+def profile(name: str) -> Profile:
+    entry = catalog.find(name)
+    assert entry is not None
+    return catalog.profile(entry)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "ending"),
+    [
+        (MIXTURE, {}, "|1"),
+        (MIXTURE, {"expert_imbalance": "2"}, "|1"),
+        (MIXTURE, {"experts_implementation": "batched_mm"}, "|experts=batched_mm"),
+        (MIXTURE, {"experts_implementation": "eager"}, "|experts=eager|at=1x2048"),
+        (MIXTURE, {"experts_implementation": "eager", "expert_imbalance": "2"}, "|experts=eager|imbalance=2.0|at=1x2048"),
+        (DENSE, {"experts_implementation": "eager"}, "|1"),
+    ],
+)  # fmt: skip
+def test_only_a_loop_over_experts_depends_on_their_tokens(model: str, options: dict[str, str], ending: str) -> None:
+    (plan,) = plans(make_request({"model": model, "strategy": "zero3", **options}), seq_len=2048)
+    assert tape_key_of(plan, profile(model)).name.endswith(ending)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (MIXTURE, {}, []),
+        (MIXTURE, {"expert_imbalance": "2"}, ["changes no figure"]),
+        (MIXTURE, {"experts_implementation": "eager"}, ["equally often"]),
+        (MIXTURE, {"experts_implementation": "eager", "expert_imbalance": "2"}, []),
+        (DENSE, {}, []),
+        (DENSE, {"expert_imbalance": "2"}, ["is ignored"]),
+    ],
+)
+def test_notes_say_what_the_options_change(model: str, options: dict[str, str], words: list[str]) -> None:
+    notes = expert_notes(make_request({"model": model, **options}), profile(model))
+    assert len(notes) == len(words) and all(word in note for word, note in zip(words, notes, strict=True))
+
+
+@pytest.mark.parametrize("model_type", sorted(LOOPS))
+def test_models_with_a_loop_alone_do_not_use_transformers_other_code(model_type: str) -> None:
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        pytest.skip("transformers is not installed")
+    code = (Path(found.origin).parent / "models" / model_type / f"modeling_{model_type}.py").read_text()
+    assert "topk" in code and "use_experts_implementation" not in code
