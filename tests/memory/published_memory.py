@@ -138,9 +138,10 @@ def keeping_outputs(name: str) -> Recorder:
 
 
 def recorded(recorder: Recorder, request: EstimateRequest) -> Resolved:
-    """A recorded model with the tapes that the request needs."""
+    """A recorded model with the tapes that the request needs, of its micro-batch and length."""
     profile = recorder.profile
-    variant = tape_key_of(plans(request, seq_len=request.seq_len or 1)[0])
+    plan = plans(request, seq_len=request.seq_len or 1)[0]
+    variant = replace(tape_key_of(plan), at=plan.tape_shape)
     for wanted in (variant, gpu_tape_key(variant)):
         if wanted.name not in profile.tapes:
             profile.tapes[wanted.name] = recorder.tape(wanted)

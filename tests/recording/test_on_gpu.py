@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from fsdp_advisor import estimate
 from fsdp_advisor.model import cache
-from fsdp_advisor.model.tape import Category, Op, Polynomial, Segment, Staging, Tape
+from fsdp_advisor.model.tape import Category, Op, Polynomial, Segment, Staging, Tape, evaluate
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu
 from fsdp_advisor.rows import NO_SCRATCH
@@ -207,7 +207,7 @@ def test_sdpa_is_called_as_in_a_real_run(name: str, calls: list[Any]) -> None:
     model._from_config(built, attn_implementation="sdpa")(input_ids=tokens, labels=tokens)
     real = [*calls]
     calls.clear()
-    recorder_of(**{"model_type": built.model_type, **more}).tape(key)
+    recorder_of(**{"model_type": built.model_type, **more}).tape(replace(key, at=tokens.shape))
     assert len(real) == 2 and real == calls[:2]
 
 
@@ -231,7 +231,7 @@ def test_grouped_heads_keep_a_layers_scores() -> None:
 @pytest.mark.parametrize("precision", taken(["bf16"], ["bf16-mixed"]))
 def test_sdpa_in_half_precision_takes_the_flash_kernel(precision: TapePrecision) -> None:
     def made(key: TapeKey) -> list[list[tuple[Any, int]]]:
-        tape = tape_of(replace(key, precision=precision), num_key_value_heads=2)
+        tape = tape_of(replace(key, precision=precision, at=(3, 56)), num_key_value_heads=2)
         return [[(tape.sizes[a], c) for op, a, c in s.events if op == Op.ALLOC] for s in tape.segments if s.stack == 0]
 
     assert made(GPU) == made(FLASH)
@@ -251,12 +251,13 @@ def test_cudnn_puts_the_output_where_queries_lie() -> None:
         "model_type": "phi3", "pad_token_id": 0, "sliding_window": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     }  # fmt: skip
-    kept = []
+    kept, at = [], (3, 56)
     for key in (replace(CUDNN_FILLED, kernel="default"), CUDNN_FILLED):
-        tape = recorder_of(**model).tape(key)
+        tape = recorder_of(**model).tape(replace(key, at=at))
         layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "forward")
-        kept.append(sum(tape.sizes[a][3] for op, a, c in layer.events if op == Op.ALLOC and c == Category.ACTIVATION))
-    assert kept[1] - kept[0] == 2 * SMALL["hidden_size"]
+        born = (tape.sizes[a] for op, a, c in layer.events if op == Op.ALLOC and c == Category.ACTIVATION)
+        kept.append(sum(evaluate(size, *at) for size in born))
+    assert kept[1] - kept[0] == 2 * SMALL["hidden_size"] * 3 * 56
 
 
 def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
