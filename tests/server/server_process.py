@@ -69,8 +69,8 @@ class Serving:
 
 @contextmanager
 def serving(folder: Path, **settings: object) -> Iterator[Serving]:
-    """A server on a free port of this machine. Its log goes into the folder."""
-    variables = {f"FSDP_ADVISOR_{name.upper()}": str(value) for name, value in settings.items()}
+    """A server on a free port of this machine, with one worker unless the settings have more. Its log goes into the folder."""
+    variables = {f"FSDP_ADVISOR_{name.upper()}": str(value) for name, value in {"workers": 1, **settings}.items()}
     environment = {k: v for k, v in os.environ.items() if k != "PORT" and not k.startswith("FSDP_ADVISOR_")}
     log = folder / "log"
     with log.open("w") as described:
