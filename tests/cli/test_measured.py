@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matrix import with_all_cases
@@ -24,21 +24,19 @@ TINY = {
 }  # fmt: skip
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def validated(cli: Callable[..., Any], folder: Path, *arguments: str) -> Any:
     (folder / "config.json").write_text(json.dumps(TINY))
-    command = ["estimate", "--model", str(folder), "--gpus", "4", "--gpu", "T4", "--validate", *arguments]
-    return subprocess.run(
-        [sys.executable, "-m", "fsdp_advisor", *command], capture_output=True, text=True, timeout=1200
-    )
+    done = cli("estimate", "--model", str(folder), "--gpus", "4", "--gpu", "T4", "--validate", *arguments)
+    assert done.status == 0, done.err
+    return done
 
 
 @pytest.mark.skipif(
     pytest.importorskip("torch").cuda.is_available(), reason="this machine has a GPU, so it does not simulate"
 )
-def test_json_has_the_measured_figures(tmp_path: Path) -> None:
-    done = run(tmp_path, "--json", "-q", "--strategy", "zero3")
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["estimates"]
+def test_json_has_the_measured_figures(cli: Callable[..., Any], tmp_path: Path) -> None:
+    done = validated(cli, tmp_path, "--json", "-q", "--strategy", "zero3")
+    (row,) = json.loads(done.out)["estimates"]
     assert row["measured"]["rung"] == "simulate" and row["measured"]["outcome"] == "ok"
     assert row["measured"]["figures"]["peak_tensor_bytes"] == row["peak_tensor_bytes"]
     assert set(row["measured"]["errors"].values()) == {0.0}
@@ -48,13 +46,12 @@ def test_json_has_the_measured_figures(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     pytest.importorskip("torch").cuda.is_available(), reason="this machine has a GPU, so it does not simulate"
 )
-def test_text_compares_figures_and_says_what_was_not_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "--backend", "fsdp2")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout[done.stdout.index("predicted and measured:") :].splitlines()
+def test_text_compares_figures_and_says_what_was_not_run(cli: Callable[..., Any], tmp_path: Path) -> None:
+    done = validated(cli, tmp_path, "--backend", "fsdp2")
+    lines = done.out[done.out.index("predicted and measured:") :].splitlines()
     assert sum(line.endswith("+0.000%") for line in lines) == 2  # zero2 and zero3
     assert any("not run: ZeRO-3 + full offload: offload parameters cannot be simulated" in line for line in lines)
-    assert "simulate: this machine has no GPU" in done.stderr
+    assert "simulate: this machine has no GPU" in done.err
 
 
 def test_gpu_figures_are_compared_with_their_own_prediction() -> None:

@@ -48,10 +48,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "num_local_experts": 4},
 }  # fmt: skip
 REAL: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 1000,
 }  # fmt: skip
-STEPS = 8
+STEPS = 5
 """Of a real run. The first two make the optimizer's states and record the trace of modules; what gloo lets go of late only adds."""
 
 

@@ -21,9 +21,12 @@ QWEN_TOWER = {"depth": 4, "hidden_size": 512, "num_heads": 8, "intermediate_size
 TOWER = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
 Job = tuple[dict[str, Any], str, tuple[int, int, int, int], int, int]
 FEW: dict[str, Job] = {
-    "qwen2_5_vl": (
-        {"model_type": "qwen2_5_vl", "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [3]}, "text_config": TEXT},
-        "bf16", (1, 1022, 1022, 0), 2, 1600,
+    "internvl": (
+        {
+            "model_type": "internvl", "vision_config": {**TOWER, "image_size": [448, 448]}, "image_seq_length": 256,
+            "text_config": {**TEXT, "model_type": "qwen2"},
+        },
+        "bf16", (1, 900, 900, 0), 2, 2048,
     ),
 }  # fmt: skip
 MORE: dict[str, Job] = {
@@ -34,12 +37,9 @@ MORE: dict[str, Job] = {
         },
         "bf16-mixed", (2, 1024, 768, 0), 2, 2048,
     ),
-    "internvl": (
-        {
-            "model_type": "internvl", "vision_config": {**TOWER, "image_size": [448, 448]}, "image_seq_length": 256,
-            "text_config": {**TEXT, "model_type": "qwen2"},
-        },
-        "bf16", (1, 900, 900, 0), 2, 2048,
+    "qwen2_5_vl": (
+        {"model_type": "qwen2_5_vl", "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [3]}, "text_config": TEXT},
+        "bf16", (1, 1022, 1022, 0), 2, 1600,
     ),
     "gemma3, autocast": (
         {

@@ -170,9 +170,7 @@ def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_campaign_command_records_every_case_and_retries_failed_ones(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_campaign_command_records_every_case(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     path, out = tmp_path / "c.jsonl", tmp_path / "r.jsonl"
     rows = [{"model": model, "strategy": s, "gpus": 4, "micro_batch_size": 2, "seq_len": 16} for s in ("ddp", "zero1")]
@@ -184,10 +182,6 @@ def test_campaign_command_records_every_case_and_retries_failed_ones(
     made, _ = records.read(out)
     assert [r.outcome for r in made] == ["ok", "error"]
     assert made[0].errors["peak_tensor_bytes"] == 0 and made[0].fits_really
-    again = program(*arguments, "--gpu", "24GiB")
-    assert (
-        "1/2 starting" in again.stderr and len(records.read(out)[0]) == 3
-    )  # the case that could not run is tried again
     assert main(["validate", "report", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcomes"] == {"ok": 1, "error": 1}
 
