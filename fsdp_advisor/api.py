@@ -61,7 +61,7 @@ def diagnose(
     differs from its estimate. `device` chooses the GPU of a snapshot that has several. Raises AdvisorError with a hint.
     """
     if job is None and (options or config_file):
-        job = configs.make_request({**with_files_read(options), "config_file": config_file}, EstimateRequest)
+        job = configs.request_with_files({**with_files_read(options), "config_file": config_file}, EstimateRequest)
     return diagnose_file(path, None if job is None else job_of(job), device=device)
 
 

@@ -15,7 +15,7 @@ from fsdp_advisor.assumptions import (
     settled,
 )
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
-from fsdp_advisor.engines.registry import refusal
+from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
@@ -70,7 +70,7 @@ def requested(fields: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
         return make_request({name: value for name, value in fields.items() if name != "config_file"}, kind)
     from fsdp_advisor import configs  # most jobs need none of its readers
 
-    return configs.make_request(fields, kind)
+    return configs.request_with_files(fields, kind)
 
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
@@ -132,7 +132,7 @@ def _possible(wanted: Sequence[Plan], profile: Profile | None) -> tuple[list[Pla
     possible, notes = [], []
     error: UsageError | None = None
     for plan in wanted:
-        found = None if profile is None else refusal(profile, plan)
+        found = None if profile is None else model_refusal(profile, plan)
         if found is None:
             possible.append(plan)
         else:

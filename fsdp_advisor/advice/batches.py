@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 
-from fsdp_advisor.job.batch import refusal
+from fsdp_advisor.job.batch import batch_refusal
 from fsdp_advisor.job.choices import MAX_BATCH
 from fsdp_advisor.job.search_request import RecommendRequest
 
@@ -43,7 +43,7 @@ def batches(request: RecommendRequest, *, world: int) -> Batches:
         return Batches(sizes=range(1, MAX_BATCH + 1) if size is None else (size,), steps=steps or 1)
     made = (size or 1) * (steps or 1) * world
     if whole % made or (size and steps and whole != made):
-        raise refusal(whole, size, steps, world)
+        raise batch_refusal(whole, size, steps, world)
     per_rank = whole // world
     if steps is not None:
         return Batches(sizes=(per_rank // steps,), per_rank=per_rank)

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_advisor.advice.curves import PeakVsSize
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.registry import refusal, states_of
+from fsdp_advisor.engines.registry import model_refusal, states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
 from fsdp_advisor.job.compatibility import mesh_of
@@ -319,7 +319,7 @@ class Evaluator:
         """Why the plan's engine refuses the model, or why no tape of the plan exists; None if one does."""
         if self.model.profile is None:
             return None
-        if (refused := refusal(self.model.profile, plan)) is not None:
+        if (refused := model_refusal(self.model.profile, plan)) is not None:
             return refused.message
         try:
             step_tape(self.model, plan, self.gpu)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, OffloadDevice, OptimizerName, Strategy
-from fsdp_advisor.job.compatibility import OFFLOADS, label, mesh_of, refusal, shared_fields
+from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal, label, mesh_of, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation
 from fsdp_advisor.job.losses import LossCode, loss_code
@@ -245,7 +245,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
         and choice.backend in FRAMEWORKS[request.framework].backends
         and optimizer_refusal(request.optim, choice.backend, choice.offload, request.framework) is None
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
-        and refusal(
+        and combination_refusal(
             choice.strategy,
             choice.backend,
             framework=request.framework,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fsdp_advisor.cli.config_files import with_readings
 from fsdp_advisor.cli.options import CommandParser, ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, as_json, form_of, note
-from fsdp_advisor.configs import make_request
+from fsdp_advisor.configs import request_with_files
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.fields import Rule, fields_of, read_fields, shown
@@ -73,7 +73,7 @@ def request_of(text: str, common: Mapping[str, Any]) -> EstimateRequest:
     files, own = _parsed(text)
     known = fields_of(EstimateRequest)
     fields = read_fields(common, known) | read_fields(with_files_read(own), known)
-    return make_request({**fields, "config_file": files}, EstimateRequest)
+    return request_with_files({**fields, "config_file": files}, EstimateRequest)
 
 
 def _parsed(text: str) -> tuple[list[Path], dict[str, Any]]:

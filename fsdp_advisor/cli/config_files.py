@@ -20,10 +20,10 @@ def request_of_files(
 
     Raises UsageError for a file that cannot be read, and for a job that is incomplete.
     """
-    from fsdp_advisor.configs import complete, from_paths, make_request  # only jobs with files need its readers
+    from fsdp_advisor.configs import complete, from_paths, request_with_files  # only jobs with files need its readers
 
     if not partial:
-        return make_request({**given, "config_file": files}, kind)
+        return request_with_files({**given, "config_file": files}, kind)
     found = complete(from_paths(files), read_fields(given, fields_of(kind)))
     for line in reading_lines(found.readings):
         note(line, quiet=getattr(options, "quiet", False))

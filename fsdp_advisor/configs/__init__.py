@@ -24,10 +24,10 @@ from fsdp_advisor.job.request import AnyRequest
 ConfigFiles = str | Path | Sequence[str | Path]
 """Paths of configuration files, or of directories that have them."""
 
-__all__ = ["ConfigFiles", "Configuration", "complete", "from_paths", "from_texts", "make_request"]
+__all__ = ["ConfigFiles", "Configuration", "complete", "from_paths", "from_texts", "request_with_files"]
 
 
-def make_request(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
+def request_with_files(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
     """A request from its fields, which are text or Python values, and from the files that `config_file` names, if it is given.
 
     Raises UsageError for the first thing that is wrong.

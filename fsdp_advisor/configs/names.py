@@ -80,7 +80,7 @@ def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str
     name = found.peek(key)
     if not isinstance(name, str):
         return
-    optim = optimizer_of(name, arguments)
+    optim = optimizer_called(name, arguments)
     if optim is None:
         found.lacks(key, "the optimizer is not modelled; the estimate assumes adamw_torch_fused")
         return
@@ -107,12 +107,12 @@ def _set_projection(found: Collector, optim: OptimizerName, arguments: Mapping[s
     found.lacks("optim_target_modules", "the estimate projects all linear layers")
 
 
-def optimizer_of(name: str, arguments: Mapping[str, Any] | str | None = None) -> OptimizerName | None:
+def optimizer_called(name: str, arguments: Mapping[str, Any] | str | None = None) -> OptimizerName | None:
     """The optimizer that a consumer or a class of Python calls `name`; None if it is not modelled.
 
-    >>> optimizer_of("bitsandbytes.optim.PagedAdamW8bit"), optimizer_of("SGD", {"momentum": 0.9}), optimizer_of("LBFGS")
+    >>> optimizer_called("bitsandbytes.optim.PagedAdamW8bit"), optimizer_called("SGD", {"momentum": 0.9}), optimizer_called("LBFGS")
     ('paged_adamw_8bit', 'sgd_momentum', None)
-    >>> optimizer_of("torch.optim.RMSprop"), optimizer_of("bitsandbytes.optim.RMSprop"), optimizer_of("RMSprop", {"centered": True})
+    >>> optimizer_called("torch.optim.RMSprop"), optimizer_called("bitsandbytes.optim.RMSprop"), optimizer_called("RMSprop", {"centered": True})
     ('rmsprop', 'rmsprop_bnb_32bit', None)
     >>> optimizer_of("CPUOffloadOptimizer"), optimizer_of("CPUOffloadOptimizer", {"optimizer_class": "torch.optim.SGD"})
     ('adamw_cpu_offload', None)

@@ -14,7 +14,7 @@ from fsdp_advisor.configs import torchtitan, trainer
 from fsdp_advisor.configs.adapters import read_calls, read_constants
 from fsdp_advisor.configs.collect import REENTRANT, Collector
 from fsdp_advisor.configs.fsdp import wrap_of
-from fsdp_advisor.configs.names import optimizer_of
+from fsdp_advisor.configs.names import optimizer_called
 from fsdp_advisor.errors import UsageError
 
 _CONSTANTS = {
@@ -169,7 +169,7 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
 
 def _optimizer(found: Collector, calls: dict[str, dict[str, Any]]) -> None:
     for name, arguments in calls.items():
-        if (optim := optimizer_of(name, arguments)) is not None:
+        if (optim := optimizer_called(name, arguments)) is not None:
             found.options["optim"] = optim
 
 

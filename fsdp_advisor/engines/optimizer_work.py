@@ -37,7 +37,7 @@ def shards_of(plan: Plan) -> Shards:
     return Shards(ranks=plan.shard_degree, ranks_per_node=plan.ranks_per_node)
 
 
-def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+def stepping_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why the optimizer cannot step one of the model's parameters under DDP or FSDP2; None if it steps all."""
     optimizer, shards = optimizer_of(plan), shards_of(plan)
     if (failure := optimizer.model_failure(profile.config.get("model_type"))) is not None:

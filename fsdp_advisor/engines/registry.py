@@ -8,14 +8,14 @@ from functools import lru_cache
 from fsdp_advisor.engines import evaluation, reference, rollouts, wrapping
 from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
-from fsdp_advisor.engines.deepspeed import partitions
+from fsdp_advisor.engines.deepspeed.partitions import deepspeed_refusal
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
-from fsdp_advisor.engines.fsdp1 import units as fsdp1_units
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
-from fsdp_advisor.engines.fsdp2 import units as fsdp2_units
+from fsdp_advisor.engines.fsdp1.units import fsdp1_refusal
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
+from fsdp_advisor.engines.fsdp2.units import fsdp2_refusal
 from fsdp_advisor.engines.learned import learned
-from fsdp_advisor.engines.optimizer_work import model_refusal
+from fsdp_advisor.engines.optimizer_work import stepping_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.optimizers import limit_of
@@ -87,7 +87,7 @@ def states_of(profile: Profile, plan: Plan) -> States:
     return replace(states, parameters=states.parameters + more.parameters, buffers=states.buffers + more.buffers)
 
 
-def refusal(profile: Profile, plan: Plan) -> UsageError | None:
+def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why the plan's engine cannot train the model; None if it can."""
     if profile.shares_between_layers and (plan.backend in ("fsdp1", "fsdp2") or plan.strategy == "zero3"):
         return UsageError(
@@ -96,13 +96,13 @@ def refusal(profile: Profile, plan: Plan) -> UsageError | None:
         )
     match plan.backend:
         case "fsdp1":
-            return fsdp1_units.refusal(profile, plan)
+            return fsdp1_refusal(profile, plan)
         case "deepspeed":
-            return partitions.refusal(profile, plan)
+            return deepspeed_refusal(profile, plan)
         case "fsdp2":
-            return fsdp2_units.refusal(profile) or model_refusal(profile, plan)
+            return fsdp2_refusal(profile) or stepping_refusal(profile, plan)
         case "ddp":
-            return model_refusal(profile, plan)
+            return stepping_refusal(profile, plan)
         case _:
             assert_never(plan.backend)
 

@@ -12,7 +12,7 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.export import find
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.compatibility import OFFLOADS, refusal
+from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.losses import needs_recording
@@ -75,7 +75,7 @@ def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateReque
         able = {s: backends & {request.backend} for s, backends in able.items()}
     possible = any(
         b in known
-        and refusal(
+        and combination_refusal(
             s,
             b,
             framework=consumer.framework,

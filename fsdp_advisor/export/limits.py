@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.choices import Framework
-from fsdp_advisor.job.compatibility import refusal
+from fsdp_advisor.job.compatibility import combination_refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
@@ -22,7 +22,7 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
     made = optimizer.transformers if FRAMEWORKS[framework].uses_trainer else optimizer.script
     if isinstance(made, Refusal):
         return made.reason
-    error = refusal(
+    error = combination_refusal(
         plan.strategy,
         plan.backend,
         framework=framework,

@@ -20,7 +20,7 @@ def divided(request: AnyRequest) -> AnyRequest:
         size = request.micro_batch_size
     made = (size or 1) * (steps or 1) * world
     if whole % made or (size and steps and whole != made):
-        raise refusal(whole, size, steps, world)
+        raise batch_refusal(whole, size, steps, world)
     if size and steps:
         return request
     chosen = {"gradient_accumulation_steps" if size else "micro_batch_size": whole // made}
@@ -32,10 +32,10 @@ def _fixed(request: AnyRequest, name: str) -> bool:
     return name in request.given if request.given else getattr(request, name) > 1
 
 
-def refusal(whole: int, size: int | None, steps: int | None, world: int) -> UsageError:
+def batch_refusal(whole: int, size: int | None, steps: int | None, world: int) -> UsageError:
     """The error for sizes whose product is not the global batch; its hint names the nearest that is.
 
-    >>> refusal(128, 2, 4, 8).message
+    >>> batch_refusal(128, 2, 4, 8).message
     'micro-batch 2 x accumulation 4 x world 8 = 64, not 128'
     """
     b, a = size or 1, steps or 1

@@ -123,7 +123,7 @@ def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]
     return known
 
 
-def refusal(
+def combination_refusal(
     strategy: Strategy,
     backend: Backend,
     *,
@@ -150,8 +150,8 @@ def refusal(
     return None
 
 
-def _refuses(request: EstimateRequest, strategy: Strategy, backend: Backend) -> UsageError | None:
-    return refusal(
+def _combination_refusal(request: EstimateRequest, strategy: Strategy, backend: Backend) -> UsageError | None:
+    return combination_refusal(
         strategy,
         backend,
         framework=request.framework,
@@ -280,12 +280,12 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         if unable_backends(
             request.optim, request.framework
         ):  # the usual backend is not among these, and the next may have other limits
-            usual = [b for b in usual if not _refuses(request, strategy, b)]
+            usual = [b for b in usual if not _combination_refusal(request, strategy, b)]
         backend = next(iter(usual), open_ones[0])
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
         raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
-    refused = _refuses(request, strategy, backend) or optimizer_refusal(
+    refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(
         request.optim, backend, offload, request.framework
     )
     if refused is not None:

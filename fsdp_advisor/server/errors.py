@@ -72,7 +72,7 @@ def shortened(text: str) -> str:
     return flat if len(flat) <= MAX_TEXT else flat[: MAX_TEXT - 4] + " ..."
 
 
-def refusal(error: AdvisorError, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(error: AdvisorError, headers: Mapping[str, str] | None = None) -> Response:
     """An AdvisorError as a response."""
     retry = {"Retry-After": str(error.retry_after_seconds)} if isinstance(error, ServerBusy) else {}
     return problem(error.http_status, error.message, rest_words(error.hint), {**retry, **(headers or {})})
@@ -136,11 +136,11 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(AdvisorError)
     async def _advisor(request: Request, error: AdvisorError) -> Response:
-        return refusal(error)
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return refusal(validation_error(error.errors()))
+        return error_response(validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

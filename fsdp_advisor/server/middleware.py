@@ -15,7 +15,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fsdp_advisor.model.config import json_depth_exceeds
-from fsdp_advisor.server.errors import RequestRefused, problem, refusal
+from fsdp_advisor.server.errors import RequestRefused, error_response, problem
 from fsdp_advisor.server.monitoring import IN_FLIGHT, REQUEST_SECONDS, REQUESTS, request_id
 from fsdp_advisor.server.settings import Settings
 
@@ -155,7 +155,7 @@ class BodyLimits:
         try:
             body = await self._read(receive, int(length) if length.isdecimal() else 0)
         except RequestRefused as error:
-            return await refusal(error, {"Connection": "close"})(scope, receive, send)
+            return await error_response(error, {"Connection": "close"})(scope, receive, send)
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_body() -> Message:

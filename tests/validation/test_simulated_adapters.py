@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 
 from compared_peaks import predicted_and_simulated
 
-from fsdp_advisor.engines.registry import refusal
+from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
@@ -134,5 +134,5 @@ def test_matrices_that_layers_share_count_once(tmp_path: Path) -> None:
     assert profile.trainable_parameters == trained and profile.shares_between_layers
     sharded = make_request({**options_of(CONFIGS, case, tmp_path), "strategy": "zero3"})
     (plan,) = plans(sharded, seq_len=128)
-    refused = refusal(profile, plan)
+    refused = model_refusal(profile, plan)
     assert refused is not None and "share" in refused.message

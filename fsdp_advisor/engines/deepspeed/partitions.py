@@ -37,7 +37,7 @@ def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
             yield parameter, count
 
 
-def refusal(profile: Profile, plan: Plan) -> UsageError | None:
+def deepspeed_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why stage 3 is refused for a model; None if it is not. Weights in 4 bits are sharded and gathered as they are stored.
 
     Source: bitsandbytes 0.50, nn/modules.py, Linear8bitLt: `state.CB` refers to the whole weight.

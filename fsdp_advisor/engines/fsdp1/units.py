@@ -132,7 +132,7 @@ def flat_bytes(unit: Unit, plan: Plan) -> int:
     return max((loaded_bytes(plan, p) for p in unit.parameters), default=plan.param_bytes)
 
 
-def refusal(profile: Profile, plan: Plan) -> UsageError | None:
+def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why FSDP1 cannot flatten the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
     if all(
         len({loaded_bytes(plan, p) for p in unit.parameters}) <= 1

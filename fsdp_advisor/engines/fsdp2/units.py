@@ -151,7 +151,7 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
     return sum(parts, rest)
 
 
-def refusal(profile: Profile) -> UsageError | None:
+def fsdp2_refusal(profile: Profile) -> UsageError | None:
     """Why FSDP2 cannot train the model; None if it can. A sharded weight in 8 bits lacks what bitsandbytes keeps with it."""
     if not has_8_bit_weights(profile):
         return None

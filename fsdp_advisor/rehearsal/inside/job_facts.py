@@ -138,7 +138,7 @@ def _task_of(trainer: Any) -> str | None:
     return next((TASKS.get(name, name) for name in names), None)
 
 
-def optimizer_of(optimizer: Any) -> dict[str, Any]:
+def optimizer_facts(optimizer: Any) -> dict[str, Any]:
     """The class of an optimizer and those of its settings that change memory."""
     settings = optimizer.param_groups[0]
     kept = {name: settings[name] for name in ("fused", "foreach", "momentum") if name in settings}

@@ -144,7 +144,7 @@ class Meter:
         if self.backward_depth:
             self.stepped_in_backward = True
         elif self.gradients_pending:
-            self.facts.setdefault("optimizer", job_facts.optimizer_of(optimizer))
+            self.facts.setdefault("optimizer", job_facts.optimizer_facts(optimizer))
             self._complete_step()
 
     def _complete_step(self) -> None:
@@ -216,7 +216,7 @@ class Meter:
         }  # fmt: skip
         if "optimizer" not in self.facts:
             made = [each for each in gc.get_objects() if isinstance(each, self.torch.optim.Optimizer)]
-            self.facts |= {"optimizer": job_facts.optimizer_of(made[0])} if made else {}
+            self.facts |= {"optimizer": job_facts.optimizer_facts(made[0])} if made else {}
         if not self.out_of_memory:
             path = self.folder / f"out-of-memory-{os.getpid()}.pickle"
             self.torch.cuda.memory._dump_snapshot(str(path))
