@@ -217,7 +217,7 @@ def _warnings(winner: Candidate | None) -> Iterator[str]:
     """What may keep the winner from running."""
     if winner is not None and winner.host_unusual and winner.host_available_bytes is None:
         needs, usual = format_gib(winner.host_bytes_per_node), format_gib(winner.host_usual_bytes)
-        yield f"it takes {needs} of host memory per node, which usually has {usual} or less: --host-memory says what yours has"
+        yield f"it takes {needs} of host memory per node, and nodes usually have {usual} or less: give --host-memory to check it"
 
 
 def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> Iterator[str]:
@@ -226,7 +226,7 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
     if request.find and request.offload == "auto" and not any(c.offload != "none" for c in search.choices):
         yield "offload was not searched: give --host-memory or --offload"
     if request.load_in_4bit and request.gpus > 1 and request.bnb_4bit_quant_storage == "uint8":
-        yield "FSDP does not shard weights in 4 bits that are stored as uint8: --bnb-4bit-quant-storage bfloat16 lets it"
+        yield "FSDP does not shard 4-bit weights that are stored as uint8; with --bnb-4bit-quant-storage bfloat16 it does"
     if names := _names_of(search.left_out):
         yield f"not searched, because their steps have to be recorded first: {', '.join(names)}; --thorough searches them"
     if winner is None and (fixed := _fixed_options(request)):

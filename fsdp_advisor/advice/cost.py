@@ -13,7 +13,7 @@ HOURS_PER_DAY = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A run over `tokens`. `seconds` None: the time of a step is not known. `price` is of one GPU for one hour."""
+    """Training on `tokens` tokens. `seconds` is None if the time of a step is unknown. `price`: one GPU for one hour."""
 
     tokens: int
     seconds: float | None

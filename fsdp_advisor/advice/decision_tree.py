@@ -289,7 +289,7 @@ def _too_large_part(ddp: Candidate) -> dict[str, Any]:
     """The fields of the node that says what DDP has too much of: states, or what grows with the batch."""
     states, available = ddp.estimate.states, ddp.available_bytes
     kept = ddp.state_bytes
-    share = f"the states take {format_gib(kept)} of {format_gib(available)}"
+    share = f"the states need {format_gib(kept)}, and {format_gib(available)} are available"
     if kept > available or ddp.needed_bytes is None:
         answer = STATES
         parts = ", ".join(f"{name} {format_gib(n)}" for name, n in states.items() if 1000 * n > kept)

@@ -172,15 +172,15 @@ class Candidate:
 
     @property
     def gpu_memory_text(self) -> str:
-        """Needed and available memory of a GPU, as in `needs 33.01 GiB, has 36.24 GiB`."""
+        """Needed and available memory of a GPU, as in `needs 33.01 GiB, and 36.24 GiB are available`."""
         has = format_gib(self.available_bytes)
         if self.needed_bytes is None:
-            return f"its states alone need {format_gib(self.state_bytes)}, has {has}"
+            return f"its states alone need {format_gib(self.state_bytes)}, and {has} are available"
         needs = f"needs {format_gib(self.needed_bytes)}"
         return (
             f"{needs} with the allocator's cache, and also runs in {has}"
             if self.runs_in_available
-            else f"{needs}, has {has}"
+            else f"{needs}, and {has} are available"
         )
 
     @property

@@ -59,7 +59,7 @@ def _with_fused_loss(search: Search) -> Iterator[Remedy]:
         return
     saved = row.peak_tensor_bytes - row.fused_loss_peak_bytes
     if 0 < smallest.known_bytes - evaluator.available_bytes <= saved:
-        because = f"a loss without whole logits, such as loss=liger, saves about {format_gib(saved)} of what {smallest.label} needs"
+        because = f"a loss that never has all logits, such as --loss liger, saves about {format_gib(saved)} of what {smallest.label} needs"
         yield Remedy(options={}, because=because)
 
 

@@ -371,10 +371,14 @@ class Search:
             reason = f"needs {format_gib(needed)} of host memory per node, which {usually}has {limit}"
         elif evaluator.model.profile is None or self.why_not_recorded(choice) is not None:
             states = evaluator.estimate(plan).kept_bytes
-            reason = f"its states alone need {format_gib(states)}, has {format_gib(evaluator.available_bytes)}"
+            reason = (
+                f"its states alone need {format_gib(states)}, and {format_gib(evaluator.available_bytes)} are available"
+            )
         else:
             least, has = evaluator.lower_bound(plan), evaluator.available_bytes
-            reason = f"its tensors alone need {format_gib(least)}, has {format_gib(has)}, at micro-batch {size}"
+            reason = (
+                f"its tensors alone need {format_gib(least)} at micro-batch {size}, and {format_gib(has)} are available"
+            )
         return Rejection(choice=choice, micro_batch_size=size, reason=reason)
 
 
@@ -388,5 +392,5 @@ def _gains(prospect: Prospect, low: int, high: int) -> bool:
 
 def _too_large(candidate: Candidate) -> Rejection:
     size = candidate.plan.micro_batch_size
-    reason = f"{candidate.memory_text}, at micro-batch {size}"
+    reason = f"{candidate.memory_text} (micro-batch {size})"
     return Rejection(choice=candidate.choice, micro_batch_size=size, reason=reason, candidate=candidate)

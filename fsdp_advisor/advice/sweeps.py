@@ -189,7 +189,7 @@ class Sweep:
         return SweepResult(
             what="gpus",
             answer=least,
-            because=f"the smallest number of {name} on which anything leaves the margin",
+            because=f"the smallest number of {name} on which a plan leaves the margin",
             winner=winner,
             rows=(winner, *(row for n in more if (row := self.on_world(n).winner) is not None)),
             frontier=_frontier(self.on_world(least), winner),
@@ -333,7 +333,7 @@ class Sweep:
         return SweepResult(
             what="gpu-type",
             answer=winner.gpu if winner else None,
-            because=f"the GPU with the least memory of which {self.search.base.world_size} leave the margin",
+            because=f"the GPU with the least memory on which a plan for {self.search.base.world_size} GPUs leaves the margin",
             winner=winner,
             rows=tuple(rows),
             frontier=_frontier(self.on_gpu(winner.gpu), winner) if winner else (),

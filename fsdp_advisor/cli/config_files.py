@@ -16,7 +16,7 @@ from fsdp_advisor.job.request import EstimateRequest
 def request_of_files(
     files: Sequence[Path], given: Mapping[str, Any], kind: type[EstimateRequest], partial: bool, options: Any
 ) -> EstimateRequest | dict[str, Any]:
-    """The request of files and of the options that are given, which win. With `partial` its given fields, and notes instead.
+    """The request that files and given options describe; options win. `partial`: return its fields, and print what the files gave.
 
     Raises UsageError for a file that cannot be read, and for a job that is incomplete.
     """

@@ -30,7 +30,7 @@ _ENOUGH = ", which is enough"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the changes are derived from."""
+    """The facts from which changes are derived."""
 
     error: OutOfMemory | None
     moment: Moment

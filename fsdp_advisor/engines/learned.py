@@ -1,4 +1,4 @@
-"""The parameters that get no gradient in a step, though they may be trained: a vision tower on text, an indexer that only selects."""
+"""Trainable parameters that get no gradient in a step, such as a vision tower in a step on text."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ..
     what = f"{count} no gradient in this step, such as {next(iter(names))}"
     if plan.backend == "ddp" and plan.world_size > 1:
         return (
-            f"{what}: DDP stops at the second step unless find_unused_parameters=True or --freeze names them; their buckets count",
+            f"{what}: DDP fails in the second step unless find_unused_parameters is True or they are frozen (--freeze); the estimate contains them",
         )
     if plan.backend == "deepspeed":
-        return (f"{what}: DeepSpeed's partitions contain their gradients and optimizer state, which count",)
-    return (f"{what}: no gradients and no optimizer state of them are counted",)
+        return (
+            f"{what}: DeepSpeed keeps gradients and optimizer state for them all the same, and the estimate contains these",
+        )
+    return (f"{what}: the estimate has no gradients and no optimizer state for them",)
 
 
 def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
-    """The trainable parameters that get no gradient in the tape's step: how many tensors have each name, which is relative to the unit."""
+    """The trainable parameters that get no gradient in the tape's step: the number of tensors by name within the unit."""
     found: Counter[str] = Counter()
     for (before, count), (after, _) in zip(
         profile.counted_units(), _learned(profile, tape).counted_units(), strict=True

@@ -104,7 +104,7 @@ class Adaptation:
         return str(self.quantization.get("quant_method", "")).upper()
 
     def on_checkpoint(self, packed: Mapping[str, Any]) -> Adaptation:
-        """The same on a GPTQ or AWQ checkpoint, if it is adapters on a base that nothing else quantizes."""
+        """The adaptation on a GPTQ or AWQ checkpoint: that quantizes the base, if it has adapters and nothing else quantizes it."""
         return replace(self, quantization=packed) if packed and self.peft and not self.quantization else self
 
     def as_dict(self) -> dict[str, Any]:

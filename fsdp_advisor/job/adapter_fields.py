@@ -79,7 +79,7 @@ LoraTargetModules = Annotated[
 LoraTargetParameters = Annotated[
     str | None,
     Rule(
-        about="the parameters that get adapters directly, as weights of experts: names separated by commas",
+        about="the parameters that get adapters directly, such as weights of experts: names separated by commas",
         group=GROUP,
         metavar="NAMES",
         max_length=MAX_NAMES,
@@ -88,7 +88,7 @@ LoraTargetParameters = Annotated[
 LoraModulesToSave = Annotated[
     str | None,
     Rule(
-        about="the modules of which copies are trained in full: names separated by commas",
+        about="the modules that are trained in full, as copies: names separated by commas",
         group=GROUP,
         metavar="NAMES",
         max_length=MAX_NAMES,

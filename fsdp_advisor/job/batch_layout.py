@@ -40,7 +40,7 @@ def check_batch(request: EstimateRequest) -> None:
         )
     if FRAMEWORKS[request.framework].own_models:
         raise UsageError(
-            f"{request.framework} packs its batches itself, which the estimate has",
+            f"{request.framework} packs its batches itself, as the estimate assumes",
             hint="leave --packing, --padding-free and --padding-fraction out",
         )
 

@@ -180,7 +180,8 @@ def _refused_wrap(
     """
     if policy.kind == "every" and backend == "fsdp1":
         return UsageError(
-            "FSDP1 wraps single modules, and no module has several layers", hint="--backend fsdp2 has --wrap every:N"
+            "FSDP1 wraps single modules, and a group of layers is not a module",
+            hint="--backend fsdp2 has --wrap every:N",
         )
     if not uses_accelerate:
         return None
@@ -206,7 +207,7 @@ def check_fsdp_options(plan: Plan) -> None:
     if plan.backend not in ("fsdp1", "fsdp2"):
         return
     if plan.forward_prefetch and plan.wrap != "layer":
-        raise UsageError("forward prefetch is modelled for a unit per layer", hint="use --wrap layer")
+        raise UsageError("forward prefetch is modelled only with one unit per layer", hint="use --wrap layer")
     if plan.forward_prefetch and plan.backend == "fsdp2" and plan.uses_accelerate:
         raise UsageError(
             "accelerate does not prefetch in forward with FSDP2", hint="use --framework torch, or --backend fsdp1"
@@ -233,7 +234,7 @@ def _check_torchtitan(plan: Plan) -> None:
         return
     if plan.loss_code == "torchtitan" and plan.seq_len % TORCHTITAN_CHUNKS:
         raise UsageError(
-            f"torchtitan divides each sequence into {TORCHTITAN_CHUNKS} equal chunks for the loss, and {plan.seq_len} tokens cannot be",
+            f"torchtitan divides each sequence into {TORCHTITAN_CHUNKS} equal chunks for the loss, and {plan.seq_len} is not a multiple of {TORCHTITAN_CHUNKS}",
             hint=f"--seq-len {plan.seq_len - plan.seq_len % TORCHTITAN_CHUNKS}, or --loss full",
         )
     if plan.checkpointing == "every" or plan.activation_offload:
@@ -250,7 +251,7 @@ def _check_torchtitan(plan: Plan) -> None:
         )
     if plan.wrap != "layer" or plan.forward_prefetch or plan.post_forward_ranks is not None:
         raise UsageError(
-            "torchtitan's units and prefetching are fixed: each layer, the embedding, and norm and head are units",
+            "torchtitan fixes prefetching and the units: each layer, the embedding, and the norm with the head",
             hint="leave --wrap, --forward-prefetch and --reshard-after-forward out, or use --framework torch",
         )
 

@@ -94,6 +94,6 @@ def _kept_batches(request: EstimateRequest) -> int:
     if every is None:
         raise UsageError(
             "with --compute-metrics each GPU keeps the logits of the whole evaluation set, whose size is unknown",
-            hint="--eval-samples says it, or --eval-accumulation-steps how many batches are kept",
+            hint="give --eval-samples, or --eval-accumulation-steps, which limits the batches that are kept",
         )
     return every

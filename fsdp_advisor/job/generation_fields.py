@@ -37,7 +37,7 @@ VllmModeOption = Annotated[
     Rule(about="the GPUs that run vLLM: colocate, those that train; server, others", group=GROUP),
 ]
 VllmGpuMemoryUtilization = Annotated[
-    float, Rule(about="the part of each GPU that colocated vLLM takes", group=GROUP, ge=0.01, le=1)
+    float, Rule(about="the fraction of each GPU's memory that colocated vLLM takes", group=GROUP, ge=0.01, le=1)
 ]
 VllmEnableSleepMode = Annotated[bool, Rule(about="colocated vLLM frees its memory while the model trains", group=GROUP)]
 VllmTensorParallelSize = Annotated[

@@ -30,7 +30,7 @@ class Limit:
 _BITSANDBYTES: Mapping[Backend, Limit] = {
     # its kernels have no strategy for DTensors: bitsandbytes issue 1633; axolotl refuses it too
     "fsdp2": Limit(
-        "bitsandbytes' kernels take no DTensor, which FSDP2's parameters are",
+        "bitsandbytes' kernels do not accept DTensors, and FSDP2's parameters are DTensors",
         "--backend fsdp1, or another --optim",
         is_estimated=True,
     ),
@@ -97,13 +97,13 @@ LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
     # deepspeed/runtime/engine.py (0.19.8), `basic_optimizer`: ZeRO makes a second Adagrad, and the first stays
     "adagrad": {
         "deepspeed": Limit(
-            "DeepSpeed keeps the sums of whole parameters that Adagrad makes at its construction, which is not modelled",
+            "Adagrad makes sums of whole parameters when it is constructed, which DeepSpeed keeps; that is not modelled",
             "--backend fsdp2 or fsdp1; rmsprop keeps as much state and runs with DeepSpeed",
         ),
     },
     "stable_adamw": {
         "fsdp2": Limit(
-            "the kernels of StableAdamW take no DTensor, which FSDP2's parameters are",
+            "StableAdamW's kernels do not accept DTensors, and FSDP2's parameters are DTensors",
             "--backend fsdp1, or --optim adamw_torch",
         ),
         "deepspeed": Limit(

@@ -277,8 +277,8 @@ class EstimateRequest:
     wrap: Annotated[
         Wrap,
         Rule(
-            about="the units of FSDP: layer is each layer, none the whole model, size:N modules of N parameters or more, class:A,B "
-            "the layers of these classes, every:N groups of N layers; the root is one too",
+            about="what FSDP gathers together: layer, each layer; none, the whole model; size:N, modules of at least N parameters; "
+            "class:A,B, layers of these classes; every:N, groups of N layers",
             group="Strategy",
             metavar="POLICY",
             max_length=256,
@@ -338,7 +338,7 @@ class EstimateRequest:
     ignored_labels: Annotated[
         float,
         Rule(
-            about="the part of the labels that is -100, such as those of prompts: 0.3; a chunked loss leaves them out",
+            about="the fraction of the labels that is -100, such as those of prompts: 0.3; a chunked loss leaves them out",
             group="Training",
             ge=0,
             le=0.999,
@@ -362,7 +362,7 @@ class EstimateRequest:
     padding_fraction: Annotated[
         float,
         Rule(
-            about="the part of the tokens that is padding; speeds count the others",
+            about="the fraction of the tokens that is padding; speeds count only the others",
             group="Training",
             ge=0,
             le=0.99,
@@ -440,8 +440,8 @@ class EstimateRequest:
     global_batch_size: Annotated[
         int | None,
         Rule(
-            about="the number of sequences per optimizer step over all ranks; accumulation, and in a search the micro-batch, "
-            "match it",
+            about="the number of sequences per optimizer step over all ranks; accumulation follows from it, and in a search the "
+            "micro-batch too",
             group="Training",
             ge=1,
             le=MAX_BATCH * MAX_GPUS,

@@ -47,7 +47,7 @@ def loaded_bytes(plan: Plan, parameter: Parameter) -> int:
 
 
 def upcasts_trained(plan: Plan) -> bool:
-    """Whether accelerate makes trained parameters fp32 when it prepares a model for FSDP. FSDP1's are units as a whole."""
+    """Whether accelerate makes trained parameters fp32 when it prepares a model for FSDP. FSDP1 converts whole units."""
     return plan.stores_half and plan.uses_accelerate and plan.backend != "ddp"
 
 

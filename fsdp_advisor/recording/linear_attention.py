@@ -68,7 +68,7 @@ def chunk_gated_delta_rule(
     """The output (B, T, J, V), and the last state (B, J, K, V) if asked for. query, key: (B, T, H, K); value: (B, T, J, V); g and beta:
     (B, T, J).
 
-    Queries and keys are normalized within, as all models ask, and no model has a state before the first token in training.
+    Queries and keys are normalized inside, as all models request. In training the state before the first token is empty.
     """
     result: tuple[torch.Tensor, torch.Tensor | None] = _ChunkGatedDeltaRule.apply(  # type: ignore[no-untyped-call]  # torch's
         query, key, value, g, beta, output_final_state

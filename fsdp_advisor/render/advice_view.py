@@ -342,7 +342,7 @@ def _figures(r: Recommendation, task: Task) -> str:
     has = format_gib(winner.available_bytes)
     if winner.needed_bytes is None:
         simplest = "" if r.sweep else "the simplest plan whose states leave the margin: "
-        items = [f"{simplest}states {format_gib(winner.state_bytes)}, has {has}"]
+        items = [f"{simplest}states {format_gib(winner.state_bytes)}, and {has} are available"]
     else:
         items = [winner.gpu_memory_text]
     if winner.host_bytes_per_node:

@@ -124,18 +124,16 @@ def share_text(share: float) -> str:
 
 
 def _loss_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
-    """Memory of the loss at the peak, and what a fused or chunked loss saves at most: all of it, but it needs tiles of its own."""
+    """Memory of the loss at the peak, and what a fused or chunked loss saves at most. Its own tiles are not counted."""
     if estimate.at_peak is None or estimate.peak_tensor_bytes is None or estimate.fused_loss_peak_bytes is None:
         return []
     saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes
     loss = f"Loss (logits and their gradients): {sizes.scaled(estimate.at_peak['loss'])} at the peak"
     if saved * 1000 < estimate.peak_tensor_bytes:
-        return [
-            f"{loss}; a loss without whole logits (--loss) would save nothing, because the loss does not set the peak"
-        ]
+        return [f"{loss}; a loss that never has all logits (--loss) saves nothing, because the peak is elsewhere"]
     return [
-        f"{loss}; a loss without whole logits (--loss) would save at most {sizes.scaled(saved)}: "
-        f"without its tiles the tensors would peak at {sizes.full(estimate.fused_loss_peak_bytes)}"
+        f"{loss}; a loss that never has all logits (--loss) saves at most {sizes.scaled(saved)}: "
+        f"tensors then peak at {sizes.full(estimate.fused_loss_peak_bytes)}, and the loss's own tiles"
     ]
 
 

@@ -106,7 +106,7 @@ class ReportView:
 
     @property
     def explain_hint(self) -> str:
-        """The command that explains the fastest row that fits, or the smallest row; empty if no peak is known."""
+        """The options that explain the fastest row that fits, or the smallest row, and one that does not fit; empty if no peak is known."""
         known = [row for row in self.rows if row.peak_known]
         if not known:
             return ""
@@ -116,7 +116,9 @@ class ReportView:
             if fitting
             else min(known, key=lambda row: row.needed_bytes or 0)
         )
-        return f"For memory at the peak and through the step: --explain {row.name}"
+        hint = f"For memory at the peak and through the step: --explain {row.name}"
+        too_large = next((other for other in known if other.fits is False and other is not row), None)
+        return hint if too_large is None else f"{hint}; why {too_large.label} does not fit: --explain {too_large.name}"
 
 
 def report_view(report: Report) -> ReportView:

@@ -72,7 +72,7 @@ class ModelSource:
 
     @property
     def key(self) -> tuple[str, bytes | None]:
-        """Equal for equal sources, and small, also for a large configuration."""
+        """A short key that is equal for equal sources, even if the configuration is large."""
         return self.name, None if self.config is None else hashlib.sha256(self.config).digest()
 
 

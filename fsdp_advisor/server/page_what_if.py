@@ -36,7 +36,7 @@ class Change:
 
 
 def changes(options: Mapping[str, str], asked: EstimateRequest, model: Resolved) -> list[Change]:
-    """Links to changed jobs. `asked`: the plan that the page shows. `options`: the page's query, which it answers."""
+    """Links to changed jobs. `asked`: the plan that the page shows. `options`: the page's query."""
     base = {name: value for name, value in options.items() if name != "find"}
     if "find" in options:  # what was searched for is now given
         base |= {

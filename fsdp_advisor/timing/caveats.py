@@ -1,5 +1,4 @@
-"""Caveats: the jobs for which the time model is less reliable, the warning that their estimate contains, and the width that it
-adds to the estimate's range.
+"""Caveats: reasons why the step time of a job is less reliable. Each has the text of a warning; some widen the time's range.
 
 They follow from the errors on the published runs (`fsdp_advisor/validation/published.csv`): every run with an error above 30 %
 has a caveat, and so has every job larger than the largest published run.
@@ -28,9 +27,9 @@ WARN_ABOVE_SHARE = 0.30
 
 @dataclass(frozen=True, slots=True)
 class Caveat:
-    """One reason to trust a step's time less: its subject in a few words, and the text of the warning.
+    """One reason to trust a step's time less: `about` names it in a few words, `text` is the warning.
 
-    `extra_uncertainty` widens the range: the share of the step by which it may additionally be faster.
+    `extra_uncertainty` widens the range: the step may be faster by this share in addition.
     """
 
     about: str
@@ -56,16 +55,16 @@ def unlike_published(profile: Profile, plan: Plan, gpu: Gpu) -> list[str]:
 
 
 def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, float], seconds: float) -> tuple[Caveat, ...]:  # fmt: skip
-    """Every caveat of a job, from its plan and GPU and from the breakdown of its step's `seconds`."""
+    """The caveats of a job. They depend on its plan, on the GPU, and on the causes' seconds (`breakdown`) in the step's `seconds`."""
     found = []
     if unlike := unlike_published(profile, plan, gpu):
-        words = f"no published training run {' or '.join(unlike)} is known to check it against"
+        words = f"it was not checked: no published training run {' or '.join(unlike)} is known"
         found.append(Caveat("no published run", words, UNSEEN))
     if gpu.bf16_flops is None and plan.precision.startswith("bf16"):
         words = f"{gpu.name} has no tensor cores for bf16; fp16-mixed would be faster"
         found.append(Caveat("bf16 without tensor cores", words))
     if plan.ranks_per_node > LARGEST_NODE:
-        words = f"{plan.ranks_per_node} GPUs on one node are taken to share its links; say --nnodes"
+        words = f"{plan.ranks_per_node} GPUs are assumed to be in one node and to share its links; --nnodes gives the number of nodes"
         found.append(Caveat("very large nodes", words))
     for name, about, least, what in _CAUSES:
         if breakdown[name] > least * seconds:
@@ -76,7 +75,7 @@ def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, f
 _CAUSES = (
     (
         "attention", "attention kernels", ATTENTION_WARN_ABOVE_SHARE,
-        "attention at FlashAttention-2's rate; kernels before it took 1.5 to 2 times as long",
+        "attention at FlashAttention-2's rate; older kernels take 1.5 to 2 times as long",
     ),
     ("launch", "the CPU's speed", WARN_ABOVE_SHARE, "waiting for the CPU, whose speed is not known"),
     (

@@ -180,8 +180,8 @@ def attention_s(flops: float, device: Device, head: int, tokens: int, *, causal:
 def batched_s(flops: float, device: Device, head: int) -> float:
     """Seconds of attention's matrix products without a flash kernel. `head`: the head's width.
 
-    A product of a (T, head) and a (head, T) matrix makes 2 x `head` FLOPs for each (T, T) element that it writes; other products
-    read as many.
+    A product of a (T, head) and a (head, T) matrix makes 2 x `head` FLOPs for each (T, T) element that it writes; the other
+    products read as many elements.
     """
     moved = flops / head / 2 * device.element_bytes
     return max(flops / device.matmul_flops, moved / device.memory_bytes_per_s)

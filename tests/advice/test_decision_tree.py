@@ -108,7 +108,7 @@ def test_figures_on_the_path_are_those_of_estimate() -> None:
         node = nodes[strategy]
         assert row.needed_bytes is not None
         assert (node.needed_bytes, node.available_bytes) == (row.needed_bytes, available)
-        assert node.because == f"needs {format_gib(row.needed_bytes)}, has {format_gib(available)}"
+        assert node.because == f"needs {format_gib(row.needed_bytes)}, and {format_gib(available)} are available"
 
 
 def test_the_tree_ends_in_the_recommendation() -> None:

@@ -52,7 +52,7 @@ def test_every_alternative_is_rejected_with_its_reason() -> None:
     assert len(named) == len(set(named)) == 23  # of 24 choices
     reasons = {name: row["because"] for name, row in zip(named, rows, strict=True)}
     assert re.fullmatch(
-        r"its tensors alone need 1\d\d\.\d\d GiB, has 36\.24 GiB, at micro-batch 1",
+        r"its tensors alone need 1\d\d\.\d\d GiB at micro-batch 1, and 36\.24 GiB are available",
         reasons["ddp", "ddp", "none", "none"],
     )
     assert any(reason.startswith("it fits, but is ") for reason in reasons.values())

@@ -103,7 +103,7 @@ def test_of_a_bare_count_nothing_is_promised(cli: Cli) -> None:
 def test_an_unusual_host_is_said_once(cli: Cli) -> None:
     large = ("--model", "Qwen/Qwen2.5-32B", "--gpus", "8", "--gpu", "T4", "--offload", "parameters")
     ran = cli("recommend", *large, columns=200)
-    assert ran.out.count("which usually has 384.00 GiB or less: --host-memory says what yours has") == 1
+    assert ran.out.count("and nodes usually have 384.00 GiB or less: give --host-memory to check it") == 1
     assert "--host-memory" not in ran.err
     assert "which usually has 384.00 GiB or less" in cli("recommend", *large, "--json").err
 

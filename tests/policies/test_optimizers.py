@@ -231,7 +231,7 @@ def test_stable_adamw_keeps_the_error_of_a_sum_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "message"), [("fsdp2", "take no DTensor"), ("deepspeed", "under DeepSpeed has not been run")]
+    ("backend", "message"), [("fsdp2", "do not accept DTensors"), ("deepspeed", "under DeepSpeed has not been run")]
 )
 def test_stable_adamw_is_refused_where_its_kernels_do_not_run(backend: str, message: str) -> None:
     options = {"strategy": "zero2", "backend": backend, "optim": "stable_adamw"}

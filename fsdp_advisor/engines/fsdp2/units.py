@@ -109,7 +109,7 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
 
 @lru_cache(maxsize=64)
 def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId, UnitBytes], States]:
-    """The units that are not single layers, every unit's bytes, and the states of rank 0."""
+    """The wrapping, which says what else than layers is a unit, the bytes of every unit, and the states of rank 0."""
     wrapping = wrapping_for(profile, plan)
     layers = not wrapping.whole and wrapping.units is None
     units = per_unit(profile, lambda unit: measure(unit, plan)) if layers else {}
@@ -152,7 +152,7 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
 
 
 def fsdp2_refusal(profile: Profile) -> UsageError | None:
-    """Why FSDP2 cannot train the model; None if it can. A sharded weight in 8 bits lacks what bitsandbytes keeps with it."""
+    """Why FSDP2 cannot train the model; None if it can. bitsandbytes reads an attribute of 8-bit weights that their shards lack."""
     if not has_8_bit_weights(profile):
         return None
     return UsageError(
@@ -167,8 +167,8 @@ def packed_warnings(profile: Profile, plan: Plan) -> list[str]:
     if not whole or plan.backend == "ddp" or plan.shard_degree == 1:
         return []
     return [
-        f"the packed weights of the checkpoint are buffers, which are not sharded: every rank keeps all {format_bytes(whole)} of "
-        "them; --load-in-4bit with --bnb-4bit-quant-storage bfloat16, on the model before it was quantized, shards them"
+        f"the packed weights of the checkpoint are buffers, which are not sharded: every rank keeps all {format_bytes(whole)}. To "
+        "shard them, quantize the original model: --load-in-4bit --bnb-4bit-quant-storage bfloat16"
     ]
 
 
@@ -201,6 +201,6 @@ def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
     rows = worst.shape[0] if worst.shape else 1
     times = -(-rows // shards) * shards / rows
     return (
-        f"{worst.name} {list(worst.shape)} is split on its dim 0 of {rows} over {shards} ranks: "
-        f"every rank keeps and gathers {times:.1f} times its fair share",
+        f"FSDP2 splits {worst.name} {list(worst.shape)} along dim 0, which has {rows} rows for {shards} ranks: "
+        f"with padding every rank keeps and gathers {times:.1f} times its fair share",
     )

@@ -44,7 +44,7 @@ class Lomo(Optimizer):
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        """The fp32 copy of a parameter in 16 bits. The fp32 copy of its gradient is counted elsewhere."""
+        """The fp32 copy of a parameter in 16 bits. The engine counts the fp32 copy of its gradient."""
         return Storages.of(FP32_BYTES * prod(shape)) if element_bytes != FP32_BYTES else NO_STORAGES
 
     def steps_one_by_one(self, framework: str) -> bool:

@@ -270,7 +270,7 @@ class GaloreAdafactor(Galore):
 
 
 class Apollo(LowRank):
-    """The projection is random. AdamW in the low rank only scales the channels of the gradient."""
+    """The projection is random. AdamW on the projected gradient only gives a scale for each channel of the gradient."""
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """Of a matrix also the norm of its last update, a scalar."""

@@ -128,7 +128,7 @@ def _causal_model(module: nn.Module, name: str) -> PreTrainedModel:
 
 @torch.library.custom_op("fsdp_advisor::loss_product", mutates_args=())
 def loss_product(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
-    """A matrix product of hidden states (N, H) and a weight (V, H), or of the same size, and a kernel over the logits.
+    """A product of hidden states (N, H) and a weight (V, H), or another of the same size, then a kernel over the logits (N, V).
 
     `bytes_per_logit`: what the product and the kernel write and read of each logit.
     """
