@@ -20,6 +20,7 @@ from fsdp_advisor.job.request import EstimateRequest
 pytestmark = pytest.mark.slow
 
 README = Path(__file__).parents[1] / "README.md"
+ARCHITECTURE = README.parent / "fsdp_advisor" / "ARCHITECTURE.md"
 CONSOLE = re.compile(r"```console\n\$ (fsdp-advisor [^\n]*)\n(.*?)```", re.DOTALL)
 AXOLOTL = (
     "{base_model: meta-llama/Llama-2-7b-hf, micro_batch_size: 2, fsdp_version: 2, dp_shard_size: 8, fsdp_config: {}}"
@@ -82,9 +83,12 @@ def test_commands_run(command: str, run: Callable[[str], str]) -> None:
     assert run(command)
 
 
-def test_python_examples_run() -> None:
-    for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
-        exec(compile(block, str(README), "exec"), {})
+@pytest.mark.parametrize("document", [README, ARCHITECTURE], ids=lambda path: path.name)
+def test_python_examples_run(document: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(document), "exec"), {})
 
 
 def test_readme_is_short() -> None:
@@ -110,3 +114,10 @@ def test_paths_in_contributing_exist() -> None:
     assert len(paths) > 10
     missing = {path for path in paths if "NAME" not in path and not (README.parent / path).exists()}
     assert not missing
+
+
+def test_paths_in_architecture_exist() -> None:
+    paths = set(re.findall(r"`(\w+/[\w/]+\.py)`", ARCHITECTURE.read_text()))
+    assert len(paths) > 20
+    roots = (ARCHITECTURE.parent, README.parent)
+    assert not {path for path in paths if not any((root / path).exists() for root in roots)}

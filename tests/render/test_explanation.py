@@ -34,3 +34,13 @@ def test_micro_batches_that_look_the_same_are_shown_once() -> None:
     assert "further micro-batch" not in once
     assert four_times.count("the same in each further micro-batch") == 1
     assert four_times.count("end of backward") < 4
+
+
+def test_the_hint_names_a_row_that_fits_and_one_that_does_not() -> None:
+    report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB")
+    fits = {f"{e.plan.strategy}": e.fits for e in report.estimates if e.plan.offload == "none"}
+    assert fits["ddp"] is False and fits["zero3"] is True
+    hint = report_view(report).explain_hint
+    assert "why DDP does not fit: --explain ddp" in hint
+    one = estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB", strategy="ddp")
+    assert report_view(one).explain_hint == "For memory at the peak and through the step: --explain ddp"
