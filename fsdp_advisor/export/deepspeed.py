@@ -27,6 +27,7 @@ from fsdp_advisor.export.constants import (
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
+from fsdp_advisor.job.choices import Precision
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
@@ -123,18 +124,22 @@ def engine(job: Job) -> dict[str, Any]:
     config: dict[str, Any] = {"zero_optimization": _zero(job), "zero_allow_untested_optimizer": True}
     if plan.offload != "none" and not optimizer_of(plan).is_cpu_adam:
         config["zero_force_ds_cpu_optimizer"] = False
-    match plan.precision:
+    return config | precision_section(plan.precision)
+
+
+def precision_section(precision: Precision) -> dict[str, Any]:
+    """The section `bf16` or `fp16` of a DeepSpeed configuration; empty for fp32."""
+    match precision:
         case "bf16":
-            config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+            return {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
         case "bf16-mixed":
-            config["bf16"] = {"enabled": True}
+            return {"bf16": {"enabled": True}}
         case "fp16-mixed":
-            config["fp16"] = {"enabled": True}
+            return {"fp16": {"enabled": True}}
         case "fp32":
-            pass
+            return {}
         case _:
-            assert_never(plan.precision)
-    return config
+            assert_never(precision)
 
 
 def _zero(job: Job) -> dict[str, Any]:

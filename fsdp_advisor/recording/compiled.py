@@ -31,15 +31,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.recording.flash import cudnn_scratch, flash_scratch, scratch
 from fsdp_advisor.recording.fused_kernels import kernel
 from fsdp_advisor.recording.on_gpu import (
     additive,
+    autocast_inputs,
     composite_rms_norm,
-    cudnn_takes,
     efficient_scratch,
-    efficient_takes,
-    flash_takes,
+    kernel_of,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -196,35 +196,32 @@ def _attention(
     by_cudnn: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` as the operator that it calls on CUDA, which a graph keeps."""
-    if torch.is_autocast_enabled("cpu"):
-        half = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(half), key.to(half), value.to(half)
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(half)
-    known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]
+    query, key, value, attn_mask = autocast_inputs(query, key, value, attn_mask)
+    chosen = kernel_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, by_cudnn=by_cudnn)
+    bias = additive(attn_mask, query.dtype) if attn_mask is not None and chosen in ("cudnn", "efficient") else None
     operators: Any = torch.ops.aten
-    out: torch.Tensor
-    if by_cudnn and known and cudnn_takes(query, key, value, attn_mask, dropout_p):
-        bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
-        out = operators._scaled_dot_product_cudnn_attention(
-            query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
-        )[0]
-    elif known and flash_takes(query, key, value, attn_mask):
-        out = operators._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    else:
-        bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
-        if efficient_takes(query, key, value, attn_mask):
+    found: tuple[torch.Tensor, ...]
+    match chosen:
+        case "cudnn":
+            found = operators._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
+            )
+        case "flash":
+            found = operators._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )
+        case "efficient":
             bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
-            out = operators._scaled_dot_product_efficient_attention(
+            found = operators._scaled_dot_product_efficient_attention(
                 query, key, value, bias, True, dropout_p, is_causal, scale=scale
-            )[0]
-        else:
-            out = operators._scaled_dot_product_attention_math(
+            )
+        case "math":
+            found = operators._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )[0]
-    return out
+            )
+        case _:
+            assert_never(chosen)
+    return found[0]
 
 
 def _attention_by_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -62,6 +62,37 @@ def as_on_gpu(*, by_cudnn: bool = False, packed: bool = False) -> Iterator[None]
         yield
 
 
+def autocast_inputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The inputs of scaled dot product attention as autocast casts them: all but a boolean mask. Unchanged without autocast."""
+    if not torch.is_autocast_enabled("cpu"):
+        return query, key, value, attn_mask
+    half = torch.get_autocast_dtype("cpu")
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.to(half)
+    return query.to(half), key.to(half), value.to(half), attn_mask
+
+
+def kernel_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    *,
+    enable_gqa: bool,
+    by_cudnn: bool,
+) -> Literal["cudnn", "flash", "efficient", "math"]:
+    """The kernel that scaled dot product attention runs on CUDA. cuDNN and flash need to know how heads are grouped."""
+    known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]
+    if by_cudnn and known and cudnn_takes(query, key, value, attn_mask, dropout_p):
+        return "cudnn"
+    if known and flash_takes(query, key, value, attn_mask):
+        return "flash"
+    return "efficient" if efficient_takes(query, key, value, attn_mask) else "math"
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -75,23 +106,16 @@ def attention(
     by_cudnn: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` as on CUDA. q, k, v have shape (B, H, T, D)."""
-    if torch.is_autocast_enabled("cpu"):
-        half = torch.get_autocast_dtype("cpu")
-        query, key, value = (x.to(half) for x in (query, key, value))
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(half)
+    query, key, value, attn_mask = autocast_inputs(query, key, value, attn_mask)
     with torch.autocast("cpu", enabled=False):
-        # cuDNN needs to know how heads are grouped
-        known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]
-        if by_cudnn and known and cudnn_takes(query, key, value, attn_mask, dropout_p):
-            bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
+        kernel = kernel_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, by_cudnn=by_cudnn)
+        if kernel == "flash":
+            return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+        bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
+        if kernel == "cudnn":
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return cudnn(q, k, v, bias).transpose(1, 2)
-        if known and flash_takes(query, key, value, attn_mask):
-            return flash(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
-        fused = efficient_takes(query, key, value, attn_mask)
-        bias = additive(attn_mask, query.dtype) if attn_mask is not None else None
-        if not fused:
+        if kernel == "math":
             return _math(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
         if bias is not None:
             bias = bias.expand(*query.shape[:3], key.shape[2])

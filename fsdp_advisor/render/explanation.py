@@ -133,7 +133,7 @@ def _loss_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
         return [f"{loss}; a loss that never has all logits (--loss) saves nothing, because the peak is elsewhere"]
     return [
         f"{loss}; a loss that never has all logits (--loss) saves at most {sizes.scaled(saved)}: "
-        f"tensors then peak at {sizes.full(estimate.fused_loss_peak_bytes)}, and the loss's own tiles"
+        f"tensors then peak at {sizes.full(estimate.fused_loss_peak_bytes)}, plus the loss's own tiles"
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
+from fsdp_advisor.export.deepspeed import precision_section
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.recording.engines import cast_floating
 from fsdp_advisor.recording.host import save_inputs_on_host
@@ -65,14 +66,7 @@ def _config(plan: Plan) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
-    match plan.precision:
-        case "bf16":
-            config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        case "bf16-mixed":
-            config["bf16"] = {"enabled": True}
-        case "fp16-mixed":
-            config["fp16"] = {"enabled": True}
-    return config
+    return config | precision_section(plan.precision)
 
 
 def deepspeed_trainer(source: Source, plan: Plan, device: str, mode: Mode) -> DeepspeedTrainer:

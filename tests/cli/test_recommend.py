@@ -105,7 +105,7 @@ def test_an_unusual_host_is_said_once(cli: Cli) -> None:
     ran = cli("recommend", *large, columns=200)
     assert ran.out.count("and nodes usually have 384.00 GiB or less: give --host-memory to check it") == 1
     assert "--host-memory" not in ran.err
-    assert "which usually has 384.00 GiB or less" in cli("recommend", *large, "--json").err
+    assert "nodes usually have 384.00 GiB or less" in cli("recommend", *large, "--json").err
 
 
 def test_underscores_and_help(cli: Cli) -> None:
