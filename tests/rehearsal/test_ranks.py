@@ -88,6 +88,22 @@ def test_ranks_of_1024_train_and_save_alone(run: Run, tmp_path: Path) -> None:
     assert found[0]["allocated"] == fake[0]["allocated"]
 
 
+@with_all_cases
+def test_broadcasts_from_all_ranks_in_one_group_are_an_all_gather_for_a_rank_alone(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "gather.py").write_text("""
+import torch
+import torch.distributed as dist
+dist.init_process_group("nccl")
+gathered = [torch.full((2,), 7 if rank == 0 else 0, device="cuda") for rank in range(4)]
+with dist._coalescing_manager(device=torch.device("cuda", 0)):
+    for rank in range(4):
+        dist.broadcast(gathered[rank], rank)
+print([each.tolist() for each in gathered])
+""")
+    printed = run("torchrun", "--nproc-per-node", "4", str(tmp_path / "gather.py"), REHEARSAL_RANKS="0")
+    assert "[[7, 7], [7, 7], [7, 7], [7, 7]]" in printed
+
+
 def test_deepspeed_starts_one_rank_alone(run: Run, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -126,6 +126,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **p, 
 CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, CUstream s, void **p) { return rehearsal_launched(); }
 CUresult cuMemsetD32Async(CUdeviceptr p, unsigned value, size_t n, CUstream s) { return 0; }
 CUresult cuStreamWriteValue32_v2(CUstream s, CUdeviceptr p, cuuint32_t value, unsigned flags) { *(cuuint32_t *)p = value; return 0; }
+#if CUDA_VERSION >= 12090
+CUresult cuLogsRegisterCallback(CUlogsCallback callback, void *data, CUlogsCallbackHandle *made) { *made = handle(); return 0; }
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle callback) { free(callback); return 0; }
+#endif
 
 // ---- Other driver functions: each says its name, and that it is not supported.
 

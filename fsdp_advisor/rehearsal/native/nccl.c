@@ -334,10 +334,18 @@ static void receive_alone(struct operation *o) {
   for (u64 at = 0; !sent && at < o->unit; at += sizeof zeros) put(o->receive + at, zeros, o->unit - at < sizeof zeros ? o->unit - at : sizeof zeros);
 }
 
+// Alone, a broadcast from another rank holds what this rank broadcasts in the same group: such a group is an all-gather.
+static void hear_alone(struct operation *o) {
+  struct operation *own = first;
+  while (own && (own->kind != BROADCAST || own->c != o->c || own->root != o->c->rank || own->unit != o->unit)) own = own->next;
+  if (own) put(o->receive, own->send, o->unit);
+}
+
 static int finish(void) {
   for (struct operation *o = first; o; o = o->next) {
     if (!o->c->alone) continue;
-    if (o->kind < SEND) collect_alone(o);
+    if (o->kind == BROADCAST && o->root != o->c->rank) hear_alone(o);
+    else if (o->kind < SEND) collect_alone(o);
     else if (o->kind == RECEIVE) receive_alone(o);
     o->done = 1;
   }
