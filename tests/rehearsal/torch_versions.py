@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 
-from framework_jobs import COMPILED, DDP, DEEPSPEED, FSDP2
+from framework_jobs import COMPILED, DEEPSPEED, FSDP2
 
 from fsdp_advisor.rehearsal.build import find_installation
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
@@ -41,7 +41,6 @@ JOBS = {
     "fsdp2": Job(text=FSDP2, program=TORCHRUN, gpus=2),
     "zero3": Job(text=DEEPSPEED, program=TORCHRUN, gpus=2),
     "peft": Job(text=LORA, program=("accelerate", "launch", "--multi_gpu", "--num_processes", "4"), gpus=4, ranks=(0,)),
-    "ddp": Job(text=DDP, program=TORCHRUN, gpus=2),
 }
 
 
