@@ -21,6 +21,7 @@ FSDP_SHARDING_STRATEGY."""
 HYBRID_ZERO2 = ("hybrid_shard_zero2", "5")
 """Those that keep gathered parameters after forward."""
 PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
+NO_SHARD = ("no_shard", "3")
 WRAP = ("transformer_based_wrap", "no_wrap")
 
 
@@ -43,6 +44,22 @@ def read_fsdp(found: Collector, prefix: str, version: int) -> None:
         options["backward_prefetch"] = PREFETCH[prefetch.lower()]
     if version == 1 and found.flag(f"{prefix}forward_prefetch"):
         options["forward_prefetch"] = True
+    if options["strategy"] == "ddp":
+        options["backend"] = "ddp"
+        for name in ("wrap", "backward_prefetch", "forward_prefetch"):
+            options.pop(name, None)
+    _original_parameters(found, f"{prefix}use_orig_params", version)
+
+
+def _original_parameters(found: Collector, key: str, version: int) -> None:
+    """Report FSDP1 without `use_orig_params`, which the estimate assumes. FSDP2 ignores it.
+
+    Source: torch/distributed/fsdp/_flat_param.py, `_validate_tensors_to_flatten`; accelerate's default is true.
+    """
+    if version == 1 and key in found and not truth(found.peek(key)):
+        found.lacks(key, "the estimate assumes true; with false, FSDP1 refuses a unit of which only a part is trained")
+    else:
+        found.take(key)
 
 
 def _strategy(found: Collector, prefix: str, version: int) -> str:
@@ -57,6 +74,9 @@ def _strategy(found: Collector, prefix: str, version: int) -> str:
             if words in HYBRID_ZERO2:
                 found.options["reshard_after_forward"] = "false"
             return SHARDING[words]
+        if words in NO_SHARD:
+            found.lacks(f"{prefix}sharding_strategy", "the estimate is of DDP, which keeps everything on each rank too")
+            return "ddp"
         if given is not None and not isinstance(given, bool):
             found.lacks(f"{prefix}sharding_strategy", "the estimate assumes full sharding")
             return "zero3"
