@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fsdp_advisor.engines.wrapping import logits_per_batch
+from fsdp_advisor.engines.model_outputs import logits_per_batch
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import evaluate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.engines import evaluation, reference, rollouts, wrapping
+from fsdp_advisor.engines import evaluation, framework_notes, reference, rollouts
 from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
 from fsdp_advisor.engines.deepspeed.partitions import deepspeed_refusal
@@ -118,7 +118,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         notes.append(PAGED)
     return (
         notes
-        + wrapping.not_modelled(profile, plan)
+        + framework_notes.not_modelled(profile, plan)
         + reference.not_modelled(profile, plan)
         + rollouts.not_modelled(profile, plan)
         + evaluation.not_modelled(profile, plan)

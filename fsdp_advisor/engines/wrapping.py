@@ -23,21 +23,15 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import GROUP, Units, mark_of, units_of
 from fsdp_advisor.model.profile import Parameter, ParameterRole, Profile, Unit
-from fsdp_advisor.model.tape import ROOT, MarkedUnit, Polynomial
+from fsdp_advisor.model.tape import ROOT, MarkedUnit
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
-
-NO_BYTES: Polynomial = (0, 0, 0, 0, 0, 0)
 
 EMBEDDING: UnitId = (ROOT, MarkedUnit.EMBEDDING - 1)
 HEAD: UnitId = (ROOT, MarkedUnit.HEAD - 1)
 OUTPUTS: UnitId = (ROOT, MarkedUnit.OUTPUTS - 1)
 """The point at which DDP returns the model's outputs."""
-
-_EMBEDDINGS_NOT_SPLIT = ("masked-lm", "image-classification")
-"""Tasks of the models (BERT, RoBERTa, ViT) whose `_no_split_modules` contain the embeddings. accelerate wraps these by
-default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +127,12 @@ def _by_policy(profile: Profile, wrap: str) -> Wrapping:
 def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
     """The root's units: one, or those of accelerate if `apart`. `whole`: the layers are not units but belong to the root's."""
     parameters = profile.root.parameters
-    embedding = _with_role(profile, "embedding") if apart and task_of(profile.task).has_root_units else ()
+    embedding = with_role(profile, "embedding") if apart and task_of(profile.task).has_root_units else ()
     if not embedding:
         root = profile.root if not whole else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
         return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), whole)
     tied = any(parameters[i].tied for i in embedding)
-    tail = tuple(
-        sorted((*_with_role(profile, "head"), *_with_role(profile, "final_norm"), *(embedding if tied else ())))
-    )
+    tail = tuple(sorted((*with_role(profile, "head"), *with_role(profile, "final_norm"), *(embedding if tied else ()))))
     alone = () if tied else embedding
     rest = tuple(i for i in range(len(parameters)) if i not in tail and i not in alone)
 
@@ -165,74 +157,6 @@ def _of_layers(profile: Profile) -> tuple[Parameter, ...]:
     return tuple(parameter for unit in profile.layers() for parameter in unit.parameters)
 
 
-def clones_outputs(plan: Plan) -> bool:
-    """Whether DDP clones the model's outputs: the Trainer makes it search for unused parameters unless it checkpoints.
-
-    Source: transformers/trainer.py, _build_accelerator_args; torch/nn/parallel/distributed.py, _DDPSink.
-    """
-    return plan.facts.finds_unused_parameters and plan.world_size > 1 and plan.activation_checkpointing == "none"
-
-
-def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
-    """Bytes of the logits: one row of the vocabulary per token. Not counted: the small logits of other tasks."""
-    embedding = _with_role(profile, "embedding")
-    if not embedding or not profile.task.endswith(("-lm", "-seq2seq", "-to-text")):
-        return NO_BYTES
-    return (0, 0, 0, element_bytes * profile.root.parameters[embedding[0]].shape[0], 0, 0)
-
-
-def encoded_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
-    """Bytes of `encoder_last_hidden_state`, which an encoder-decoder model returns with the logits."""
-    width = profile.config.get("d_model")
-    if "seq2seq" not in profile.task or not isinstance(width, int):
-        return NO_BYTES
-    if profile.task != "speech-seq2seq":
-        return (0, 0, 0, element_bytes * width, 0, 0)
-    frames = profile.config.get("max_source_positions")
-    return (0, element_bytes * width * frames, 0, 0, 0, 0) if isinstance(frames, int) else NO_BYTES
-
-
-def _with_role(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
+def with_role(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
     """Indices of the root's parameters that have this role."""
     return tuple(i for i, p in enumerate(profile.root.parameters) if p.role == role)
-
-
-def not_modelled(profile: Profile, plan: Plan) -> list[str]:
-    """Notes on what an estimate under accelerate, the Trainer or torchtitan leaves out or assumes."""
-    if plan.facts.own_models:
-        return [
-            "torch.compile, which torchtitan 0.3 leaves off unless --compile.enable is given",
-            "CUDA graphs, which torchtitan 0.3 makes unless --training.disable_cuda_graphs is given: a graph keeps its memory, and "
-            "gradients then stay from step to step",
-            "FlexAttention's masks of blocks, a few bytes per token, and the queries, keys and values of its first call, which "
-            "torch.compile keeps",
-        ]
-    if not plan.uses_accelerate:
-        return []
-    notes = []
-    if takes_root_apart(plan) and HEAD not in wrapping_for(profile, plan).parts:
-        what = {
-            "masked-lm": "accelerate 1.15 fails to wrap a head whose bias the module around it shares",
-            "seq2seq-lm": "accelerate 1.15 fails to wrap an embedding that encoder and decoder share",
-        }.get(profile.task, "accelerate makes units of its own around the layers")
-        notes.append(f"{what}; this estimate counts one unit per layer and the root")
-    if plan.backend in ("fsdp1", "fsdp2") and plan.wrap == "layer" and profile.task in _EMBEDDINGS_NOT_SPLIT:
-        fails = ", and a head that is tied to them fails" if profile.task == "masked-lm" else ""
-        notes.append(
-            f"layers are units because the configuration names their class; without it the embeddings are one too{fails}"
-        )
-    if plan.backend == "deepspeed":
-        notes.append(
-            'bucket sizes and thresholds other than those that "auto" stands for in the DeepSpeed configuration'
-        )
-    if plan.framework == "accelerate":
-        notes.append(
-            "the memory of logits in a training loop that keeps the model's outputs after it has computed the loss"
-        )
-    else:
-        notes.append(
-            "tensors that a data collator adds to a batch, and batches that the Trainer loads in advance for one update"
-        )
-    if plan.precision == "fp16-mixed":
-        notes.append("the gradient scaler's few scalars")
-    return notes

@@ -10,15 +10,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
+from fsdp_advisor.engines.model_outputs import clones_outputs, encoded_per_batch, logits_per_batch
 from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_loop, optimizer_temporaries
 from fsdp_advisor.engines.units import buffers, total
-from fsdp_advisor.engines.wrapping import (
-    OUTPUTS,
-    clones_outputs,
-    encoded_per_batch,
-    logits_per_batch,
-    marked_units,
-)
+from fsdp_advisor.engines.wrapping import OUTPUTS, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
