@@ -34,7 +34,7 @@ from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
-from fsdp_advisor.report import Adapters, Report
+from fsdp_advisor.report import Adapters, Report, Rows
 from fsdp_advisor.rows import estimate_plan
 
 if TYPE_CHECKING:
@@ -75,6 +75,14 @@ def requested(fields: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
 
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate` for a model that is already resolved."""
+    report = lazy_report(request, model, explain=explain)
+    for _ in report.estimates:  # what cannot be estimated is an error now
+        pass
+    return report
+
+
+def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
+    """`estimate_resolved` with rows that are estimated when they are first read, which raises AdvisorError then."""
     request = divided(request)
     model = model.adapted(adaptation_of(request))
     gpu, notes = gpu_of(request)
@@ -97,9 +105,11 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
         trainable_parameters=model.trainable_parameters,
         gpu_name=gpu.name,
         gpu_memory_bytes=gpu.memory_bytes,
-        estimates=tuple(
-            estimate_plan(model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory)
-            for plan in possible
+        estimates=Rows(
+            possible,
+            lambda plan: estimate_plan(
+                model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory
+            ),
         ),
         task=profile.task if profile else None,
         layer_classes=profile.layer_classes if profile else (),

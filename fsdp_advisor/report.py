@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from fsdp_advisor.engines.job_peaks import JobPeaks
 from fsdp_advisor.job.compatibility import label
@@ -282,6 +282,44 @@ class Adapters:
     parameters: int
 
 
+class Rows(Sequence[StrategyEstimate]):
+    """The rows of a report, one for each of its `plans`. A row is estimated when it is first read.
+
+    A search reads the rows of the plans that it tries, and its text shows no others.
+    """
+
+    def __init__(self, plans: Iterable[Plan], estimate: Callable[[Plan], StrategyEstimate]) -> None:
+        self.plans, self._estimate = tuple(plans), estimate
+        self._made: dict[Plan, StrategyEstimate] = {}
+
+    @classmethod
+    def of(cls, estimates: Iterable[StrategyEstimate]) -> Rows:
+        """Rows that are estimated already."""
+        made = {row.plan: row for row in estimates}
+        return cls(made, made.__getitem__)
+
+    def of_plan(self, plan: Plan) -> StrategyEstimate:
+        """The row of one of the plans. Raises AdvisorError as `estimate` does."""
+        if plan not in self._made:
+            self._made[plan] = self._estimate(plan)
+        return self._made[plan]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[StrategyEstimate]:
+        return map(self.of_plan, self.plans)
+
+    @overload
+    def __getitem__(self, at: int) -> StrategyEstimate: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[StrategyEstimate, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> StrategyEstimate | tuple[StrategyEstimate, ...]:
+        return self.of_plan(self.plans[at]) if isinstance(at, int) else tuple(map(self.of_plan, self.plans[at]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Printable):
     """The answer to one request."""
@@ -294,7 +332,7 @@ class Report(Printable):
     trainable_parameters: int
     gpu_name: str
     gpu_memory_bytes: int
-    estimates: tuple[StrategyEstimate, ...]
+    estimates: Rows
     task: str | None = None
     layer_classes: tuple[str, ...] = ()
     largest_parameter_elements: int | None = None

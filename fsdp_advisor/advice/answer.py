@@ -22,7 +22,7 @@ from fsdp_advisor.advice.search_space import ActivationChoice, base_plan
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.estimator import estimate_resolved, requested
+from fsdp_advisor.estimator import lazy_report, requested
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.ignored import ignored_in_search
@@ -72,7 +72,7 @@ def recommend(
 
 
 def _advice(request: RecommendRequest, model: Resolved, timer: Timer | None) -> Advice:
-    report = estimate_resolved(request.as_estimate, model)
+    report = lazy_report(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
 
 

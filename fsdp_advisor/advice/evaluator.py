@@ -20,7 +20,7 @@ from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.report import Rows, StrategyEstimate
 from fsdp_advisor.rows import estimate_plan, runs_in, step_seconds, tensor_bytes
 from fsdp_advisor.tapes import step_tape
 from fsdp_advisor.units import format_gib, format_speed
@@ -235,7 +235,7 @@ class Evaluator:
     """Evaluates plans of one model on one GPU type; each plan once.
 
     `margin` is the share of the memory of GPU and host that stays free. `host_unlimited`: plans may need more host memory than
-    usual nodes have. `known` are estimates that were made before, under the same `allocator_conf` and `host_memory_bytes`.
+    usual nodes have. `known` are rows of a report, under the same `allocator_conf` and `host_memory_bytes`.
     `timer` replaces the time model.
     """
 
@@ -246,12 +246,9 @@ class Evaluator:
     host_memory_bytes: int | None = None
     host_unlimited: bool = False
     timer: Timer | None = None
-    known: tuple[StrategyEstimate, ...] = ()
+    known: Rows | None = None
     _estimates: dict[tuple[Plan, str | None], StrategyEstimate] = field(default_factory=dict, repr=False)
     _curves: dict[tuple[Plan, tuple[int, int] | None], PeakVsSize] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        self._estimates.update({(row.plan, self.allocator_conf): row for row in self.known})
 
     @cached_property
     def available_bytes(self) -> int:
@@ -276,7 +273,7 @@ class Evaluator:
 
     def on(self, gpu: Gpu) -> Evaluator:
         """The evaluator of the same model on another GPU type; tensor sizes are shared by those with the same compute capability."""
-        return replace(self, gpu=gpu, known=(), _estimates={})
+        return replace(self, gpu=gpu, known=None, _estimates={})
 
     def speed_text(self, tokens_per_second: float, seq_len: int) -> str:
         """A throughput in the unit of the model's task: tokens or images per second."""
@@ -345,6 +342,8 @@ class Evaluator:
     def estimate(self, plan: Plan, allocator_conf: str | None = None) -> StrategyEstimate:
         """The plan's row of a report, under the request's allocator settings or the given ones."""
         text = allocator_conf or self.allocator_conf
+        if self.known is not None and text == self.allocator_conf and plan in self.known.plans:
+            return self.known.of_plan(plan)
         key = (plan, text)
         if key not in self._estimates:
             self._estimates[key] = estimate_plan(

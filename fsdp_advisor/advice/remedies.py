@@ -66,7 +66,7 @@ def _with_fused_loss(search: Search) -> Iterator[Remedy]:
 def _with_a_larger_host(sweep: Sweep, fits: str) -> Iterator[Remedy]:
     """More host memory than the request gives, or than usual nodes have."""
     search = sweep.search
-    unlimited = replace(search.evaluator, host_memory_bytes=None, host_unlimited=True, known=(), _estimates={})
+    unlimited = replace(search.evaluator, host_memory_bytes=None, host_unlimited=True, known=None, _estimates={})
     found = replace(search, evaluator=unlimited).any_fit()
     if found is not None and found.plan.offload != "none":
         needs = int(found.host_peak_bytes_per_node / (1 - unlimited.margin))

@@ -18,7 +18,7 @@ from fsdp_advisor.assumptions import DEFAULT_GPU, settled
 from fsdp_advisor.comparison import compare_resolved
 from fsdp_advisor.diagnosis import diagnose_text, job_of
 from fsdp_advisor.errors import AdvisorError, NotRecordable
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import estimate_resolved, lazy_report
 from fsdp_advisor.export import Job, export, find
 from fsdp_advisor.export.bundle import Bundle, bundle
 from fsdp_advisor.export.choice import report_for
@@ -173,7 +173,7 @@ def advise(model: Resolved, request: RecommendRequest, *, explain: bool = False)
     if request.method == "any":
         return advice_of_methods(request, lambda one: advise(model, one, explain=explain))
     with_gpu = decided(request)
-    report = _with_gpu_note(request, estimate_resolved(with_gpu.as_estimate, model, explain=explain))
+    report = _with_gpu_note(request, lazy_report(with_gpu.as_estimate, model, explain=explain))
     return Advice(report=report, recommendation=recommend_resolved(report, model, with_gpu))
 
 

@@ -17,7 +17,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
 from fsdp_advisor.render.explanation import components
 from fsdp_advisor.render.view import RowView, model_text, report_view
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report, Rows, StrategyEstimate
 from fsdp_advisor.rows import streams_of
 from fsdp_advisor.server import page_drawings as drawings
 from fsdp_advisor.server.answers import advise
@@ -56,7 +56,7 @@ def answer(model: Resolved, request: RecommendRequest) -> Answer:
     if row is None:
         assert advice.estimate is not None
         row = advice.estimate
-        report = replace(report, estimates=(row, *report.estimates))
+        report = replace(report, estimates=Rows.of([row, *report.estimates]))
     try:
         streams = streams_of(model, winner.plan, gpu_of(asked)[0])
     except AdvisorError:  # it is not recorded, so its time is unknown too
@@ -66,8 +66,8 @@ def answer(model: Resolved, request: RecommendRequest) -> Answer:
 
 def _asked_for(report: Report, request: RecommendRequest) -> Report:
     """Without the rows that offload, if the request forbids offload."""
-    rows = tuple(e for e in report.estimates if request.offload != "none" or e.plan.offload == "none")
-    return replace(report, estimates=rows or report.estimates)
+    rows = [e for e in report.estimates if request.offload != "none" or e.plan.offload == "none"]
+    return replace(report, estimates=Rows.of(rows) if rows else report.estimates)
 
 
 def _like(report: Report, winner: CandidateView) -> EstimateRequest:

@@ -17,7 +17,7 @@ from fsdp_advisor.render.advice_view import advice_view
 from fsdp_advisor.render.parts import PARTS
 from fsdp_advisor.render.svg import Bar, stacked_bars
 from fsdp_advisor.render.view import model_text, report_view
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report, Rows, StrategyEstimate
 from fsdp_advisor.server.answers import Document, advise
 from fsdp_advisor.server.page_answer import name_of
 from fsdp_advisor.server.page_drawings import Drawing, drawing
@@ -30,7 +30,7 @@ from fsdp_advisor.units import format_gib
 def side(model: Resolved, request: RecommendRequest) -> Document:
     """One side of the comparison as JSON: the plan that the request gives, or the recommended one if it leaves any open."""
     report, chosen = _plan(model, request)
-    report = replace(report, estimates=(chosen,))
+    report = replace(report, estimates=Rows.of([chosen]))
     shown = report_view(report)
     (row,) = shown.rows
     values = pinned(report, chosen.plan)

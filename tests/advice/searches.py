@@ -11,7 +11,7 @@ from fsdp_advisor.advice.evaluator import Evaluator, Timer
 from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import base_plan
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import lazy_report
 from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
@@ -63,7 +63,7 @@ def advise(timer: Timer | None = clock, **options: Any) -> Recommendation:
     """The recommendation for a job, which nothing changes: every test of the same job sees the same one."""
     request = make_request(options, RecommendRequest)
     model = resolve(request.model)
-    return recommend_resolved(estimate_resolved(request.as_estimate, model), model, request, timer=timer)
+    return recommend_resolved(lazy_report(request.as_estimate, model), model, request, timer=timer)
 
 
 def estimate_of(candidate: Candidate, model: str) -> StrategyEstimate:

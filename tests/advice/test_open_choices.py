@@ -15,7 +15,7 @@ from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.ranking import choose
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice, base_plan, search_space
-from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.estimator import estimate_resolved, lazy_report
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -55,7 +55,7 @@ def catalogued() -> Resolved:
 
 def advise(model: Resolved, **options: Any) -> Recommendation:
     request = request_of(**options)
-    return recommend_resolved(estimate_resolved(request.as_estimate, model), model, request, timer=clock)
+    return recommend_resolved(lazy_report(request.as_estimate, model), model, request, timer=clock)
 
 
 @pytest.mark.parametrize(
