@@ -14,12 +14,13 @@ from fsdp_advisor.advice import Recommendation
 
 pytestmark = pytest.mark.slow
 
+SMALL = "openai-community/gpt2"
 JOBS: tuple[dict[str, Any], ...] = (
-    {"model": GPT2, "gpus": 1, "gpu": "24GiB"},
-    {"model": GPT2, "gpus": 4, "gpu": "V100-16GB", "precision": "fp16-mixed"},
-    {"model": GPT2, "gpus": 8, "gpu": "16GiB", "global_batch_size": 64, "seq_len": 512},
-    {"model": GPT2, "gpus": 2, "gpu": "24GiB", "framework": "deepspeed"},
-    {"model": GPT2, "gpus": 16, "nnodes": 2, "gpu": "16GiB", "framework": "accelerate", "margin": 0.3},
+    {"model": SMALL, "gpus": 1, "gpu": "4GiB"},
+    {"model": SMALL, "gpus": 4, "gpu": "V100-16GB", "precision": "fp16-mixed"},
+    {"model": SMALL, "gpus": 8, "gpu": "4GiB", "global_batch_size": 64, "seq_len": 512},
+    {"model": SMALL, "gpus": 2, "gpu": "4GiB", "framework": "deepspeed"},
+    {"model": SMALL, "gpus": 16, "nnodes": 2, "gpu": "4GiB", "framework": "accelerate", "margin": 0.3},
     {"model": GPT2, "gpus": 2, "gpu": "24GiB", "find": "batch", "seq_len": 256, "host_memory": "64GiB"},
     {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"},
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import taken
 from tiny_llama import write
 
 pytest.importorskip("torch")
@@ -58,13 +59,11 @@ def test_all_parameters_of_a_multimodal_model_are_counted(home: Path, model_type
 
 @pytest.mark.parametrize(
     ("model_type", "freeze"),
-    [
-        ("llava", ("*vision_tower*", "*multi_modal_projector*")),
-        ("llava", ()),
-        ("qwen3_vl", ("*visual*",)),
-        ("qwen3_vl", ()),
-    ],
-    ids=["llava frozen", "llava", "qwen3_vl frozen", "qwen3_vl"],
+    taken(
+        [("llava", ("*vision_tower*", "*multi_modal_projector*")), ("qwen3_vl", ())],
+        [("llava", ()), ("qwen3_vl", ("*visual*",))],
+    ),
+    ids=taken(["llava frozen", "qwen3_vl"], ["llava", "qwen3_vl frozen"]),
 )
 def test_step_on_text_equals_pytorchs_whose_vision_tower_gets_no_gradient(
     model_type: str, freeze: tuple[str, ...]

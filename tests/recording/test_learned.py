@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_advisor.engines.learned import gradient_warnings, without_gradient
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, record_module
@@ -22,7 +23,6 @@ from fsdp_advisor.validation.simulate import simulate
 PLAN = Plan(
     strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=2), precision="bf16-mixed", micro_batch_size=2, seq_len=32
 )
-KEY = TapeKey("fsdp2", "bf16-mixed", "sdpa", "none")
 
 
 class Block(nn.Module):
@@ -56,23 +56,27 @@ def recorder() -> Recorder:
     )
 
 
-def test_the_tape_shows_which_parameters_get_no_gradient(recorder: Recorder) -> None:
-    found = without_gradient(recorder.profile, recorder.tape(KEY))
+@pytest.fixture(scope="module")
+def tape(recorder: Recorder) -> Tape:
+    return recorder.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none", at=PLAN.tape_shape))
+
+
+def test_the_tape_shows_which_parameters_get_no_gradient(recorder: Recorder, tape: Tape) -> None:
+    found = without_gradient(recorder.profile, tape)
     assert found == {"idle.weight": 3, "idle.bias": 3, "tower.weight": 1, "tower.bias": 1}
 
 
-def test_the_peak_equals_that_of_pytorchs_own_step(recorder: Recorder) -> None:
-    predicted = peak_of_step(recorder.profile, recorder.tape(KEY), PLAN)
+def test_the_peak_equals_that_of_pytorchs_own_step(recorder: Recorder, tape: Tape) -> None:
+    predicted = peak_of_step(recorder.profile, tape, PLAN)
     assert predicted.phase_peaks == simulate(recorder.source, PLAN).phase_peaks
 
 
-def test_a_flat_partition_counts_them(recorder: Recorder) -> None:
+def test_a_flat_partition_counts_them(recorder: Recorder, tape: Tape) -> None:
     plan = replace(PLAN, backend="deepspeed")
-    tape = recorder.tape(KEY)
     assert "count" in gradient_warnings(recorder.profile, tape, plan)[0]
     assert states_of(recorder.profile, plan).optimizer.exact > 8 * 4 * 64 * 512 / 2
 
 
-def test_ddp_names_what_stops_it(recorder: Recorder) -> None:
+def test_ddp_names_what_stops_it(recorder: Recorder, tape: Tape) -> None:
     plan = replace(PLAN, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=2))
-    assert "find_unused_parameters" in gradient_warnings(recorder.profile, recorder.tape(KEY), plan)[0]
+    assert "find_unused_parameters" in gradient_warnings(recorder.profile, tape, plan)[0]
