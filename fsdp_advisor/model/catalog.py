@@ -120,12 +120,13 @@ def _is_meant(wanted: list[str], tokens: list[str]) -> bool:
 
 
 def _tokens(name: str) -> list[str]:
-    """The words and numbers of a name; 4.0 and 4 are one number.
+    """The words and numbers of a name, numbers of parameters with their unit; 4.0 and 4 are one number, 3_5 and 3.5 too.
 
-    >>> _tokens("EXAONE-4.0-32B")
-    ['exaone', '4', '32', 'b']
+    >>> _tokens("EXAONE-4.0-32B"), _tokens("InternVL3_5-8B")
+    (['exaone', '4', '32b'], ['internvl', '3.5', '8b'])
     """
-    return [re.sub(r"(\.0)+$", "", token) for token in re.findall(_TOKENS, name.lower())]
+    tokens = re.findall(_TOKENS, re.sub(r"(?<=\d)_(?=\d)", ".", name.lower()))
+    return [re.sub(r"(\.0)+$", "", token) for token in tokens]
 
 
 def nearest(name: str) -> list[str]:
@@ -155,7 +156,7 @@ def _has_words_of(candidate: str, wanted: str) -> bool:
 
 
 _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
-_TOKENS = f"{_NUMBERS}|{_WORDS}"
+_TOKENS = rf"{_NUMBERS}(?:[bm](?![^\W\d_]))?|{_WORDS}"
 _VENDORS = re.compile(r"^(nvidia|c4ai|meta)-", re.IGNORECASE)
 """Beginnings of names that say who made a model, besides its owner."""
 _SIMILAR = 0.75

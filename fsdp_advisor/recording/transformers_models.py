@@ -151,7 +151,7 @@ class TransformersSource:
                 raise NoSuchAttention(type(module).__name__, attention)
             if attention == "flash_attention_2":
                 attention = flash.NAME
-            module.set_attn_implementation(attention)  # type: ignore[operator]  # of every PreTrainedModel
+            module.set_attn_implementation(_of_parts(module, attention))  # type: ignore[operator]  # of every PreTrainedModel
             if checkpointing not in ("none", "every"):
                 keywords = checkpointing_arguments(checkpointing, attention)
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]
@@ -187,6 +187,19 @@ class TransformersSource:
             final_norm=norms[-1] if norms else None,
             head=head if isinstance(head, nn.Module) else None,
         )
+
+
+def _of_parts(module: nn.Module, attention: str) -> str | dict[str, str]:
+    """The attention of a model's parts. With sdpa, parts that have none, such as Gemma 4's audio encoder, keep eager attention.
+
+    So does transformers for a model that is loaded without a choice. If sdpa is named, it refuses the model.
+    """
+    if attention != "sdpa":
+        return attention
+    config: Any = module.config
+    lacking = [m.config for m in module.modules() if getattr(m, "_supports_sdpa", True) is False]
+    eager = {name: "eager" for name in config.sub_configs if any(getattr(config, name) is c for c in lacking)}
+    return {"": attention, **dict.fromkeys(config.sub_configs, attention), **eager} if eager else attention
 
 
 def _nearest_config(module: nn.Module, path: str) -> Any:

@@ -174,3 +174,13 @@ def test_a_mask_without_padding_is_none_to_flash_attention() -> None:
 
     recorder = Recorder(Masked({"model_type": "llama", **SMALL, "num_hidden_layers": 2}, name="x"))
     assert recorder.tape(TapeKey("fsdp2", "bf16-mixed", "flash_attention_2", "none", device="gpu", at=(2, 16))).segments
+
+
+def test_a_part_without_sdpa_keeps_eager_attention() -> None:
+    text = {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]}
+    config = {"model_type": "gemma4", "text_config": text, "audio_config": {"num_hidden_layers": 1}}
+    source = TransformersSource(config, name="Gemma 4 with an audio encoder", task="image-text-to-text")
+    model = source.build(torch.bfloat16)
+    source.configure(model, attention="sdpa", checkpointing="none")
+    parts = model.config.text_config, model.config.audio_config
+    assert [part._attn_implementation for part in parts] == ["sdpa", "eager"]
