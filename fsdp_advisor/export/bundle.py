@@ -54,6 +54,9 @@ _LAUNCHERS: dict[Consumer, tuple[str, tuple[str, ...]]] = {
 }
 """The launch script of each consumer, and the packages that it names."""
 
+_WITHOUT_SCRIPT: tuple[Consumer, ...] = ("axolotl", "trl", "llamafactory")
+"""Consumers that have training scripts of their own."""
+
 _CONTENT = {
     ACCELERATE_FILE: "the configuration of accelerate",
     DEEPSPEED_FILE: "the configuration of DeepSpeed, which has no comments: its plan is below",
@@ -170,20 +173,34 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
             return {}
 
 
-def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
-    if consumer in ("axolotl", "trl", "llamafactory"):
-        return {}
+def script_limit(target: Target, job: Job) -> str | None:
+    """Why the bundle of a target has no script that trains the job; None if it has one, or its consumer needs none."""
+    return _script_limit(job, _consumer(target, job))
+
+
+def _script_limit(job: Job, consumer: Consumer) -> str | None:
+    if consumer in _WITHOUT_SCRIPT:
+        return None
     if (reason := loss_limit(job, "liger") or batch_limit(job)) is not None:
-        raise UsageError(f"no script can train this: {reason}", hint="-o FILE writes the target's file alone")
-    if consumer == "torch" and job.plan.backend in ("fsdp2", "ddp"):
-        complete = script.FSDP2 if job.plan.backend == "fsdp2" else script.DDP
-        if complete.limit(job) is None:
-            return {SCRIPT: complete.write(job)[0]}
-        raise UsageError(
-            f"no script can train {job.strategy}: {complete.limit(job)}",
-            hint="-o FILE writes the target's file alone",
-        )
-    return dict([training_script(job, consumer, start)])
+        return reason
+    complete = _complete(job, consumer)
+    return None if complete is None else complete.limit(job)
+
+
+def _complete(job: Job, consumer: Consumer) -> Target | None:
+    """The target that is a whole script of PyTorch for this job; None if there is none."""
+    if consumer != "torch" or job.plan.backend not in ("fsdp2", "ddp"):
+        return None
+    return script.FSDP2 if job.plan.backend == "fsdp2" else script.DDP
+
+
+def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
+    if consumer in _WITHOUT_SCRIPT:
+        return {}
+    if (reason := _script_limit(job, consumer)) is not None:
+        raise UsageError(f"no script can train {job.strategy}: {reason}", hint="-o FILE writes the target's file alone")
+    complete = _complete(job, consumer)
+    return dict([training_script(job, consumer, start)]) if complete is None else {SCRIPT: complete.write(job)[0]}
 
 
 def _several_nodes(job: Job, consumer: Consumer, target: Target) -> dict[str, str]:

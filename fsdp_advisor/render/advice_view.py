@@ -14,7 +14,7 @@ from fsdp_advisor.advice.result import Method
 from fsdp_advisor.advice.savings import Saving
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.export import TARGETS, Job
-from fsdp_advisor.export.bundle import start_command
+from fsdp_advisor.export.bundle import script_limit, start_command
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import Task, task_of
@@ -393,6 +393,8 @@ def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), ()
     job = Job.of(advice.report, r.estimate, environment=r.winner.environment)
     able = [target for target in TARGETS.values() if target.unsupported(job) is None]
+    if job.task is not None:
+        able = [target for target in able if script_limit(target, job) is None] or able
     able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # the estimated framework first
     if not able:
         return (), ()

@@ -22,7 +22,8 @@ from torch.distributed.run import get_args_parser
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export, find
-from fsdp_advisor.export.bundle import bundle
+from fsdp_advisor.export.bundle import bundle, script_limit
+from fsdp_advisor.job.adaptation import Adaptation
 
 ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 FULL = {"activation_checkpointing": "full", "gradient_accumulation_steps": 4, "micro_batch_size": 2, "seq_len": 1024}
@@ -229,6 +230,17 @@ def test_exported_scripts_pass_ruff(tmp_path: Path) -> None:
 def test_a_parameter_count_has_no_bundle() -> None:
     with pytest.raises(UsageError, match="a bare parameter count is not a model to launch"):
         bundle(find("accelerate"), replace(JOBS["fsdp2"], task=None))
+
+
+def test_a_bundle_is_refused_exactly_where_no_script_can_train() -> None:
+    quantized = {"adaptation": Adaptation(peft={"peft_type": "LORA"}, quantization={"load_in_4bit": True})}
+    sharded = replace(JOBS["fsdp2"], **quantized)
+    for target in (find("torchrun"), find("accelerate"), find("trl")):
+        limit = script_limit(target, sharded)
+        assert (limit is not None) == (target.name == "torchrun")
+        if limit is not None:
+            with pytest.raises(UsageError, match=re.escape(limit)):
+                bundle(target, sharded)
 
 
 def test_hostile_names_cannot_inject_code() -> None:
