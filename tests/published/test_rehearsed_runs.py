@@ -1,0 +1,22 @@
+"""Published measurements against rehearsals of the published scripts: the kept results of `rehearsed_campaign.py`."""
+
+from __future__ import annotations
+
+from published_litgpt import LITGPT
+from rehearsed_campaign import read_results
+
+RESULTS = read_results()
+TOLERANCE = 0.01
+SHARE = 25 / 30
+
+
+def test_allocated_bytes_are_as_measured() -> None:
+    errors = [abs(result.error) for result in RESULTS if result.error is not None]
+    assert len(errors) >= 20
+    assert sum(error <= TOLERANCE for error in errors) >= SHARE * len(errors)
+
+
+def test_every_result_is_of_a_published_run_and_every_large_error_has_a_note() -> None:
+    measured = {run.id: run.measured_bytes for run in LITGPT}
+    assert all(measured[result.id] == result.measured_bytes for result in RESULTS)
+    assert all(result.note for result in RESULTS if result.error is None or abs(result.error) > TOLERANCE)
