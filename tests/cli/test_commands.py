@@ -93,7 +93,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("estimate", *MODEL, "--optim", "grokadamw"),
         "optim grokadamw is not modelled yet",
-        "nearest is adamw_torch",
+        "nearest is adamw_torch, or adamw_cpu_offload, which keeps its state on the host too",
     ),
     (("estimate", *MODEL, "--gpus"), "--gpus needs a value", SEE),
     (("estimate", *MODEL, "-o"), "--output needs a value", SEE),
