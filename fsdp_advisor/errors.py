@@ -114,10 +114,9 @@ class NoSuchAttention(NotRecordable):
 class MissingExtra(AdvisorError):
     """The request needs torch, transformers or another optional package, which is not installed."""
 
-    def __init__(
-        self, message: str, *, hint: str = "in a checkout of fsdp-advisor, run: pip install '.[torch]'"
-    ) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, extra: str = "torch", hint: str = "") -> None:
+        """`extra`: what the hint says to install, unless another one is given."""
+        super().__init__(message, hint=hint or f"in a checkout of fsdp-advisor, run: pip install '.[{extra}]'")
 
 
 class MeasurementError(AdvisorError):

@@ -18,10 +18,10 @@ from fsdp_advisor.advice.result import Advice, Recommendation
 from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
 from fsdp_advisor.advice.savings import savings
 from fsdp_advisor.advice.search import Rejection, Search, SearchResult
-from fsdp_advisor.advice.search_space import ActivationChoice, base_plan
+from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice, base_plan
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.assumptions import gpu_of, settled
-from fsdp_advisor.errors import NotRecordable, UsageError
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.estimator import lazy_report, requested
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.fields import dashed
@@ -89,7 +89,8 @@ def recommend_resolved(
     _check_sweep(report, model, request)
     every = _search(report, model, request, timer)
     sweep = Sweep(request=request, search=every.limited_to(allowed), allowed=allowed)
-    unrecorded = tuple(_unrecorded(every, sweep.search, allowed))
+    errors = dict(_recording_errors(every, sweep.search, allowed))
+    unrecorded = tuple(Rejection(choice=c, micro_batch_size=None, reason=error.message) for c, error in errors.items())
     if not sweep.search.choices:
         why = unrecorded[0].reason if unrecorded else "no strategy supports all options given"
         raise NotRecordable(why, hint="drop a fixed option, for example --attention")
@@ -99,6 +100,9 @@ def recommend_resolved(
     search = _search_of_answer(sweep, found)
     result = search.result if found is None else _around(found, search)
     winner = result.winner
+    missing = next((error for error in errors.values() if isinstance(error, MissingExtra)), None)
+    if winner is None and missing is not None:  # whether anything fits is unknown
+        raise missing
     changes = () if winner is not None else tuple(remedies(sweep))
     warnings = tuple(_warnings(winner))
     return Recommendation(
@@ -164,14 +168,15 @@ def _dividing_world(request: RecommendRequest, global_batch: int) -> int:
     return global_batch // fixed if both and global_batch >= fixed else 1
 
 
-def _unrecorded(every: Search, search: Search, allowed: Callable[[Plan], bool]) -> Iterator[Rejection]:
-    """The allowed choices that cannot be evaluated, with the reason."""
+def _recording_errors(
+    every: Search, search: Search, allowed: Callable[[Plan], bool]
+) -> Iterator[tuple[StrategyChoice, AdvisorError]]:
+    """The allowed choices that cannot be evaluated, and why."""
     for choice in every.choices:
         if choice in search.choices or not allowed(every.plan(choice, every.batches.smallest)):
             continue
-        reason = every.why_not_recorded(choice)
-        if reason is not None:
-            yield Rejection(choice=choice, micro_batch_size=None, reason=reason)
+        if (error := every.recording_error(choice)) is not None:
+            yield choice, error
 
 
 def _run(sweep: Sweep) -> tuple[Sweep, SweepResult]:
@@ -185,7 +190,7 @@ def _run(sweep: Sweep) -> tuple[Sweep, SweepResult]:
 
 
 def _search_of_answer(sweep: Sweep, found: SweepResult | None) -> Search:
-    """The search on the GPUs that the sweep found. If it found none, or looked for something else, the search that it began with."""
+    """The search on the GPUs or at the length that the sweep found. Otherwise the search that it began with."""
     if found is None or found.winner is None:
         return sweep.search
     match found.what:
@@ -193,6 +198,8 @@ def _search_of_answer(sweep: Sweep, found: SweepResult | None) -> Search:
             return sweep.on_world(found.winner.plan.world_size)
         case "gpu-type":
             return sweep.on_gpu(found.winner.gpu)
+        case "sequence":
+            return replace(sweep.search, base=replace(sweep.search.base, seq_len=found.winner.plan.seq_len))
         case _:
             return sweep.search
 

@@ -312,18 +312,18 @@ class Evaluator:
         """Whether the plan's lower bound is too much. Raises AdvisorError without a tape."""
         return self.lower_bound(plan) > self.available_bytes
 
-    def why_not_recorded(self, plan: Plan) -> str | None:
+    def recording_error(self, plan: Plan) -> AdvisorError | None:
         """Why the plan's engine refuses the model, or why no tape of the plan exists; None if one does."""
         if self.model.profile is None:
             return None
         if (refused := model_refusal(self.model.profile, plan)) is not None:
-            return refused.message
+            return refused
         try:
             step_tape(self.model, plan, self.gpu)
         except AdvisorError as error:
             if isinstance(error, MissingExtra) and not self.model.is_catalogued:
                 raise
-            return error.message
+            return error
         return None
 
     def _tensors(self, plan: Plan) -> PeakVsSize:

@@ -85,8 +85,13 @@ def are_equal(one: float, other: float) -> bool:
     return _is_near(min(one, other), max(one, other))
 
 
-def next_simpler(winner: StrategyChoice, choices: Iterable[StrategyChoice]) -> StrategyChoice | None:
-    """The most complex choice of another strategy, backend or offload that is still simpler than the winner."""
+def next_simpler(
+    winner: StrategyChoice, choices: Iterable[StrategyChoice], fitting: Sequence[StrategyChoice]
+) -> StrategyChoice | None:
+    """A choice of the most complex strategy, backend and offload that are still simpler than the winner's.
+
+    It is the first of `fitting` that has them, such as the one with checkpointing; if none has, the simplest.
+    """
 
     def kind(choice: StrategyChoice) -> tuple[str, str, str]:
         return choice.strategy, choice.backend, choice.offload
@@ -95,7 +100,8 @@ def next_simpler(winner: StrategyChoice, choices: Iterable[StrategyChoice]) -> S
     if not simpler:
         return None
     nearest = kind(max(simpler, key=lambda c: c.simplicity_rank))
-    return min((c for c in simpler if kind(c) == nearest), key=lambda c: c.simplicity_rank)
+    simplest = min((c for c in simpler if kind(c) == nearest), key=lambda c: c.simplicity_rank)
+    return next((c for c in fitting if kind(c) == nearest), simplest)
 
 
 def _why_not(other: Candidate, winner: Candidate) -> str:

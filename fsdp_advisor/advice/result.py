@@ -101,7 +101,7 @@ class Recommendation:
         if self.winner is None or self.sweep is not None:
             return None
         reasons = {r.candidate.choice: r.why_not for r in self.runners_up} | {r.choice: r.reason for r in self.rejected}
-        simpler = next_simpler(self.winner.choice, reasons)
+        simpler = next_simpler(self.winner.choice, reasons, [r.candidate.choice for r in self.runners_up])
         return None if simpler is None else f"{simpler.label} was not chosen: {reasons[simpler]}"
 
     def as_dict(self) -> dict[str, Any]:

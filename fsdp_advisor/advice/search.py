@@ -18,6 +18,7 @@ from fsdp_advisor.advice.curves import interpolate_convex, log_spaced, pareto_fr
 from fsdp_advisor.advice.evaluator import Candidate, Evaluator, is_round
 from fsdp_advisor.advice.ranking import RunnerUp, are_equal, best, choose, may_win
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
+from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.units import format_gib
 
@@ -152,11 +153,16 @@ class Search:
         return self.evaluator.max_micro_batch(smallest, sizes[: sizes.index(once) + 1])
 
     def why_not_recorded(self, choice: StrategyChoice) -> str | None:
+        """The message of `recording_error`; None if there is none."""
+        error = self.recording_error(choice)
+        return None if error is None else error.message
+
+    def recording_error(self, choice: StrategyChoice) -> AdvisorError | None:
         """Why the choice has no tape; None if it has those that its micro-batches need: one for 1 and, if 1 fits, one for more."""
         for size in self.batches.sizes[:2]:
             plan = choice.plan(self.base, size)
-            if (reason := self.evaluator.why_not_recorded(plan)) is not None:
-                return reason
+            if (error := self.evaluator.recording_error(plan)) is not None:
+                return error
             if self.evaluator.model.profile is None or self.evaluator.exceeds(plan):
                 return None
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_advisor.configs.adapters import has_adapters, is_quantized
 from fsdp_advisor.configs.collect import Collector
-from fsdp_advisor.job.compatibility import OFFLOADS
+from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
 
 _FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl", "torchtitan")
@@ -111,13 +111,15 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
 def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[str] = ()) -> Configuration:
     """Merge the given options with those of the files. Given options win.
 
-    A given strategy or backend drops the strategy and the backend of the files. Options in `searched` are not taken from the files,
+    A given strategy or backend replaces both of the files; their backend is kept if it has the given strategy. Options in `searched` are not taken from the files,
     because a search finds them; the files' global batch size is kept instead.
     """
     options = dict(found.options)
     if {"strategy", "backend"} & set(given):
         options.pop("strategy", None)
-        options.pop("backend", None)
+        backend = options.pop("backend", None)
+        if "backend" not in given and backend in BACKENDS.get(given["strategy"], ()):
+            options["backend"] = backend
         if given.get("strategy", "all") not in ("all", *OFFLOADS[options.get("offload", "none")]):
             options.pop("offload")
     if "gpus" in given:

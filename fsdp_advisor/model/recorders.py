@@ -18,15 +18,17 @@ RECORDER_LOCK = threading.RLock()
 read (the current tile, phase and rows) in class attributes of `recording`."""
 
 
-def recorder_for(config: Config, name: str, task: str | None, what: str, *, whole: Config | None = None) -> Recorder:
-    """A recorder for the configuration. `what` is the beginning of the error message if torch is missing.
+def recorder_for(
+    config: Config, name: str, task: str | None, what: str, *, whole: Config | None = None, extra: str = "torch"
+) -> Recorder:
+    """A recorder for the configuration. `what` is the beginning of the error message if torch is missing, `extra` what to install.
 
     `whole`: the configuration before the part that is trained was selected, for the error message about an unknown model type.
     """
     from fsdp_advisor.model import cache
 
     if cache.installed_versions() is None:
-        raise MissingExtra(f"{what}, and recording it needs torch and transformers")
+        raise MissingExtra(f"{what}, and recording it needs torch and transformers", extra=extra)
     try:
         return build_recorder(json.dumps(config, sort_keys=True), name, task)
     except ImportError as error:

@@ -218,7 +218,9 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
                 f"{model.name} {what} is not recorded yet", hint="the command line records it, with torch"
             )
         with RECORDER_LOCK:
-            profile = recorder_for(config, model.name, task, f"{model.name} {what} is not recorded yet").profile
+            profile = recorder_for(
+                config, model.name, task, f"{model.name} {what} is not recorded yet", extra="torch,adapters"
+            ).profile
     return replace(
         model,
         profile=renamed(profile, model.name),

@@ -20,6 +20,8 @@ _UNITS = ("GiB", "tokens/s", "images/s", "%")
 BARE = (YES, NO, UNKNOWN)
 _STEP = 3
 """Characters by which each level of the tree is indented, on a screen that is wide enough."""
+_LEAST_REASON = 24
+"""Characters to which the reasons in a table are narrowed before a column is left out."""
 _LEAST_WIDTH = 36
 """Characters that the deepest level of the tree keeps for its text."""
 
@@ -172,7 +174,7 @@ def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", 
     if what and any(row.fits is False for row in rows):
         found.append(Column("", [_fits(row) for row in rows]))
     if reasons:
-        found.append(Column("why not", [row.why_not for row in rows], rank=3))
+        found.append(Column("why not", [row.why_not for row in rows], rank=3, least=_LEAST_REASON))
     return found
 
 

@@ -32,13 +32,14 @@ class Column:
     """One column of a table.
 
     `rank` None: always shown. Of the others, the highest rank is dropped first if the screen is too narrow. A cell may have
-    several lines.
+    several lines. `least`: the characters to which a column of sentences may be narrowed, whose cells are then wrapped.
     """
 
     header: str
     cells: Sequence[str | Text]
     right: bool = False
     rank: int | None = None
+    least: int | None = None
 
     @property
     def width(self) -> int:
@@ -47,8 +48,8 @@ class Column:
 
 
 def widths(columns: Sequence[Column]) -> int:
-    """Characters of a table of these columns."""
-    return sum(c.width for c in columns) + GAP * (len(columns) - 1)
+    """Characters of a table of these columns, with sentences at their narrowest."""
+    return sum(min(c.width, c.least or c.width) for c in columns) + GAP * (len(columns) - 1)
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
@@ -68,7 +69,10 @@ def draw(columns: Sequence[Column], screen: Screen) -> str:
     roomy = widths(columns) <= screen.width
     for c in columns:
         table.add_column(
-            Text(c.header), justify="right" if c.right else "left", no_wrap=roomy or c.right, overflow="fold"
+            Text(c.header),
+            justify="right" if c.right else "left",
+            no_wrap=(roomy and c.least is None) or c.right,
+            overflow="fold",
         )
     for row in zip(*(c.cells for c in columns), strict=True):
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))

@@ -101,11 +101,16 @@ def test_the_next_simpler_strategy_and_its_reason_are_named() -> None:
     assert advice.why_not_simpler.startswith("DDP (ddp) was not chosen: its tensors alone need")
 
 
-def test_next_simpler_ignores_checkpointing_and_is_none_for_the_simplest() -> None:
+def test_next_simpler_is_the_variant_that_fits_and_is_none_for_the_simplest() -> None:
     choices = search_of(model=LLAMA, gpus=8, gpu="H100", offload="none").choices
     by_label = {c.label: c for c in choices}
-    assert next_simpler(by_label["DDP (ddp)"], choices) is None
-    assert next_simpler(by_label["ZeRO-3 (fsdp2), checkpointing"], choices) == by_label["ZeRO-2 (fsdp2)"]
+    winner, plain, checkpointed = (
+        by_label[label]
+        for label in ("ZeRO-3 (fsdp2), checkpointing", "ZeRO-2 (fsdp2)", "ZeRO-2 (fsdp2), checkpointing")
+    )
+    assert next_simpler(by_label["DDP (ddp)"], choices, []) is None
+    assert next_simpler(winner, choices, []) == plain
+    assert next_simpler(winner, choices, [checkpointed]) == checkpointed
 
 
 def test_one_gpu_needs_no_sharding() -> None:

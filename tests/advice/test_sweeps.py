@@ -52,10 +52,13 @@ def test_largest_batch_divides_the_global_batch() -> None:
 
 def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "offload": "none", "strategy": "zero3"}
-    found = sweep(**job, find="sequence", micro_batch_size=8)
-    assert found.winner is not None and found.winner.fits
+    advice = advise(**job, find="sequence", micro_batch_size=8)
+    found = advice.sweep
+    assert found is not None and found.winner is not None and found.winner.fits
     assert found.winner.plan.seq_len == found.answer
     assert not advise(**job, micro_batch_size=8, seq_len=int(found.winner.plan.seq_len * BEYOND)).fits
+    at_its_length = advise(**job, micro_batch_size=8, seq_len=found.answer)
+    assert [saving.saved_bytes for saving in advice.savings] == [saving.saved_bytes for saving in at_its_length.savings]
     lengths = [c.plan.seq_len for c in found.frontier]
     assert all(length % 128 == 0 for length in lengths)
     assert lengths == sorted(lengths)

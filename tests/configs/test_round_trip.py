@@ -118,6 +118,13 @@ def test_options_on_the_command_line_win_over_the_file() -> None:
     assert "backend" not in options and "nnodes" not in options
 
 
+@pytest.mark.parametrize(("strategy", "backend"), [("zero2", "fsdp1"), ("zero1", None), ("all", None)])
+def test_a_given_strategy_keeps_the_backend_of_the_file_if_it_has_it(strategy: str, backend: str | None) -> None:
+    text = yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}})
+    options = complete(from_texts({"accelerate.yaml": text}), {"strategy": strategy}).options
+    assert (options["strategy"], options.get("backend")) == (strategy, backend)
+
+
 def test_a_search_keeps_the_global_batch_size_of_the_files() -> None:
     text = yaml.safe_dump({"base_model": "gpt2", "micro_batch_size": 2, "gradient_accumulation_steps": 4, "fsdp_version": 2, "dp_shard_size": 8, "fsdp_config": {"reshard_after_forward": True}})  # fmt: skip
     found = complete(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, recommend
+from fsdp_advisor.errors import MissingExtra
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.same_shapes import entry_of
 
@@ -106,3 +107,14 @@ def test_model_without_tapes_says_what_it_needs(tmp_path: Path, monkeypatch: pyt
     for row in report.estimates:
         assert row.fits is None and row.peak_tensor_bytes is None and row.states["parameters"] >= 0
         assert "recording it needs torch" in row.not_modelled[0]
+
+
+@pytest.mark.parametrize("options", [{"loss": "liger"}, {"loss": "liger", "find": "batch"}], ids=["plan", "sweep"])
+def test_a_recommendation_without_recordings_asks_for_torch_instead_of_saying_that_nothing_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("FSDP_ADVISOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "installed_versions", lambda: None)
+    with pytest.raises(MissingExtra, match="recording it needs torch") as error:
+        recommend(model="Qwen/Qwen3-8B", gpus=8, gpu="H100", **options)
+    assert "pip install" in str(error.value.hint)
