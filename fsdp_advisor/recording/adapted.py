@@ -116,7 +116,25 @@ class AdaptedSource(WrappedSource):
                 f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}",
                 hint="see the names in the model's modules; all-linear targets all linear layers but the head",
             ) from error
+        apply_every_module(adapted)
         return adapted.train()
+
+
+class _Never:
+    """A probability that no random number is below: a module with it is never left out."""
+
+    def __lt__(self, _: object) -> bool:
+        return True
+
+
+def apply_every_module(adapted: nn.Module) -> None:
+    """Let LoHa and LoKr apply all their modules. They draw for each whether it is left out, also if `module_dropout` is 0.
+
+    Source: peft 0.21, tuners/loha/layer.py and tuners/lokr/layer.py, `forward`.
+    """
+    for module in adapted.modules():
+        if isinstance(chances := getattr(module, "module_dropout", None), dict):
+            chances.update(dict.fromkeys(chances, _Never()))
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
