@@ -100,7 +100,7 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         case "deepspeed":
             return deepspeed_refusal(profile, plan)
         case "fsdp2":
-            return fsdp2_refusal(profile) or stepping_refusal(profile, plan)
+            return fsdp2_refusal(profile, plan) or stepping_refusal(profile, plan)
         case "ddp":
             return stepping_refusal(profile, plan)
         case _:

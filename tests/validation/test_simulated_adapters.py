@@ -6,6 +6,7 @@ Each is one steady step on rank 0 under fake tensors, equal to the byte in each 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ SHARING: tuple[dict[str, Any], ...] = (
 """Methods whose layers have matrices or buffers in common."""
 
 
+def _sharding(method: dict[str, Any]) -> Case:
+    """FSDP2 as the method can be trained with it: AdaLoRA reads its matrices after the forward."""
+    return ENGINES[3] if method["peft_type"] == "ADALORA" else ENGINES[2]
+
+
 def _flattens(case: Case) -> bool:
     """Whether FSDP1 can flatten the units: adapters are in fp32."""
     return case.get("backend") != "fsdp1" or not {"bf16", "bfloat16"} & {case.get("precision"), case.get("dtype")}
@@ -103,7 +109,7 @@ FEW: list[Case] = [
 ]  # fmt: skip
 MORE: list[Case] = [
     *_lora(),
-    *({"model": "llama", **e, "peft_config": json.dumps(m)} for m in METHODS for e in (ENGINES[0], ENGINES[2])),
+    *({"model": "llama", **e, "peft_config": json.dumps(m)} for m in METHODS for e in (ENGINES[0], _sharding(m))),
     *({"model": "llama", **ENGINES[0], "peft_config": json.dumps(m)} for m in SHARING),
     *({"model": "llama", **e, "freeze": p} for p in ("lm_head", "model.layers.[0-2]", "model.layers") for e in ENGINES),
     *({"model": "llama", **e, "use_peft": "true", "lora_modules_to_save": "lm_head"} for e in ENGINES),
@@ -136,3 +142,18 @@ def test_matrices_that_layers_share_count_once(tmp_path: Path) -> None:
     (plan,) = plans(sharded, seq_len=128)
     refused = model_refusal(profile, plan)
     assert refused is not None and "share" in refused.message
+
+
+def test_adalora_is_refused_where_fsdp2_shards_its_matrices_after_the_forward(tmp_path: Path) -> None:
+    case: Case = {
+        "model": "llama",
+        **ENGINES[2],
+        "peft_config": json.dumps({"peft_type": "ADALORA", "total_step": 100}),
+    }
+    request = make_request(options_of(CONFIGS, case, tmp_path))
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    (plan,) = plans(request, seq_len=128)
+    refused = model_refusal(profile, plan)
+    assert refused is not None and "AdaLoRA fails with FSDP2" in refused.message
+    assert model_refusal(profile, replace(plan, strategy="zero2")) is None

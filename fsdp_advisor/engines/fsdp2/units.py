@@ -151,8 +151,18 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
     return sum(parts, rest)
 
 
-def fsdp2_refusal(profile: Profile) -> UsageError | None:
-    """Why FSDP2 cannot train the model; None if it can. bitsandbytes reads an attribute of 8-bit weights that their shards lack."""
+def fsdp2_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why FSDP2 cannot train the model; None if it can.
+
+    bitsandbytes reads an attribute of 8-bit weights that their shards lack. After the forward, PEFT's AdaLoRA multiplies its matrices
+    with each other (peft 0.21, tuners/adalora/model.py, `forward`), which fails on shards.
+    """
+    adapts_rank = any(".lora_E." in p.name for unit, _ in profile.counted_units() for p in unit.parameters)
+    if adapts_rank and plan.reshards and plan.shard_degree > 1:
+        return UsageError(
+            "AdaLoRA fails with FSDP2 that shards its matrices again after the forward: PEFT reads them there",
+            hint="--strategy ddp or zero2, or LoRA: --use-peft",
+        )
     if not has_8_bit_weights(profile):
         return None
     return UsageError(
