@@ -25,7 +25,7 @@ def expert_notes(request: EstimateRequest, profile: Profile | None) -> list[str]
     """Notes on what the code for experts assumes, and on options about it that change nothing."""
     code = experts_code(profile, request.experts_implementation) if profile else None
     if code is None:
-        given = [name for name in ("experts_implementation", "expert_imbalance") if name in request.given]
+        given = [name for name in ("experts_implementation", "expert_imbalance") if name in request.changed]
         return [f"{name} is ignored: the model is not known to have routed experts" for name in given]
     if code != "eager":
         if request.expert_imbalance == 1.0:

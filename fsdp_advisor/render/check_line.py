@@ -7,6 +7,7 @@ from typing import Any
 from fsdp_advisor.comparison import best_row
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.render.sizes import Sizes
+from fsdp_advisor.render.view import why_unknown
 from fsdp_advisor.report import Report
 from fsdp_advisor.verdict import verdict_text
 
@@ -31,8 +32,10 @@ def check_result(report: Report) -> dict[str, Any]:
     )
     line = (
         f"{verdict}: {report.model_name}, {row.label} ({plan.backend}), {plan.world_size} x {report.gpu_name}{nodes}: "
-        f"{needs}{verdict_text(report, row, sizes.full)}"
+        f"{needs}{verdict_text(report, row, sizes.full).removeprefix('fits, ')}"
     )
+    if row.needed_bytes is None:
+        line += f" ({why_unknown(row)})"
     if omitted:
         line += f"; not modelled: {'; '.join(omitted)}"
     return {

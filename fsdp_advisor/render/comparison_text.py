@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_advisor.comparison import Comparison, Difference, Side
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.render.sizes import UNKNOWN, Sizes, format_rate
-from fsdp_advisor.render.view import model_text, report_view
+from fsdp_advisor.render.view import model_text, report_view, why_unknown
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.verdict import verdict_text
 
@@ -43,8 +43,10 @@ def answer(found: Comparison) -> str:
 def _fit(side: Side) -> str:
     report, row = side.report, side.row
     fits = {True: "fits", False: "does not fit", None: "may fit"}[row.fits]
-    needs = "an unknown peak" if row.needed_bytes is None else format_gib(row.needed_bytes)
-    return f"{fits} {report.gpu_name}: it needs {needs} of {format_gib(report.gpu_memory_bytes)}"
+    memory = format_gib(report.gpu_memory_bytes)
+    if row.needed_bytes is not None:
+        return f"{fits} {report.gpu_name}: it needs {format_gib(row.needed_bytes)} of {memory}"
+    return f"{fits} {report.gpu_name}, which has {memory}: {verdict_text(report, row)} ({why_unknown(row)})"
 
 
 def _columns(found: Comparison) -> Iterator[str]:

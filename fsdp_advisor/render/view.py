@@ -289,6 +289,11 @@ def omitted_effects(estimate: StrategyEstimate) -> list[str]:
     return [_KEYS.sub("", item) for item in estimate.not_modelled]
 
 
+def why_unknown(estimate: StrategyEstimate) -> str:
+    """Why a row has no peak: its step is not recorded, or a parameter count has none."""
+    return next(iter(omitted_effects(estimate)), "its step is not recorded")
+
+
 def _omissions(estimates: Sequence[StrategyEstimate]) -> tuple[Omission, ...]:
     """Effects missing from all rows first, then those missing from some."""
     labels: dict[str, list[str]] = {}
