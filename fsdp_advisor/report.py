@@ -304,6 +304,9 @@ class Rows(Sequence[StrategyEstimate]):
             self._made[plan] = self._estimate(plan)
         return self._made[plan]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Rows.of, (tuple(self),)  # another process gets rows that are estimated
+
     def __len__(self) -> int:
         return len(self.plans)
 

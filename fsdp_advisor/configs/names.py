@@ -114,7 +114,7 @@ def optimizer_called(name: str, arguments: Mapping[str, Any] | str | None = None
     ('paged_adamw_8bit', 'sgd_momentum', None)
     >>> optimizer_called("torch.optim.RMSprop"), optimizer_called("bitsandbytes.optim.RMSprop"), optimizer_called("RMSprop", {"centered": True})
     ('rmsprop', 'rmsprop_bnb_32bit', None)
-    >>> optimizer_of("CPUOffloadOptimizer"), optimizer_of("CPUOffloadOptimizer", {"optimizer_class": "torch.optim.SGD"})
+    >>> optimizer_called("CPUOffloadOptimizer"), optimizer_called("CPUOffloadOptimizer", {"optimizer_class": "torch.optim.SGD"})
     ('adamw_cpu_offload', None)
     """
     plain = name.rsplit(".", 1)[-1].lower()

@@ -55,6 +55,10 @@ class Simulated:
         return max(self.phase_peaks.values())
 
 
+READ_ON_THE_HOST = frozenset({"adafactor"})
+"""Optimizers whose step reads values of weights on the host. Source: torch 2.13, optim/_adafactor.py, `_single_tensor_adafactor`."""
+
+
 def check(plan: Plan) -> None:
     """Raises ModeUnavailable for a plan that cannot be simulated on a CPU."""
     if plan.offload != "none":
@@ -71,6 +75,11 @@ def check(plan: Plan) -> None:
         raise ModeUnavailable(
             "deepspeed cannot be simulated, only PyTorch's own engines can",
             hint="--mode measure runs DeepSpeed itself; --backend fsdp2, fsdp1 or ddp can be simulated",
+        )
+    if plan.optim in READ_ON_THE_HOST:
+        raise ModeUnavailable(
+            f"{plan.optim} cannot be simulated: it reads each weight's norm on the host, and fake tensors have no values",
+            hint="--mode rehearse, or measure on a machine with a GPU",
         )
     if plan.task != "sft":
         raise ModeUnavailable(

@@ -73,7 +73,7 @@ def test_the_peak_equals_that_of_pytorchs_own_step(recorder: Recorder, tape: Tap
 
 def test_a_flat_partition_counts_them(recorder: Recorder, tape: Tape) -> None:
     plan = replace(PLAN, backend="deepspeed")
-    assert "count" in gradient_warnings(recorder.profile, tape, plan)[0]
+    assert "the estimate contains these" in gradient_warnings(recorder.profile, tape, plan)[0]
     assert states_of(recorder.profile, plan).optimizer.exact > 8 * 4 * 64 * 512 / 2
 
 

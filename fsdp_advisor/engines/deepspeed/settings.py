@@ -45,13 +45,16 @@ def settings_for(hidden: int | None, plan: Plan) -> Settings:
 
 
 def hidden_size(profile: Profile) -> int | None:
-    """`config.hidden_size`, or the value of the key that the model's family uses for it."""
+    """`config.hidden_size`, or the value of the key that the model's family uses for it.
+
+    A configuration that has the defaults of its class lacks the key: then it is the width of the embedding.
+    """
     text = profile.config.get("text_config")
     for config in (profile.config, text if isinstance(text, dict) else {}):
         for key in ("hidden_size", "n_embd", "d_model", "n_embed"):
             if isinstance(value := config.get(key), int):
                 return value
-    return None
+    return next((p.shape[-1] for p in profile.root.parameters if p.role == "embedding"), None)
 
 
 def stage(plan: Plan) -> int:

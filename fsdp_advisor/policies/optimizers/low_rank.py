@@ -37,7 +37,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 FP32_BYTES = 4
 INFO_BYTES = 4
 """cuSOLVER reports its success in an int32."""
-_NOT_LINEAR = ("mlp.gate", "mixer.gate", "mlp.router", "block_sparse_moe.router")
+_NOT_LINEAR = ("mlp.gate", "feed_forward.gate", "mixer.gate", "mlp.router", "block_sparse_moe.router")
 """Routers of mixtures of experts. transformers 5.23 computes most of them without nn.Linear."""
 
 
