@@ -111,6 +111,10 @@ class NoSuchAttention(NotRecordable):
         super().__init__(f"{model} has no {attention} attention", hint="--attention eager works for every model")
 
 
+ADAPTERS_EXTRA = "torch,adapters"
+"""What installs PEFT and bitsandbytes."""
+
+
 class MissingExtra(AdvisorError):
     """The request needs torch, transformers or another optional package, which is not installed."""
 

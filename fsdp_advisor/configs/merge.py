@@ -111,8 +111,8 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
 def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[str] = ()) -> Configuration:
     """Merge the given options with those of the files. Given options win.
 
-    A given strategy or backend replaces both of the files; their backend is kept if it has the given strategy. Options in `searched` are not taken from the files,
-    because a search finds them; the files' global batch size is kept instead.
+    A given strategy or backend replaces both of the files; their backend is kept if it has the given strategy. Options in
+    `searched` are not taken from the files, because a search finds them; the files' global batch size is kept instead.
     """
     options = dict(found.options)
     if {"strategy", "backend"} & set(given):

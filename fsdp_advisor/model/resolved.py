@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fsdp_advisor.errors import (
+    ADAPTERS_EXTRA,
     AdvisorError,
     ErrorPayload,
     NotPolynomial,
@@ -219,7 +220,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
             )
         with RECORDER_LOCK:
             profile = recorder_for(
-                config, model.name, task, f"{model.name} {what} is not recorded yet", extra="torch,adapters"
+                config, model.name, task, f"{model.name} {what} is not recorded yet", extra=ADAPTERS_EXTRA
             ).profile
     return replace(
         model,

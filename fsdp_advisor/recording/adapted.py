@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_advisor.errors import MissingExtra, UsageError
+from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
 from fsdp_advisor.recording.checkpointing import arguments
 from fsdp_advisor.recording.packed import adapter_layers, pack
-from fsdp_advisor.recording.quantized import INSTALL, prepare_for_training, quantize
+from fsdp_advisor.recording.quantized import prepare_for_training, quantize
 from fsdp_advisor.recording.source import Source, WrappedSource
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
@@ -101,7 +101,7 @@ class AdaptedSource(WrappedSource):
         try:
             import peft
         except ImportError as error:
-            raise MissingExtra(f"{self.name}: recording adapters needs peft", hint=INSTALL) from error
+            raise MissingExtra(f"{self.name}: recording adapters needs peft", extra=ADAPTERS_EXTRA) from error
         values = dict(self._adaptation.peft)
         try:
             kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(str(values.pop("peft_type")).upper())]

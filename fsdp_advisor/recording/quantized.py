@@ -30,10 +30,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fsdp_advisor.errors import MissingExtra
+from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra
 from fsdp_advisor.model.quantization import Quantization
 
-INSTALL = "in a checkout of fsdp-advisor, run: pip install '.[torch,adapters]'"
 """The hint where a package that adapts models is missing."""
 PACKED = ("Params4bit", "Int8Params")
 """bitsandbytes' classes of quantized parameters."""
@@ -240,7 +239,7 @@ def _bitsandbytes() -> Any:
     except ImportError as error:
         raise MissingExtra(
             "recording a quantized base needs bitsandbytes",
-            hint=INSTALL,
+            extra=ADAPTERS_EXTRA,
         ) from error
     # its warning about each cast of an input
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
