@@ -133,8 +133,9 @@ class StrategyEstimate:
     def needed_breakdown(self) -> dict[str, int] | None:
         """The parts of `needed_bytes`: tensors alive at the peak by account, then NON_TENSOR_PARTS. None if no peak is known.
 
-        `loading_or_saving` is what loading or saving needs beyond the step, `evaluation` what evaluation does. `vllm` is only there if vLLM runs on the same GPU; if it sleeps
-        during the step, it is what the phase in which it generates needs beyond the step.
+        `loading_or_saving` is what loading or saving needs beyond the step, `evaluation` what evaluation does. `vllm`
+        is only there if vLLM runs on the same GPU; if it sleeps during the step, it is what the phase in which it
+        generates needs beyond the step.
         """
         if self.at_peak is None or self.allocator is None or self.overhead is None or self.needed_bytes is None:
             return None

@@ -73,7 +73,8 @@ def catalog_zip(recorded: Profile, tmp_path_factory: pytest.TempPathFactory) -> 
     shipped = {SHIPPED.name: recorded.tapes[SHIPPED.name]}
     row = {
         "id": recorded.name, "aliases": ["tiny", "tiny-org/Tiny-Llama-chat"], "task": recorded.task,
-        "parameters": PARAMETERS, "max_seq_len": 256, "model_type": "llama", "source": "this test", "member": "tiny.profile", "experts": None,
+        "parameters": PARAMETERS, "max_seq_len": 256, "model_type": "llama", "source": "this test", "member": "tiny.profile",
+        "experts": None,
     }  # fmt: skip
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("tiny.profile", dump(with_tapes(recorded, shipped), small=True))

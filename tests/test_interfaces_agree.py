@@ -52,7 +52,11 @@ def test_interfaces_agree(
             assert shown.states_bytes == sum(row["states"].values()), job
             rate = row["tokens_per_second_per_gpu"]
             per_item = report.seq_len if report_view(report).throughput_unit == "images/s" else 1
-            assert shown.throughput is None if rate is None else shown.throughput == pytest.approx(rate / per_item, rel=1e-3, abs=0.06), job  # fmt: skip
+            assert (
+                shown.throughput is None
+                if rate is None
+                else shown.throughput == pytest.approx(rate / per_item, rel=1e-3, abs=0.06)
+            ), job
 
 
 def test_text_and_markdown_show_the_figures_of_the_view() -> None:

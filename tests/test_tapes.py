@@ -93,7 +93,8 @@ def test_names_of_shipped_tapes_are_those_of_their_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"loss": "trl", "ignored_labels": 0.4}, {"task": "grpo", "generates": True, "generated": 2}, {"at": (3, 128), "wrap": "every:2"}]
+    "changes", [{"loss": "trl", "ignored_labels": 0.4}, {"task": "grpo", "generates": True, "generated": 2},
+        {"at": (3, 128), "wrap": "every:2"}]
 )  # fmt: skip
 def test_a_key_is_made_from_its_name(changes: dict[str, Any]) -> None:
     key = replace(SDPA, **changes)

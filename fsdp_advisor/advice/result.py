@@ -140,7 +140,8 @@ class Recommendation:
 _KEYS = (
     "strategy", "backend", "offload", "offload_device", "loss", "activation_checkpointing", "activation_offload", "micro_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "seq_len", "gpus", "nnodes", "gpu", "fits", "needed_bytes",
-    "available_bytes", "runs_in_available", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node", "step_seconds", "tokens_per_second_per_gpu",
+    "available_bytes", "runs_in_available", "peak_reserved_bytes", "peak_device_bytes", "environment", "host_bytes_per_node",
+    "step_seconds", "tokens_per_second_per_gpu",
     "samples_per_second_per_gpu",
 )  # fmt: skip
 

@@ -156,8 +156,9 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
     """Every choice that the request leaves open on `gpus` ranks, the simplest first.
 
     Left out unless the request names them: HSDP on one node, which equals ZeRO-3; sharding on one GPU, which shards nothing,
-    without offload; FSDP1 unless FSDP2 cannot step the optimizer, because `auto` means FSDP2; NVMe without a limit on host memory, because it needs as much of the GPU as offload to the CPU. Also left out is whatever the
-    framework cannot do.
+    without offload; FSDP1 unless FSDP2 cannot step the optimizer, because `auto` means FSDP2; NVMe without a limit on
+    host memory, because it needs as much of the GPU as offload to the CPU. Also left out is whatever the framework
+    cannot do.
     """
     return tuple(
         sorted(

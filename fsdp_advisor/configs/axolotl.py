@@ -19,7 +19,9 @@ _TOPICS = {
     "kernels of adapters": ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"),
     "quantized weights": ("gptq", "qat", "quantization"),
     "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
-    "some of Liger's kernels without the others": ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
+    "some of Liger's kernels without the others": (
+        "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy",
+    ),
     "plugins": ("plugins",),
     "tensor and context parallelism": ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     "torch.compile": ("torch_compile",),

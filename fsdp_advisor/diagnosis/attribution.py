@@ -25,7 +25,9 @@ _MANY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """A trace with what was found out about it. `freed`: see `replay.lifetimes`. `failed`: the moment is an out-of-memory error, not a peak.
+    """A trace with what was found out about it.
+
+    `freed`: see `replay.lifetimes`. `failed`: the moment is an out-of-memory error, not a peak.
 
     After an error Python frees what it unwinds, so how long a tensor lived says nothing.
     """

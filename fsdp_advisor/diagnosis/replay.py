@@ -32,7 +32,11 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A live storage. `event`: the number of its allocation in the trace, None if it is not there. `freed`: of its free, NEVER without one."""
+    """A live storage.
+
+    `event`: the number of its allocation in the trace, None if it is not there. `freed`: of its free, NEVER without
+    one.
+    """
 
     n_bytes: int
     stack: int

@@ -1,4 +1,6 @@
-"""Host memory that offload and paged optimizers keep from step to step. `loading` and `saving` count the temporary memory of their methods."""
+"""Host memory that offload and paged optimizers keep from step to step.
+
+`loading` and `saving` count the temporary memory of their methods."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ class PhasePeak:
 class JobPeaks:
     """Peaks of a job's phases, the load and save methods assumed for them, and all methods of the plan's backend.
 
-    `merge`: how adapters are merged after training, None if there are none to merge; `merge_peak` is its peak. `fails`: the first phase that certainly does not fit, None if there is none.
+    `merge`: how adapters are merged after training, None if there are none to merge; `merge_peak` is its peak. `fails`:
+    the first phase that certainly does not fit, None if there is none.
     """
 
     phases: Mapping[str, PhasePeak]
@@ -80,7 +81,9 @@ class JobPeaks:
         return (self.phases[name].gpu_bytes or 0) if name in self.phases else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON's `job_peaks`: GPU and host bytes by phase; for loading, saving and merging also the method, for the last two the files."""
+        """The JSON's `job_peaks`: GPU and host bytes by phase; for loading, saving and merging also the method, for the
+        last two the files.
+        """
         result: dict[str, Any] = {
             name: {"gpu_bytes": peak.gpu_bytes, "host_bytes_per_node": peak.host_bytes_per_node}
             for name, peak in self.phases.items()
@@ -119,7 +122,8 @@ def job_peaks(
     """Peaks of the phases of `plan` on `gpu`.
 
     `phase_peaks`: tensor bytes of forward, backward and optimizer in a steady step, None if unknown. `tape_phase_peaks`: the same by
-    phase of the tape. `evaluation_bytes`: the peak of evaluation, None if it is unknown. `host_memory_bytes`: memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
+    phase of the tape. `evaluation_bytes`: the peak of evaluation, None if it is unknown. `host_memory_bytes`: memory of
+    one node, None if unlimited. The job saves between two steps, while its states stay in memory.
     """
     available = gpu.memory_bytes - overhead.middle_bytes
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)

@@ -35,7 +35,8 @@ def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ..
     what = f"{count} no gradient in this step, such as {next(iter(names))}"
     if plan.backend == "ddp" and plan.world_size > 1:
         return (
-            f"{what}: DDP fails in the second step unless find_unused_parameters is True or they are frozen (--freeze); the estimate contains them",
+            f"{what}: DDP fails in the second step unless find_unused_parameters is True or they are frozen (--freeze); the"
+            " estimate contains them",
         )
     if plan.backend == "deepspeed":
         return (

@@ -46,7 +46,9 @@ def _gathered(profile: Profile, plan: Plan) -> int:
 
 
 def handover_bytes(profile: Profile, plan: Plan) -> int:
-    """Bytes that are gathered at once to give vLLM the weights: one parameter, or FSDP1's unit; with adapters and ZeRO-3 the whole model."""
+    """Bytes that are gathered at once to give vLLM the weights: one parameter, or FSDP1's unit; with adapters and
+    ZeRO-3 the whole model.
+    """
 
     def stored(parameter: Parameter) -> int:
         return parameter.elements * stored_bytes(plan, parameter)

@@ -17,7 +17,8 @@ UNTRUNCATED_NOTE = "TRL truncates no sequence of a padding-free batch: those of 
 
 def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False, images: bool = False) -> str | None:
     """Why a consumer cannot make the batches. `packs`: whether it packs whole sequences into rows; `padding_free`: whether it makes
-    padding-free batches of sequences that are not packed; `images`: whether its data are the user's, so that they may have images. Rows that sequences are cut to are full rows for every consumer.
+    padding-free batches of sequences that are not packed; `images`: whether its data are the user's, so that they may
+    have images. Rows that sequences are cut to are full rows for every consumer.
     """
     if job.plan.images is not None and not images:
         return "its data are random text, without images"

@@ -1,7 +1,7 @@
 """DeepSpeed's JSON configuration: the batch, the buckets and offload that the estimate assumes.
 
-Every value is a number, never "auto", apart from what only the Trainer's arguments say. If accelerate or the Trainer trains, the bucket sizes are those that they fill in
-for "auto".
+Every value is a number, never "auto", apart from what only the Trainer's arguments say. If accelerate or the Trainer
+trains, the bucket sizes are those that they fill in for "auto".
 
 Source: deepspeed/runtime/config.py, zero/config.py, zero/offload_config.py, precision_config.py (0.19.8).
 """

@@ -1,6 +1,7 @@
 """Losses without whole logits, and Liger's other kernels, as the exported files name them.
 
-Source: transformers 5.23, training_args.py (`liger_kernel_config`); liger-kernel 0.8.5, transformers/monkey_patch.py; axolotl 0.18.0, integrations/{liger,cut_cross_entropy}/args.py.
+Source: transformers 5.23, training_args.py (`liger_kernel_config`); liger-kernel 0.8.5, transformers/monkey_patch.py;
+axolotl 0.18.0, integrations/{liger,cut_cross_entropy}/args.py.
 """
 
 from __future__ import annotations

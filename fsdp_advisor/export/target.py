@@ -31,8 +31,8 @@ class Target:
     """A consumer: its name, its file, which jobs it supports, and the function that writes the file.
 
     - `checked`: the packages whose versions the header names.
-    - `unsupported(job)`: why the consumer cannot train the job with an unpacked base, as the end of the sentence "NAME cannot do this: ..."; None
-      if it can.
+    - `unsupported(job)`: why the consumer cannot train the job with an unpacked base, as the end of the sentence "NAME
+      cannot do this: ..."; None if it can.
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.

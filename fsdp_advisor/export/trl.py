@@ -1,6 +1,7 @@
 """A configuration of TRL's script for the plan's task: the settings of the plan, and an example data set to replace.
 
-Source: TRL 1.16.0, scripts/{sft,dpo,kto,reward,grpo}.py, scripts/utils.py (`TrlParser`), trainer/{sft,dpo,kto,reward,grpo,base,model}_config.py.
+Source: TRL 1.16.0, scripts/{sft,dpo,kto,reward,grpo}.py, scripts/utils.py (`TrlParser`),
+trainer/{sft,dpo,kto,reward,grpo,base,model}_config.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from fsdp_advisor.job.plan import Plan
 
 DATASET_NOTE = "dataset_name is an example: replace it with your own"
 LOSS_NOTE = "TRL computes the loss without all logits at once, so it needs less memory than predicted; the framework trl predicts it"
-QUANTIZED_NOTE = "TRL keeps adapters on a quantized base in bf16 and does not store the other weights in fp32, so it needs less memory than predicted"
+QUANTIZED_NOTE = (
+    "TRL keeps adapters on a quantized base in bf16 and does not store the other weights in fp32, so it needs less"
+    " memory than predicted"
+)
 
 
 _DATA_SETS: dict[TrainingTask, str] = {

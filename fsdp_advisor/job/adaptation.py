@@ -55,8 +55,9 @@ class Adaptation:
 
     `peft`: the values of PEFT's adapter_config.json; empty for a model without adapters. `freeze`: patterns of the names of
     parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig, or of the GPTQConfig or
-    AwqConfig of a packed checkpoint; empty for a base in its own dtype. `prepared`: whether PEFT's `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the
-    rest keeps its dtype, and adapters but for DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`.
+    AwqConfig of a packed checkpoint; empty for a base in its own dtype. `prepared`: whether PEFT's
+    `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the rest keeps its dtype,
+    and adapters but for DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`.
     `checkpoint_every`: N if one of N layers is checkpointed, which then is a layer of another kind; 0 if all or none are.
     `own_model`: the framework that trains its own class instead of that of transformers. `reward_head`: whether the model makes one
     number of each sequence, as transformers' sequence classification with one label, instead of logits of a vocabulary.

@@ -234,7 +234,8 @@ def _check_torchtitan(plan: Plan) -> None:
         return
     if plan.loss_code == "torchtitan" and plan.seq_len % TORCHTITAN_CHUNKS:
         raise UsageError(
-            f"torchtitan divides each sequence into {TORCHTITAN_CHUNKS} equal chunks for the loss, and {plan.seq_len} is not a multiple of {TORCHTITAN_CHUNKS}",
+            f"torchtitan divides each sequence into {TORCHTITAN_CHUNKS} equal chunks for the loss, and {plan.seq_len} is not"
+            f" a multiple of {TORCHTITAN_CHUNKS}",
             hint=f"--seq-len {plan.seq_len - plan.seq_len % TORCHTITAN_CHUNKS}, or --loss full",
         )
     if plan.checkpointing == "every" or plan.activation_offload:
@@ -313,7 +314,8 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
 
 
 _OF_THE_REQUEST = (
-    "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap", "forward_prefetch", "reshard_after_forward",
+    "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
+    "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
     "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile",
 )  # fmt: skip

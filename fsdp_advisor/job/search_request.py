@@ -55,8 +55,8 @@ class RecommendRequest(EstimateRequest):
     method: Annotated[
         TrainingMethod,
         Rule(
-            about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA, and recommends the first "
-            "that fits",
+            about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA,"
+            " and recommends the first that fits",
             group="Search",
         ),
     ] = "fixed"

@@ -69,8 +69,9 @@ def connection_bytes() -> int:
 
 
 NETWORK_CONNECTION_BYTES = 2 * 10 * _MIB
-"""Bytes of a connection across nodes: both ends keep all three buffers (on the GPU with GPUDirect RDMA). Source: NCCL 2.30 src/transport/net.cc,
-sendProxyConnect, recvProxyConnect."""
+"""Bytes of a connection across nodes: both ends keep all three buffers (on the GPU with GPUDirect RDMA).
+
+Source: NCCL 2.30 src/transport/net.cc, sendProxyConnect, recvProxyConnect."""
 NVLINK_CHANNELS = {"volta": (6, 12), "ampere": (8, 24), "hopper": (16, 32), "blackwell": (16, 32)}
 """Channels of a communicator over NVLink. Source: logs in NVIDIA/nccl#713 (V100: 6 rings, doubled), NVIDIA/nccl-tests#100
 (A100: 24), NVIDIA/nccl#892 (H800: 16), #1685 (H100: 32)."""

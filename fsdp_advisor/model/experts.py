@@ -7,8 +7,9 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.profile import Profile
 
 LOOPS = frozenset({"dbrx", "jetmoe", "longcat_flash", "step3p7"})
-"""Types of models whose only code for experts is a loop over those that tokens choose. Source: transformers 5.23, their modeling files, which do
-not use integrations/moe.py."""
+"""Types of models whose only code for experts is a loop over those that tokens choose.
+
+Source: transformers 5.23, their modeling files, which do not use integrations/moe.py."""
 
 
 def code_of(model_type: object, wanted: ExpertsImplementation) -> ExpertsImplementation:
@@ -31,8 +32,8 @@ def expert_notes(request: EstimateRequest, profile: Profile | None) -> list[str]
         if request.expert_imbalance == 1.0:
             return []
         return [
-            f"expert_imbalance changes no figure: the tensors of {code} have a row for each pair of a token and an expert, whichever experts"
-            " tokens choose"
+            f"expert_imbalance changes no figure: the tensors of {code} have a row for each pair of a token and an expert,"
+            " whichever experts tokens choose"
         ]
     if request.expert_imbalance == 1.0:
         return [

@@ -49,6 +49,6 @@ def liger_notes(*, has_kernels: bool) -> list[str]:
     if not has_kernels:
         return []
     return [
-        f"Liger {LIGER_VERSION}'s kernels run on GPUs alone: simulated_peak_bytes has transformers' own code for all but the loss; the other"
-        " figures have the kernels"
+        f"Liger {LIGER_VERSION}'s kernels run on GPUs alone: simulated_peak_bytes has transformers' own code for all but the"
+        " loss; the other figures have the kernels"
     ]

@@ -34,7 +34,8 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     """The model that `name` means.
 
     Tries, in this order: an id or alias of the catalog; a file or directory on disk (if `allow_paths`); a bare parameter count;
-    an id of the catalog without its owner, or some of its words, if only one model is named so; the hub (if `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
+    an id of the catalog without its owner, or some of its words, if only one model is named so; the hub (if
+    `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
     Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
     """
     wanted = name.strip()

@@ -36,7 +36,9 @@ TapeCompile = Literal["none", "layer", "layer-ddp"]
 
 @dataclass(frozen=True, order=True)
 class TapeKey:
-    """What decides which code a recorded step runs. Plans with equal keys share a tape. Raises ValueError for flash_attention_2 on a CPU."""
+    """What decides which code a recorded step runs.
+
+    Plans with equal keys share a tape. Raises ValueError for flash_attention_2 on a CPU."""
 
     engine: TapeEngine
     precision: TapePrecision

@@ -1,8 +1,8 @@
 """The instructions of a step program.
 
 Instructions on memory (`Alloc`, `Free`, `Reclassify`, `DropBatch`, `DropLoss`, `HostWait`, `CreateStates`) are read by live
-memory and by the caching allocator; instructions on time (`AllGather`, `ReduceScatter`, `AllReduce`, `HostTransfer`, `Copy`, `PythonHooks`, `OptimizerStep`)
-by the timeline; `Compute` by all three.
+memory and by the caching allocator; instructions on time (`AllGather`, `ReduceScatter`, `AllReduce`, `HostTransfer`,
+`Copy`, `PythonHooks`, `OptimizerStep`) by the timeline; `Compute` by all three.
 """
 
 from __future__ import annotations

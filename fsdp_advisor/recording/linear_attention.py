@@ -175,8 +175,8 @@ class _Size:
     def flops(
         self, *, key_by_value: int = 0, chunk_by_key: int = 0, chunk_by_value: int = 0, chunk_by_chunk: int = 0
     ) -> int:
-        """FLOPs of this many matrix products of each kind over all tokens and heads: per token and head 2 K V, 2 C K, 2 C V and 2 C C. They are
-        the calls of `tl.dot` in the kernels; masked halves of a chunk's matrix count too.
+        """FLOPs of this many matrix products of each kind over all tokens and heads: per token and head 2 K V, 2 C K, 2
+        C V and 2 C C. They are the calls of `tl.dot` in the kernels; masked halves of a chunk's matrix count too.
         """
         c, k, v = CHUNK, self.k, self.v
         per_token = key_by_value * k * v + chunk_by_key * c * k + chunk_by_value * c * v + chunk_by_chunk * c * c

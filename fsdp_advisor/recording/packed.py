@@ -100,7 +100,14 @@ class _AwqProduct(torch.autograd.Function):
     """`AwqGemmFn` of more than 1,024 rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        qweight: torch.Tensor,
+        qzeros: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
         ctx.save_for_backward(qweight, qzeros, scales)
         ctx.shape = x.shape
         weight = _dequantized(qweight, qzeros, scales, x.shape[-1])

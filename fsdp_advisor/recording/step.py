@@ -151,7 +151,9 @@ class Step:
         return take
 
     def _offloading(self) -> contextlib.AbstractContextManager[None]:
-        """Context that keeps saved tensors in host memory, as the key says. TRL knows the weights before an engine gathers or casts them."""
+        """Context that keeps saved tensors in host memory, as the key says.
+
+        TRL knows the weights before an engine gathers or casts them."""
         known = self._model.parameters() if self._key.engine.startswith("plain") else ()
         return offloading(self._key.activation_offload, known)
 

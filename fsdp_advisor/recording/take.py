@@ -93,7 +93,9 @@ def operators(works: list[Work]) -> int:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Polynomials of all storages in order of birth, of the columns of sums' workspaces, of copies to and from the host, and of `Take.works`."""
+    """Polynomials of all storages in order of birth, of the columns of sums' workspaces, of copies to and from the
+    host, and of `Take.works`.
+    """
 
     storages: tuple[Quantity, ...]
     columns: tuple[Quantity, ...]

@@ -135,8 +135,9 @@ def matmul_s_per_flop(
 ) -> tuple[float, float]:
     """Seconds per FLOP of a unit's matrix products in forward and in backward, over the shapes of its weights.
 
-    Backward has two products per weight: (M, N) x (N, K) for the input and, if the weight is trained, (N, M) x (M, K) for it. If a token uses
-    several experts, or an expert sees few tokens, the experts' rows are scaled to match the recorded work.
+    Backward has two products per weight: (M, N) x (N, K) for the input and, if the weight is trained, (N, M) x (M, K)
+    for it. If a token uses several experts, or an expert sees few tokens, the experts' rows are scaled to match the
+    recorded work.
     """
     products = products_of(unit, is_root)
     if not products.shapes or not recorded_flops:

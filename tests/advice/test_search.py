@@ -54,7 +54,10 @@ def test_lower_bound_is_that_of_the_gpus_attention_kernel() -> None:
         search = search_of(**job, gpu=gpu, activation_checkpointing="none", offload="none")
         (choice,) = search.choices
         plan = search.plan(choice, 2)
-        assert tensor_bytes(search.evaluator.model, plan, search.evaluator.gpu) == search.candidate(choice, 2).estimate.peak_tensor_bytes  # fmt: skip
+        assert (
+            tensor_bytes(search.evaluator.model, plan, search.evaluator.gpu)
+            == search.candidate(choice, 2).estimate.peak_tensor_bytes
+        )
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -65,7 +68,12 @@ def test_no_feasible_plan_is_clearly_faster_than_the_winner(name: str) -> None:
     for choice, largest in search.max_micro_batches.items():
         for size in (size for size in search.batches.sizes if size <= largest):
             plan = search.plan(choice, size)
-            rate = size * plan.gradient_accumulation_steps * plan.seq_len / clock(search.evaluator.model, plan, search.evaluator.gpu)  # fmt: skip
+            rate = (
+                size
+                * plan.gradient_accumulation_steps
+                * plan.seq_len
+                / clock(search.evaluator.model, plan, search.evaluator.gpu)
+            )
             if rate > (1 + 2 * SPEED_RESOLUTION) * winner.tokens_per_second_per_gpu:
                 assert not search.candidate(choice, size).fits
 

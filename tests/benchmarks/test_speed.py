@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, with_all_cases]
 
 COLD = {
     "cold libraries": ["-c", "import pydantic, typer, rich"],
-    "cold estimate": ["-m", "fsdp_advisor", "estimate", "--json", "-q", "--gpu", "H100", "--gpus", "4", "--model", "meta-llama/Llama-2-7b-hf"],
+    "cold estimate": ["-m", "fsdp_advisor", "estimate", "--json", "-q", "--gpu", "H100", "--gpus", "4", "--model",
+        "meta-llama/Llama-2-7b-hf"],
 }  # fmt: skip
 
 

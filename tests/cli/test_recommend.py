@@ -145,10 +145,15 @@ BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
         "micro-batch 2 x accumulation 4 x world 8 = 64, not 128",
         "gradient_accumulation_steps 8 makes it 128",
     ),
-    "a margin above the whole": (("--margin", "120%"), "margin must be less than 1, not 120%", "it is the fraction of the GPU's memory to leave free, as 0.08 or 8%"),
-    "no number of tokens": (("--tokens", "many"), "tokens must be a value such as 10e9 or 10B, not many", "it is the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours"),
-    "nothing to find": (("--find", "meaning"), "find must be gpus, batch, sequence or gpu-type, not meaning", "it is the quantity to optimize: the largest micro-batch (batch) or sequence that fits, the fewest GPUs (at most --gpus if that is above 1), or the smallest GPU (gpu-type)"),
-    "a strategy that no such backend has": (("--strategy", "zero1", "--backend", "fsdp2"), "backend fsdp2 has no strategy zero1", "strategy zero1: deepspeed"),
+    "a margin above the whole": (("--margin", "120%"), "margin must be less than 1, not 120%",
+        "it is the fraction of the GPU's memory to leave free, as 0.08 or 8%"),
+    "no number of tokens": (("--tokens", "many"), "tokens must be a value such as 10e9 or 10B, not many",
+        "it is the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours"),
+    "nothing to find": (("--find", "meaning"), "find must be gpus, batch, sequence or gpu-type, not meaning",
+        "it is the quantity to optimize: the largest micro-batch (batch) or sequence that fits,"
+        " the fewest GPUs (at most --gpus if that is above 1), or the smallest GPU (gpu-type)"),
+    "a strategy that no such backend has": (("--strategy", "zero1", "--backend", "fsdp2"),
+        "backend fsdp2 has no strategy zero1", "strategy zero1: deepspeed"),
 }  # fmt: skip
 
 

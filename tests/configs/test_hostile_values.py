@@ -44,8 +44,11 @@ def test_any_values_are_read_or_refused_and_every_key_is_accounted_for(keys: dic
     assert all(isinstance(keys.get(key), dict) for key in missing), "only a section's own name may be left out"
 
 
+WORDS = r"torchrun accelerate launch train.py -m --nnodes $X ${Y:-2} 2 ' --fsdp trl sft = deepspeed A=1 #"
+
+
 @settings(max_examples=examples(300), deadline=None)
-@given(st.lists(st.sampled_from(["torchrun", "accelerate", "launch", "train.py", "-m", "--nnodes", "$X", "${Y:-2}", "2", "'", "\\\n", "--fsdp", "trl", "sft", "=", "deepspeed", "\n", "A=1", "#"]), max_size=12))  # fmt: skip
+@given(st.lists(st.sampled_from([*WORDS.split(), "\\\n", "\n"]), max_size=12))
 def test_any_command_line_is_read_or_refused(words: list[str]) -> None:
     try:
         assert from_texts({"run.sh": " ".join(words)}).readings

@@ -167,9 +167,12 @@ def test_llama_factory_with_its_deepspeed_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("args.yaml", "per_device_train_batch_size: 1\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: VALUE}"),
-        ("args.yaml", "per_device_train_batch_size: 1\nactivation_checkpointing: true\nactivation_checkpointing_kwargs: {use_reentrant: VALUE}"),
-        ("axolotl.yaml", "base_model: a/b\nmicro_batch_size: 1\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: VALUE}"),
+        ("args.yaml", "per_device_train_batch_size: 1\ngradient_checkpointing: true\n"
+            "gradient_checkpointing_kwargs: {use_reentrant: VALUE}"),
+        ("args.yaml", "per_device_train_batch_size: 1\nactivation_checkpointing: true\n"
+            "activation_checkpointing_kwargs: {use_reentrant: VALUE}"),
+        ("axolotl.yaml", "base_model: a/b\nmicro_batch_size: 1\ngradient_checkpointing: true\n"
+            "gradient_checkpointing_kwargs: {use_reentrant: VALUE}"),
         ("factory.yaml", "stage: sft\nfinetuning_type: full\ncutoff_len: 512\nuse_reentrant_gc: VALUE"),
     ],
 )  # fmt: skip
@@ -269,13 +272,18 @@ def test_trainer_through_accelerate_in_a_launch_script() -> None:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("torchrun --nnodes 2 --nproc-per-node=8 train.py --bf16 --per_device_train_batch_size 2", {"gpus": 16, "nnodes": 2, "strategy": "ddp", "micro_batch_size": 2}),
+        ("torchrun --nnodes 2 --nproc-per-node=8 train.py --bf16 --per_device_train_batch_size 2",
+            {"gpus": 16, "nnodes": 2, "strategy": "ddp", "micro_batch_size": 2}),
         ("torchrun --standalone --nproc_per_node 4 -m train --fp16 --output_dir x", {"gpus": 4, "precision": "fp16-mixed"}),
         ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", {"gpus": 8, "strategy": "zero1", "framework": "deepspeed"}),
-        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --mixed_precision bf16 train.py --steps 3", {"gpus": 8, "strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed"}),
-        ("srun torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b --training.seq_len 4096 --parallelism.tensor_parallel_degree 2", {"seq_len": 4096, "gpus": 8, "strategy": "zero3"}),
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --mixed_precision bf16 train.py --steps 3",
+            {"gpus": 8, "strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed"}),
+        ("srun torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b"
+            " --training.seq_len 4096 --parallelism.tensor_parallel_degree 2",
+            {"seq_len": 4096, "gpus": 8, "strategy": "zero3"}),
         ("trl dpo --model_name_or_path gpt2 --max_length 512 --beta 0.1", {"seq_len": 512, "model": "gpt2", "task": "dpo"}),
-        ("CUDA_VISIBLE_DEVICES=0,1 python train.py --model_name_or_path gpt2 --optim sgd --optim_args momentum=0.9", {"optim": "sgd_momentum"}),
+        ("CUDA_VISIBLE_DEVICES=0,1 python train.py --model_name_or_path gpt2 --optim sgd --optim_args momentum=0.9",
+            {"optim": "sgd_momentum"}),
         ("python train.py --model_name_or_path gpt2 --optim rmsprop --optim_args alpha=0.9", {"optim": "rmsprop"}),
     ],
 )  # fmt: skip
@@ -457,7 +465,8 @@ def test_arguments_in_a_python_script() -> None:
     found = read(
         "train.py",
         """
-        args = SFTConfig(output_dir="x", per_device_train_batch_size=4, max_length=2048, bf16=True, gradient_checkpointing=False, packing=flags.packing())
+        args = SFTConfig(output_dir="x", per_device_train_batch_size=4, max_length=2048, bf16=True,
+                         gradient_checkpointing=False, packing=flags.packing())
         model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
         """,
     )
@@ -542,9 +551,11 @@ def test_a_task_that_is_not_modelled_is_reported() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("grpo.yaml", "model_name_or_path: gpt2\nnum_generations: 4\nmax_completion_length: 256\nbeta: 0.04\nuse_vllm: true\nvllm_mode: colocate\n"),
+        ("grpo.yaml", "model_name_or_path: gpt2\nnum_generations: 4\nmax_completion_length: 256\n"
+            "beta: 0.04\nuse_vllm: true\nvllm_mode: colocate\n"),
         ("run.sh", "trl grpo --model_name_or_path gpt2 --num_generations 4 --max_completion_length 256 --beta 0.04 --use_vllm\n"),
-        ("train.py", "from trl import GRPOConfig\na = GRPOConfig(num_generations=4, max_completion_length=256, beta=0.04, use_vllm=True)\n"),
+        ("train.py", "from trl import GRPOConfig\n"
+            "a = GRPOConfig(num_generations=4, max_completion_length=256, beta=0.04, use_vllm=True)\n"),
     ],
 )  # fmt: skip
 def test_grpo_is_read(name: str, text: str) -> None:

@@ -60,7 +60,11 @@ def test_a_bundle_reads_back_as_its_plan(target: str, name: str, tmp_path: Path)
     if target == "trl":  # it has one loss
         left.pop("loss_code")
     assert left == {}
-    expected = {TARGETS[target].framework, of.plan.framework} if target in ("torchrun", "sbatch", "deepspeed", "deepspeed-launch") else {TARGETS[target].framework}  # fmt: skip
+    expected = (
+        {TARGETS[target].framework, of.plan.framework}
+        if target in ("torchrun", "sbatch", "deepspeed", "deepspeed-launch")
+        else {TARGETS[target].framework}
+    )
     assert read.framework in expected | (
         {"deepspeed"} if "deepspeed" in target or read.backend == "deepspeed" else set()
     )
@@ -126,7 +130,16 @@ def test_a_given_strategy_keeps_the_backend_of_the_file_if_it_has_it(strategy: s
 
 
 def test_a_search_keeps_the_global_batch_size_of_the_files() -> None:
-    text = yaml.safe_dump({"base_model": "gpt2", "micro_batch_size": 2, "gradient_accumulation_steps": 4, "fsdp_version": 2, "dp_shard_size": 8, "fsdp_config": {"reshard_after_forward": True}})  # fmt: skip
+    text = yaml.safe_dump(
+        {
+            "base_model": "gpt2",
+            "micro_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "fsdp_version": 2,
+            "dp_shard_size": 8,
+            "fsdp_config": {"reshard_after_forward": True},
+        }
+    )
     found = complete(
         from_texts({"a.yaml": text}), {}, ("strategy", "backend", "micro_batch_size", "gradient_accumulation_steps")
     )
@@ -230,7 +243,8 @@ def test_an_evaluation_that_a_consumer_s_file_does_not_set_is_refused(target: st
 @pytest.mark.parametrize(
     ("target", "framework", "checkpointing"),
     [
-        ("trl", "trl", "none"), ("trl", "trl", "full"), ("trainer", "trainer", "full"), ("fsdp2", "torch", "none"), ("fsdp2", "torch", "full"),
+        ("trl", "trl", "none"), ("trl", "trl", "full"), ("trainer", "trainer", "full"), ("fsdp2", "torch", "none"),
+        ("fsdp2", "torch", "full"),
         ("accelerate", "accelerate", "none"), ("deepspeed", "deepspeed", "none"),
     ],
 )  # fmt: skip

@@ -139,7 +139,11 @@ def test_script_has_the_batch_and_the_optimizer_of_the_plan(target: str, name: s
     if script is None:
         return
     values = {n.targets[0].id: n.value for n in ast.parse(script).body if isinstance(n, ast.Assign)}  # type: ignore[attr-defined]  # plain names
-    numbers = {n: ast.literal_eval(v) for n, v in values.items() if n in ("MICRO_BATCH_SIZE", "SEQ_LEN", "ACCUMULATION", "WORLD_SIZE")}  # fmt: skip
+    numbers = {
+        n: ast.literal_eval(v)
+        for n, v in values.items()
+        if n in ("MICRO_BATCH_SIZE", "SEQ_LEN", "ACCUMULATION", "WORLD_SIZE")
+    }
     p = of.plan
     assert numbers == {
         "MICRO_BATCH_SIZE": p.micro_batch_size, "SEQ_LEN": p.seq_len, "ACCUMULATION": p.gradient_accumulation_steps, "WORLD_SIZE": 8,

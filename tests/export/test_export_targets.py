@@ -173,7 +173,8 @@ def test_exported_python_passes_ruff(target: str, tmp_path: Path) -> None:
         ("ddp", plan("zero3", "fsdp2"), "ddp cannot do ZeRO-3 (fsdp2): it trains only with DDP"),
         ("deepspeed", plan("ddp", "ddp"), "deepspeed cannot do DDP: it shards only with DeepSpeed"),
         ("trainer", plan("zero2", "fsdp1"), "trainer cannot do ZeRO-2 (fsdp1): framework trainer with backend fsdp1 has no zero2"),
-        ("accelerate", plan("zero3", "fsdp2", wrap="none", activation_checkpointing="full"), "accelerate checkpoints the modules that it wraps"),
+        ("accelerate", plan("zero3", "fsdp2", wrap="none", activation_checkpointing="full"),
+            "accelerate checkpoints the modules that it wraps"),
         ("axolotl", plan("zero3", "fsdp1"), "axolotl cannot do ZeRO-3 (fsdp1): it no longer supports FSDP1"),
         ("axolotl", plan("zero3", "fsdp2", precision="bf16"), "it always treats bf16 as mixed precision"),
         ("accelerate", plan("hsdp", "fsdp2", 8), "accelerate cannot do HSDP (fsdp2): replicas of one GPU each are DDP"),
@@ -211,7 +212,8 @@ def test_auto_backend_becomes_the_backend_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("target", "framework"),
     [
-        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"), ("trl", "trl"), ("llamafactory", "trainer"),
+        ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "trainer"),
+        ("trl", "trl"), ("llamafactory", "trainer"),
         ("deepspeed", "deepspeed"), ("deepspeed-launch", "deepspeed"), ("fsdp2", "torch"), ("ddp", "torch"),
         ("torchrun", "torch"), ("sbatch", "torch"),
     ],

@@ -56,7 +56,13 @@ SMALL = {
     "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 8, "vocab_size": 16001, "tie_word_embeddings": False,
 }  # fmt: skip
-TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 101, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+TINY = SMALL | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 101,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 LOADINGS = 3
 """Runs of each load case, of which the highest counts: on a busy machine the sampler may miss a peak, but never adds one."""

@@ -1,8 +1,9 @@
 """Models as their published runs had them: the same operators in the same order, which is what memory hangs on.
 
-torchtitan's Llama is not transformers' Llama: rotary embedding in complex fp32, keys and values repeated before attention, a norm of its own,
-checkpointing by operator, the loss outside the model. Source: pytorch/torchtitan, torchtitan/models/llama/model.py and
-parallelisms/parallelize_llama.py at the commits that `published_memory.yaml` names.
+torchtitan's Llama is not transformers' Llama: rotary embedding in complex fp32, keys and values repeated before
+attention, a norm of its own, checkpointing by operator, the loss outside the model. Source: pytorch/torchtitan,
+torchtitan/models/llama/model.py and parallelisms/parallelize_llama.py at the commits that `published_memory.yaml`
+names.
 
 BERT's attention is transformers' before version 5, its softmax PyTorch's before 1.11.
 """

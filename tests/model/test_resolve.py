@@ -476,7 +476,9 @@ def test_failed_recording_is_not_repeated(home: Path, monkeypatch: pytest.Monkey
         assert (kept.value.message, kept.value.hint) == (recorded.value.message, recorded.value.hint)
 
 
-def test_failed_recording_is_repeated_with_other_versions(home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_failed_recording_is_repeated_with_other_versions(
+    home: Path, recorded: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     why = to_payload(NotRecordable("old.json could not be run", hint="wait"))
     assert cache.keep(replace(recorded, name="old.json", refusals={SHIPPED.name: why}, tapes={}), None)
     model = resolve(str(write(home / "mine.json", LLAMA)))

@@ -25,9 +25,9 @@ class Variant:
     it instead of PEFT's prepare_model_for_kbit_training. `adapters_in_half`: adapters are in bf16, as PEFT made them on a base in bf16
     before 0.12 (tuners/tuners_utils.py, cast_adapter_dtype). `keeps_keys_and_values`: the outputs of `c_attn`, of which keys and values
     are views, live until the forward ends, because gpt_bigcode of transformers 4.48 fills `past_key_values` although it checkpoints
-    (GPTBigCodeModel.forward; found in a rehearsal of that version). `head_upcasts`: the model itself returns fp32 logits, as before transformers
-    4.45 (models/llama/modeling_llama.py). `gptq_group_size`: the base is a GPTQ checkpoint of 4 bits with groups of so
-    many inputs (-1: all of them), in the layers of fms-acceleration's plugin.
+    (GPTBigCodeModel.forward; found in a rehearsal of that version). `head_upcasts`: the model itself returns fp32
+    logits, as before transformers 4.45 (models/llama/modeling_llama.py). `gptq_group_size`: the base is a GPTQ
+    checkpoint of 4 bits with groups of so many inputs (-1: all of them), in the layers of fms-acceleration's plugin.
     """
 
     shifts_logits: bool = False

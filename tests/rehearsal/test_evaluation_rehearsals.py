@@ -33,7 +33,8 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             )),
             ("losses alone with DDP", ({"arguments": {"ddp_find_unused_parameters": False}}, {"gpus": 2})),
             ("checkpointed", ({"arguments": {"gradient_checkpointing": True}}, {"activation_checkpointing": "full"})),
-            ("Liger's loss", ({"arguments": {"use_liger_kernel": True, "liger_kernel_config": {"rope": False, "rms_norm": False, "swiglu": False}}}, {"loss": "liger"})),
+            ("Liger's loss", ({"arguments": {"use_liger_kernel": True,
+                "liger_kernel_config": {"rope": False, "rms_norm": False, "swiglu": False}}}, {"loss": "liger"})),
             ("TRL", ({"trainer": "trl"}, {"framework": "trl", "activation_checkpointing": "full"})),
         ],
     )
@@ -51,7 +52,8 @@ def test_evaluation_needs_what_is_predicted(
     )
     row = row_of(
         tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]},
-        **{"framework": "trainer", "micro_batch_size": 2, "seq_len": 1024, "eval_strategy": "steps", "per_device_eval_batch_size": 4, **options},
+        **{"framework": "trainer", "micro_batch_size": 2, "seq_len": 1024, "eval_strategy": "steps",
+            "per_device_eval_batch_size": 4, **options},
     )  # fmt: skip
     assert row.evaluation is not None
     assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)

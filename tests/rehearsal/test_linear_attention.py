@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 SHAPES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "vocab_size": 100, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 256, "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 """The last layer is linear, its keys are wide, and the rest is small, so that the peak is in the backward of a gated delta rule."""
 EXPERTS = {

@@ -38,7 +38,8 @@ def _middle(mark: ET.Element) -> tuple[float, float]:
 
 def test_every_run_has_a_mark_of_its_kind_in_every_panel() -> None:
     points = [
-        error_point(-5), error_point(-6, caveats=("host",)), error_point(-7, judges=False), error_point(-8, judges=False, caveats=("host",)),
+        error_point(-5), error_point(-6, caveats=("host",)), error_point(-7, judges=False),
+        error_point(-8, judges=False, caveats=("host",)),
     ]  # fmt: skip
     marks = _marks(speed_errors(points))
     assert len(marks) == 3 * len(points)

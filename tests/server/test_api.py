@@ -155,7 +155,14 @@ def test_operators_find_health_metrics_and_the_openapi_document(client: TestClie
 
 def test_a_pasted_config_is_recorded_and_answered(client: TestClient) -> None:
     pytest.importorskip("transformers")
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+    }
     body = {"config": config, "gpus": 2, "gpu": "24GiB", "strategy": "zero3"}
     first = client.post("/api/v1/estimate", json=body)
     assert first.status_code == 200, first.text
@@ -165,7 +172,16 @@ def test_a_pasted_config_is_recorded_and_answered(client: TestClient) -> None:
 
 def test_infinity_in_a_pasted_config_gives_strict_json(client: TestClient) -> None:
     pytest.importorskip("transformers")
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128, "time_step_limit": [0.0, float("inf")], "x": float("nan")}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "time_step_limit": [0.0, float("inf")],
+        "x": float("nan"),
+    }
     job = {"gpus": 2, "gpu": "24GiB", "strategy": "zero3"}
 
     def strict(answer: Any) -> Any:

@@ -208,7 +208,10 @@ def test_gpu_runs_are_reported_by_phase_range_and_segment() -> None:
     )
     many = [replace(one, request={**one.request, "seq_len": n}) for n in (1, 2)]
     text = report_text.render(many, "text")
-    assert "14 of 18 real ones, 16 predicted; all segments in 0 of 2 runs" in text and "context_bytes within the predicted range: 0 of 2" in text  # fmt: skip
+    assert (
+        "14 of 18 real ones, 16 predicted; all segments in 0 of 2 runs" in text
+        and "context_bytes within the predicted range: 0 of 2" in text
+    )
     assert {r["figure"]: r["within"] for r in json.loads(report_text.render(many, "json"))["ranges"]} == {
         "peak_device_bytes": 2,
         "context_bytes": 0,

@@ -1,7 +1,7 @@
 """Predicted peaks with padded batches and with batches in one row against PyTorch's engines around the same model.
 
-Each is one steady step on rank 0 under fake tensors, equal to the byte in each phase. `tests/rehearsal/test_batch_rehearsals.py` compares the
-batches themselves with the libraries' data collators.
+Each is one steady step on rank 0 under fake tensors, equal to the byte in each phase.
+`tests/rehearsal/test_batch_rehearsals.py` compares the batches themselves with the libraries' data collators.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Predicted peaks equal those of PyTorch's own FSDP2, FSDP1 and DDP around whole models under fake tensors, to the byte.
 
 Two differences are accepted. torch's foreach AdamW, Adagrad and RMSprop keep their step counts on the host, 512 bytes per parameter,
-which a run on fake CPU tensors counts. FSDP1 under mixed precision also casts buffers, so Gemma does not cast its embedding scale, 512 bytes, as the catalog's tapes do.
+which a run on fake CPU tensors counts. FSDP1 under mixed precision also casts buffers, so Gemma does not cast its
+embedding scale, 512 bytes, as the catalog's tapes do.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from fsdp_advisor.program.storages import round_up
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
     """The methods of saving under FSDP2, the usual one first.
 
-    DCP writes each rank's rows as they are; other ranks than the first write the step counts. A full state dict gathers one tensor at a time, padded to N equal shards. With
-    `cpu_offload` rank 0 moves it to the host and the other ranks drop it; without, every rank keeps all of them on its GPU.
+    DCP writes each rank's rows as they are; other ranks than the first write the step counts. A full state dict gathers
+    one tensor at a time, padded to N equal shards. With `cpu_offload` rank 0 moves it to the host and the other ranks
+    drop it; without, every rank keeps all of them on its GPU.
     The states of a resumed optimizer are gathered in the same way (distributed/checkpoint/state_dict.py, _get_optim_state_dict).
     Source: distributed/_state_dict_utils.py, _gather_state_dict, _iterate_state_dict; distributed/checkpoint/filesystem.py.
     """

@@ -1,8 +1,8 @@
 """GaLore and APOLLO: AdamW or Adafactor whose moments have a low rank, for the weights of linear layers.
 
-Each matrix has a projection. It is computed again every `update_proj_gap` steps: GaLore's from the singular vectors of the gradient, APOLLO's from
-random numbers. The predicted step is one that computes it, because its peak is the highest. All other parameters are stepped by AdamW
-without projection, one after the other, before the matrices.
+Each matrix has a projection. It is computed again every `update_proj_gap` steps: GaLore's from the singular vectors of
+the gradient, APOLLO's from random numbers. The predicted step is one that computes it, because its peak is the highest.
+All other parameters are stepped by AdamW without projection, one after the other, before the matrices.
 
 Source: galore-torch 1.0, adamw.py, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py; transformers 5.23,
 trainer_optimizer.py, `_setup_low_rank_optimizer`, `_get_galore_optimizer`, `_get_apollo_optimizer`; torch 2.13, `linalg_svd`.
@@ -312,13 +312,17 @@ _SCRIPT = "{} needs a group of parameters with its own options, which exported s
 def _notes(label: str, projection: Projection) -> tuple[str, ...]:
     targets = ", ".join(projection.targets)
     what = f"the linear layers with {targets} in their names" if targets else "all linear layers"
-    chosen = f"{label} projects {what} (optim_target_modules) to rank {projection.rank}; the step is one that computes the projections again"
+    chosen = (
+        f"{label} projects {what} (optim_target_modules) to rank {projection.rank};"
+        " the step is one that computes the projections again"
+    )
     if label != "GaLore":
         return (chosen,)
     gap = projection.update_proj_gap
     return (
         chosen,
-        f"the singular value decompositions every {gap} steps: their tensors count in the peak, but not cuSOLVER's workspace nor their time",
+        f"the singular value decompositions every {gap} steps: their tensors count in the peak, but not cuSOLVER's"
+        " workspace nor their time",
     )
 
 

@@ -1,7 +1,7 @@
 """AdamW of torchao with 8-bit, 4-bit and fp8 states, which torch.compile compiles for each parameter.
 
-Source: torchao 0.18, optim/adam.py (`_AdamBase`), optim/subclass_8bit.py, subclass_4bit.py, subclass_fp8.py; the temporaries are those of the
-code that Inductor (torch 2.13) generates for `single_param_adam`.
+Source: torchao 0.18, optim/adam.py (`_AdamBase`), optim/subclass_8bit.py, subclass_4bit.py, subclass_fp8.py; the
+temporaries are those of the code that Inductor (torch 2.13) generates for `single_param_adam`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from fsdp_advisor.policies.optimizers.interface import (
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 BLOCK_ELEMENTS = 256
-"""Elements that share one fp32 scale. It is the Trainer's value for 8 and 4 bits, and torchao's for fp8; torchao's own for 4 bits is 128."""
+"""Elements that share one fp32 scale.
+
+It is the Trainer's value for 8 and 4 bits, and torchao's for fp8; torchao's own for 4 bits is 128."""
 QUANTIZED_MIN_ELEMENTS = 4096
 """A tensor with fewer elements, or one whose elements are not a multiple of the block, keeps moments of its own dtype."""
 FP32_BYTES = 4

@@ -25,7 +25,8 @@ COLUMNS = {
     "sharegpt": ("conversations",), "slimorca": ("conversations",), "ultrafeedback": ("prompt", "chosen", "rejected"),
     "hh-rlhf": ("chosen", "rejected"), "gsm8k": ("question", "answer"), "imdb": ("text", "label"), "tldr": ("prompt", "completion"),
     "squad": ("id", "title", "context", "question", "answers"), "mrpc": ("sentence1", "sentence2", "label", "idx"),
-    "metamathqa": ("type", "query", "original_question", "response"), "sst2": ("sentence", "label", "idx"), "samsum": ("id", "dialogue", "summary"), "code_alpaca": ("prompt", "completion"),
+    "metamathqa": ("type", "query", "original_question", "response"), "sst2": ("sentence", "label", "idx"),
+    "samsum": ("id", "dialogue", "summary"), "code_alpaca": ("prompt", "completion"),
 }  # fmt: skip
 """Columns of well-known data sets, by a part of their name. Source: their pages on the hub. Others begin with `text`."""
 

@@ -63,7 +63,8 @@ def _number(given: Any, otherwise: int, size: int) -> int:
 def _tokenizer(vocabulary: dict[str, int], names: dict[str, str]) -> dict[str, Any]:
     """A tokenizer.json. Source of its fields: what tokenizers' `Tokenizer.save` writes for a WordLevel model."""
     added = [
-        {"id": vocabulary[name], "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        {"id": vocabulary[name], "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
         for name in sorted(set(names.values()), key=vocabulary.__getitem__)
     ]  # fmt: skip
     return {

@@ -69,7 +69,8 @@ ARITHMETIC = (
 INDEXING = (
     "index", "_index_put_impl_", "index_select", "index_add", "index_fill", "index_copy", "gather", "scatter", "scatter_add",
     "scatter_reduce", "masked_fill", "masked_select", "masked_scatter", "where", "tril", "triu", "flip", "roll", "cat", "take",
-    "isin", "cumsum", "cumprod", "cummax", "cummin", "aminmax", "_aminmax", "searchsorted", "bucketize", "histc", "bincount", "repeat_interleave",
+    "isin", "cumsum", "cumprod", "cummax", "cummin", "aminmax", "_aminmax", "searchsorted", "bucketize", "histc", "bincount",
+    "repeat_interleave",
 )  # fmt: skip
 FILLS = ("fill_", "zero_", "arange", "eye", "linspace", "full", "tril_indices", "triu_indices")
 RANDOM = ("random_", "uniform_", "normal_", "exponential_", "randperm", "bernoulli_", "bernoulli")

@@ -71,7 +71,17 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> str:
     return f"<{tag}{written}>{''.join(children)}</{tag}>" if children else f"<{tag}{written}/>"
 
 
-def text(x: float, y: float, words: str, *, kind: str = "ink", anchor: str = "start", size: float = NORMAL, bold: bool = False, halo: bool = False) -> str:  # fmt: skip
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    kind: str = "ink",
+    anchor: str = "start",
+    size: float = NORMAL,
+    bold: bool = False,
+    halo: bool = False,
+) -> str:
     """A line of text on its baseline, in the colour of `kind`. A `halo` covers the lines behind it."""
     colour = {"ink": INK, "muted": MUTED, "good": GOOD, "bad": BAD, "accent": ACCENT}[kind]
     classes = [*([f"t-{kind}"] if kind != "ink" else []), *(["halo"] if halo else [])]
@@ -91,12 +101,20 @@ def text(x: float, y: float, words: str, *, kind: str = "ink", anchor: str = "st
     )
 
 
-def line(x1: float, y1: float, x2: float, y2: float, *, kind: str = "line", width: float = 1.0, dash: str | None = None) -> str:  # fmt: skip
+def line(
+    x1: float, y1: float, x2: float, y2: float, *, kind: str = "line", width: float = 1.0, dash: str | None = None
+) -> str:
     """A straight line."""
     return lines([(x1, y1, x2, y2)], kind=kind, width=width, dash=dash)
 
 
-def lines(ends: Iterable[tuple[float, float, float, float]], *, kind: str = "line", width: float = 1.0, dash: str | None = None) -> str:  # fmt: skip
+def lines(
+    ends: Iterable[tuple[float, float, float, float]],
+    *,
+    kind: str = "line",
+    width: float = 1.0,
+    dash: str | None = None,
+) -> str:
     """Straight lines of one style as one path."""
     path = "".join(f"M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}" for x1, y1, x2, y2 in ends)
     return stroke(path, kind=kind, width=width, dash=dash)

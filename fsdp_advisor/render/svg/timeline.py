@@ -145,7 +145,10 @@ def _feet(label: str, kept_bytes: int, bottom: float, left: float, width: float)
     axis = "one step, layer by layer"
     if width_of(axis + kept, SMALL) + 24 > width - left:
         lines = [kept] if kept else [axis]
-        return [text(left, bottom + 17 + 15 * i, w, kind="muted", size=SMALL) for i, w in enumerate(wrapped(lines[0], width - left, SMALL))]  # fmt: skip
+        return [
+            text(left, bottom + 17 + 15 * i, w, kind="muted", size=SMALL)
+            for i, w in enumerate(wrapped(lines[0], width - left, SMALL))
+        ]
     return [
         text(left, bottom + 17, kept, kind="muted", size=SMALL),
         text(width - 4, bottom + 17, f"{axis} →", kind="muted", anchor="end", size=SMALL),
