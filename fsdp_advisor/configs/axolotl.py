@@ -1,6 +1,7 @@
 """Reads axolotl's YAML.
 
-Source: axolotl 0.19.0, utils/schemas/{config,fsdp,model,training,peft,validation}.py, utils/config/__init__.py.
+Source: axolotl 0.19.0, utils/schemas/{config,fsdp,model,training,peft,validation}.py, utils/config/__init__.py,
+loaders/{adapter,model}.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_advisor.configs.adapters import read_axolotl
+from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
@@ -49,7 +50,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
     found.default("seq_len", 512, "512 tokens, axolotl's default of sequence_len")
     _precision(found)
-    read_axolotl(found)
+    _adapters(found)
     set_attention(found, "attn_implementation")
     for key, attention in _SWITCHES.items():
         if found.flag(key):
@@ -152,3 +153,42 @@ def _sharding(found: Collector) -> None:
         read_embedded(found, place)
     else:
         found.default("strategy", "ddp", "DDP, because neither fsdp_config nor deepspeed is set")
+
+
+def _adapters(found: Collector) -> None:
+    """`adapter` with the keys that begin with lora_ and peft_. axolotl nests the scales of 4 bits, which it stores as bf16."""
+    adapter = found.peek("adapter")
+    if adapter in (None, "", False):
+        return
+    if adapter not in ("lora", "qlora"):
+        found.lacks("adapter", "an adapter that is not modelled; the estimate trains every parameter")
+        return
+    found.take("adapter")
+    config = {
+        "r": found.take("lora_r"),
+        "lora_alpha": found.take("lora_alpha"),
+        "lora_dropout": found.take("lora_dropout") or 0.0,
+        "target_modules": found.take("lora_target_modules"),
+        "target_parameters": found.take("lora_target_parameters") or None,
+        "modules_to_save": found.take("lora_modules_to_save") or None,
+        "use_dora": found.take("peft_use_dora"),
+        "use_rslora": found.take("peft_use_rslora"),
+        "layers_to_transform": found.take("peft_layers_to_transform"),
+        "layers_pattern": found.take("peft_layers_pattern"),
+        "exclude_modules": found.take("lora_exclude_modules"),
+        "trainable_token_indices": found.take("peft_trainable_token_indices"),
+        "rank_pattern": found.take("lora_rank_pattern"),
+    }
+    if found.flag("lora_target_linear"):
+        config["target_modules"] = "all-linear"
+    set_lora(found, config)
+    if found.options.get("mixed") == "bf16" or "mixed" in found.defaults:
+        found.options["dtype"] = "bfloat16"
+    given = found.take("bnb_config_kwargs")
+    config = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}
+    usual = {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": "bfloat16",
+    }
+    set_quantization(found, {**config, **usual, **(given if isinstance(given, Mapping) else {})})

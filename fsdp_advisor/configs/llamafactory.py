@@ -1,6 +1,7 @@
 """Reads LLaMA-Factory's YAML: the Trainer's arguments, and its own.
 
-Source: LLaMA-Factory 0.9.5, hparams/{model,data,finetuning}_args.py, hparams/parser.py, model/patcher.py.
+Source: LLaMA-Factory 0.9.5, hparams/{model,data,finetuning}_args.py, hparams/parser.py, model/{adapter,patcher}.py,
+model/model_utils/quantization.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_advisor.configs.adapters import read_llamafactory
+from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.collect import REENTRANT, Collector, truth
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
@@ -40,7 +41,7 @@ def is_llamafactory(keys: Mapping[str, Any]) -> bool:
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
     """The settings of a configuration of LLaMA-Factory, which trains through the Trainer."""
     found = Collector(file, "LLaMA-Factory", keys)
-    read_llamafactory(found)
+    _adapters(found)
     stage = found.peek("stage")
     if stage in (None, "sft", "pt"):
         found.take("stage")
@@ -95,3 +96,45 @@ def _images(found: Collector) -> None:
         )
         for key in _TOWER_KEYS:
             found.take(key)
+
+
+def _adapters(found: Collector) -> None:
+    """Read LLaMA-Factory's `finetuning_type`, and its keys of LoRA and quantization."""
+    kind = found.peek("finetuning_type")
+    if kind not in (None, "lora", "full"):
+        found.lacks("finetuning_type", "which layers are trained depends on their number: name the others with freeze")
+    elif kind == "full":
+        found.take("finetuning_type")
+    if kind not in (None, "lora"):
+        return
+    found.take("finetuning_type") if kind else found.assume("LoRA, LLaMA-Factory's default of finetuning_type")
+    rank = found.number("lora_rank") or 8
+    config = {
+        "r": rank,
+        "lora_alpha": found.take("lora_alpha") or 2 * rank,
+        "lora_dropout": found.take("lora_dropout") or 0.0,
+        "target_modules": found.take("lora_target") or "all",
+        "modules_to_save": found.take("additional_target"),
+        "use_dora": found.take("use_dora"),
+        "use_rslora": found.take("use_rslora"),
+    }
+    if config["target_modules"] in ("all", ["all"]):
+        config["target_modules"] = "all-linear"
+    set_lora(found, config)
+    if truth(found.peek("bf16") or False):
+        found.options["dtype"] = "bfloat16"
+    method = str(found.peek("quantization_method") or "bnb").lower()
+    bits = found.peek("quantization_bit")
+    if bits is None or method not in ("bnb", "bitsandbytes"):
+        return
+    found.take("quantization_method")
+    found.number("quantization_bit")
+    nested = found.peek("double_quantization")
+    found.take("double_quantization")
+    config = {
+        f"load_in_{bits}bit": True,
+        "bnb_4bit_quant_type": found.take("quantization_type") or "nf4",
+        "bnb_4bit_use_double_quant": nested is None or truth(nested),
+        "bnb_4bit_quant_storage": "bfloat16" if truth(found.peek("bf16") or False) else "float32",
+    }
+    set_quantization(found, config)

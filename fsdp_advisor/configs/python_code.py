@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_advisor.configs import torchtitan, trainer
-from fsdp_advisor.configs.adapters import read_calls, read_constants
+from fsdp_advisor.configs.adapters import METHODS, set_lora, set_peft_config, set_quantization
 from fsdp_advisor.configs.collect import REENTRANT, Collector
 from fsdp_advisor.configs.fsdp import wrap_of
 from fsdp_advisor.configs.names import optimizer_called
@@ -108,8 +108,8 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     if isinstance(constants.get("MODEL"), str):
         keys["model_name_or_path"] = constants["MODEL"]
     found = trainer.read(file, keys, trl=name in _OF_TRL, task=_OF_TRL.get(name))
-    read_calls(found, calls)
-    read_constants(found, constants)
+    _adapted_calls(found, calls)
+    _adapted_constants(found, constants)
     if computed := _computed(tree, name):
         found.omits(f"arguments that the code computes: {', '.join(computed)}")
     if "ParallelismConfig" in calls:
@@ -144,7 +144,7 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     found.options["attention"] = loaded.get("attn_implementation", "sdpa")
     if "experts_implementation" in loaded:
         found.options["experts_implementation"] = loaded["experts_implementation"]
-    read_constants(found, constants)
+    _adapted_constants(found, constants)
     source = ast.unparse(tree)
     enabled = calls.get("activation_checkpointing_enable", calls.get("gradient_checkpointing_enable"))
     if enabled is not None:
@@ -234,3 +234,31 @@ def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]], cons
     }
     if sharding == "HYBRID_SHARD":
         found.assume("one replica per node")
+
+
+def _adapted_constants(found: Collector, constants: Mapping[str, Any]) -> None:
+    """The adapter, the quantized base and the frozen parameters of an exported script, which are constants."""
+    for name in ("ADAPTER", "QUANTIZATION", "FREEZE"):
+        found.take(name)
+    adapter = constants.get("ADAPTER")
+    if isinstance(adapter, Mapping):
+        values = {name: value for name, value in adapter.items() if name != "peft_type"}
+        if adapter.get("peft_type") == "LORA":
+            set_lora(found, {"r": 8, "lora_alpha": 8, **values})
+        else:
+            set_peft_config(found, str(adapter.get("peft_type")), values)
+    if isinstance(constants.get("QUANTIZATION"), Mapping):
+        set_quantization(found, constants["QUANTIZATION"])
+    if isinstance(constants.get("FREEZE"), list):
+        found.options["freeze"] = tuple(map(str, constants["FREEZE"]))
+
+
+def _adapted_calls(found: Collector, calls: Mapping[str, Mapping[str, Any]]) -> None:
+    """The configurations that Python code makes of PEFT and bitsandbytes. `calls` are literal keywords by the name of the class."""
+    name = next((name for name in METHODS if name in calls), None)
+    if name == "LoraConfig":
+        set_lora(found, {"r": 8, "lora_alpha": 8, **calls[name]})
+    elif name is not None:
+        set_peft_config(found, METHODS[name], calls[name])
+    if "BitsAndBytesConfig" in calls:
+        set_quantization(found, calls["BitsAndBytesConfig"])

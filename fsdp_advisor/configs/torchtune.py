@@ -1,6 +1,7 @@
 """Reads torchtune's YAML recipes.
 
-Source: torchtune 0.6.1, recipes/full_finetune_distributed.py, recipes/full_finetune_single_device.py, recipes/configs/.
+Source: torchtune 0.6.1, recipes/full_finetune_distributed.py, recipes/full_finetune_single_device.py, recipes/configs/,
+models/llama3_1/_component_builders.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from fsdp_advisor.configs.adapters import read_torchtune
+from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.collect import Collector, brief, truth
 from fsdp_advisor.configs.names import hub_name, set_optimizer
 
@@ -89,7 +90,7 @@ def _model(found: Collector) -> None:
     component = str(found.take("model._component_") or "")
     builder = component.rsplit(".", 1)[-1]
     if _ADAPTER.match(builder):
-        read_torchtune(found, builder)
+        _lora(found, builder)
         builder = _ADAPTER.sub("", builder)
     qwen = _QWEN.fullmatch(builder)
     if qwen is not None:
@@ -119,3 +120,28 @@ def _sharding(found: Collector) -> None:
         strategy = "hsdp"
         found.default("nnodes", replicas, f"{replicas} nodes, one for each replica")
     options |= {"strategy": strategy, "backend": "fsdp2"}
+
+
+_MODULES_OF_TORCHTUNE = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def _lora(found: Collector, builder: str) -> None:
+    """Read the LoRA options of a torchtune model builder, such as `lora_llama3_8b` or `qlora_llama3_8b`."""
+    modules = found.take("model.lora_attn_modules") or ["q_proj", "v_proj"]
+    names = [_MODULES_OF_TORCHTUNE.get(str(name), str(name)) for name in modules]
+    if truth(found.take("model.apply_lora_to_mlp") or False):
+        names += ["gate_proj", "down_proj", "up_proj"]
+    if truth(found.take("model.apply_lora_to_output") or False):
+        names.append("lm_head")
+    config = {
+        "r": found.number("model.lora_rank") or 8,
+        "lora_alpha": found.take("model.lora_alpha") or 16,
+        "lora_dropout": found.take("model.lora_dropout") or 0.0,
+        "target_modules": names,
+        "use_dora": truth(found.take("model.use_dora") or False) or "dora" in builder.split("_")[0],
+    }
+    set_lora(found, config)
+    found.omits("torchtune stores adapters in dtype; the estimate has them in fp32, as PEFT")
+    if builder.startswith("q") or truth(found.take("model.quantize_base") or False):
+        set_quantization(found, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True})
+        found.omits("torchao's NF4; the estimate has bitsandbytes' 4 bits")

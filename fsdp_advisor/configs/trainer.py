@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from fsdp_advisor.configs import deepspeed
-from fsdp_advisor.configs.adapters import read_trl
+from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adaptation import LORA_OPTIONS
 from fsdp_advisor.job.checkpointing import MAX_NUMBER
 from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.evaluation import OPTIONS as EVALUATION_OPTIONS
@@ -132,7 +133,7 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     _evaluation(found)
     _precision(found, trl)
     _loss(found, trl)
-    read_trl(found)
+    _adapters(found)
     set_attention(found, "attn_implementation")
     set_experts(found)
     arguments = found.peek("optim_args")
@@ -300,3 +301,27 @@ def mesh(found: Collector, keys: Mapping[str, Any]) -> None:
     for key in ("tp_size", "cp_size", "sp_size"):
         if int(keys.get(key) or 1) > 1:
             found.omits(f"{key}: {keys[key]} (tensor and other parallelism)")
+
+
+def _adapters(found: Collector) -> None:
+    """The options of TRL's ModelConfig, which are those of a request but for some defaults."""
+    if found.flag("use_peft"):
+        config = {
+            name: found.take(key)
+            for name, key in LORA_OPTIONS.items()
+            if found.peek(key) not in (None, "None") or key == "lora_dropout"
+        }
+        if config["lora_dropout"] is None:
+            config["lora_dropout"] = 0.05
+            found.assume("dropout 0.05 in front of adapters, TRL's default of lora_dropout")
+        set_lora(found, config)
+    for key, keyword in (("load_in_4bit", "load_in_4bit"), ("load_in_8bit", "load_in_8bit")):
+        if not found.flag(key):
+            continue
+        found.omits(
+            "TRL keeps adapters on a quantized base in bf16 and does not store other weights in fp32, as estimated"
+        )
+        config = {keyword: True, "bnb_4bit_quant_type": found.take("bnb_4bit_quant_type") or "nf4"}
+        config["bnb_4bit_use_double_quant"] = found.flag("use_bnb_nested_quant")
+        config["bnb_4bit_quant_storage"] = found.take("bnb_4bit_quant_storage")
+        set_quantization(found, config)
