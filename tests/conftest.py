@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import zipfile
@@ -46,6 +47,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         for report in skipped:
             reporter.write_line(f"skipped, which CI does not allow: {report.nodeid}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def objects_of_other_modules() -> None:
+    """Recordings and simulations collect garbage before each step: they skip imported modules and collected tests, a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

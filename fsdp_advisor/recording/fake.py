@@ -19,15 +19,21 @@ from fsdp_advisor.recording.values import KnownValues
 
 @contextlib.contextmanager
 def steady() -> Iterator[None]:
-    """Context without cyclic garbage collection, which would free storages at arbitrary moments of a step."""
+    """Context without cyclic garbage collection, which would free storages at arbitrary moments of a step.
+
+    Collections between steps skip the objects that exist now, or those that the process froze before.
+    """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are also raised
-    gc.freeze()  # collections between steps skip the objects that exist now
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 @contextlib.contextmanager
