@@ -38,7 +38,13 @@ TapeCompile = Literal["none", "layer", "layer-ddp"]
 class TapeKey:
     """What decides which code a recorded step runs.
 
-    Plans with equal keys share a tape. Raises ValueError for flash_attention_2 on a CPU."""
+    Plans with equal keys share a tape. Raises ValueError for flash_attention_2 on a CPU.
+
+    >>> TapeKey("fsdp2", "bf16", "sdpa", "none", True, device="gpu", window_filled=True).name
+    'fsdp2|bf16|gpu|sdpa|default|window|none|1'
+    >>> TapeKey("plain", "bf16", "sdpa", "none", at=(2, 4096)).name
+    'plain|bf16|cpu|sdpa|default|-|none|n|at=2x4096'
+    """
 
     engine: TapeEngine
     precision: TapePrecision
@@ -133,13 +139,7 @@ class TapeKey:
 
     @cached_property
     def name(self) -> str:
-        """The key as text, under which profiles keep the tape.
-
-        >>> TapeKey("fsdp2", "bf16", "sdpa", "none", True, device="gpu", window_filled=True).name
-        'fsdp2|bf16|gpu|sdpa|default|window|none|1'
-        >>> TapeKey("plain", "bf16", "sdpa", "none", at=(2, 4096)).name
-        'plain|bf16|cpu|sdpa|default|-|none|n|at=2x4096'
-        """
+        """The key as text, under which profiles keep the tape."""
         window, batch = "window" if self.window_filled else "-", "1" if self.batch_is_one else "n"
         path = (
             self.engine,

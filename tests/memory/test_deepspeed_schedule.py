@@ -28,7 +28,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.live import step_peak
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import Tape
-from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import Alloc, Compute, Free, StepProgram
@@ -59,17 +59,20 @@ class Recorded:
     """A model's profile, and its tapes by checkpointing."""
 
     def __init__(self, config: dict[str, Any], attention: str, at: tuple[int, int] | None = None) -> None:
-        recorder = Recorder(TransformersSource(config, name="small"))
-        self.profile: Profile = recorder.profile
-        self.tapes: dict[str, Tape] = {
-            checkpointing: recorder.tape(TapeKey("plain", "bf16", attention, checkpointing, at=at))
-            for checkpointing in ("none", "full")
-        }
+        self._recorder = Recorder(TransformersSource(config, name="small"))
+        self._attention, self._at = attention, at
+        self._tapes: dict[TapeCheckpointing, Tape] = {}
+        self.profile: Profile = self._recorder.profile
 
     def program(self, plan: Plan, settings: Settings) -> StepProgram:
         hooks = DeepspeedStep(self.profile, plan, settings)
-        tape = self.tapes[plan.activation_checkpointing]
-        return build_program(self.profile, tape, hooks, plan.gradient_accumulation_steps)
+        return build_program(self.profile, self._tape(plan), hooks, plan.gradient_accumulation_steps)
+
+    def _tape(self, plan: Plan) -> Tape:
+        kind: TapeCheckpointing = "full" if plan.activation_checkpointing == "full" else "none"
+        if kind not in self._tapes:
+            self._tapes[kind] = self._recorder.tape(TapeKey("plain", "bf16", self._attention, kind, at=self._at))
+        return self._tapes[kind]
 
 
 def state_bytes(program: StepProgram) -> int:

@@ -180,13 +180,15 @@ def test_a_script_that_fails_ends_with_its_own_status_and_keeps_what_was_measure
 
 def test_a_hanging_script_is_ended_with_its_children(run: Run) -> None:
     text = """
-import subprocess, sys, time, torch
-torch.zeros(1, device="cuda")
+import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000) # child-of-rehearsal"], start_new_session=True)
+print("started a child", flush=True)
+import torch
+torch.zeros(1, device="cuda")
 time.sleep(1000)
 """
-    status, found, _ = run(text, "--timeout", "15")
-    assert (status, found["outcome"]) == (2, "timed out")
+    status, found, printed = run(text, "--timeout", "10")
+    assert (status, found["outcome"]) == (2, "timed out") and "started a child" in printed
     assert still_running("child-of-rehearsal") == []
 
 
