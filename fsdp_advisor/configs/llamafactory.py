@@ -28,7 +28,7 @@ _TOPICS = {
     "an existing adapter": ("adapter_name_or_path",),
     "quantized weights": ("quantization_bit", "quantization_method"),
     "frozen parameters": ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"),
-    "the optimizer": ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
+    "the optimizer": ("use_galore", "use_apollo", "use_badam", "use_muon"),
     "kernels of unsloth": ("use_unsloth", "use_unsloth_gc"),
     "mixture of depths": ("mixture_of_depths",),
 }  # fmt: skip
@@ -72,6 +72,8 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     _images(found)
     has_engine = found.peek("fsdp") or found.peek("deepspeed")
     read_into(found)
+    if found.flag("use_adam_mini"):  # in place of `optim`
+        found.options["optim"] = "adam_mini"
     if not has_engine:
         found.default("strategy", "ddp", "DDP, because neither fsdp nor deepspeed is set")
     return found

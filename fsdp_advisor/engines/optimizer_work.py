@@ -80,6 +80,18 @@ def host_elements(profile: Profile, plan: Plan) -> int:
     )
 
 
+@lru_cache(maxsize=64)
+def host_state_bytes(profile: Profile, plan: Plan) -> int:
+    """Bytes of the state that the optimizer keeps on the host and copies to the GPU for its update, although the parameters are there."""
+    optimizer = optimizer_of(plan)
+    return sum(
+        optimizer.host_state(p.elements, stored_bytes(plan, p)) * count
+        for unit, count in profile.counted_units()
+        for p in unit.parameters
+        if p.trainable
+    )
+
+
 def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHOLE) -> OptimizerStep:
     """The update of `elements` elements on the GPU: memory traffic, matrix products and collectives."""
     optimizer, flops, collectives = optimizer_of(plan), 0, Collectives()
@@ -103,8 +115,10 @@ def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHO
 @lru_cache(maxsize=16)
 def optimizer_loop(profile: Profile, plan: Plan) -> tuple[tuple[int, int], ...]:
     """The events of an optimizer's loop over whole parameters (`Variables.events`); empty if it has no loop of its own."""
-    trained = (p for p in profile.in_order() if p.trainable)
-    variables = optimizer_of(plan).loop([Stepped(p, p.shape, stored_bytes(plan, p)) for p in trained])
+    optimizer, trained = optimizer_of(plan), [p for p in profile.in_order() if p.trainable]
+    if optimizer.follows_groups and plan.facts.uses_trainer:
+        trained.sort(key=lambda p: len(p.shape) < 2)
+    variables = optimizer.loop([Stepped(p, p.shape, stored_bytes(plan, p)) for p in trained])
     return () if variables is None else tuple(variables.events)
 
 

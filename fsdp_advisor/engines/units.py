@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from fsdp_advisor.model.fsdp_units import Units
-from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId as Place
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
@@ -34,6 +34,19 @@ def places(profile: Profile) -> Iterator[tuple[Place, Unit, int]]:
     for s, stack in enumerate(profile.stacks):
         for layer, (unit, count) in enumerate(zip(stack.units, stack.counts, strict=True)):
             yield (s, layer), unit, count
+
+
+def placed_parameters(profile: Profile) -> Iterator[tuple[Place, int, Parameter]]:
+    """Every real parameter in the order of `model.parameters()`, with its place and its index there."""
+    done = 0
+    root = list(enumerate(profile.root.parameters))
+    for s, (before, stack) in enumerate(zip(profile.order, profile.stacks, strict=True)):
+        yield from ((AT_ROOT, index, p) for index, p in root[done:before])
+        done = before
+        for run in stack.runs:
+            for layer in run.pattern * run.repeats:
+                yield from (((s, layer), index, p) for index, p in enumerate(stack.units[layer].parameters))
+    yield from ((AT_ROOT, index, p) for index, p in root[done:])
 
 
 def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:

@@ -14,7 +14,8 @@ OptimizerName = Literal[
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
     "adamw_torch_8bit", "adamw_torch_4bit", "muon", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_sgd",
     "schedule_free_radam", "adamw_torch_fp8", "stable_adamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo", "galore_adafactor",
-    "galore_adamw_layerwise", "apollo_adamw_layerwise", "adamw_cpu_offload",
+    "galore_adamw_layerwise", "apollo_adamw_layerwise", "adamw_cpu_offload", "galore_adamw_8bit", "galore_adamw_8bit_layerwise",
+    "grokadamw", "adam_mini",
 ]  # fmt: skip
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 ExpertsImplementation = Literal["grouped_mm", "batched_mm", "eager"]
@@ -89,20 +90,17 @@ OPTIMIZER_SYNONYMS = {
 OPTIMIZERS_NOT_MODELLED = (
     "adamw_apex_fused",
     "adamw_anyprecision",
-    "galore_adamw_8bit",
-    "galore_adamw_8bit_layerwise",
+    "adamw_torch_xla",
+    "adamw_torch_npu_fused",
     "galore_adafactor_layerwise",
-    "adam_mini",
-    "grokadamw",
     "shampoo",
     "soap",
 )
 NEAREST_OPTIMIZERS = {
-    "galore_adamw_8bit": "galore_adamw, or adamw_torch_8bit, whose state is small too",
-    "galore_adamw_8bit_layerwise": "galore_adamw_layerwise",
     "galore_adafactor_layerwise": "galore_adamw_layerwise, because transformers 5.23 fails to make the layerwise Adafactor",
-    "adam_mini": "sgd_momentum, which keeps one state per element too",
-    "adamw_anyprecision": "adamw_torch",
-    "grokadamw": "adamw_torch, or adamw_cpu_offload, which keeps its state on the host too",
+    "adamw_anyprecision": "adamw_torch, because AnyPrecision is in torchdistx, which has no package for the versions of torch that are modelled",
+    "adamw_torch_xla": "adamw_torch, because this one is for TPUs, which are not modelled",
+    "adamw_torch_npu_fused": "adamw_torch_fused, because this one is for Ascend NPUs, which are not modelled",
+    "adamw_apex_fused": "adamw_torch_fused, because transformers 5 no longer has Apex' AdamW",
 }
 """What to use instead of some of them."""

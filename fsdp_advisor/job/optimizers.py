@@ -65,6 +65,13 @@ def _lomo(label: str) -> Mapping[Backend, Limit]:
     }
 
 
+def _only_ddp(label: str) -> Mapping[Backend, Limit]:
+    """An optimizer that was compared with its package on whole parameters only."""
+    reason, hint = f"{label} under {{}} has not been run, and is not modelled", "--strategy ddp, or another --optim"
+    names: Mapping[Backend, str] = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed"}
+    return {backend: Limit(reason.format(name), hint) for backend, name in names.items()}
+
+
 def _cpu_offload() -> Mapping[Backend, Limit]:
     """Source: torchao 0.18, optim/cpu_offload.py: hooks of `register_post_accumulate_grad_hook`, "for single-GPU training"."""
     hint = "--gpus 1 --strategy ddp, or --offload optimizer"
@@ -77,6 +84,7 @@ def _cpu_offload() -> Mapping[Backend, Limit]:
 
 
 _GALORE = _low_rank("GaLore", "GaLore under FSDP2 gathers the gradients for its decompositions, which is not modelled")
+_GALORE_8BIT = _low_rank("GaLore", _BITSANDBYTES["fsdp2"].reason)
 _GALORE_ADAFACTOR = _low_rank(
     "GaLore", "GaLore's Adafactor mixes plain tensors with FSDP2's gradients, which are DTensors"
 )
@@ -120,10 +128,14 @@ LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
     "schedule_free_radam": _SCHEDULE_FREE,
     "galore_adamw": _GALORE,
     "galore_adamw_layerwise": _GALORE,
+    "galore_adamw_8bit": _GALORE_8BIT,
+    "galore_adamw_8bit_layerwise": _GALORE_8BIT,
     "galore_adafactor": _GALORE_ADAFACTOR,
     "apollo_adamw": _APOLLO,
     "apollo_adamw_layerwise": _APOLLO,
     "adamw_cpu_offload": _cpu_offload(),
+    "grokadamw": _only_ddp("GrokAdamW"),
+    "adam_mini": _only_ddp("Adam-mini"),
     "lomo": _lomo("LOMO"),
     "adalomo": _lomo("AdaLomo"),
     "adamw_bnb_8bit": _BITSANDBYTES,

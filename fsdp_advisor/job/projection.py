@@ -38,7 +38,15 @@ class Projection:
 
 DEFAULT = Projection()
 PROJECTING = frozenset(
-    {"galore_adamw", "galore_adafactor", "galore_adamw_layerwise", "apollo_adamw", "apollo_adamw_layerwise"}
+    {
+        "galore_adamw",
+        "galore_adamw_8bit",
+        "galore_adafactor",
+        "galore_adamw_layerwise",
+        "galore_adamw_8bit_layerwise",
+        "apollo_adamw",
+        "apollo_adamw_layerwise",
+    }
 )
 """The optimizers that project."""
 

@@ -134,9 +134,15 @@ class HostTransfer(NamedTuple):
 
     unit: UnitId
     n_bytes: float
-    what: Literal["parameters", "gradients"]
+    what: Literal["parameters", "gradients", "states"]
     start: Start = "after compute"
     exposed: bool = False
+
+    @property
+    def text(self) -> str:
+        """What is copied, and from where: `parameters from the host`."""
+        direction = {"parameters": "from", "gradients": "to", "states": "from and to"}[self.what]
+        return f"{self.what} {direction} the host"
 
 
 class Copy(NamedTuple):

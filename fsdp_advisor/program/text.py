@@ -129,8 +129,8 @@ def _instruction(instruction: Instruction) -> str:
             return f"reduce-scatter {format_bytes(round(n_bytes))}"
         case AllReduce(n_bytes=n_bytes, axis=axis, exposed=exposed):
             return f"all-reduce {format_bytes(round(n_bytes))} over {axis} ranks{', after backward' if exposed else ''}"
-        case HostTransfer(n_bytes=n_bytes, what=what):
-            return f"copy {what} {'from' if what == 'parameters' else 'to'} the host, {format_bytes(round(n_bytes))}"
+        case HostTransfer(n_bytes=n_bytes):
+            return f"copy {instruction.text}, {format_bytes(round(n_bytes))}"
         case Copy(n_bytes=n_bytes):
             return f"copy into or out of buffers, {format_bytes(round(n_bytes))} read and written"
         case CreateStates(buffer=_):

@@ -21,7 +21,7 @@ _OPTIMIZERS = {
     "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "FusedAdam": "adamw_torch_fused",
     "RMSprop": "rmsprop", "Adagrad": "adagrad", "AdamWScheduleFree": "schedule_free_adamw",
     "SGDScheduleFree": "schedule_free_sgd", "RAdamScheduleFree": "schedule_free_radam",
-    "StableAdamW": "stable_adamw", "CPUOffloadOptimizer": "adamw_cpu_offload",
+    "StableAdamW": "stable_adamw", "CPUOffloadOptimizer": "adamw_cpu_offload", "GrokAdamW": "grokadamw", "Adam_mini": "adam_mini",
 }  # fmt: skip
 _OF_BITSANDBYTES = {
     ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",
@@ -35,6 +35,7 @@ _OF_BITSANDBYTES = {
 
 _LOW_RANK = {
     ("galore_torch", "AdamW"): "galore_adamw",
+    ("galore_torch", "AdamW8bit"): "galore_adamw_8bit",
     ("galore_torch", "Adafactor"): "galore_adafactor",
     ("apollo_torch", "AdamW"): "apollo_adamw",
 }

@@ -295,8 +295,8 @@ def _kind(instruction: AllGather | ReduceScatter | AllReduce | HostTransfer) -> 
             return "reduce-scatter"
         case AllReduce():
             return "all-reduce"
-        case HostTransfer(what=what):
-            return f"{what} {'from' if what == 'parameters' else 'to'} the host"
+        case HostTransfer():
+            return instruction.text
         case _:
             assert_never(instruction)
 

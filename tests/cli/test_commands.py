@@ -91,9 +91,9 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "did you mean zero3?",
     ),
     (
-        ("estimate", *MODEL, "--optim", "grokadamw"),
-        "optim grokadamw is not modelled yet",
-        "nearest is adamw_torch, or adamw_cpu_offload, which keeps its state on the host too",
+        ("estimate", *MODEL, "--optim", "adamw_anyprecision"),
+        "optim adamw_anyprecision is not modelled yet",
+        "nearest is adamw_torch, because AnyPrecision is in torchdistx, which has no package for the versions of torch that are modelled",
     ),
     (("estimate", *MODEL, "--gpus"), "--gpus needs a value", SEE),
     (("estimate", *MODEL, "-o"), "--output needs a value", SEE),

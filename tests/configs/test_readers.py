@@ -163,6 +163,13 @@ def test_llama_factory_with_its_deepspeed_file(tmp_path: Path) -> None:
     assert "gradient checkpointing, which LLaMA-Factory switches on" in said(found, "assumed")
 
 
+def test_adam_mini_of_llamafactory_is_read(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(
+        "model_name_or_path: gpt2\nfinetuning_type: full\noptim: adamw_torch\nuse_adam_mini: true\n"
+    )
+    assert from_paths([tmp_path / "sft.yaml"]).options["optim"] == "adam_mini"
+
+
 @pytest.mark.parametrize("value", ["true", "false"])
 @pytest.mark.parametrize(
     ("name", "text"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_advisor.errors import InvalidOption, UsageError
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.fields import Field, fields_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -117,6 +118,13 @@ def test_synonyms_and_nearest_choices_exist(kind: type[EstimateRequest]) -> None
             assert near.partition(",")[0] in field.choices
 
 
+def test_every_optimizer_of_the_trainer_is_modelled_or_refused_with_the_nearest() -> None:
+    training_args = pytest.importorskip("transformers.training_args")
+    rule = fields_of(EstimateRequest)["optim"].rule
+    for name in {member.value for member in training_args.OptimizerNames} - {*get_args(OptimizerName), *rule.synonyms}:
+        assert name in rule.not_modelled and name in rule.nearest
+
+
 def test_an_alias_is_read_as_its_field() -> None:
     assert make_request({"model": "gpt2", "per_device_train_batch_size": 4}).micro_batch_size == 4
 
@@ -164,7 +172,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not model",
         "it is the sharding strategy",
     ),
-    ({"optim": "grokadamw"}, "optim grokadamw is not modelled yet", "nearest is adamw_torch"),
+    ({"optim": "adamw_anyprecision"}, "optim adamw_anyprecision is not modelled yet", "nearest is adamw_torch"),
     (
         {"strategy": "zero4"},
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not zero4",

@@ -27,9 +27,8 @@ TARGETS = "q_proj,v_proj,down_proj"
 def predicted(folder: Path, **options: Any) -> dict[str, Any]:
     path = folder / "config.json"
     path.write_text(json.dumps(CONFIG))
-    report = fsdp_advisor.estimate(
-        model=str(path), gpu="H100", use_peft=True, lora_target_modules=TARGETS, seq_len=64, **options
-    )
+    lora = {} if "peft_config" in options else {"use_peft": True, "lora_target_modules": TARGETS}
+    report = fsdp_advisor.estimate(model=str(path), gpu="H100", seq_len=64, **lora, **options)
     (row,) = report.estimates
     assert row.job is not None
     return row.job.as_dict()
@@ -74,6 +73,7 @@ def test_a_sharded_model_merges_on_the_host(tmp_path: Path) -> None:
     assert job["merge"]["host_bytes_per_node"] > job["merge"]["files"][0]["tensor_bytes"]
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"load_in_8bit": True}], ids=str)
-def test_other_forms_have_no_figure_for_merging(tmp_path: Path, options: dict[str, Any]) -> None:
-    assert "merge" not in predicted(tmp_path, gpus=1, strategy="ddp", **options)
+def test_other_forms_have_no_figure_for_merging(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({"peft_type": "LOHA", "r": 8, "target_modules": TARGETS.split(",")}))
+    assert "merge" not in predicted(tmp_path, gpus=1, strategy="ddp", peft_config=str(path))

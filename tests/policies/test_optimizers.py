@@ -28,6 +28,7 @@ from fsdp_advisor.policies.optimizers.interface import (
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 MULTIPLYING: tuple[OptimizerName, ...] = (
     "muon", "galore_adamw", "galore_adafactor", "apollo_adamw", "galore_adamw_layerwise", "apollo_adamw_layerwise",
+    "galore_adamw_8bit", "galore_adamw_8bit_layerwise",
 )  # fmt: skip
 """Optimizers whose update has matrix products."""
 MATRIX = Parameter(name="weight", shape=(100, 60))
@@ -115,6 +116,9 @@ def test_every_optimizer_has_state_and_step_figures(name: OptimizerName) -> None
         ("adamw_cpu_offload", 0, 8004),
         ("adalomo", 4 * 160, 4000),
         ("galore_adamw", 2 * 24000 + 4 * 60 * 60, 8000),
+        ("galore_adamw_8bit", 4 + 2 * 6000 + 2 * 4 * 24 + 4 * 60 * 60, 4 + 8000),
+        ("grokadamw", 0, 0),
+        ("adam_mini", 24000 + 4, 8000),
         ("galore_adafactor", 4 * (60 * 60 + 100 + 60 + 1), 4004),
         ("apollo_adamw", 2 * 4 * 128 * 100 + 4 * 128 * 60 + 4, 8000),
     ],

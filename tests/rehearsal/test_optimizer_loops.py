@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ import pytest
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers import low_rank, optimizer_named
+from fsdp_advisor.policies.optimizers import adam_mini, low_rank, optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Stepped
-from fsdp_advisor.program.storages import NO_STORAGES
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +40,9 @@ LOOPS: dict[OptimizerName, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"scale_parameter": False, "relative_step": False},
         LOW_RANK,
     ),
+    "galore_adamw_8bit": ("galore_torch", "GaLoreAdamW8bit", {}, LOW_RANK),
+    "grokadamw": ("grokadamw", "GrokAdamW", {}, {}),
+    "adam_mini": ("adam_mini", "Adam_mini", {"dim": 192, "n_heads": 12, "verbose": False}, {}),
     "apollo_adamw": (
         "apollo_torch",
         "APOLLOAdamW",
@@ -50,6 +53,8 @@ LOOPS: dict[OptimizerName, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 """Module, class, options, and options of the group of linear layers."""
 DTYPES = {"float32": 4, "bfloat16": 2}
 CASES = [(name, dtype) for name in LOOPS for dtype in DTYPES]
+HEADS = 20
+"""Of `self_attn.q_proj`, by Adam-mini's division: 320 * 192 elements by 192 * 192 / 12."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,9 @@ def test_a_loop_allocates_what_is_predicted(name: OptimizerName, dtype: str, fou
 
 def predicted(name: OptimizerName, parameters: Sequence[Parameter], element_bytes: int) -> dict[str, int]:
     optimizer = optimizer_named(name)
-    state = sum((optimizer.state_storages(p, p.shape, element_bytes) for p in parameters), NO_STORAGES)
+    if isinstance(optimizer, adam_mini.AdamMini):
+        optimizer = replace(optimizer, heads=HEADS)
+    state = sum((optimizer.state_storages(p, p.shape, element_bytes) for p in parameters), optimizer.shared_state)
     variables = optimizer.loop([Stepped(p, p.shape, element_bytes) for p in parameters])
     assert variables is not None
-    return {"state": state.exact, "temporaries": variables.peak.exact}
+    return {"state": state.exact, "temporaries": variables.peak_bytes}

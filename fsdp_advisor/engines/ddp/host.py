@@ -1,4 +1,4 @@
-"""Host memory of an optimizer that updates on the host what is on the GPU."""
+"""Host memory of an optimizer that updates on the host what is on the GPU, or keeps its state there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
     optimizer, pinned, pageable = optimizer_of(plan), 0, 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:
-            if p.trainable and optimizer.on_host(p.elements):
-                element = stored_bytes(plan, p)
+            if not p.trainable:
+                continue
+            element = stored_bytes(plan, p)
+            pageable += optimizer.host_state(p.elements, element) * count
+            if optimizer.on_host(p.elements):
                 pinned += 2 * page_locked(p.elements * element) * count
                 pageable += optimizer.all_state_storages(p, p.shape, element).exact * count
     return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)

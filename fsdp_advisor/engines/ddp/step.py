@@ -7,12 +7,19 @@ over the parameters in reverse order, allocated once; `gradient_as_bucket_view=F
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from fsdp_advisor.engines.model_outputs import clones_outputs, encoded_per_batch, logits_per_batch
-from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_loop, optimizer_temporaries
-from fsdp_advisor.engines.units import buffers, total
+from fsdp_advisor.engines.optimizer_work import (
+    gpu_step,
+    gradient_norms,
+    host_state_bytes,
+    optimizer_loop,
+    optimizer_temporaries,
+)
+from fsdp_advisor.engines.units import buffers, placed_parameters, total
 from fsdp_advisor.engines.wrapping import OUTPUTS, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
@@ -116,7 +123,8 @@ class DdpStep(StepHooks):
         self._profile, self._plan = profile, plan
         self.marked_units = marked_units(profile, plan)
         self._optimizer = optimizer_of(plan)
-        self.gradient_hooks = plan.gradient_accumulation_steps > 1 or self._optimizer.backward_update is not None
+        in_backward = self._optimizer.backward_update is not None
+        self.gradient_hooks = plan.gradient_accumulation_steps > 1 or in_backward or self._optimizer.frees_gradients
         self.states = ddp_states(profile, plan.without_step)
 
     def begin_step(self, step: StepBuilder) -> None:
@@ -130,6 +138,8 @@ class DdpStep(StepHooks):
         self._reduced_tail = False
         self._outputs: list[Buffer] = []
         self._complete: tuple[Parameter, Buffer] | None = None
+        if is_first:
+            self._of_parameter: defaultdict[tuple[UnitId, int], list[Buffer]] = defaultdict(list)
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Allocate the copies of the outputs that accelerate (logits in fp32) and DDP (clones, if it searches for unused
@@ -175,6 +185,7 @@ class DdpStep(StepHooks):
             if self._optimizer.backward_update == "at once":
                 self._update(step)
         elif self._is_first:
+            self._of_parameter[unit, parameter].append(gradient)
             step.reclassify(Account.GRADIENTS, gradient)
         else:
             step.free(gradient)
@@ -206,6 +217,8 @@ class DdpStep(StepHooks):
         step.transient(Account.TEMPORARIES, gradient_norms(self._profile, self._plan))
         if self._optimizer.backward_update is None:
             self._update_all(step)
+        if copied := host_state_bytes(self._profile, self._plan):
+            step.add(HostTransfer(AT_ROOT, 2 * copied, "states", exposed=True))
         step.add(gpu_step(self._profile, self._plan, self._profile.trainable_parameters))
 
     def _update_all(self, step: StepBuilder) -> None:
@@ -215,11 +228,21 @@ class DdpStep(StepHooks):
             whole = optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
             step.transient(Account.TEMPORARIES, whole)
         buffers: dict[int, Buffer] = {}
+        gradients = self._gradients_in_order() if any(number < 0 for number, _ in events) else []
         for number, n_bytes in events:
             if n_bytes:
                 buffers[number] = step.alloc(Account.TEMPORARIES, Storages.of(n_bytes))
             else:
-                step.free(buffers.pop(number))
+                step.free(gradients[-1 - number] if number < 0 else buffers.pop(number))
+
+    def _gradients_in_order(self) -> list[Buffer]:
+        """The gradients of all trainable parameters, in the order of `model.parameters()`. Backward has the layers in reverse."""
+        waiting = {at: list(buffers) for at, buffers in self._of_parameter.items()}
+        return [
+            waiting[unit, index].pop() if waiting.get((unit, index)) else NO_BUFFER
+            for unit, index, parameter in placed_parameters(self._profile)
+            if parameter.trainable
+        ]
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
         """The buckets from the second step on, in the order in which gradients became ready in the first step. Empty if DDP

@@ -9,9 +9,12 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import (
     adafactor,
     adagrad,
+    adam_mini,
     adamw,
     bitsandbytes,
     cpu_offload,
+    galore_8bit,
+    grokadamw,
     lomo,
     low_rank,
     muon,
@@ -41,7 +44,10 @@ _ALL: tuple[Optimizer, ...] = (
     cpu_offload.ADAMW_CPU_OFFLOAD,
     muon.MUON,
     *low_rank.ALL,
+    *galore_8bit.ALL,
     *lomo.ALL,
+    grokadamw.GROKADAMW,
+    adam_mini.ADAM_MINI,
 )
 _BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
 

@@ -166,6 +166,10 @@ class Optimizer(ABC):
     """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
     backward_update: BackwardUpdate | None = None
     """When backward updates a parameter and frees its gradient: as soon as that, or the next one, is complete. None: after backward."""
+    frees_gradients: bool = False
+    """Whether its loop frees gradients before `zero_grad` does (`Variables.release_gradient`)."""
+    follows_groups: bool = False
+    """Whether its loop depends on the groups of parameters. The Trainer's first group has the matrices, its second the norms and biases."""
     notes: tuple[str, ...] = ()
     """Notes on the assumptions of every estimate."""
     deepspeed_notes: tuple[str, ...] = ()
@@ -186,6 +190,10 @@ class Optimizer(ABC):
         copies of the tensor and its gradient, which backward copies.
         """
         return False
+
+    def host_state(self, elements: int, element_bytes: int) -> int:
+        """Bytes of the state of a tensor on the GPU that is in pageable host memory, and that each update copies to the GPU and back."""
+        return 0
 
     @abstractmethod
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:

@@ -124,11 +124,15 @@ class LowRank(Optimizer):
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:
         variables = Variables()
-        for tensor in sorted(tensors, key=lambda tensor: self.projects(tensor.parameter)):
+        for _, tensor in self.in_order(tensors):
             variables.drop("grad")
             self.step_tensor(variables, tensor)
         variables.drop_all()
         return variables
+
+    def in_order(self, tensors: Sequence[Stepped]) -> list[tuple[int, Stepped]]:
+        """The positions and tensors in the order of their updates: the matrices that are projected are last."""
+        return sorted(enumerate(tensors), key=lambda each: self.projects(each[1].parameter))
 
     def step_tensor(self, variables: Variables, tensor: Stepped) -> None:
         """Let the variables go through the update of one tensor."""
@@ -326,7 +330,8 @@ def _notes(label: str, projection: Projection) -> tuple[str, ...]:
     )
 
 
-def _low_rank(cls: type[LowRank], name: OptimizerName, label: str) -> LowRank:
+def low_rank(cls: type[LowRank], name: OptimizerName, label: str, *, shared_state: Storages = NO_STORAGES) -> LowRank:
+    """An optimizer of this class. Those whose names end in `_layerwise` update each parameter in backward."""
     layerwise = name.endswith("_layerwise")
     return cls(
         name=name,
@@ -334,14 +339,15 @@ def _low_rank(cls: type[LowRank], name: OptimizerName, label: str) -> LowRank:
         transformers=NamedOptimizer(name=name, target_modules=ALL_LINEAR),
         **only_in_transformers(name, script=Refusal(_SCRIPT.format(label))),
         backward_update="at once" if layerwise else None,
+        shared_state=shared_state,
         notes=_notes(label, DEFAULT),
     )
 
 
-GALORE_ADAMW = _low_rank(Galore, "galore_adamw", "GaLore")
-GALORE_ADAFACTOR = _low_rank(GaloreAdafactor, "galore_adafactor", "GaLore")
-APOLLO_ADAMW = _low_rank(Apollo, "apollo_adamw", "APOLLO")
-GALORE_ADAMW_LAYERWISE = _low_rank(Galore, "galore_adamw_layerwise", "GaLore")
-APOLLO_ADAMW_LAYERWISE = _low_rank(Apollo, "apollo_adamw_layerwise", "APOLLO")
+GALORE_ADAMW = low_rank(Galore, "galore_adamw", "GaLore")
+GALORE_ADAFACTOR = low_rank(GaloreAdafactor, "galore_adafactor", "GaLore")
+APOLLO_ADAMW = low_rank(Apollo, "apollo_adamw", "APOLLO")
+GALORE_ADAMW_LAYERWISE = low_rank(Galore, "galore_adamw_layerwise", "GaLore")
+APOLLO_ADAMW_LAYERWISE = low_rank(Apollo, "apollo_adamw_layerwise", "APOLLO")
 """The layerwise forms have an optimizer for each parameter, which steps as soon as the gradient is complete."""
 ALL = (GALORE_ADAMW, GALORE_ADAFACTOR, APOLLO_ADAMW, GALORE_ADAMW_LAYERWISE, APOLLO_ADAMW_LAYERWISE)

@@ -15,7 +15,8 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 class Variables:
     """Variables by name with their storages, and the storages that lived at the highest point so far.
 
-    `events`: each allocation in order, as the number of the storage and its bytes, and each free, with 0 bytes.
+    `events`: each allocation in order, as the number of the storage and its bytes, and each free, with 0 bytes. A free of a gradient has
+    the number -1 less the position of its tensor.
 
     >>> variables = Variables()
     >>> variables.assign("update", 100)
@@ -29,6 +30,8 @@ class Variables:
     events: list[tuple[int, int]] = field(default_factory=list)
     _held: dict[str, dict[int, int]] = field(default_factory=dict)
     _highest: tuple[int, ...] = ()
+    _highest_bytes: int = 0
+    _released_bytes: int = 0
     _count: int = 0
 
     @property
@@ -37,8 +40,13 @@ class Variables:
         return sum(sum(storages.values()) for storages in self._held.values())
 
     @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the loop adds: what the variables hold, less the gradients that it has freed."""
+        return self._highest_bytes
+
+    @property
     def peak(self) -> Storages:
-        """The storages at the highest point."""
+        """The storages that the variables hold at the highest point."""
         return sum((Storages.of(n_bytes) for n_bytes in self._highest), NO_STORAGES)
 
     def assign(self, name: str, *n_bytes: int) -> None:
@@ -60,13 +68,26 @@ class Variables:
         """Free everything, as the end of the function does."""
         self.drop(*self._held)
 
+    def release_gradient(self, position: int, n_bytes: int) -> None:
+        """Free the gradient of the tensor at this position. It was there before the loop.
+
+        >>> variables = Variables()
+        >>> variables.release_gradient(0, 100)
+        >>> variables.assign("update", 160)
+        >>> variables.events, variables.peak_bytes
+        ([(-1, 0), (0, 160)], 60)
+        """
+        self.events.append((-1 - position, 0))
+        self._released_bytes += n_bytes
+
     def _allocated(self, n_bytes: tuple[int, ...]) -> dict[int, int]:
         storages = {self._count + i: size for i, size in enumerate(n_bytes) if size}
         self._count += len(n_bytes)
         self.events += storages.items()
-        if self.alive + sum(n_bytes) > sum(self._highest):
+        added = self.alive + sum(n_bytes) - self._released_bytes
+        if added > self._highest_bytes:
             held = (size for each in self._held.values() for size in each.values())
-            self._highest = (*held, *n_bytes)
+            self._highest, self._highest_bytes = (*held, *n_bytes), added
         return storages
 
     def _free(self, storages: dict[int, int]) -> None:

@@ -1,0 +1,140 @@
+"""Adam-mini: a first moment for each element, and one second moment for each head of queries and keys, each row of the other matrices,
+and each remaining tensor, such as a norm's weight. Biases have AdamW's state.
+
+It updates one parameter after the other with torch's operators.
+
+Source: adam-mini 1.1.1, adam_mini.py. LLaMA-Factory calls it `use_adam_mini`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers.interface import (
+    Optimizer,
+    Refusal,
+    Shape,
+    Shards,
+    Stepped,
+    only_in_transformers,
+)
+from fsdp_advisor.policies.optimizers.variables import Variables
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
+
+Block = Literal["element", "head", "row", "tensor"]
+_HEADS = ("k_proj", "q_proj", "wq", "wk", "query", "key")
+_ROWS = (
+    "embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value", "feed_forward", "linear", "mlp",
+    "o_proj", "wo", "attn.proj",
+)  # fmt: skip
+"""Parts of names in lower case."""
+
+
+def block_of(name: str) -> Block:
+    """What shares one second moment in a parameter of this name.
+
+    >>> block_of("self_attn.q_proj.weight"), block_of("mlp.up_proj.weight"), block_of("self_attn.q_proj.bias"), block_of("norm.weight")
+    ('head', 'row', 'element', 'tensor')
+    """
+    name = name.lower()
+    if "bias" in name:
+        return "element"
+    if any(part in name for part in _HEADS):
+        return "head"
+    return "row" if any(part in name for part in _ROWS) else "tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamMini(Optimizer):
+    """`heads`: those of a matrix of queries or keys. The state of up to 128 heads takes one block of PyTorch's allocator."""
+
+    heads: int = 32
+
+    def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
+        if parameter.role == "adapter" and block_of(parameter.name) == "head":
+            return f"Adam-mini fails: it divides {parameter.name}, a part of an adapter, into the heads of the model"
+        return None
+
+    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        if not prod(shape):
+            return NO_STORAGES
+        moment = Storages.of(element_bytes * prod(shape))
+        return moment + Storages.of(element_bytes * self._second_moments(parameter, shape))
+
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        """Not used: DeepSpeed is refused."""
+        return Storages.of(elements * element_bytes) if elements else NO_STORAGES
+
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        """Not used: DeepSpeed is refused."""
+        return (elements * element_bytes,)
+
+    def textbook_bytes(self, element_bytes: int) -> int:
+        """The second moments of blocks are negligible."""
+        return element_bytes
+
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        return self.loop([Stepped(parameter, shape, element_bytes)]).peak
+
+    def loop(self, tensors: Sequence[Stepped]) -> Variables:
+        variables = Variables()
+        for tensor in tensors:
+            if block_of(tensor.parameter.name) == "element":
+                self._step_elements(variables, tensor)
+            else:
+                self._step_blocks(variables, tensor)
+        variables.drop_all()
+        return variables
+
+    def steps_one_by_one(self, framework: str) -> bool:
+        return True
+
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        """Not used: DeepSpeed is refused."""
+        return NO_STORAGES
+
+    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
+        """The square (2) and its mean (1), the first moment (3), the update (2 + 2), its negative (2) and the sum (3): 15 tensors."""
+        passes = 18 if block_of(parameter.name) == "element" else 15
+        return passes * element_bytes * parameter.elements
+
+    def _second_moments(self, parameter: Parameter, shape: Shape) -> int:
+        match block_of(parameter.name):
+            case "element":
+                return prod(shape)
+            case "head":
+                return self.heads
+            case "row":
+                return shape[0]
+            case "tensor":
+                return 1
+
+    def _step_elements(self, variables: Variables, tensor: Stepped) -> None:
+        variables.assign("root", tensor.n_bytes)
+        variables.assign("h", tensor.n_bytes)
+        variables.drop("root")
+
+    def _step_blocks(self, variables: Variables, tensor: Stepped) -> None:
+        matrix, blocks = tensor.n_bytes, tensor.element_bytes * self._second_moments(tensor.parameter, tensor.shape)
+        variables.assign("square", matrix)
+        variables.assign("tmp_lr", blocks)
+        variables.drop("square")
+        variables.assign("root", blocks)
+        variables.assign("h", blocks)
+        variables.drop("root")
+        variables.assign("stepsize", blocks)
+        variables.assign("update", matrix)
+        variables.use(matrix)
+
+
+_NO_SCRIPT = "Adam-mini takes named parameters and the model's dimensions, which exported scripts do not pass"
+
+ADAM_MINI = AdamMini(
+    name="adam_mini",
+    transformers=Refusal("transformers 5.23 has no name for Adam-mini: pass adam_mini.Adam_mini to the Trainer"),
+    **only_in_transformers("adam_mini", script=Refusal(_NO_SCRIPT)),
+)
